@@ -1,0 +1,1 @@
+"""zero3_retain"""

@@ -1,0 +1,175 @@
+"""Gather a module before its backward and release it after, in every backward anew.
+
+Stock ZeRO-3 counts how often a module's parameters will be needed while the *forward* runs, and
+the first backward spends the counts. Here the counts belong to the graph task: each run of the
+autograd engine opens the calls it passes through and closes them when their inputs' gradients
+are done, so the second run over one graph gathers and releases just as the first did.
+
+Plain PyTorch: gather and release are two callables, nothing here knows of DeepSpeed. The idea of
+a pair of identity functions around a module is FSDP2's (``fully_shard``) as much as DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import torch
+
+from .graph_task import current_task_id
+
+
+class _Call:
+    """One forward call of a module: how many of its inputs lead a gradient on."""
+
+    __slots__ = ("inputs", "remaining", "sealed", "task_id")
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.sealed = False  # an output was seen: the next input begins another call
+        self.task_id: int | None = None  # the graph task in which the call is open
+        self.remaining = 0
+
+
+class OpenCalls:
+    """The module calls that are open in the running graph tasks of one model.
+
+    `on_task_begin` runs at the first gather of a graph task, inside it, so that the owner can
+    queue the :meth:`end` of that task: calls whose inputs need no gradient (a first layer), or
+    whose loss reaches only some of them, are closed there and nowhere else.
+    """
+
+    def __init__(self, on_task_begin: Callable[[int], None]) -> None:
+        self._on_task_begin = on_task_begin
+        self._open: dict[int, dict[_Call, ModuleBoundary]] = {}
+        # Autograd runs hooks of CPU and device nodes on different threads.
+        self._lock = Lock()
+
+    def open(self, call: _Call, boundary: ModuleBoundary) -> None:
+        task_id = current_task_id()
+        with self._lock:
+            calls = self._open.get(task_id)
+            begins = calls is None
+            if calls is None:
+                calls = self._open[task_id] = {}
+            if call not in calls:
+                calls[call] = boundary
+                boundary.open_calls += 1
+                # A call seen again in the same task (an output that no input depends on) stays
+                # open until the task ends.
+                call.remaining = call.inputs if call.task_id != task_id else 0
+                call.task_id = task_id
+        if begins:
+            self._on_task_begin(task_id)
+
+    def close(self, call: _Call, boundary: ModuleBoundary) -> None:
+        with self._lock:
+            calls = self._open.get(current_task_id(), {})
+            last = calls.pop(call, None) is not None and boundary.leave()
+        if last:
+            boundary.release()
+
+    def end(self, task_id: int) -> None:
+        """Close what `task_id` left open, in the order it was opened."""
+        with self._lock:
+            calls = self._open.pop(task_id, {})
+            last = [boundary for boundary in calls.values() if boundary.leave()]
+        for boundary in last:
+            boundary.release()
+
+    def abandon(self) -> None:
+        """Forget every open call without releasing: a backward raised, the owner cleans up."""
+        with self._lock:
+            for calls in self._open.values():
+                for boundary in calls.values():
+                    boundary.open_calls = 0
+            self._open.clear()
+
+    def __len__(self) -> int:
+        return sum(len(calls) for calls in self._open.values())
+
+
+class ModuleBoundary:
+    """Both edges of one module: `gather` before its backward, `release` after it.
+
+    `release` runs when the module's last open call closes, so two interleaved calls of one module
+    (a shared layer on parallel branches) never lose their parameters to each other.
+
+    :attr:`before` and :attr:`after` are autograd Functions for the module's outputs and inputs.
+    """
+
+    def __init__(
+        self, gather: Callable[[], None], release: Callable[[], None], calls: OpenCalls
+    ) -> None:
+        self.gather = gather
+        self.release = release
+        self.open_calls = 0
+        self._calls = calls
+        self._call = _Call()
+        self.before = _gather_before_backward(self)
+        self.after = _release_after_backward(self)
+
+    def leave(self) -> bool:
+        """One call fewer; True when it was the last."""
+        self.open_calls -= 1
+        return self.open_calls == 0
+
+    def _input_of_call(self, needs_grad: bool) -> _Call:
+        if self._call.sealed:
+            self._call = _Call()
+        self._call.inputs += needs_grad
+        return self._call
+
+    def _output_of_call(self) -> _Call:
+        self._call.sealed = True
+        return self._call
+
+    def _before_backward(self, call: _Call) -> None:
+        self._calls.open(call, self)
+        # Once per output, as stock does: the order of fetches is what its prefetch trace learns.
+        self.gather()
+
+    def _after_backward(self, call: _Call) -> None:
+        if call.task_id != current_task_id():
+            return  # no output of this call took part: nothing was gathered for it
+        call.remaining -= 1
+        if call.remaining == 0:
+            self._calls.close(call, self)
+
+
+def _gather_before_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
+    class GatherBeforeBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return output.detach()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.call = boundary._output_of_call()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            boundary._before_backward(ctx.call)
+            return grads
+
+    return GatherBeforeBackward
+
+
+def _release_after_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
+    class ReleaseAfterBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return value.detach()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            (value,) = inputs
+            ctx.call = boundary._input_of_call(value.requires_grad)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            boundary._after_backward(ctx.call)
+            return grads
+
+    return ReleaseAfterBackward

@@ -1,0 +1,124 @@
+"""Stages 1 and 2: gradients of several backwards add up in the averaged gradients.
+
+A boundary backward leaves this rank's reduced gradients in ``averaged_gradients`` (per parameter
+group, a list of slices), with an offloaded optimizer in the fp32 gradients of its partition.
+0.16.0-0.17.5 add to them, 0.17.6-0.18.2 crash, later releases replace them. Here the previous
+ones are taken out before the backward and added after its epilogue: one shape for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import upstream
+from .lost import LostGradients
+
+Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
+
+
+class FlatSum:
+    """The reduced gradients of one stage 1 or 2 optimizer over the backwards of a step."""
+
+    def __init__(self, optimizer: Any, lost: LostGradients) -> None:
+        self._optimizer = optimizer
+        self._lost = lost
+        self._reduced = False  # a boundary epilogue ran in this step
+        self._adding = False
+        self._offloaded: list[torch.Tensor] = []
+
+    def begin_backward(self) -> None:
+        """The first backward over a forward."""
+        self._adding = self._reduced and self._lost.accumulates
+        self._take_out_offloaded()
+
+    def begin_backward_again(self) -> None:
+        """A later backward over the same forward."""
+        self._adding = True
+        self._take_out_offloaded()
+
+    def drop(self) -> None:
+        """``zero_grad()`` between two backwards: forget the step's gradients so far."""
+        optimizer = self._optimizer
+        for gradients in (optimizer.averaged_gradients, upstream.pending_gradients(optimizer)):
+            for group in gradients:
+                gradients[group] = None
+        for gradient in upstream.offloaded_partitions(optimizer):
+            gradient.zero_()
+        for params in optimizer.bit16_groups:
+            for param in params:
+                param.grad = None
+                param.grad_accum = None
+        optimizer.micro_step_id = upstream.INITIAL_MICRO_STEP_ID
+
+    def abandon(self) -> None:
+        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
+        upstream.empty_flat_buckets(self._optimizer)
+        self.drop()
+        self.step_taken()
+
+    def step_taken(self) -> None:
+        """The optimizer has consumed the gradients."""
+        self._reduced = False
+        self._adding = False
+        self._offloaded = []
+
+    def epilogue(self, wrapped: Callable[[], Any]) -> Any:
+        """Stock's reduction epilogue, made to add where it has to."""
+        optimizer = self._optimizer
+        averaged = dict(optimizer.averaged_gradients)
+        pending = dict(upstream.pending_gradients(optimizer))
+        if self._adding:
+            # Also what 0.17.6-0.18.2 need in order not to crash.
+            for group in averaged:
+                if not upstream.sums_in_place(optimizer, group):
+                    optimizer.averaged_gradients[group] = None
+        result = wrapped()
+        if self._adding:
+            _add_back(optimizer.averaged_gradients, averaged, restore=True)
+            _add_back(upstream.pending_gradients(optimizer), pending, restore=False)
+            self._add_back_offloaded()
+        elif self._reduced and upstream.replaced(optimizer, averaged):
+            self._lost.warn()
+        self._reduced |= upstream.at_boundary(optimizer)
+        return result
+
+    def _take_out_offloaded(self) -> None:
+        """Set the fp32 partitions aside; the backward then runs as a step's only one would."""
+        self._offloaded = []
+        if not (self._adding and upstream.overwrites_offloaded(self._optimizer)):
+            return
+        for gradient in upstream.offloaded_partitions(self._optimizer):
+            self._offloaded.append(gradient.clone())
+            gradient.zero_()
+        self._optimizer.micro_step_id = upstream.INITIAL_MICRO_STEP_ID
+
+    def _add_back_offloaded(self) -> None:
+        if not self._offloaded:
+            return
+        upstream.finish_offload_copies()
+        partitions = upstream.offloaded_partitions(self._optimizer)
+        for gradient, before in zip(partitions, self._offloaded, strict=True):
+            gradient.add_(before)
+        self._offloaded = []
+        upstream.renew_offloaded_norms(self._optimizer)
+
+
+def _add_back(now: Gradients, before: Gradients, *, restore: bool) -> None:
+    """Add the slices of `before` to those that replaced them.
+
+    `restore`: a group that the epilogue left empty was not touched and gets its slices back;
+    otherwise it was consumed.
+    """
+    for group, old in before.items():
+        new = now.get(group)
+        if old is None or new is old:
+            continue
+        if new is None:
+            if restore:
+                now[group] = old
+            continue
+        for slice_now, slice_before in zip(new, old, strict=True):
+            slice_now.add_(slice_before)

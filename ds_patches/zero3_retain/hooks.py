@@ -1,0 +1,172 @@
+"""The wrappers around DeepSpeed's methods, and the engines they have met.
+
+An engine is taken in at its first forward, so one that was built before the patch was applied is
+as good as one built after. What the patch knows of it lives in its own ``__dict__`` and dies with
+it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from . import upstream
+from .flat_sum import FlatSum
+from .lost import OnLost
+from .partition_sum import PartitionSum
+from .retained import RetainedEngine
+
+logger = logging.getLogger("ds_patches.zero3_retain")
+
+_KEY = "_ds_patches_zero3_retain"
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class _Engines:
+    """The engines taken in since the patch was applied, and the option they got."""
+
+    def __init__(self) -> None:
+        self.policy = OnLost.WARN
+        self._taken_in: WeakSet[Any] = WeakSet()
+
+    def state_of(self, engine: Any) -> RetainedEngine | None:
+        """What the patch knows of `engine`; None if it is left to stock."""
+        here = vars(engine)
+        if _KEY not in here:
+            here[_KEY] = self._take_in(engine)
+        state: RetainedEngine | None = here[_KEY]
+        return state
+
+    def _take_in(self, engine: Any) -> RetainedEngine | None:
+        self._taken_in.add(engine)
+        reason = upstream.why_not_covered(engine)
+        if reason is not None:
+            if reason:
+                logger.warning("zero3_retain leaves this engine to stock DeepSpeed: %s.", reason)
+            return None
+        state = RetainedEngine(engine, self.policy)
+        vars(engine.optimizer)[_KEY] = state
+        if state.residency is not None:
+            vars(engine.optimizer.parameter_offload)[_KEY] = state
+        return state
+
+    def let_go(self) -> None:
+        """Give every engine back to stock."""
+        for engine in self._taken_in:
+            state: RetainedEngine | None = vars(engine).pop(_KEY)
+            if state is None:
+                continue
+            state.detach()
+            vars(engine.optimizer).pop(_KEY, None)
+            vars(getattr(engine.optimizer, "parameter_offload", engine)).pop(_KEY, None)
+        self._taken_in.clear()
+
+
+_engines = _Engines()
+
+
+def _state(owner: Any) -> RetainedEngine | None:
+    """What the patch knows of the engine that an optimizer or a parameter offload belongs to."""
+    return vars(owner).get(_KEY)
+
+
+def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+    """Choose what happens to gradients that stock would lose; name what is out of reach."""
+    _engines.policy = OnLost(options["lost_gradients"])
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    built_before = sum(issubclass(type(thing), DeepSpeedEngine) for thing in gc.get_objects())
+    if not built_before:
+        return []
+    return [
+        f"{built_before} engine(s) built before: patched from their next forward on; a graph that "
+        "exists already can still run one backward only"
+    ]
+
+
+def deactivate() -> Sequence[str]:
+    """Put stock's functions back at every module of every engine."""
+    _engines.let_go()
+    return []
+
+
+# --- DeepSpeedEngine ----------------------------------------------------------------------------
+
+
+def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _engines.state_of(engine)
+    if state is None or upstream.runs_compiled_backward(engine):
+        return wrapped(*args, **kwargs)
+    state.recover()
+    outputs = wrapped(*args, **kwargs)
+    if torch.is_grad_enabled():
+        state.open_window(outputs)
+    return outputs
+
+
+def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _engines.state_of(engine)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    state.recover()
+    with state.dropping_what_raises():
+        return wrapped(*args, **kwargs)
+
+
+def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Accept the ``retain_graph`` of upstream's open pull request 8135; it is not needed here."""
+    kwargs.pop("retain_graph", None)
+    return wrapped(*args[:1], **kwargs)
+
+
+def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the engine and of its ZeRO optimizer."""
+    state = _state(owner)
+    result = wrapped(*args, **kwargs)
+    if state is not None:
+        state.zero_grad()
+    return result
+
+
+def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _state(engine)
+    if state is not None:
+        state.step_begins()
+    result = wrapped(*args, **kwargs)
+    if state is not None:
+        state.step_taken()
+    return result
+
+
+# --- ZeRO ---------------------------------------------------------------------------------------
+
+
+def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Modules that are registered, or registered again, after their engine was taken in."""
+    result = wrapped(*args, **kwargs)
+    state = _state(offload)
+    if state is not None and state.residency is not None:
+        state.residency.install()
+    return result
+
+
+def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _state(optimizer)
+    if state is None or not isinstance(state.sum, PartitionSum):
+        return wrapped(*args, **kwargs)
+    return state.sum.partition(wrapped, *args, **kwargs)
+
+
+def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _state(optimizer)
+    if state is None or not isinstance(state.sum, FlatSum):
+        return wrapped(*args, **kwargs)
+    return state.sum.epilogue(wrapped)

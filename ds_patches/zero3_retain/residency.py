@@ -1,0 +1,92 @@
+"""Which parameters of a ZeRO-3 model are gathered, and until when.
+
+One backward gathers a module, runs through it and releases it; whether the graph was retained is
+not asked, since the next backward gathers again. A module that is still open when the backward
+ends (a first layer: its input needs no gradient) is released there.
+
+Upstream's prefetch trace keeps a parameter gathered if it is used again soon. Once it has learned
+that a second backward follows, that would be every parameter, all the time between the two. So an
+engine that retains graphs partitions them at the end of each backward: it holds its partitions,
+what must persist, and at most one prefetch bucket in flight.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import upstream
+from .boundaries import ModuleBoundary, OpenCalls
+from .graph_task import at_end_of_task
+
+_MISSING = object()
+
+
+class Residency:
+    """The boundaries set around the modules of one ``DeepSpeedZeRoOffload``."""
+
+    def __init__(self, offload: Any) -> None:
+        self._offload = offload
+        self._calls = OpenCalls(self._task_begins)
+        self._retains = False  # a second backward over one forward was seen
+        # module -> what stood at (pre_bwd_fn, post_bwd_fn)
+        self._stock: dict[torch.nn.Module, tuple[Any, Any]] = {}
+
+    def install(self) -> None:
+        """Put our boundary at every registered module that has none yet."""
+        for module in upstream.registered_modules(self._offload):
+            if module not in self._stock:
+                self._install_at(module)
+
+    def _install_at(self, module: torch.nn.Module) -> None:
+        here = vars(module)
+        stock = (here.get("pre_bwd_fn", _MISSING), here.get("post_bwd_fn", _MISSING))
+        self._stock[module] = stock
+        boundary = ModuleBoundary(
+            gather=partial(self._gather, module),
+            release=partial(self._release, module),
+            calls=self._calls,
+        )
+        # Upstream's forward hooks look both up at every call and keep what they find.
+        module.pre_bwd_fn = boundary.before  # type: ignore[assignment]
+        module.post_bwd_fn = boundary.after  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Put back what stood at each module; graphs built meanwhile keep our boundaries."""
+        for module, stock in self._stock.items():
+            for name, value in zip(("pre_bwd_fn", "post_bwd_fn"), stock, strict=True):
+                if value is _MISSING:
+                    delattr(module, name)
+                else:
+                    setattr(module, name, value)
+        self._stock.clear()
+
+    def begin_backward_again(self) -> None:
+        """Before the second and later backward over one forward."""
+        self._retains = True
+        upstream.rewind_prefetch(self._offload.get_param_coordinator())
+
+    def abandon_backward(self) -> None:
+        """A backward raised: forget its open calls and partition whatever it left gathered."""
+        self._calls.abandon()
+        self._offload.get_param_coordinator().release_and_reset_all(self._offload.module)
+
+    def _gather(self, module: torch.nn.Module) -> None:
+        self._offload.pre_sub_module_backward_function(module)
+
+    def _release(self, module: torch.nn.Module) -> None:
+        if upstream.holds_backward_fetch(self._offload.get_param_coordinator(), module):
+            self._offload.post_sub_module_backward_function(module)
+
+    def _task_begins(self, task_id: int) -> None:
+        at_end_of_task(partial(self._task_ends, task_id))
+
+    def _task_ends(self, task_id: int) -> None:
+        self._calls.end(task_id)
+        if self._calls or not self._retains:
+            return  # calls open elsewhere: this task was nested (reentrant checkpointing)
+        coordinator = self._offload.get_param_coordinator()
+        for param in upstream.releasable_parameters(self._offload):
+            upstream.release_parameter(coordinator, param)
