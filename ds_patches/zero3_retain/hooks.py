@@ -169,4 +169,4 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
     state = _state(optimizer)
     if state is None or not isinstance(state.sum, FlatSum):
         return wrapped(*args, **kwargs)
-    return state.sum.epilogue(wrapped)
+    return state.flat_epilogue(wrapped)

@@ -31,6 +31,7 @@ class Residency:
         self._offload = offload
         self._calls = OpenCalls(self._task_begins)
         self._retains = False  # a second backward over one forward was seen
+        self._leaf_inputs: dict[torch.nn.Module, int] = {}
         # module -> what stood at (pre_bwd_fn, post_bwd_fn)
         self._stock: dict[torch.nn.Module, tuple[Any, Any]] = {}
 
@@ -63,9 +64,14 @@ class Residency:
                     setattr(module, name, value)
         self._stock.clear()
 
+    def begin_backward(self) -> None:
+        """Before the first backward over a forward."""
+        self._leaf_inputs = upstream.leaf_inputs(self._stock)
+
     def begin_backward_again(self) -> None:
         """Before the second and later backward over one forward."""
         self._retains = True
+        upstream.restore_leaf_inputs(self._leaf_inputs)
         upstream.rewind_prefetch(self._offload.get_param_coordinator())
 
     def abandon_backward(self) -> None:

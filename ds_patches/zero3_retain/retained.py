@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -61,6 +61,8 @@ class RetainedEngine:
         self._dropped = False
         if window.backwards == 1:
             self.sum.begin_backward()
+            if self.residency is not None:
+                self.residency.begin_backward()
         else:
             self._backward_begins_again(steps)
         self._zeroed = False
@@ -86,6 +88,14 @@ class RetainedEngine:
         """
         self.recover()
         self._zeroed = True
+
+    def flat_epilogue(self, wrapped: Callable[[], Any]) -> Any:
+        """The reduction epilogue of stages 1 and 2; up to 0.18.4 it ends with a zero_grad()."""
+        assert isinstance(self.sum, FlatSum)
+        zeroed = self._zeroed
+        result = self.sum.epilogue(wrapped)
+        self._zeroed = zeroed
+        return result
 
     def step_begins(self) -> None:
         """A boundary step is about to read the gradients."""

@@ -8,13 +8,14 @@ number: source builds carry any number they like.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
+_LEAF_INPUTS = "_leaf_module_inputs_remaining"
 
 INITIAL_MICRO_STEP_ID = -1  # stages 1 and 2, before a step's first backward
 
@@ -94,6 +95,21 @@ def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
         yield module
         if not z3_leaf_module(module):
             pending.extend(module.children())
+
+
+def leaf_inputs(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, int]:
+    """Inputs whose gradient each z3 leaf module awaits before it reduces its parameters'.
+
+    Releases up to 0.17.5 count them down from the forward on; later ones use a module hook.
+    """
+    awaited = ((module, vars(module).get(_LEAF_INPUTS)) for module in modules)
+    return {module: count for module, count in awaited if count is not None}
+
+
+def restore_leaf_inputs(awaited: dict[torch.nn.Module, int]) -> None:
+    """Let a later backward await the same inputs as the first."""
+    for module, count in awaited.items():
+        setattr(module, _LEAF_INPUTS, count)
 
 
 def releasable_parameters(offload: Any) -> Iterator[Any]:

@@ -1,0 +1,66 @@
+# From a fresh clone on a machine with Python 3.10 or newer:
+#   make demo    the main job on real input        make test    everything CI runs
+# Both create .venv first; a second call installs nothing.
+
+PYTHON ?= python3
+TORCH := 2.13.0
+# The core subset runs on each of these, the whole suite on the newest (extra "test").
+RELEASES ?= 0.16.3 0.16.9 0.17.5 0.18.2 0.18.3 0.18.6 0.19.0 0.19.2
+
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export DS_ACCELERATOR := cpu
+export DS_BUILD_OPS := 0
+# What the tests import is the environment's, whatever the caller's shell has on its path.
+unexport PYTHONPATH
+unexport DS_PATCHES_TEST_RELEASE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-newest test-releases install releases clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: install ## two losses over one ZeRO-3 forward, stock and patched
+	$(BIN)/python -m demo
+
+test: ## lint, the whole suite on the newest DeepSpeed, the core subset on RELEASES
+# One after the other, also under make -j: two ranks and two cores.
+	@$(MAKE) --no-print-directory releases
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory test-newest
+	@$(MAKE) --no-print-directory test-releases
+
+lint: install ## ruff and mypy
+	$(BIN)/ruff check --extend-exclude .releases .
+	$(BIN)/ruff format --check --extend-exclude .releases .
+	$(BIN)/mypy --strict ds_patches
+
+test-newest: install ## the whole suite on the newest DeepSpeed
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -m pytest
+
+test-releases: releases ## the core subset on RELEASES (RELEASES= skips)
+	$(if $(strip $(RELEASES)),$(BIN)/python -m tests.releases run $(RELEASES))
+
+install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
+
+releases: install ## the older DeepSpeed releases, in .releases
+	$(if $(strip $(RELEASES)),$(BIN)/python -m tests.releases install $(RELEASES))
+
+.venv/.project: pyproject.toml .venv/.torch
+	@echo "== the project, the newest DeepSpeed and the tools"
+	$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@
+
+# torch first, so that nothing below chooses one.
+.venv/.torch:
+	@$(PYTHON) -c 'import sys; v = sys.version; \
+	    sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: " + v)'
+	@echo "== .venv and torch $(TORCH)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install torch==$(TORCH)
+	@touch $@
+
+clean: ## remove .venv, .releases and caches
+	rm -rf .venv .releases .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+"""Fixes for an installed DeepSpeed, applied at run time, checked against what is installed.
+
+    import ds_patches
+    ds_patches.apply_all()      # above deepspeed.initialize
+
+Importing this package is free: torch, DeepSpeed and wrapt are imported by applying, never before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_patches.core.api import (
+        apply,
+        apply_all,
+        is_applied,
+        names,
+        status,
+        unapply,
+        unapply_all,
+    )
+    from ds_patches.core.errors import (
+        AlreadyApplied,
+        DsPatchesError,
+        FlagError,
+        PatchNotApplied,
+        UnknownPatch,
+    )
+    from ds_patches.core.state import PatchStatus, State
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyApplied",
+    "DsPatchesError",
+    "FlagError",
+    "PatchNotApplied",
+    "PatchStatus",
+    "State",
+    "UnknownPatch",
+    "__version__",
+    "apply",
+    "apply_all",
+    "is_applied",
+    "names",
+    "status",
+    "unapply",
+    "unapply_all",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public names on first use, so that importing the package costs nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ds_patches.core import api, errors, state
+
+    for home in (api, errors, state):
+        if hasattr(home, name):
+            return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

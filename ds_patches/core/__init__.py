@@ -1,0 +1,1 @@
+"""The contract every patch meets: gate, journal, states, flags. Knows no patch by name."""

@@ -1,0 +1,126 @@
+"""The public functions, as `ds_patches` re-exports them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ds_patches.core import flags, lifecycle, registry
+from ds_patches.core.errors import PatchNotApplied
+from ds_patches.core.flags import Names, Options, Wish
+from ds_patches.core.gate import Force
+from ds_patches.core.state import PatchStatus, State
+
+log = logging.getLogger("ds_patches")
+_lock = threading.RLock()
+
+#: Not live, and nothing to warn of.
+_CONTENT = (State.DISABLED, State.FIXED_UPSTREAM)
+
+
+def apply_all(
+    *,
+    only: Names | None = None,
+    skip: Names | None = None,
+    strict: bool | None = None,
+    force: Names | None = None,
+    options: Options | None = None,
+) -> dict[str, PatchStatus]:
+    """Apply every patch that is wanted and that the installed DeepSpeed allows.
+
+    only: names to apply; all others are left out. skip: names to leave out.
+    strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
+    force: names to apply in spite of the gate; "all" overrides an unknown version only.
+    options: `{patch: {option: value}}`.
+
+    Returns the status of every patch. A wanted patch that is not live is warned of once.
+    Raises PatchNotApplied after all were tried: in strict mode for any of them, else only for
+    those whose application itself failed (they are rolled back). Raises FlagError on a flag that
+    means nothing, UnknownPatch on a name, AlreadyApplied on options that differ from live ones.
+    """
+    with _lock:
+        patches = registry.patches()
+        wishes = flags.read(
+            patches, only=only, skip=skip, strict=strict, force=force, options=options
+        )
+        result = {}
+        for name, patch in patches.items():
+            if (wish := wishes.of[name]).wanted:
+                result[name] = lifecycle.apply(patch, wish, (options or {}).get(name, {}))
+            else:
+                result[name] = lifecycle.status(patch, wish)
+        _report([s for s in result.values() if wishes.of[s.name].wanted], wishes.strict)
+        return result
+
+
+def unapply_all() -> dict[str, PatchStatus]:
+    """Take every patch back and return the statuses; the order of applying does not matter."""
+    return {name: unapply(name) for name in registry.patches()}
+
+
+def apply(name: str, *, force: bool = False, **options: str) -> PatchStatus:
+    """Apply one patch now, whatever the environment's lists say.
+
+    force: override an unknown version and a changed shape.
+    options: the patch's options by name.
+
+    Raises PatchNotApplied with the reason if it is not live afterwards; nothing of it is left
+    then. Raises UnknownPatch, FlagError and AlreadyApplied as `apply_all` does.
+    """
+    with _lock:
+        patch = registry.patch(name, "apply")
+        forced = (name,) if force else None
+        wishes = flags.read(
+            registry.patches(), only=name, force=forced, options={name: options} if options else {}
+        )
+        status = lifecycle.apply(patch, wishes.of[name], options)
+        if not status.live:
+            raise PatchNotApplied([status]) from lifecycle.failure(patch)
+        return status
+
+
+def unapply(name: str) -> PatchStatus:
+    """Take one patch back and return its status; harmless if it is not applied.
+
+    A wrapper that another library has wrapped over cannot always be removed: it is switched off
+    then and passes straight through, and the status says so.
+    """
+    with _lock:
+        return lifecycle.unapply(registry.patch(name, "unapply"), _INDIFFERENT)
+
+
+def status() -> dict[str, PatchStatus]:
+    """Return the status of every patch, read from the live objects; changes nothing."""
+    with _lock:
+        patches = registry.patches()
+        wishes = flags.read(patches)
+        return {name: lifecycle.status(p, wishes.of[name]) for name, p in patches.items()}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all patches."""
+    return tuple(registry.patches())
+
+
+def is_applied(name: str) -> bool:
+    """Whether every wrapper of the patch is in the call path now.
+
+    True as well when another library has wrapped over ours and still calls it.
+    """
+    with _lock:
+        return lifecycle.status(registry.patch(name, "is_applied"), _INDIFFERENT).live
+
+
+#: For questions to which the user's flags are no answer.
+_INDIFFERENT = Wish(wanted=True, why="", force=Force.NO, options={})
+
+
+def _report(wanted: list[PatchStatus], strict: bool) -> None:
+    """Warn once for each patch that is not live, then raise for those that must not be silent."""
+    missing = [s for s in wanted if not s.live and s.state not in _CONTENT]
+    for status in missing:
+        log.warning("%s is not applied, %s: %s", status.name, status.state.value, status.reason)
+    fatal = [s for s in missing if strict or s.state is State.FAILED]
+    if fatal:
+        causes = (lifecycle.failure(registry.patch(s.name)) for s in fatal)
+        raise PatchNotApplied(fatal) from next(filter(None, causes), None)

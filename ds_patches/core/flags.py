@@ -1,0 +1,169 @@
+"""What the user wants: call arguments before per-patch variables before lists before defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ds_patches.core.errors import FlagError, UnknownPatch
+from ds_patches.core.gate import Force
+from ds_patches.core.patch import Option, Patch
+
+PREFIX = "DS_PATCHES"
+_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+Names = Iterable[str] | str
+Options = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user wants of one patch. `why` names the flag that decided."""
+
+    wanted: bool
+    why: str
+    force: Force
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """All flags, read and checked."""
+
+    strict: bool
+    of: Mapping[str, Wish]
+
+
+def read(
+    patches: Mapping[str, Patch],
+    *,
+    only: Names | None = None,
+    skip: Names | None = None,
+    strict: bool | None = None,
+    force: Names | None = None,
+    options: Options | None = None,
+) -> Wishes:
+    """Merge the arguments of a call with the environment.
+
+    Raises UnknownPatch or FlagError for anything that means nothing, listing what does.
+    """
+    env = _environment(patches)
+    only, skip, force = _listed(only), _listed(skip), _listed(force) or ()
+    for argument, names in (("only", only), ("skip", skip), ("force", force), ("options", options)):
+        _must_be_known(names or (), patches, argument, ("all",) if argument == "force" else ())
+    wishes = {}
+    for name, patch in patches.items():
+        wanted, why = _wanted(name, only, skip, env, patches)
+        asked = (options or {}).get(name, {})
+        wishes[name] = Wish(wanted, why, _force(name, force, env), _options(patch, asked, env))
+    if strict is None:
+        strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
+    _set_log_level(env.get(f"{PREFIX}_LOG"))
+    return Wishes(strict, wishes)
+
+
+def variables(patches: Mapping[str, Patch]) -> list[str]:
+    """Return the names of all environment variables that mean something."""
+    names = [PREFIX + suffix for suffix in _GENERAL]
+    for patch in patches.values():
+        names.append(_variable(patch))
+        names.extend(_variable(patch, option) for option in patch.options)
+    return names
+
+
+def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
+    """Return our variables; raises for one that means nothing, since a typo would be silent."""
+    env = {k: v.strip() for k, v in os.environ.items() if k == PREFIX or k.startswith(f"{PREFIX}_")}
+    valid = variables(patches)
+    for name in env:
+        if name not in valid:
+            raise FlagError(f"{name} means nothing; the variables are: {', '.join(valid)}")
+    for suffix in ("", "_SKIP", "_FORCE"):
+        words = ("all", "none") if suffix == "" else ("all",) if suffix == "_FORCE" else ()
+        _must_be_known(_split(env.get(PREFIX + suffix, "")), patches, PREFIX + suffix, words)
+    return env
+
+
+def _wanted(
+    name: str,
+    only: tuple[str, ...] | None,
+    skip: tuple[str, ...] | None,
+    env: Mapping[str, str],
+    patches: Mapping[str, Patch],
+) -> tuple[bool, str]:
+    if name in (skip or ()):
+        return False, "skipped by the call"
+    if only is not None:
+        return name in only, "the call's choice"
+    variable = _variable(patches[name])
+    if variable in env:
+        return _switch(variable, env[variable]), f"{variable}={env[variable]}"
+    if name in _split(env.get(f"{PREFIX}_SKIP", "")):
+        return False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}"
+    if listed := _split(env.get(PREFIX, "")):
+        return name in listed or "all" in listed, f"{PREFIX}={env[PREFIX]}"
+    return True, "on by default"
+
+
+def _force(name: str, force: tuple[str, ...], env: Mapping[str, str]) -> Force:
+    asked = (*force, *_split(env.get(f"{PREFIX}_FORCE", "")))
+    return Force.SHAPE if name in asked else Force.VERSION if "all" in asked else Force.NO
+
+
+def _options(patch: Patch, asked: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    known = {option.name: option for option in patch.options}
+    for name in asked:
+        if name not in known:
+            valid = ", ".join(known) or "(none)"
+            raise FlagError(f"{patch.name} has no option {name!r}; its options are: {valid}")
+    chosen = {}
+    for name, option in known.items():
+        variable = _variable(patch, option)
+        where = f"{patch.name}({name}=...)" if name in asked else variable
+        value = asked.get(name, env.get(variable, option.default))
+        if value not in option.choices:
+            valid = ", ".join(option.choices)
+            raise FlagError(f"{where} is {value!r}; the choices are: {valid}")
+        chosen[name] = value
+    return chosen
+
+
+def _variable(patch: Patch, option: Option | None = None) -> str:
+    return "_".join([PREFIX, patch.name, *([option.name] if option else [])]).upper()
+
+
+def _must_be_known(
+    names: Iterable[str], patches: Mapping[str, Patch], where: str, words: tuple[str, ...]
+) -> None:
+    for name in names:
+        if name not in patches and name not in words:
+            raise UnknownPatch(name, patches, where)
+
+
+def _listed(names: Names | None) -> tuple[str, ...] | None:
+    return (names,) if isinstance(names, str) else None if names is None else tuple(names)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _switch(variable: str, value: str) -> bool:
+    if value.lower() not in _YES + _NO:
+        raise FlagError(f"{variable} is {value!r}; the choices are: 0, 1")
+    return value.lower() in _YES
+
+
+def _set_log_level(level: str | None) -> None:
+    if level is None:
+        return
+    if level.lower() not in _LEVELS:
+        raise FlagError(f"{PREFIX}_LOG is {level!r}; the choices are: {', '.join(_LEVELS)}")
+    logger = logging.getLogger("ds_patches")
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():  # Python's last resort shows warnings only
+        logger.addHandler(logging.StreamHandler())

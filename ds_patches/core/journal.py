@@ -1,0 +1,146 @@
+"""What was put where, and how to take it back: by identity, at the place that held it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from ds_patches.core import live
+from ds_patches.core.patch import Target
+from ds_patches.core.state import Standing
+from ds_patches.core.wrappers import Around, Wrapper, build
+
+#: Every wrapper that this process made, of all patches: two patches may wrap the same function.
+_made: list[Wrapper] = []
+
+
+class Journal:
+    """The wrappers of one patch. None is ever forgotten: another library may hold one and put it
+    back long after it was taken out, and the next `remove` takes it out again.
+    """
+
+    def __init__(self) -> None:
+        self.wrappers: list[Wrapper] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether any wrapper is switched on."""
+        return any(wrapper.on for wrapper in self.wrappers)
+
+    def install(self, targets: Iterable[Target], around: Callable[[Target], Around]) -> None:
+        """Wrap every target, or none: a failure takes back what was done and is raised.
+
+        The modules of the targets must be loaded.
+        """
+        try:
+            for target in targets:
+                self._install(target, around)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Take every wrapper out; one that another library buries is switched off instead."""
+        for wrapper in reversed(self.wrappers):
+            _take_out(wrapper)
+
+    def left_behind(self) -> list[str]:
+        """Name the inert wrappers that are still in a call path, and what lies over them."""
+        return [
+            f"{w.target.key}: an inert wrapper stays beneath {live.origin(_top(w))}"
+            for w in self.wrappers
+            if not w.on and _path_to(w)
+        ]
+
+    def standings(self) -> dict[str, tuple[Standing, str]]:
+        """Read from the live objects where each active wrapper stands, and what lies over it."""
+        return {w.target.key: _standing(w) for w in self.wrappers if w.on}
+
+    def names_out_of_reach(self) -> list[str]:
+        """Name the modules that imported a wrapped function itself before it was wrapped."""
+        functions = [w for w in self.wrappers if isinstance(w.owner, ModuleType)]
+        return [
+            f"{name}.{attribute} was imported before and still calls the original"
+            for name, module in list(sys.modules.items())
+            if functions and isinstance(module, ModuleType)
+            for attribute, value in list(vars(module).items())
+            if any(value is w.original is not live.MISSING for w in functions)
+        ]
+
+    def _install(self, target: Target, around: Callable[[Target], Around]) -> None:
+        where = live.site(target)
+        original = live.raw(*where) if where else live.MISSING
+        if where is None or (original is live.MISSING and not target.adds):
+            raise AttributeError(f"{target.key} does not exist")
+        for wrapper in (w for w in self.wrappers if (w.owner, w.name) == where):
+            if _path_to(wrapper):  # buried since an earlier life
+                wrapper.switch(True)
+                return
+            if wrapper.original is original:
+                _put(wrapper)
+                return
+        wrapper = build(target, *where, original, around(target))
+        self.wrappers.append(wrapper)
+        _made.append(wrapper)
+        _put(wrapper)
+
+
+def _put(wrapper: Wrapper) -> None:
+    setattr(wrapper.owner, wrapper.name, wrapper.installed)
+    wrapper.switch(True)
+
+
+def _take_out(wrapper: Wrapper) -> None:
+    wrapper.switch(False)  # first, for whoever holds it
+    path = _path_to(wrapper)
+    if not path:
+        return
+    if path[0] is not wrapper.installed:
+        _splice(wrapper, path)
+    elif wrapper.original is live.MISSING:
+        delattr(wrapper.owner, wrapper.name)
+    else:
+        setattr(wrapper.owner, wrapper.name, wrapper.original)
+
+
+def _splice(wrapper: Wrapper, path: list[Any]) -> None:
+    """Take a wrapper out from beneath the one directly above, where that one allows it."""
+    for layer in path:
+        for ours in _made:
+            if layer is ours.installed and ours.original is wrapper.installed:
+                ours.rest_on(wrapper.original)
+                return
+        beneath = layer.__wrapped__ if _is_wrapt_proxy(layer) else None
+        if beneath is wrapper.installed and wrapper.original is not live.MISSING:
+            layer.__wrapped__ = wrapper.original
+            return
+
+
+def _is_wrapt_proxy(value: Any) -> bool:
+    import wrapt
+
+    return issubclass(type(value), wrapt.BaseObjectProxy)
+
+
+def _top(wrapper: Wrapper) -> Any:
+    return live.raw(wrapper.owner, wrapper.name)
+
+
+def _path_to(wrapper: Wrapper) -> list[Any]:
+    """Return the layers from the owner's present value down to the wrapper; empty if replaced."""
+    if live.site(wrapper.target) != (wrapper.owner, wrapper.name):
+        return []  # the module was imported anew: its classes are others
+    return live.path_to(_top(wrapper), wrapper.installed, wrapper.body)
+
+
+def _standing(wrapper: Wrapper) -> tuple[Standing, str]:
+    path = _path_to(wrapper)
+    if not path:
+        return Standing.REPLACED, live.origin(_top(wrapper))
+    ours = {id(part) for w in _made for part in (w.installed, w.body)}
+    foreign = [layer for layer in path if id(layer) not in ours]
+    if foreign:
+        return Standing.WRAPPED_OVER, live.origin(foreign[0])
+    return Standing.ON_TOP, ""

@@ -1,0 +1,171 @@
+"""Looking at live objects: where a place is, what lies beneath a wrapper, who put it there."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from ds_patches.core.patch import Place
+
+Owner = type | ModuleType
+
+#: Stands for "no such name in the owner's `__dict__`".
+MISSING: Final[Any] = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
+
+_CARRIERS = (classmethod, staticmethod)
+_NVTX = "instrument_w_nvtx.<locals>.wrapped_fn"
+_WALK_LIMIT = 256
+
+
+class Absent:
+    """What lies beneath a wrapper that added its name: calling it is asking for a missing name."""
+
+    __slots__ = ("name", "owner")
+
+    def __init__(self, owner: Owner, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.owner, type) and args:
+            # A base class may have what the owner has not.
+            return getattr(super(self.owner, args[0]), self.name)(*args[1:], **kwargs)
+        raise AttributeError(f"{self.owner.__name__!r} has no attribute {self.name!r}")
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+        return self if instance is None else MethodType(self, instance)
+
+
+def loaded(module: str) -> bool:
+    """Whether `module` is imported, wholly: a half-imported one has half of its names."""
+    found = sys.modules.get(module)
+    return found is not None and not getattr(found.__spec__, "_initializing", False)
+
+
+def site(place: Place) -> tuple[Owner, str] | None:
+    """Return the owner and the attribute's name of a place, or None if there is no owner."""
+    *path, last = place.qualname.split(".")
+    owner: Any = sys.modules.get(place.module)
+    if owner is None:
+        return None
+    for part in path:
+        owner = vars(owner).get(part)
+        if not isinstance(owner, type):
+            return None
+    if isinstance(owner, type) and last.startswith("__") and not last.endswith("__"):
+        last = f"_{owner.__name__.lstrip('_')}{last}"  # as the compiler mangles private names
+    return owner, last
+
+
+def raw(owner: Owner, name: str) -> Any:
+    """Return the value as the owner's own `__dict__` holds it, unbound, or MISSING."""
+    return vars(owner).get(name, MISSING)
+
+
+def innermost(value: Any) -> Any:
+    """Return the function or class beneath all wrappers that say what they wrap."""
+    while True:
+        kind = type(value)
+        if issubclass(kind, type):
+            return value
+        if issubclass(kind, _CARRIERS):
+            beneath = value.__func__
+        elif issubclass(kind, property):
+            beneath = value.fget
+        else:
+            beneath = _wrapped(value)
+            if beneath is None and kind is FunctionType and value.__qualname__ == _NVTX:
+                # DeepSpeed's range decorator leaves no `__wrapped__`, only its closure. A wrapper
+                # around it that copied its name has been followed above.
+                beneath = _cells(value)["func"]
+        if beneath is None:
+            return value
+        value = beneath
+
+
+def path_to(top: Any, *wanted: Any) -> list[Any]:
+    """Return the layers from `top` down to one of `wanted` (by identity); empty without a way.
+
+    Follows `__wrapped__`, bound methods, partials and closures: a second library's wrapper may
+    keep what it wraps in any of them.
+    """
+    goals = {id(one) for one in wanted}
+    trail: dict[int, tuple[Any, int | None]] = {id(top): (top, None)}
+    queue = [top]
+    for layer in queue:
+        if id(layer) in goals:
+            return _trail_back(trail, layer)
+        for beneath in _layers_beneath(layer):
+            if id(beneath) not in trail and len(trail) < _WALK_LIMIT:
+                trail[id(beneath)] = (beneath, id(layer))
+                queue.append(beneath)
+    return []
+
+
+def origin(value: Any) -> str:
+    """Say where a live value comes from: module and line of the code that runs first."""
+    if value is MISSING:
+        return "nowhere (the name is gone)"
+    function = value
+    while type(function) is not FunctionType:
+        beneath = next(_layers_beneath(function), None)
+        if beneath is None:
+            return f"{type(function).__module__}.{type(function).__qualname__}"
+        function = beneath
+    code = function.__code__
+    # The globals, because functools.wraps copies `__module__` from what it wraps.
+    home = function.__globals__.get("__name__", "?")
+    return f"{home} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _trail_back(trail: dict[int, tuple[Any, int | None]], layer: Any) -> list[Any]:
+    path = []
+    step: int | None = id(layer)
+    while step is not None:
+        value, step = trail[step]
+        path.append(value)
+    return path[::-1]
+
+
+def _layers_beneath(value: Any) -> Iterator[Any]:
+    # type(), not isinstance: a wrapt proxy claims the class of what it wraps.
+    kind = type(value)
+    if issubclass(kind, (*_CARRIERS, MethodType)):
+        yield value.__func__
+    elif issubclass(kind, property):
+        yield value.fget
+    elif issubclass(kind, functools.partial):
+        yield value.func
+    elif kind is FunctionType:
+        if (beneath := _wrapped(value)) is not None:
+            yield beneath
+        yield from (cell for cell in _cells(value).values() if _may_wrap(cell))
+    else:
+        for name in ("_self_wrapper", "_self_parent", "__wrapped__"):  # wrapt's proxies
+            if (beneath := getattr(value, name, None)) is not None:
+                yield beneath
+
+
+def _may_wrap(value: Any) -> bool:
+    kind = type(value)
+    plain = (FunctionType, MethodType, functools.partial, *_CARRIERS)
+    return issubclass(kind, plain) or hasattr(kind, "__wrapped__")
+
+
+def _wrapped(value: Any) -> Any:
+    if type(value) is FunctionType:
+        return vars(value).get("__wrapped__")
+    return getattr(value, "__wrapped__", None)
+
+
+def _cells(function: FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # a variable that is not assigned yet
+            continue
+    return found

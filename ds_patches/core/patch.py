@@ -1,0 +1,105 @@
+"""What a patch is: data. A patch folder's `binding.py` holds one `PATCH = Patch(...)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """How a target is wrapped; the wrapper's signature is wrapt's in both cases."""
+
+    #: `wrapt.FunctionWrapper`: the best introspection, but Dynamo looks straight through it and
+    #: calls the original. Only for functions that no compiled frame ever calls.
+    WRAPT = "wrapt"
+    #: A `functools.wraps` closure: honoured by Dynamo and eager alike.
+    CLOSURE = "closure"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A page upstream: an issue, a pull request."""
+
+    label: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function or class of DeepSpeed, by the module and class that DEFINE it."""
+
+    module: str
+    qualname: str
+
+    @property
+    def key(self) -> str:
+        """The place as `shapes.json` and every report name it."""
+        return f"{self.module}:{self.qualname}"
+
+
+@dataclass(frozen=True)
+class Target(Place):
+    """A function to wrap.
+
+    wrapper: reference `"package.module:function"`, resolved only when the patch is applied; its
+        signature is `(wrapped, instance, args, kwargs) -> Any`.
+    releases: specifier of the releases that have the target ("" = all); in others it is skipped.
+    adds: the name may be absent, and the patch then adds it. Absence becomes one of its shapes.
+    """
+
+    wrapper: str
+    kind: Kind = Kind.CLOSURE
+    releases: str = ""
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class Fact(Place):
+    """A function or class the patch relies on without wrapping it; gated like a target.
+
+    releases: specifier of the releases in which the patch relies on it ("" = all).
+    """
+
+    why: str
+    releases: str = ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice left to the user: `DS_PATCHES_<PATCH>_<OPTION>` or `apply(name, option=value)`."""
+
+    name: str
+    default: str
+    choices: tuple[str, ...]
+    help: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One fix, as data.
+
+    supported: specifier of the tested releases; it has an upper bound.
+    fixed_in: first DeepSpeed release that needs no patch, or None.
+    activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
+        after all wrappers are in place; returns notes for the user. If it raises, all is undone.
+    deactivate: reference to `() -> Sequence[str]`, run after the wrappers are gone.
+    """
+
+    name: str
+    summary: str
+    why: str
+    how: str
+    remove_when: str
+    upstream: tuple[Link, ...]
+    supported: str
+    fixed_in: str | None
+    targets: tuple[Target, ...]
+    facts: tuple[Fact, ...] = ()
+    options: tuple[Option, ...] = ()
+    activate: str | None = None
+    deactivate: str | None = None
+
+    @property
+    def package(self) -> str:
+        """Import name of the patch's folder."""
+        return f"ds_patches.{self.name}"

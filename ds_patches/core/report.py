@@ -1,0 +1,100 @@
+"""What the command line prints. Plain aligned text; colour only on a terminal."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from ds_patches.core import flags, gate, registry, shape
+from ds_patches.core.gate import Verdict
+from ds_patches.core.patch import Patch
+from ds_patches.core.state import PatchStatus, State
+
+_GREEN, _YELLOW, _RED, _PLAIN = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
+_COLOURS = {
+    State.READY: _GREEN,
+    State.APPLIED: _GREEN,
+    State.FIXED_UPSTREAM: _GREEN,
+    State.SHAPE_CHANGED: _RED,
+    State.FAILED: _RED,
+}
+_PACKAGES = ("ds-patches", "deepspeed", "torch", "wrapt", "packaging")
+
+
+def status(statuses: Iterable[PatchStatus], *, colour: bool = False) -> str:
+    """Return one line per patch: name, state, DeepSpeed's release, why, links; notes below."""
+    found = list(statuses)
+    rows = [
+        (s.name, s.state.value, s.installed or "-", _why(s), " ".join(x.url for x in s.upstream))
+        for s in found
+    ]
+    lines = []
+    for one, line in zip(found, _aligned(rows), strict=True):
+        if colour:
+            paint = _COLOURS.get(one.state, _YELLOW)
+            line = line.replace(one.state.value, f"{paint}{one.state.value}{_PLAIN}", 1)
+        lines += [line, *(f"  note: {note}" for note in one.notes)]
+    return "\n".join(lines)
+
+
+def doctor() -> tuple[str, bool]:
+    """Return the whole picture as text, and whether drift would keep a patch from applying."""
+    patches = registry.patches()
+    wishes = flags.read(patches)
+    facts = [("python", platform.python_version()), ("platform", platform.platform())]
+    facts += [(name, _version(name)) for name in _PACKAGES]
+    facts += sorted((k, v) for k, v in os.environ.items() if k.startswith(flags.PREFIX))
+    lines = ["environment", *(f"  {line}" for line in _aligned(facts)), "", "patches"]
+    refused = False
+    for name, patch in patches.items():
+        wish = wishes.of[name]
+        verdict = gate.check(patch, wish.force)
+        refused |= wish.wanted and verdict.state is State.SHAPE_CHANGED
+        lines += _diagnosis(patch, verdict, "" if wish.wanted else wish.why)
+    return "\n".join(lines), refused
+
+
+def table() -> str:
+    """Return the patches as a markdown table, from the registry alone."""
+    titles = ("patch", "what it does", "DeepSpeed", "upstream", "remove it when")
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for patch in registry.patches().values():
+        links = ", ".join(f"[{link.label}]({link.url})" for link in patch.upstream)
+        name, supported = f"`{patch.name}`", f"`{patch.supported}`"
+        rows.append(f"| {name} | {patch.summary} | {supported} | {links} | {patch.remove_when} |")
+    return "\n".join(rows)
+
+
+def _why(status: PatchStatus) -> str:
+    if status.state is State.READY:
+        return f"not applied in this process; {status.reason}"
+    return status.reason
+
+
+def _diagnosis(patch: Patch, verdict: Verdict, disabled: str) -> list[str]:
+    answer = "would apply" if verdict.may_apply else f"would not apply, {verdict.state.value}"
+    lines = [f"  {patch.name}: {f'disabled ({disabled})' if disabled else answer}"]
+    lines.append(f"    {patch.summary}")
+    if not verdict.drift:
+        lines.append(f"    {verdict.reason}")
+    for drift in verdict.drift:
+        lines.append(f"    drift: {drift.place.key}" + f" ({drift.origin})" * bool(drift.origin))
+        lines.append(f"      found {drift.found}")
+        spans = shape.known(patch).get(drift.place.key, {})
+        lines += [f"      known {digest}  {releases}" for digest, releases in spans.items()]
+    return lines
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (zip(row, widths, strict=True) for row in rows)
+    return ["  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]

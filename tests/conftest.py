@@ -1,0 +1,47 @@
+"""Fixtures and the pytest header of the CPU suite."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.world import World
+
+# Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "core_case: belongs to the subset that runs on every chosen DeepSpeed release"
+    )
+    wanted = os.environ.get("DS_PATCHES_TEST_RELEASE")
+    if wanted and wanted != importlib.metadata.version("deepspeed"):
+        found = importlib.metadata.version("deepspeed")
+        raise pytest.UsageError(f"DeepSpeed {wanted} was asked for, {found} is first on the path")
+
+
+def pytest_report_header() -> str:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None:
+        return "deepspeed: not installed"
+    return f"deepspeed: {importlib.metadata.version('deepspeed')} ({spec.origin})"
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Two gloo ranks that live as long as the session; see tests/world."""
+    living = World()
+    yield living
+    living.close()
+
+
+@pytest.fixture
+def fresh_world() -> Iterator[World]:
+    """Two ranks for this test alone: for stock behaviour, before anything was applied."""
+    with World().fresh() as own:
+        yield own

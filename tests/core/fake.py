@@ -1,0 +1,209 @@
+"""Fake DeepSpeed installations and sample patch folders, written as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from importlib import import_module
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+#: A small DeepSpeed: one target of every kind, and a class that the patch only relies on.
+ENGINE = '''
+class Relied:
+    limit = 3
+
+
+def scale(x):
+    """Module level function."""
+    return ("scale", x)
+
+
+class Engine:
+    factor = 2
+
+    def forward(self, x):
+        return ("forward", self.factor, x)
+
+    @classmethod
+    def build(cls, x):
+        return ("build", cls.__name__, x)
+
+    @staticmethod
+    def norm(x):
+        return ("norm", x)
+
+
+class Pipeline(Engine):
+    pass
+'''
+
+#: DeepSpeed's range decorator as far as it matters: it leaves no `__wrapped__`.
+NVTX = """
+def instrument_w_nvtx(func):
+    def wrapped_fn(*args, **kwargs):
+        return func(*args, **kwargs)
+
+    return wrapped_fn
+"""
+
+#: The sample patch: every target kind, wrapped both ways, and a name that upstream lacks.
+BINDING = """
+from ds_patches.core.patch import Fact, Kind, Link, Option, Patch, Target
+
+MODULE = "deepspeed.runtime.engine"
+HERE = "ds_patches.sample.around"
+
+PATCH = Patch(
+    name="sample",
+    summary="Marks what the fake engine returns",
+    why="to test",
+    how="by wrapping",
+    remove_when="never",
+    upstream=(Link("#1", "https://example.org/1"),),
+    supported=">=0.16.0,<=0.19.8",
+    fixed_in={fixed_in!r},
+    targets=(
+        Target(MODULE, "scale", HERE + ":mark", Kind.{kind}),
+        Target(MODULE, "Engine.forward", HERE + ":mark", Kind.{kind}),
+        Target(MODULE, "Engine.build", HERE + ":mark", Kind.{kind}),
+        Target(MODULE, "Engine.norm", HERE + ":mark", Kind.{kind}),
+        Target(MODULE, "Engine.extra", HERE + ":add", Kind.{kind}, adds=True),
+        Target(MODULE, "Engine.later", HERE + ":mark", Kind.{kind}, releases=">=0.20"),
+    ),
+    facts=(Fact(MODULE, "Relied", "its limit"),),
+    options=(Option("mode", "soft", ("soft", "hard"), "how"),),
+    activate=HERE + ":activate",
+    deactivate=HERE + ":deactivate",
+)
+"""
+
+AROUND = """
+log = []
+
+
+def mark(wrapped, instance, args, kwargs):
+    return ("marked", wrapped(*args, **kwargs))
+
+
+def add(wrapped, instance, args, kwargs):
+    return ("added", type(instance).__name__, *args)
+
+
+def activate(release, options):
+    log.append(("activate", str(release), dict(options)))
+    return ["engines built before keep their hooks"]
+
+
+def deactivate():
+    log.append(("deactivate",))
+    return []
+"""
+
+
+def is_marked(qualname: str) -> bool:
+    """Call a target of the sample patch; tell whether the call went through our wrapper."""
+    engine = import_module("deepspeed.runtime.engine")
+    result = {
+        "scale": lambda: engine.scale(1),
+        "Engine.forward": lambda: engine.Engine().forward(1),
+        "Engine.build": lambda: engine.Pipeline.build(1),
+        "Engine.norm": lambda: engine.Engine.norm(1),
+        "Engine.extra": lambda: engine.Pipeline().extra(1),
+    }
+    try:
+        return result[qualname]()[0] in ("marked", "added")
+    except AttributeError:  # nothing beneath an added name
+        return False
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text).lstrip("\n"), encoding="utf-8")
+    return path
+
+
+def deepspeed(folder: Path, version: str | None = "0.19.8", engine: str = ENGINE) -> Path:
+    """Write a DeepSpeed of this version, with its metadata unless version is None."""
+    shutil.rmtree(folder, ignore_errors=True)
+    write(folder / "deepspeed/__init__.py", "from .runtime import engine\n")
+    write(folder / "deepspeed/runtime/__init__.py", "")
+    write(folder / "deepspeed/runtime/engine.py", engine)
+    if version is not None:
+        metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n"
+        write(folder / f"deepspeed-{version}.dist-info/METADATA", metadata)
+    return folder
+
+
+def patch_folder(
+    folder: Path,
+    name: str = "sample",
+    *,
+    kind: str = "CLOSURE",
+    fixed_in: str | None = None,
+    shapes_of: str = ENGINE,
+) -> Path:
+    """Write a patch folder whose recorded shapes are those of the engine source `shapes_of`."""
+    from ds_patches.core import shape
+    from ds_patches.core.patch import Place
+
+    binding = BINDING.replace("{kind}", kind).replace("{fixed_in!r}", repr(fixed_in))
+    write(folder / name / "__init__.py", '"""A sample."""\n')
+    write(folder / name / "binding.py", binding.replace("sample", name))
+    write(folder / name / "around.py", AROUND)
+    reference = deepspeed(folder / "reference", engine=shapes_of) / "deepspeed"
+    places = ("scale", "Engine.forward", "Engine.build", "Engine.norm", "Engine.extra", "Relied")
+    recorded = {}
+    for qualname in places:
+        place = Place("deepspeed.runtime.engine", qualname)
+        recorded[place.key] = {shape.of_source(place, reference): "0.16.0-0.19.8"}
+    write(folder / name / "shapes.json", json.dumps(recorded))
+    return folder
+
+
+def run(
+    code: str, *path: Path, arguments: tuple[str, ...] = (), bare: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter with these folders before all others on its path.
+
+    bare: without site-packages; `path` has to bring everything.
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
+    inherited = () if bare else os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    clean["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (*map(str, path), str(REPOSITORY), *inherited))
+    )
+    return subprocess.run(
+        [sys.executable, *(("-S",) if bare else ()), *(arguments or ("-c", textwrap.dedent(code)))],
+        env=clean | variables,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def output(code: str, *path: Path, bare: bool = False, **variables: str) -> str:
+    """Run code like `run` and return what it printed; an error of the code is the test's."""
+    done = run(code, *path, bare=bare, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def with_patches(folder: Path) -> str:
+    """Return the line of code that adds a folder of patches to the package."""
+    return f"import ds_patches; ds_patches.__path__.append({str(folder)!r})\n"
+
+
+def dependencies(folder: Path) -> Path:
+    """Link the two dependencies alone into a folder, for an interpreter without site-packages."""
+    folder.mkdir()
+    for name in ("packaging", "wrapt"):
+        (folder / name).symlink_to(Path(str(import_module(name).__file__)).parent)
+    return folder

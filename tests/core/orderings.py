@@ -1,0 +1,274 @@
+"""Walk one patch through every ordering of what can happen to it, each in its own process.
+
+    python -m tests.core.orderings PATCH [FOLDER OF PATCHES]
+
+An ordering is a word of these letters, one for each event:
+
+    I import the targets   A apply   U unapply   R apply again
+    F C X P  a second library wraps every target: by functools.wraps, by a bare closure, by wrapt,
+             or it puts a plain function in its place
+
+The walk forks before every event, so that each ordering has a fresh interpreter's history of
+exactly its own events, while DeepSpeed is imported once per way of importing it. After every
+event the live objects and the status are compared with what a model of the ordering expects; at
+the end all is taken back and the originals must be there, by identity. Prints a JSON line each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+import ds_patches
+from ds_patches.core import gate, lifecycle, live, registry, release
+from ds_patches.core.patch import Target
+from ds_patches.core.state import Standing, State
+from tests.core import fake
+
+SECOND = "FCXP"
+#: Second libraries whose wrapper does not say what it wraps: the gate refuses beneath them.
+OPAQUE = "CP"
+#: Patches of which the walk may also call the targets.
+SAMPLES = ("sample", "proxied")
+
+
+def orderings() -> list[str]:
+    """Return every ordering: apply, unapply, apply again in this order, the others anywhere."""
+    words = []
+    for second in ("", *SECOND):
+        for events in itertools.permutations("IAUR" + second):
+            word = "".join(events)
+            in_order = word.index("A") < word.index("U") < word.index("R")
+            # A second library imports what it wraps, so before it the targets are imported.
+            if in_order and word[0] in "IA":
+                words.append(word)
+    return words
+
+
+class Model:
+    """What lies over one target's original, bottom first: "ours", "second"."""
+
+    def __init__(self, exists: bool) -> None:
+        self.exists = exists
+        self.layers: list[str] = []
+        self.on = False
+
+    def apply(self) -> None:
+        self.on = True
+        if "ours" not in self.layers:
+            self.layers.append("ours")
+
+    def unapply(self, style: str) -> None:
+        on_top = self.layers[-1:] == ["ours"]
+        # Out of a wrapt proxy a wrapper can be taken, if there is something to put there instead.
+        if self.on and (on_top or (style == "X" and self.exists and "ours" in self.layers)):
+            self.layers.remove("ours")
+        self.on = False
+
+    def wrap(self, style: str) -> None:
+        if self.exists or self.layers:
+            self.layers = [*(self.layers if style != "P" else []), "second"]
+
+    @property
+    def standing(self) -> Standing:
+        if "ours" not in self.layers:
+            return Standing.REPLACED
+        return Standing.ON_TOP if self.layers[-1] == "ours" else Standing.WRAPPED_OVER
+
+
+class Walk:
+    """One patch, the events so far, and what they should have led to."""
+
+    def __init__(self, name: str) -> None:
+        installed = release.installed()
+        assert installed is not None
+        assert installed.version is not None
+        self.name = name
+        self.targets = gate.targets(registry.patch(name), installed.version)
+        self.originals: dict[str, Any] = {}
+        self.models: dict[str, Model] = {}
+        self.second: dict[str, Any] = {}
+        self.beneath_second: dict[str, Any] = {}
+        self.style = ""
+        self.resting = {State.READY}
+
+    def step(self, event: str) -> None:
+        """Let one event happen, then compare the live objects with the model."""
+        if event == "I":
+            for target in self.targets:
+                import_module(target.module)
+            self._take_originals({t.key: _raw(t) for t in self.targets})
+        elif event == "U":
+            self._unapply()
+        elif event in SECOND:
+            self._wrap(event)
+        elif self.style and self.style in OPAQUE:
+            self._apply_in_vain()
+        else:
+            self._apply()
+        self.compare()
+
+    def compare(self) -> None:
+        """Demand that status and live objects are what the model says."""
+        status = ds_patches.status()[self.name]
+        on = {key: model.standing for key, model in self.models.items() if model.on}
+        assert status.targets == on, (status, on)
+        on_top = all(standing is Standing.ON_TOP for standing in on.values())
+        expected = {State.APPLIED if on_top else State.SHADOWED} if on else self.resting
+        assert status.state in expected, (status, expected)
+        live_now = bool(on) and Standing.REPLACED not in on.values()
+        assert status.live is live_now is ds_patches.is_applied(self.name)
+        for target in self.targets:
+            self._compare_raw(target, self.models[target.key])
+
+    def finish(self) -> None:
+        """Take all back, the second library too, and demand the originals."""
+        ds_patches.unapply(self.name)
+        for target in self.targets:
+            if target.key in self.second:
+                _put(target, self.beneath_second[target.key])
+        ds_patches.unapply(self.name)
+        for target in self.targets:
+            assert _raw(target) is self.originals[target.key], target.key
+        assert not ds_patches.is_applied(self.name)
+
+    def _apply(self) -> None:
+        status = ds_patches.apply(self.name)
+        if not self.originals:  # the patch imported the targets itself, nobody came before it
+            wrappers = lifecycle._lives[self.name].journal.wrappers
+            self._take_originals({w.target.key: w.original for w in wrappers})
+        for model in self.models.values():
+            model.apply()
+        raws = [_raw(target) for target in self.targets]
+        assert ds_patches.apply(self.name) == status
+        assert all(_raw(t) is raw for t, raw in zip(self.targets, raws, strict=True))
+        self.resting = {State.REVERTED}
+
+    def _apply_in_vain(self) -> None:
+        with pytest.raises(ds_patches.PatchNotApplied) as refusal:
+            ds_patches.apply(self.name)
+        assert refusal.value.statuses[0].state is State.SHAPE_CHANGED
+        self.resting = {State.SHAPE_CHANGED}
+
+    def _unapply(self) -> None:
+        for model in self.models.values():
+            model.unapply(self.style)
+        status = ds_patches.unapply(self.name)
+        assert ds_patches.unapply(self.name) == status
+
+    def _wrap(self, style: str) -> None:
+        self.style = style
+        for target in self.targets:
+            self.models[target.key].wrap(style)
+            raw = _raw(target)
+            if raw is not live.MISSING:
+                self.beneath_second[target.key] = raw
+                self.second[target.key] = _STYLES[style](raw)
+                _put(target, self.second[target.key])
+        if State.READY in self.resting and style in OPAQUE:
+            self.resting = {State.SHAPE_CHANGED}
+
+    def _take_originals(self, raws: dict[str, Any]) -> None:
+        if not self.originals:
+            self.originals = raws
+            self.models = {key: Model(raw is not live.MISSING) for key, raw in raws.items()}
+
+    def _compare_raw(self, target: Target, model: Model) -> None:
+        raw = _raw(target)
+        if not model.layers:
+            assert raw is self.originals[target.key], target.key
+        elif model.layers[-1] == "second":
+            assert raw is self.second[target.key], target.key
+        else:
+            assert raw is not self.originals[target.key], target.key
+            assert raw is not self.second.get(target.key), target.key
+        if self.name in SAMPLES and model.layers:
+            expected = model.on and "ours" in model.layers
+            assert fake.is_marked(target.qualname) is expected, (target.key, model.layers)
+
+
+def _raw(target: Target) -> Any:
+    where = live.site(target)
+    assert where is not None
+    return live.raw(*where)
+
+
+def _put(target: Target, value: Any) -> None:
+    where = live.site(target)
+    assert where is not None
+    setattr(*where, value)
+
+
+def _with_wraps(raw: Any) -> Any:
+    return _as(raw, wraps(raw)(_bare(raw)))
+
+
+def _bare_closure(raw: Any) -> Any:
+    return _as(raw, _bare(raw))
+
+
+def _by_wrapt(raw: Any) -> Any:
+    import wrapt
+
+    return wrapt.FunctionWrapper(raw, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs))
+
+
+def _in_its_place(raw: Any) -> Any:
+    return _as(raw, lambda *args, **kwargs: ("second",))
+
+
+def _bare(raw: Any) -> Any:
+    # isinstance, which believes a proxy: what a classmethod's proxy is called by is its binding.
+    if isinstance(raw, classmethod):
+        return lambda cls, *args, **kwargs: raw.__get__(None, cls)(*args, **kwargs)
+    if isinstance(raw, staticmethod):
+        return lambda *args, **kwargs: raw.__get__(None, object)(*args, **kwargs)
+    return lambda *args, **kwargs: raw(*args, **kwargs)
+
+
+def _as(raw: Any, function: Any) -> Any:
+    carrier = next((c for c in (classmethod, staticmethod) if isinstance(raw, c)), None)
+    return carrier(function) if carrier else function
+
+
+_STYLES = {"F": _with_wraps, "C": _bare_closure, "X": _by_wrapt, "P": _in_its_place}
+
+
+def walk_all(walk: Walk, done: str, words: list[str]) -> None:
+    """Walk the tree of all words that start with `done`, depth first, forking at every branch."""
+    if done in words:
+        _in_a_child(done, walk.finish, lambda: _report(done, ""))
+    for event in sorted({word[len(done)] for word in words if word != done}):
+        path = done + event
+        beneath = [word for word in words if word.startswith(path)]
+        _in_a_child(path, partial(walk.step, event), partial(walk_all, walk, path, beneath))
+
+
+def _in_a_child(path: str, *steps: Callable[[], None]) -> None:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    try:
+        for step in steps:
+            step()
+    except BaseException:
+        _report(path, traceback.format_exc())
+    os._exit(0)
+
+
+def _report(word: str, trouble: str) -> None:
+    print(json.dumps([word, trouble]), flush=True)
+
+
+if __name__ == "__main__":
+    ds_patches.__path__.extend(sys.argv[2:])
+    walk_all(Walk(sys.argv[1]), "", orderings())

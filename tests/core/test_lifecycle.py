@@ -1,0 +1,57 @@
+"""Every patch through every ordering of import, apply, unapply, apply again, second library."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+import ds_patches
+from tests.core import fake, orderings
+
+REAL = ds_patches.names()
+
+
+def walked(*arguments: str, path: tuple[Path, ...] = ()) -> dict[str, str]:
+    """Walk one patch; returns the trouble of each ordering, "" for none."""
+    done = fake.run("", *path, arguments=("-m", "tests.core.orderings", *arguments))
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+
+
+def demand(found: dict[str, str]) -> None:
+    trouble = {word: text for word, text in found.items() if text}
+    first = next(iter(trouble.items()), ("", ""))
+    assert not trouble, f"{len(trouble)} failed: {list(trouble)}; {first[0]}: {first[1]}"
+    assert sorted(found) == sorted(orderings.orderings())
+
+
+@pytest.mark.parametrize("kind", ["CLOSURE", "WRAPT"])
+def test_the_sample_in_every_ordering(tmp_path: Path, kind: str) -> None:
+    name = {"CLOSURE": "sample", "WRAPT": "proxied"}[kind]
+    folder = fake.patch_folder(tmp_path / "patches", name, kind=kind)
+    installation = fake.deepspeed(tmp_path / "deepspeed")
+    demand(walked(name, str(folder), path=(installation,)))
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("name", REAL)
+def test_every_patch_in_every_ordering(name: str) -> None:
+    demand(walked(name))
+
+
+def test_no_patch_and_no_ordering_is_missing() -> None:
+    folders = Path(ds_patches.__file__).parent.glob("*/binding.py")
+    assert sorted(REAL) == sorted(folder.parent.name for folder in folders)
+    words = orderings.orderings()
+    assert len(words) == len(set(words))
+    for second in ("", *"FCXP"):
+        expected = {
+            word
+            for word in map("".join, itertools.permutations("IAUR" + second))
+            if [e for e in word if e in "AUR"] == list("AUR") and word[0] != second
+        }
+        assert expected == {w for w in words if set(w) == set("IAUR" + second)}
+    assert len(words) == 4 + 4 * (20 - 4)

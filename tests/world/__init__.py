@@ -1,0 +1,22 @@
+"""A living two-rank gloo world on CPU, shared by every test that needs one.
+
+Starting two interpreters, importing DeepSpeed and bringing a process group up takes seconds, a
+case takes milliseconds. So the ranks are started once, by the first test that asks, and then
+run one case after another:
+
+    def total(rank_weight: float) -> float:                     # a top-level function
+        t = torch.full((1,), (dist.get_rank() + 1) * rank_weight)
+        dist.all_reduce(t)
+        return t.item()
+
+    def test_total(world):
+        assert world.run(total, 2.0) == [6.0, 6.0]              # one value per rank, in order
+
+`world.within(30).run(...)` changes the deadline of a case, `world.fresh()` and the fixture
+`fresh_world` give interpreters that no other case has touched.
+"""
+
+from tests.world.errors import RankError, WorldError, WorldTimeout
+from tests.world.world import World
+
+__all__ = ["RankError", "World", "WorldError", "WorldTimeout"]

@@ -1,0 +1,110 @@
+"""One rank: `python -m tests.world.rank CASES_FD LIFELINE_FD`, started by tests.world.ranks.
+
+It joins the process group once and then runs the cases that arrive, until it is told to leave
+or pytest is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.world import wire
+
+SEED = 1234
+
+
+def die_with_pytest(lifeline: int) -> None:
+    """End this rank, and whatever it started, once the other end of `lifeline` closes.
+
+    A thread, because a rank that hangs in a collective reads no messages.
+    """
+
+    def watch() -> None:
+        os.read(lifeline, 1)  # pytest never writes: this returns at end of file
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()
+
+
+def join() -> None:
+    """Import DeepSpeed and bring the process group up."""
+    import deepspeed
+    import deepspeed.ops
+
+    # On CPU, DeepSpeed compiles a shared-memory all-reduce with g++ (half a minute per release)
+    # that serves tensor-parallel inference only. This table is its own switch for it: without
+    # the op it uses gloo, as it does off Linux.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed("gloo")
+    # What lives now lives for good: leave it out of the collection after each case.
+    gc.freeze()
+
+
+def resolve(case: str) -> Callable[..., Any]:
+    module, _, qualname = case.partition(":")
+    found = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+    assert callable(found), case
+    return found
+
+
+def answer(call: wire.Call) -> wire.Returned | wire.Raised:
+    import torch
+    import torch.distributed
+
+    try:
+        # A collective that the last case left open meets this barrier, and fails here, instead
+        # of pairing with one of this case's and giving a wrong number.
+        torch.distributed.barrier()
+        torch.manual_seed(SEED)
+        return wire.Returned(resolve(call.case)(*call.args, **call.kwargs))
+    except BaseException as error:  # pytest.fail and SystemExit are answers too
+        return raised(error)
+
+
+def raised(error: BaseException) -> wire.Raised:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return wire.Raised(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
+
+
+def serve(connection: Connection) -> None:
+    while isinstance(call := wire.receive(connection), wire.Call):
+        reply = answer(call)
+        try:
+            wire.send(connection, reply)
+        except Exception as error:  # the value cannot be pickled
+            wire.send(connection, raised(error))
+        # Engines are cyclic garbage: drop them now, not in the middle of the next case.
+        del call, reply
+        gc.collect()
+
+
+def main() -> None:
+    cases, lifeline = map(int, sys.argv[1:])
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_pytest(lifeline)
+    join()
+    connection = Connection(cases)
+    wire.send(connection, wire.Ready())
+    serve(connection)
+
+    import torch.distributed
+
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The rank processes of one world: start, ask, look at, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.world import wire
+from tests.world.errors import RankError, WorldTimeout
+
+__tracebackhide__ = True  # pytest shows the test and the ranks' words, not this machinery
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 240.0  # two imports of DeepSpeed on a busy machine
+GRACE_SECONDS = 5.0  # what a rank gets to answer in, once another one has failed
+LEAVE_SECONDS = 10.0
+TAIL_LINES = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too."""
+    return os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",  # the output of a killed rank is on file
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
+
+
+class Rank:
+    """One rank process, the connection to it and the file with its output."""
+
+    def __init__(self, rank: int, env: dict[str, str], lifeline: int) -> None:
+        self.rank = rank
+        self.output, name = tempfile.mkstemp(prefix="ds_patches-rank-")
+        os.unlink(name)  # open but nameless: a SIGKILL leaves nothing to tidy up
+        self.seen = 0  # bytes of output that belong to earlier cases
+        self.connection, theirs = Pipe()
+        command = [sys.executable, "-m", f"{__package__}.rank"]
+        self.process = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(lifeline)],
+            cwd=ROOT,
+            env=env,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(), lifeline),
+            start_new_session=True,  # Ctrl-C is pytest's; what a rank starts dies with it
+        )
+        theirs.close()
+
+    def send(self, message: wire.Message) -> None:
+        self.seen = os.fstat(self.output).st_size
+        with suppress(ConnectionError):  # the rank is gone, and receive() says how
+            wire.send(self.connection, message)
+
+    def receive(self) -> wire.Ready | wire.Returned | wire.Raised:
+        try:
+            answer: wire.Ready | wire.Returned | wire.Raised = wire.receive(self.connection)
+        except (EOFError, ConnectionError):
+            try:
+                return wire.Raised(f"exited with code {self.process.wait(GRACE_SECONDS)}")
+            except subprocess.TimeoutExpired:
+                return wire.Raised("hung up, and does not exit")
+        return answer
+
+    def tail(self) -> str:
+        """The last lines this rank wrote since the case began."""
+        # pread, as the rank shares this file's position and writes at it.
+        new = os.fstat(self.output).st_size - self.seen
+        lines = os.pread(self.output, new, self.seen).decode(errors="replace").splitlines()
+        return "\n".join(["", f"----- rank {self.rank}: output -----", *lines[-TAIL_LINES:]])
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.connection.close()
+        os.close(self.output)
+
+
+class Ranks:
+    """`size` ranks in one process group. After an error they are ended and not asked again."""
+
+    def __init__(self, size: int) -> None:
+        port = free_port()
+        # Only this process holds the writing end: the ranks read its end of file, and so the
+        # end of this process, however that came about.
+        reading, self.lifeline = os.pipe()
+        self.ranks: list[Rank] = []
+        try:
+            for rank in range(size):
+                self.ranks.append(Rank(rank, environment(rank, size, port), reading))
+            self.gather(START_SECONDS)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.close(reading)
+
+    def run(self, call: wire.Call, seconds: float) -> list[Any]:
+        """The value `call` returned on each rank, in rank order."""
+        try:
+            for rank in self.ranks:
+                rank.send(call)
+            return [answer.value for answer in self.gather(seconds)]
+        except BaseException:  # KeyboardInterrupt too: the ranks are in the middle of a case
+            self.end()
+            raise
+
+    def gather(self, seconds: float) -> list[Any]:
+        """One answer per rank, or the error that says why there is none."""
+        answers: dict[int, Any] = {}
+        failed: list[int] = []
+        deadline = time.monotonic() + seconds
+        while len(answers) < len(self.ranks):
+            silent = {r.connection: r for r in self.ranks if r.rank not in answers}
+            ready = wait(list(silent), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in (silent[c] for c in ready if isinstance(c, Connection)):
+                answers[rank.rank] = rank.receive()
+                if isinstance(answers[rank.rank], wire.Raised) and not failed:
+                    failed.append(rank.rank)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failed:
+            raise self.rank_error(failed[0], answers)
+        if len(answers) < len(self.ranks):
+            late = [r.rank for r in self.ranks if r.rank not in answers]
+            raise WorldTimeout(f"no answer from ranks {late} in {seconds:g} s" + self.tails(late))
+        return [answers[rank.rank] for rank in self.ranks]
+
+    def rank_error(self, first: int, answers: dict[int, Any]) -> RankError:
+        others = []
+        for rank in (r.rank for r in self.ranks if r.rank != first):
+            match answers.get(rank):
+                case wire.Raised(text):
+                    others.append(f"rank {rank} failed as well: {text}")
+                case wire.Returned():
+                    others.append(f"rank {rank} returned")
+                case None:
+                    others.append(f"rank {rank} was still running {GRACE_SECONDS:g} s later")
+        late = [r.rank for r in self.ranks if r.rank not in answers]
+        return RankError(first, answers[first].text, "\n".join(others) + self.tails(late))
+
+    def tails(self, late: list[int]) -> str:
+        """The output of all ranks; those in `late` add the stacks of their threads first."""
+        for rank in self.ranks:
+            if rank.rank in late and rank.process.poll() is None:
+                rank.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5 if late else 0.0)  # faulthandler writes while Python is stuck
+        return "\n".join(rank.tail() for rank in self.ranks)
+
+    def leave(self) -> None:
+        """Let the ranks take their process group down and exit."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        try:
+            for rank in self.ranks:
+                rank.send(wire.Leave())
+            for rank in self.ranks:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass  # end() kills
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Kill what still runs and drop what was opened."""
+        for rank in self.ranks:
+            rank.end()
+        os.close(self.lifeline)

@@ -1,0 +1,78 @@
+"""The `world` fixture's object: runs cases on ranks that outlive the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.world import wire
+from tests.world.ranks import Ranks
+
+__tracebackhide__ = True
+
+CASE_SECONDS = 120.0
+
+
+def reference(case: Callable[..., Any]) -> str:
+    """`case` as "module:qualname", the form in which the ranks can import it.
+
+    Raises TypeError for a lambda, a closure or a function of an unimportable module.
+    """
+    module, qualname = case.__module__, case.__qualname__
+    if "<" in qualname or module == "__main__":
+        raise TypeError(f"{module}:{qualname} is no case: the ranks import top-level functions")
+    return f"{module}:{qualname}"
+
+
+class World:
+    """`size` ranks, started by the first case and replaced after one that failed."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self._ranks: Ranks | None = None
+
+    def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `case(*args, **kwargs)` on every rank; its return values in rank order.
+
+        Raises RankError when a rank raised or died, WorldTimeout when CASE_SECONDS passed.
+        """
+        return self.within(CASE_SECONDS).run(case, *args, **kwargs)
+
+    def within(self, seconds: float) -> Within:
+        """The same world with another deadline: `world.within(30).run(case)`."""
+        return Within(self, seconds)
+
+    @contextmanager
+    def fresh(self) -> Iterator[World]:
+        """A world of its own: interpreters that no case has touched, ended with the block."""
+        other = World(self.size)
+        try:
+            yield other
+        finally:
+            other.close()
+
+    def close(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.leave()
+
+    def _run(self, call: wire.Call, seconds: float) -> list[Any]:
+        # Taken off for the time of the call: ranks that failed a case are ended, and the next
+        # case finds none and starts new ones.
+        ranks, self._ranks = self._ranks or Ranks(self.size), None
+        results = ranks.run(call, seconds)
+        self._ranks = ranks
+        return results
+
+
+@dataclass(frozen=True)
+class Within:
+    """A world and the deadline of its next case."""
+
+    world: World
+    seconds: float
+
+    def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.world._run(wire.Call(reference(case), args, kwargs), self.seconds)
