@@ -57,8 +57,7 @@ def build(target: Target, owner: live.Owner, name: str, original: Any, around: A
         body, turn = _proxy(beneath, around)
         return Wrapper(target, owner, name, original, body, body, turn)
     carrier = _carrier(original)
-    free = isinstance(owner, ModuleType) or carrier is staticmethod
-    body, turn = _closure(_carried(beneath), around, binds=not free)
+    body, turn = _closure(beneath, around, isinstance(owner, ModuleType), carrier)
     if original is live.MISSING:
         body.__name__, body.__qualname__, body.__module__ = name, target.qualname, target.module
         body.__doc__ = around.__doc__
@@ -75,17 +74,8 @@ def _carrier(raw: Any) -> Any:
 
 
 def _carried(beneath: Any) -> Any:
-    """Return the function that a classmethod or staticmethod carries."""
-    if type(beneath) in _CARRIERS:
-        return beneath.__func__
-    if _carrier(beneath) is not classmethod:
-        return beneath
-
-    @functools.wraps(beneath)
-    def through_the_proxy(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-        return beneath.__get__(None, cls)(*args, **kwargs)
-
-    return through_the_proxy
+    """Return the function that a classmethod or staticmethod carries; a proxy stays whole."""
+    return beneath.__func__ if type(beneath) in _CARRIERS else beneath
 
 
 def _proxy(beneath: Any, around: Around) -> tuple[Any, Turn]:
@@ -102,24 +92,32 @@ def _proxy(beneath: Any, around: Around) -> tuple[Any, Turn]:
     return proxy, turn
 
 
-def _closure(function: Any, around: Around, *, binds: bool) -> tuple[Any, Turn]:
+def _closure(beneath: Any, around: Around, of_module: bool, carrier: Any) -> tuple[Any, Turn]:
     """Return a plain function around the original: Dynamo inlines it, wrapt's proxies it skips.
 
     All it needs lies in its own cells, because Dynamo follows cells where it follows no object.
     """
-    on = True
+    function, on = _carried(beneath), True
+    is_proxy = function is beneath
 
-    def bound(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def of_instance(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         call = function.__get__(self)
         return around(call, self, args, kwargs) if on else call(*args, **kwargs)
 
-    def free(*args: Any, **kwargs: Any) -> Any:
+    def of_class(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+        call = function.__get__(None, cls) if is_proxy else function.__get__(cls)
+        return around(call, cls, args, kwargs) if on else call(*args, **kwargs)
+
+    def of_nothing(*args: Any, **kwargs: Any) -> Any:
         return around(function, None, args, kwargs) if on else function(*args, **kwargs)
 
     def turn(now_beneath: Any, now_on: bool) -> None:
-        nonlocal function, on
+        nonlocal function, is_proxy, on
         function, on = _carried(now_beneath), now_on
+        is_proxy = function is now_beneath
         body.__wrapped__ = function
 
-    body: Any = functools.wraps(function)(bound if binds else free)
+    free = of_module or carrier is staticmethod
+    chosen = of_nothing if free else of_class if carrier is classmethod else of_instance
+    body: Any = functools.wraps(function)(chosen)
     return body, turn

@@ -48,6 +48,7 @@ _TARGETS = (
     _stage3("partition_grads", "around_partition_grads"),
     _stage3("zero_grad", "around_zero_grad"),
     _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    _flat("copy_grads_in_partition", "around_copy_to_partition"),
     _flat("zero_grad", "around_zero_grad"),
 )
 
@@ -100,8 +101,13 @@ _FACTS = (
     ),
     Fact(
         _FLAT,
-        "DeepSpeedZeroOptimizer.copy_grads_in_partition",
-        "with CPU offload, copies over the fp32 gradients at a boundary",
+        "DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu",
+        "with CPU offload, adds to host buffers that no step clears",
+    ),
+    Fact(
+        "deepspeed.runtime.bf16_optimizer",
+        "BF16_Optimizer.update_hp_grads",
+        "adds each backward's bf16 gradients to the fp32 ones",
     ),
     Fact(
         _ENGINE,

@@ -27,7 +27,8 @@ class FlatSum:
         self._lost = lost
         self._reduced = False  # a boundary epilogue ran in this step
         self._adding = False
-        self._offloaded: list[torch.Tensor] = []
+        self._offloaded: list[torch.Tensor] = []  # fp32 partitions, set aside
+        self._copied: set[int] = set()  # parameters copied to the host in this step
 
     def begin_backward(self) -> None:
         """The first backward over a forward."""
@@ -47,6 +48,8 @@ class FlatSum:
                 gradients[group] = None
         for gradient in upstream.offloaded_partitions(optimizer):
             gradient.zero_()
+        for buffer in upstream.host_sums(optimizer).values():
+            buffer.zero_()
         for params in optimizer.bit16_groups:
             for param in params:
                 param.grad = None
@@ -64,6 +67,7 @@ class FlatSum:
         self._reduced = False
         self._adding = False
         self._offloaded = []
+        self._copied.clear()
 
     def epilogue(self, wrapped: Callable[[], Any]) -> Any:
         """Stock's reduction epilogue, made to add where it has to."""
@@ -85,11 +89,28 @@ class FlatSum:
         self._reduced |= upstream.at_boundary(optimizer)
         return result
 
+    def copy_to_partition(self, wrapped: Callable[..., Any], param: Any, *rest: Any) -> Any:
+        """Stock's ``copy_grads_in_partition``, with CPU offload kept from adding to an old step.
+
+        Its host buffers are never cleared: the first gradient that a parameter gets in a later
+        backward of the step would be added to what an earlier step left there.
+        """
+        optimizer = self._optimizer
+        param_id = optimizer.get_param_id(param)
+        if self._adding and param_id not in self._copied:
+            buffer = upstream.host_sums(optimizer).get(param_id)
+            if buffer is not None:
+                buffer.zero_()
+        self._copied.add(param_id)
+        return wrapped(param, *rest)
+
     def _take_out_offloaded(self) -> None:
         """Set the fp32 partitions aside; the backward then runs as a step's only one would."""
         self._offloaded = []
         if not (self._adding and upstream.overwrites_offloaded(self._optimizer)):
             return
+        upstream.finish_offload_copies()
+        upstream.zero_offloaded(self._optimizer, all_but=self._copied)
         for gradient in upstream.offloaded_partitions(self._optimizer):
             self._offloaded.append(gradient.clone())
             gradient.zero_()

@@ -170,3 +170,10 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
     if state is None or not isinstance(state.sum, FlatSum):
         return wrapped(*args, **kwargs)
     return state.flat_epilogue(wrapped)
+
+
+def around_copy_to_partition(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _state(optimizer)
+    if state is None or not isinstance(state.sum, FlatSum):
+        return wrapped(*args, **kwargs)
+    return state.sum.copy_to_partition(wrapped, *args, **kwargs)

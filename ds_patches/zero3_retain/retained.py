@@ -11,6 +11,7 @@ from . import upstream
 from .flat_sum import FlatSum
 from .graph_task import TaskWatch
 from .lost import LostGradients, OnLost
+from .master_sum import MasterSum
 from .partition_sum import PartitionSum
 from .residency import Residency
 from .window import ForwardWindow
@@ -46,6 +47,8 @@ class RetainedEngine:
             self.residency = Residency(optimizer.parameter_offload)
             self.residency.install()
             self.sum = PartitionSum(optimizer, lost)
+        elif upstream.keeps_its_own_sum(optimizer):
+            self.sum = MasterSum(optimizer)
         else:
             self.sum = FlatSum(optimizer, lost)
 

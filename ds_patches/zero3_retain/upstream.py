@@ -25,13 +25,14 @@ INITIAL_MICRO_STEP_ID = -1  # stages 1 and 2, before a step's first backward
 
 def why_not_covered(engine: Any) -> str | None:
     """None if the patch covers `engine`; else the reason, empty where there is nothing to cover."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     optimizer = engine.optimizer
-    if not engine.zero_optimization() or not hasattr(optimizer, "micro_step_id"):
-        return ""  # no ZeRO, inference only, or an optimizer that sums by itself
-    covered = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    if not engine.zero_optimization() or not hasattr(optimizer, "step"):
+        return ""  # no ZeRO, or inference only
+    covered = (BF16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
     if type(optimizer) not in covered:
         return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
     return None
@@ -203,6 +204,12 @@ def empty_stage3_buckets(optimizer: Any) -> None:
 # --- stages 1 and 2: gradients ------------------------------------------------------------------
 
 
+def keeps_its_own_sum(optimizer: Any) -> bool:
+    """bf16 parameters with fp32 gradients at stage 1: ``BF16_Optimizer``, whose fp32 gradients
+    add up by themselves once every backward has its prologue."""
+    return hasattr(optimizer, "clear_hp_grads")
+
+
 def sums_in_place(optimizer: Any, group: int) -> bool:
     """0.19.8 adds reduced gradients of a low precision model to an fp32 partition by itself."""
     compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
@@ -234,6 +241,19 @@ def offloaded_partitions(optimizer: Any) -> list[torch.Tensor]:
     if not optimizer.cpu_offload:
         return []
     return [group.grad for group in optimizer.single_partition_of_fp32_groups]
+
+
+def host_sums(optimizer: Any) -> dict[int, torch.Tensor]:
+    """With CPU offload, the sum over a parameter's micro steps, on the host."""
+    return optimizer.accumulated_grads_in_cpu if optimizer.cpu_offload else {}
+
+
+def zero_offloaded(optimizer: Any, *, all_but: set[int]) -> None:
+    """Zero the fp32 gradients of parameters that got none in this step: an old step left some."""
+    for param_id, (group, _, offset, numel) in optimizer.grad_position.items():
+        if param_id not in all_but:
+            gradient = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
+            gradient.narrow(0, offset, numel).zero_()
 
 
 def overwrites_offloaded(optimizer: Any) -> bool:

@@ -29,7 +29,7 @@ def two_patches(tmp_path: Path, lower: str, upper: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("lower", "upper"), itertools.product(["CLOSURE", "WRAPT"], ["CLOSURE", "WRAPT"])
+    ("lower", "upper"), list(itertools.product(["CLOSURE", "WRAPT"], repeat=2))
 )
 def test_two_patches_on_one_function_come_off_in_any_order(
     tmp_path: Path, lower: str, upper: str

@@ -1,0 +1,182 @@
+"""The public surface: what is reported, what is warned of, what is raised, and how light it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ds_patches
+from tests.core import fake
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> tuple[str, Path]:
+    """Return the line that adds the sample patch, and a fake DeepSpeed."""
+    folder = fake.patch_folder(tmp_path / "patches")
+    return fake.with_patches(folder), fake.deepspeed(tmp_path / "deepspeed")
+
+
+def test_importing_is_light() -> None:
+    code = """
+        import sys
+        import ds_patches
+        heavy = {"torch", "deepspeed", "wrapt", "asyncio", "packaging"} & set(sys.modules)
+        assert not heavy, heavy
+        names = ds_patches.names()
+        heavy = {"torch", "deepspeed", "wrapt", "asyncio"} & set(sys.modules)
+        assert not heavy, f"a binding imports {heavy}"
+        assert set(ds_patches.__all__) == set(dir(ds_patches))
+        for name in ds_patches.__all__:
+            getattr(ds_patches, name)
+        print(*names)
+    """
+    assert fake.output(code).split() == list(ds_patches.names())
+
+
+def test_an_unknown_public_name() -> None:
+    with pytest.raises(AttributeError, match="aply"):
+        ds_patches.aply  # noqa: B018
+
+
+def test_not_installed_is_reported_and_raises_in_strict_mode_only(tmp_path: Path) -> None:
+    libraries = fake.dependencies(tmp_path / "lib")
+    code = """
+        import sys
+        import ds_patches
+        result = ds_patches.apply_all()
+        assert set(result) == set(ds_patches.names())
+        assert {s.state for s in result.values()} == {ds_patches.State.NOT_INSTALLED}
+        assert not {"torch", "deepspeed"} & set(sys.modules)
+        try:
+            ds_patches.apply_all(strict=True)
+        except ds_patches.PatchNotApplied as refusal:
+            assert {s.name for s in refusal.statuses} == set(result)
+        else:
+            raise SystemExit("silent")
+        print("done")
+    """
+    done = fake.run(code, libraries, bare=True)
+    assert done.stdout == "done\n", done.stderr
+    for name in ds_patches.names():
+        warnings = re.findall(f"{name} is not applied, not installed", done.stderr)
+        assert len(warnings) == 2, "one for each of the two calls"
+
+
+def test_apply_all_reports_and_apply_raises(sample: tuple[str, Path], tmp_path: Path) -> None:
+    add, _ = sample
+    newer = fake.deepspeed(tmp_path / "newer", "0.19.9")
+    code = add + (
+        """
+import sys
+status = ds_patches.apply_all(only="sample")["sample"]
+assert (status.state.value, status.installed, status.live) == ("unknown version", "0.19.9", False)
+try:
+    ds_patches.apply("sample")
+except ds_patches.PatchNotApplied as refusal:
+    assert "DS_PATCHES_FORCE=sample" in str(refusal)
+else:
+    raise SystemExit("silent")
+assert "deepspeed" not in sys.modules, "a refused patch touches nothing"
+assert ds_patches.apply_all(only="sample", force="all")["sample"].live
+ds_patches.unapply("sample")
+assert ds_patches.apply("sample", force=True).live
+for wrong in (lambda: ds_patches.apply("smaple"), lambda: ds_patches.unapply("smaple"),
+              lambda: ds_patches.is_applied("smaple"), lambda: ds_patches.apply_all(skip="smaple")):
+    try:
+        wrong()
+    except ds_patches.UnknownPatch as error:
+        assert "sample" in str(error).split("the patches are:")[1]
+    else:
+        raise SystemExit("silent")
+print("done")
+"""
+    )
+    done = fake.run(code, newer)
+    assert done.stdout == "done\n", done.stderr
+    assert done.stderr.count("sample is not applied, unknown version") == 1
+
+
+def test_a_changed_shape_is_forced_by_name(sample: tuple[str, Path], tmp_path: Path) -> None:
+    engine = fake.ENGINE.replace("self.factor, x)", "self.factor, x + 0)")
+    reshaped = fake.deepspeed(tmp_path / "reshaped", engine=engine)
+    code = sample[0] + (
+        """
+def state(**call):
+    return ds_patches.apply_all(only="sample", **call)["sample"].state.value
+assert state() == state(force="all") == "shape changed"
+assert state(force="sample") == "applied"
+print("done")
+"""
+    )
+    assert fake.output(code, reshaped) == "done\n"
+
+
+def test_options_reach_activate_and_cannot_change_under_way(sample: tuple[str, Path]) -> None:
+    code = sample[0] + (
+        """
+ds_patches.apply("sample", mode="hard")
+from ds_patches.sample import around
+assert around.log == [("activate", "0.19.8", {"mode": "hard"})]
+ds_patches.apply("sample")
+ds_patches.apply("sample", mode="hard")
+for again in (lambda: ds_patches.apply("sample", mode="soft"),
+              lambda: ds_patches.apply_all(options={"sample": {"mode": "soft"}}, only="sample")):
+    try:
+        again()
+    except ds_patches.AlreadyApplied as error:
+        assert "unapply it" in str(error)
+    else:
+        raise SystemExit("silent")
+ds_patches.unapply("sample")
+ds_patches.unapply("sample")
+assert around.log[1:] == [("deactivate",)]
+ds_patches.apply("sample", mode="soft")
+assert around.log[-1][2] == {"mode": "soft"}
+print("done")
+"""
+    )
+    assert fake.output(code, sample[1]) == "done\n"
+
+
+def test_disabled_is_a_state_and_no_warning(sample: tuple[str, Path]) -> None:
+    code = sample[0] + (
+        """
+status = ds_patches.apply_all(strict=True)["sample"]
+assert (status.state.value, status.reason) == ("disabled", "DS_PATCHES=none")
+assert ds_patches.status()["sample"].state.value == "disabled"
+assert ds_patches.apply("sample").live, "an explicit call beats the environment"
+print("done")
+"""
+    )
+    done = fake.run(code, sample[1], DS_PATCHES="none")
+    assert done.stdout == "done\n", done.stderr
+    assert "not applied" not in done.stderr
+
+
+def test_fixed_upstream_is_no_failure(tmp_path: Path) -> None:
+    folder = fake.patch_folder(tmp_path / "patches", fixed_in="0.19.8")
+    code = fake.with_patches(folder) + (
+        """
+status = ds_patches.apply_all(only="sample", strict=True)["sample"]
+assert status.state.value == "fixed upstream"
+print("done")
+"""
+    )
+    done = fake.run(code, fake.deepspeed(tmp_path / "deepspeed"))
+    assert done.stdout == "done\n", done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [("PATCH =", "OTHER =", "has no PATCH"), ('name="sample"', 'name="simple"', "its folder")],
+)
+def test_a_broken_folder_says_so(tmp_path: Path, old: str, new: str, message: str) -> None:
+    folder = fake.patch_folder(tmp_path / "patches")
+    binding = folder / "sample/binding.py"
+    fake.write(binding, binding.read_text().replace(old, new))
+    done = fake.run(fake.with_patches(folder) + "ds_patches.names()")
+    assert done.returncode == 1
+    assert message in done.stderr

@@ -1,0 +1,154 @@
+"""Flags: their order, and that nothing unknown passes in silence."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ds_patches.core import flags
+from ds_patches.core.errors import FlagError, UnknownPatch
+from ds_patches.core.gate import Force
+from ds_patches.core.patch import Option, Patch
+
+
+def patch(name: str, *options: Option) -> Patch:
+    return Patch(name, "", "", "", "", (), ">=0.16", None, (), options=options)
+
+
+PATCHES = {
+    "one": patch("one", Option("mode", "soft", ("soft", "hard"), "how")),
+    "two_words": patch("two_words"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [n for n in os.environ if n.startswith("DS_PATCHES")]:
+        monkeypatch.delenv(name)
+    logger = logging.getLogger("ds_patches")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+def wanted(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **call: Any) -> str:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    return " ".join(n for n, wish in flags.read(PATCHES, **call).of.items() if wish.wanted)
+
+
+BOTH = "one two_words"
+ORDER: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({}, {}, BOTH),
+    ({"DS_PATCHES": "all"}, {}, BOTH),
+    ({"DS_PATCHES": ""}, {}, BOTH),
+    ({"DS_PATCHES": "none"}, {}, ""),
+    ({"DS_PATCHES": "one"}, {}, "one"),
+    ({"DS_PATCHES": " one , two_words "}, {}, BOTH),
+    ({"DS_PATCHES_SKIP": "one"}, {}, "two_words"),
+    ({"DS_PATCHES": "all", "DS_PATCHES_SKIP": "one"}, {}, "two_words"),
+    # the patch's own variable beats the lists
+    ({"DS_PATCHES": "none", "DS_PATCHES_ONE": "1"}, {}, "one"),
+    ({"DS_PATCHES": "all", "DS_PATCHES_TWO_WORDS": "0"}, {}, "one"),
+    ({"DS_PATCHES_SKIP": "one", "DS_PATCHES_ONE": "1"}, {}, BOTH),
+    # the call beats everything
+    ({"DS_PATCHES": "none"}, {"only": ["one"]}, "one"),
+    ({"DS_PATCHES_ONE": "0"}, {"only": "one"}, "one"),
+    ({"DS_PATCHES_SKIP": "one"}, {"only": ["one"]}, "one"),
+    ({}, {"only": []}, ""),
+    ({"DS_PATCHES_ONE": "1"}, {"skip": ["one"]}, "two_words"),
+    ({}, {"only": ["one", "two_words"], "skip": "one"}, "two_words"),
+]
+
+
+@pytest.mark.parametrize(("env", "call", "expected"), ORDER)
+def test_order(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], expected: str
+) -> None:
+    assert wanted(monkeypatch, env, **call) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "call", "expected"),
+    [
+        ({}, {}, "soft"),
+        ({"DS_PATCHES_ONE_MODE": "hard"}, {}, "hard"),
+        ({"DS_PATCHES_ONE_MODE": "hard"}, {"options": {"one": {"mode": "soft"}}}, "soft"),
+    ],
+)
+def test_options(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], expected: str
+) -> None:
+    wanted(monkeypatch, env)
+    assert flags.read(PATCHES, **call).of["one"].options == {"mode": expected}
+
+
+def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not flags.read(PATCHES).strict
+    monkeypatch.setenv("DS_PATCHES_STRICT", "1")
+    assert flags.read(PATCHES).strict
+    assert not flags.read(PATCHES, strict=False).strict
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+def test_a_changed_shape_is_forced_by_name_only(
+    monkeypatch: pytest.MonkeyPatch, by_call: bool
+) -> None:
+    def forced(text: str) -> list[Force]:
+        monkeypatch.setenv("DS_PATCHES_FORCE", "" if by_call else text)
+        wishes = flags.read(PATCHES, force=text.split(",") if by_call else None)
+        return [wish.force for wish in wishes.of.values()]
+
+    assert forced("all") == [Force.VERSION, Force.VERSION]
+    assert forced("one") == [Force.SHAPE, Force.NO]
+    assert forced("all,two_words") == [Force.VERSION, Force.SHAPE]
+
+
+UNKNOWN: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({"DS_PATCHES": "one,thre"}, {}),
+    ({"DS_PATCHES_SKIP": "thre"}, {}),
+    ({"DS_PATCHES_SKIP": "all"}, {}),
+    ({"DS_PATCHES_FORCE": "thre"}, {}),
+    ({}, {"only": ["thre"]}),
+    ({}, {"skip": "thre"}),
+    ({}, {"force": ["thre"]}),
+    ({}, {"options": {"thre": {}}}),
+]
+
+
+@pytest.mark.parametrize(("env", "call"), UNKNOWN)
+def test_unknown_names_are_errors_that_list_the_names(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any]
+) -> None:
+    with pytest.raises(UnknownPatch, match="one, two_words"):
+        wanted(monkeypatch, env, **call)
+
+
+MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"DS_PATCHES_THREE": "1"}, {}, "DS_PATCHES_ONE_MODE"),
+    ({"DS_PATCHES_ONE_MOOD": "soft"}, {}, "DS_PATCHES_ONE_MODE"),
+    ({"DS_PATCHES_ONE": "maybe"}, {}, "0, 1"),
+    ({"DS_PATCHES_STRICT": "very"}, {}, "0, 1"),
+    ({"DS_PATCHES_LOG": "loud"}, {}, "debug, info, warning"),
+    ({"DS_PATCHES_ONE_MODE": "medium"}, {}, "soft, hard"),
+    ({}, {"options": {"one": {"mode": "medium"}}}, "soft, hard"),
+    ({}, {"options": {"one": {"mood": "soft"}}}, "mode"),
+]
+
+
+@pytest.mark.parametrize(("env", "call", "listed"), MEANINGLESS)
+def test_what_means_nothing_is_an_error_that_lists_what_does(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], listed: str
+) -> None:
+    with pytest.raises(FlagError, match=listed):
+        wanted(monkeypatch, env, **call)
+
+
+def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted(monkeypatch, {"DS_PATCHES_LOG": "DEBUG"})
+    assert logging.getLogger("ds_patches").level == logging.DEBUG

@@ -1,0 +1,164 @@
+"""The digest: equal where behaviour is equal, on every Python, from source and live object."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ds_patches
+from ds_patches.core import registry, release, shape
+from tests.core import fake
+
+BASE = """
+@decorated
+def f(x: int, *, y=1):
+    "A docstring."
+    if x is None:
+        raise ValueError(f"x is {x!r:>4} here")
+    return {"a": None, **x}
+"""
+
+
+def digest(source: str) -> str:
+    return shape.digest(ast.parse(source).body[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"A docstring."', '"""Another."""'),
+        ('    "A docstring."\n', ""),
+        ("is {x!r:>4} here", "was {x!r:>4}"),
+        ("f(x: int, *, y=1):", "f(x: int, *, y=1):  # a comment"),
+        ('{"a": None, **x}', "{\n        'a': None, **x}"),
+    ],
+)
+def test_words_and_layout_are_not_shape(old: str, new: str) -> None:
+    assert old in BASE
+    assert digest(BASE.replace(old, new)) == digest(BASE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("@decorated\n", ""),
+        ("@decorated", "@other"),
+        ("y=1", "y=2"),
+        ("y=1", "z=1"),
+        ("x: int", "x: float"),
+        ("x: int, *", "x: int"),
+        ("def f", "async def f"),
+        ("{x!r:>4}", "{y!r:>4}"),
+        ("{x!r:>4}", "{x!s:>4}"),
+        ('"a": None', '"b": None'),
+        ('"a": None', '"a": 0'),
+        ('"a": None, **x', '**x, "a": None'),
+        ("is None", "is not None"),
+    ],
+)
+def test_behaviour_is_shape(old: str, new: str) -> None:
+    changed = BASE.replace(old, new)
+    assert changed != BASE
+    assert digest(changed) != digest(BASE)
+
+
+def test_a_class_includes_its_methods() -> None:
+    source = "class C:\n    '''Doc.'''\n    def f(self):\n        '''Doc.'''\n        return 1\n"
+    assert digest(source) == digest(source.replace("Doc.", "Other."))
+    assert digest(source) != digest(source.replace("return 1", "return 2"))
+
+
+def test_a_property_is_its_getter_and_the_last_definition_wins(tmp_path: Path) -> None:
+    getter = "    @property\n    def p(self):\n        return 1\n"
+    setter = "    @p.setter\n    def p(self, v):\n        pass\n"
+    text = f"class C:\n{getter}{setter}\ntry:\n    import x\n    def f(): return 1\n"
+    text += "except ImportError:\n    def f(): return 2\n"
+    fake.write(tmp_path / "deepspeed/m.py", text)
+
+    def found(qualname: str) -> str:
+        return shape.of_source(shape.Place("deepspeed.m", qualname), tmp_path / "deepspeed")
+
+    assert found("C.p") == digest("@property\ndef p(self):\n    return 1\n")
+    assert found("f") == digest("def f(): return 2")
+    assert found("C.absent") == found("absent.p") == shape.ABSENT
+
+
+EVERY_DIGEST = """
+import ast, hashlib, sys
+from pathlib import Path
+from ds_patches.core import shape
+lines = []
+for path in sorted(Path(sys.argv[1]).rglob("*.py")):
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            lines.append(f"{path}:{node.lineno} {shape.digest(node)}")
+print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
+"""
+
+
+def interpreter(version: str) -> str | None:
+    """Return a Python of this version that starts, from the path or from pyenv."""
+    pyenv = (Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python")
+    for candidate in (shutil.which(f"python{version}"), *map(str, pyenv)):
+        if candidate and not subprocess.run([candidate, "-c", ""], capture_output=True).returncode:
+            return candidate
+    return None
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_every_python_gives_the_same_digests(version: str) -> None:
+    """Over every function and class of the installed DeepSpeed, against the running Python."""
+    installed = release.installed()
+    assert installed is not None
+    other = interpreter(version)
+    if other is None:
+        pytest.skip(f"no Python {version} on this machine")
+    folder = str(installed.folder / "runtime")
+    ours = fake.run("", arguments=("-W", "ignore", "-c", EVERY_DIGEST, folder))
+    assert ours.returncode == 0, ours.stderr
+    theirs = subprocess.run(
+        [other, "-W", "ignore", "-c", EVERY_DIGEST, folder],
+        env=os.environ | {"PYTHONPATH": str(fake.REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert int(theirs.split()[0]) > 1000
+    assert theirs == ours.stdout
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("name", ds_patches.names())
+def test_source_and_live_object_agree_and_are_known(name: str) -> None:
+    """DRIFT: fails, naming the place, when the installed DeepSpeed is not what was recorded."""
+    code = f"""
+        import importlib, json
+        from ds_patches.core import gate, registry, release, shape
+        patch, installed = registry.patch({name!r}), release.installed()
+        places = (*gate.targets(patch, installed.version), *gate.facts(patch, installed.version))
+        before = {{p.key: shape.of_source(p, installed.folder) for p in places}}
+        for place in places:
+            if before[place.key] != shape.ABSENT:
+                importlib.import_module(place.module)
+        after = {{p.key: shape.of(p, installed.folder) for p in places}}
+        print("digests", json.dumps([before, after]))
+    """
+    (line,) = (x for x in fake.output(code).splitlines() if x.startswith("digests "))
+    source, live = json.loads(line.removeprefix("digests "))
+    assert source == live
+    known = shape.known(registry.patch(name))
+    assert source
+    for place, found in source.items():
+        assert found in known.get(place, {}), f"DRIFT: {name} relies on {place}, found {found}"
+
+
+@pytest.mark.parametrize("name", ds_patches.names())
+def test_every_recorded_place_is_claimed(name: str) -> None:
+    patch = registry.patch(name)
+    assert set(shape.known(patch)) == {place.key for place in (*patch.targets, *patch.facts)}
