@@ -28,7 +28,9 @@ class FlatSum:
         self._reduced = False  # a boundary epilogue ran in this step
         self._adding = False
         self._offloaded: list[torch.Tensor] = []  # fp32 partitions, set aside
-        self._copied: set[int] = set()  # parameters copied to the host in this step
+        # Parameters whose gradients reached, in this step, the host and the fp32 partition there.
+        self._copied: set[int] = set()
+        self._delivered: set[int] = set()
 
     def begin_backward(self) -> None:
         """The first backward over a forward."""
@@ -68,6 +70,7 @@ class FlatSum:
         self._adding = False
         self._offloaded = []
         self._copied.clear()
+        self._delivered.clear()
 
     def epilogue(self, wrapped: Callable[[], Any]) -> Any:
         """Stock's reduction epilogue, made to add where it has to."""
@@ -90,31 +93,38 @@ class FlatSum:
         return result
 
     def copy_to_partition(self, wrapped: Callable[..., Any], param: Any, *rest: Any) -> Any:
-        """Stock's ``copy_grads_in_partition``, with CPU offload kept from adding to an old step.
-
-        Its host buffers are never cleared: the first gradient that a parameter gets in a later
-        backward of the step would be added to what an earlier step left there.
-        """
+        """Stock's ``copy_grads_in_partition``, made to add where it has to under CPU offload."""
         optimizer = self._optimizer
+        if not optimizer.cpu_offload:
+            return wrapped(param, *rest)
         param_id = optimizer.get_param_id(param)
+        boundary = upstream.at_boundary(optimizer)
         if self._adding and param_id not in self._copied:
-            buffer = upstream.host_sums(optimizer).get(param_id)
-            if buffer is not None:
-                buffer.zero_()
+            # Stock never clears its host sums: an old step may have left one.
+            upstream.zero_host_sum(optimizer, param_id)
+        if self._offloaded:
+            # The fp32 gradient set aside holds the host sum already if a boundary delivered it.
+            optimizer.micro_step_id = 0 if param_id in self._delivered else 1
+        result = wrapped(param, *rest)
+        if self._adding and not boundary:
+            upstream.store_host_sum(optimizer, param)
         self._copied.add(param_id)
-        return wrapped(param, *rest)
+        if boundary:
+            self._delivered.add(param_id)
+        return result
 
     def _take_out_offloaded(self) -> None:
         """Set the fp32 partitions aside; the backward then runs as a step's only one would."""
         self._offloaded = []
-        if not (self._adding and upstream.overwrites_offloaded(self._optimizer)):
+        optimizer = self._optimizer
+        # Until a boundary epilogue ran, nothing of this step has reached the fp32 partitions.
+        if not (self._adding and self._reduced and upstream.overwrites_offloaded(optimizer)):
             return
         upstream.finish_offload_copies()
-        upstream.zero_offloaded(self._optimizer, all_but=self._copied)
-        for gradient in upstream.offloaded_partitions(self._optimizer):
+        upstream.zero_offloaded(optimizer, all_but=self._delivered)
+        for gradient in upstream.offloaded_partitions(optimizer):
             self._offloaded.append(gradient.clone())
             gradient.zero_()
-        self._optimizer.micro_step_id = upstream.INITIAL_MICRO_STEP_ID
 
     def _add_back_offloaded(self) -> None:
         if not self._offloaded:

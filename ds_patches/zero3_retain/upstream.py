@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_patches.core import live
+
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
 _LEAF_INPUTS = "_leaf_module_inputs_remaining"
@@ -248,6 +250,12 @@ def host_sums(optimizer: Any) -> dict[int, torch.Tensor]:
     return optimizer.accumulated_grads_in_cpu if optimizer.cpu_offload else {}
 
 
+def zero_host_sum(optimizer: Any, param_id: int) -> None:
+    """Forget what earlier micro steps left on the host for one parameter."""
+    if (host_sum := optimizer.accumulated_grads_in_cpu.get(param_id)) is not None:
+        host_sum.zero_()
+
+
 def zero_offloaded(optimizer: Any, *, all_but: set[int]) -> None:
     """Zero the fp32 gradients of parameters that got none in this step: an old step left some."""
     for param_id, (group, _, offset, numel) in optimizer.grad_position.items():
@@ -256,15 +264,43 @@ def zero_offloaded(optimizer: Any, *, all_but: set[int]) -> None:
             gradient.narrow(0, offset, numel).zero_()
 
 
+def keeps_host_sums() -> bool:
+    """Whether the host sums grow with every backward (0.19.0, PR 7981).
+
+    Before, only the first micro step was kept on the host: what a second one added was lost to
+    the third.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    copy = live.innermost(DeepSpeedZeroOptimizer.copy_grads_in_partition)
+    return "micro_step_id" in copy.__code__.co_names
+
+
 def overwrites_offloaded(optimizer: Any) -> bool:
     """With CPU offload, a boundary backward copies over the fp32 gradients.
 
-    What it copies holds earlier backwards too if there are several micro steps (a CPU buffer sums
-    them), or if the partition sums in place.
+    What it copies holds the earlier backwards if the host sums do, or if the partition sums in
+    place.
     """
-    if not optimizer.cpu_offload or optimizer.gradient_accumulation_steps > 1:
+    if not optimizer.cpu_offload:
         return False
-    return not any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
+    if any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups))):
+        return False
+    return optimizer.gradient_accumulation_steps == 1 or not keeps_host_sums()
+
+
+def store_host_sum(optimizer: Any, param: Any) -> None:
+    """Write the sum that a micro step made in `param`'s gradient back to the host."""
+    param_id = optimizer.get_param_id(param)
+    gradient = optimizer.get_param_gradient_attribute(param)
+    host_sum = optimizer.accumulated_grads_in_cpu.get(param_id)
+    if host_sum is None or gradient is None or keeps_host_sums():
+        return
+    if host_sum.numel() == gradient.numel():
+        host_sum.copy_(gradient.view(-1))
+    else:  # half precision masters: the host holds this rank's part only
+        _, source_offset, _, numel = optimizer.grad_position[param_id]
+        host_sum.copy_(gradient.view(-1).narrow(0, source_offset, numel))
 
 
 def finish_offload_copies() -> None:
