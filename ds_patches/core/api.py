@@ -16,6 +16,8 @@ _lock = threading.RLock()
 
 #: Not live, and nothing to warn of.
 _CONTENT = (State.DISABLED, State.FIXED_UPSTREAM)
+#: For questions to which the user's flags are no answer.
+_INDIFFERENT = Wish(wanted=True, why="", force=Force.NO, options={})
 
 
 def apply_all(
@@ -109,10 +111,6 @@ def is_applied(name: str) -> bool:
     """
     with _lock:
         return lifecycle.status(registry.patch(name, "is_applied"), _INDIFFERENT).live
-
-
-#: For questions to which the user's flags are no answer.
-_INDIFFERENT = Wish(wanted=True, why="", force=Force.NO, options={})
 
 
 def _report(wanted: list[PatchStatus], strict: bool) -> None:

@@ -86,7 +86,7 @@ def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchSta
         state, reason = State.FAILED, f"{type(life.failure).__name__}: {life.failure}"
     elif life.reverted:
         left = life.journal.left_behind()
-        state, reason = State.REVERTED, "; ".join(left) or "the originals are back"
+        state, reason = State.REVERTED, "; ".join(left) or "unapplied, no wrapper is left"
     elif not wish.wanted:
         state, reason = State.DISABLED, wish.why
     else:

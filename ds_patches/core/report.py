@@ -26,16 +26,14 @@ _PACKAGES = ("ds-patches", "deepspeed", "torch", "wrapt", "packaging")
 def status(statuses: Iterable[PatchStatus], *, colour: bool = False) -> str:
     """Return one line per patch: name, state, DeepSpeed's release, why, links; notes below."""
     found = list(statuses)
-    rows = [
-        (s.name, s.state.value, s.installed or "-", _why(s), " ".join(x.url for x in s.upstream))
-        for s in found
-    ]
+    heads = _aligned([(s.name, s.state.value, s.installed or "-") for s in found])
     lines = []
-    for one, line in zip(found, _aligned(rows), strict=True):
+    for one, head in zip(found, heads, strict=True):
         if colour:
             paint = _COLOURS.get(one.state, _YELLOW)
-            line = line.replace(one.state.value, f"{paint}{one.state.value}{_PLAIN}", 1)
-        lines += [line, *(f"  note: {note}" for note in one.notes)]
+            head = head.replace(f" {one.state.value} ", f" {paint}{one.state.value}{_PLAIN} ", 1)
+        lines.append("  ".join([head, _why(one), *(link.url for link in one.upstream)]))
+        lines += [f"  note: {note}" for note in one.notes]
     return "\n".join(lines)
 
 
@@ -46,7 +44,7 @@ def doctor() -> tuple[str, bool]:
     facts = [("python", platform.python_version()), ("platform", platform.platform())]
     facts += [(name, _version(name)) for name in _PACKAGES]
     facts += sorted((k, v) for k, v in os.environ.items() if k.startswith(flags.PREFIX))
-    lines = ["environment", *(f"  {line}" for line in _aligned(facts)), "", "patches"]
+    lines = ["environment", *(f"  {line}".rstrip() for line in _aligned(facts)), "", "patches"]
     refused = False
     for name, patch in patches.items():
         wish = wishes.of[name]
@@ -95,6 +93,7 @@ def _version(distribution: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return each row as a line, its columns as wide as the widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (zip(row, widths, strict=True) for row in rows)
-    return ["  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
+    return ["  ".join(cell.ljust(width) for cell, width in row) for row in padded]

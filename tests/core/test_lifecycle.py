@@ -36,7 +36,6 @@ def test_the_sample_in_every_ordering(tmp_path: Path, kind: str) -> None:
     demand(walked(name, str(folder), path=(installation,)))
 
 
-@pytest.mark.core_case
 @pytest.mark.parametrize("name", REAL)
 def test_every_patch_in_every_ordering(name: str) -> None:
     demand(walked(name))

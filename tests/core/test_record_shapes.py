@@ -12,8 +12,9 @@ TOOL = fake.REPOSITORY / "tools/record_shapes.py"
 
 
 def record(folder: Path, releases: Path) -> tuple[int, str, str]:
+    arguments = ["record_shapes", "sample", "--releases", str(releases)]
     code = fake.with_patches(folder) + (
-        f"import runpy, sys; sys.argv = ['record_shapes', 'sample', '--releases', {str(releases)!r}]\n"
+        f"import runpy, sys; sys.argv = {arguments}\n"
         f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
     )
     done = fake.run(code)
