@@ -41,6 +41,7 @@ _TARGETS = (
     _engine("forward", "around_forward"),
     _engine("backward", "around_backward"),
     _engine("scale", "around_scale", releases=_TORCH_STYLE),
+    _engine("_backward_post_hook", "around_post_hook", releases=_HOOK_STATE),
     _engine("zero_grad", "around_zero_grad"),
     _engine("_take_model_step", "around_model_step"),
     _register("_register_hooks_recursively", "<=0.16.3"),

@@ -127,6 +127,13 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
     return wrapped(*args[:1], **kwargs)
 
 
+def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Skip the epilogue of ``torch.autograd.grad``: it runs through the outputs, reduces nothing."""
+    if _state(engine) is not None and upstream.reached_no_parameter(engine):
+        return upstream.end_without_epilogue(engine)
+    return wrapped(*args, **kwargs)
+
+
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of the engine and of its ZeRO optimizer."""
     state = _state(owner)

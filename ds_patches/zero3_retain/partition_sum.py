@@ -46,7 +46,9 @@ class PartitionSum:
         """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
         upstream.empty_stage3_buckets(self._optimizer)
         self._optimizer.averaged_gradients = {}
-        self._optimizer.zero_grad(set_to_none=True)
+        for group in self._optimizer.fp16_groups:
+            for param in group:
+                param.grad = None
         self._optimizer.micro_step_id = 0
         self.drop()
         self.step_taken()

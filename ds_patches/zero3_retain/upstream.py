@@ -69,6 +69,19 @@ def begin_backward_again(engine: Any) -> None:
     engine._backward_prologue()
 
 
+def reached_no_parameter(engine: Any) -> bool:
+    """Whether the graph task that ends here produced no parameter's gradient (0.18.5 and later)."""
+    optimizer = engine.optimizer
+    return not engine._running_engine_backward and optimizer._hooks_fired_this_backward == 0
+
+
+def end_without_epilogue(engine: Any) -> None:
+    """Leave the backward that the prologue entered."""
+    engine.optimizer.exit_backward()
+    engine._stop_timers(engine.engine_timers.backward_inner_timers)
+    engine._stop_timers(engine.engine_timers.backward_timers)
+
+
 def forget_backward(engine: Any) -> None:
     """Clear what a backward that raised left behind in the engine and its hook state."""
     optimizer = engine.optimizer

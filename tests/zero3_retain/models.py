@@ -80,6 +80,9 @@ class TiedEmbedding(TwoHeads):
         self.rebuild = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.rebuild.weight = self.embed.weight
 
+    def heads(self, x: Tensor) -> Losses:
+        return Losses(self.classify(x), self.rebuild(0.1 * x))
+
 
 class FrozenTrunk(TwoHeads):
     """The first block and the embedding's neighbours do not train."""

@@ -1,0 +1,147 @@
+"""Measure rows of the table: build an engine, warm it up, look at it, time it, let it go."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import probes, styles
+from benchmarks.probes import Held
+from benchmarks.rows import Row
+from benchmarks.timing import Step, StepTimes, ignore, median_phases, time_block
+from benchmarks.workload import Batch, Workload
+
+PATCH = "zero3_retain"
+_PEAK_STEPS = 3
+
+
+@contextmanager
+def patch(wanted: bool) -> Iterator[None]:
+    """Stock or patched inside, stock outside; never the one in the other's name."""
+    import ds_patches
+
+    if ds_patches.is_applied(PATCH):
+        raise RuntimeError(f"{PATCH} is applied where stock DeepSpeed is to be measured")
+    if not wanted:
+        yield
+        return
+    ds_patches.apply(PATCH)  # raises if it is not live
+    try:
+        yield
+    finally:
+        ds_patches.unapply(PATCH)
+
+
+@dataclass
+class Result:
+    """What was measured of one row, on rank 0."""
+
+    number: int
+    title: str
+    error: str | None = None  # the exception that ended it
+    times: list[list[StepTimes]] = field(default_factory=list)  # by round
+    again: list[list[StepTimes]] = field(default_factory=list)  # the same, after all other rows
+    held: list[Held] = field(default_factory=list)
+    held_graph_kept: list[Held] = field(default_factory=list)  # of an ordinary step
+    peak_mib: float | None = None
+    gradient_error: float | None = None
+    gradient_error_last_alone: float | None = None
+    collectives: dict[str, int] | None = None
+
+    @property
+    def totals(self) -> list[float]:
+        """Milliseconds of every timed step."""
+        return _totals(self.times)
+
+    @property
+    def totals_again(self) -> list[float]:
+        return _totals(self.again)
+
+    @property
+    def by_round(self) -> list[float]:
+        """The median of each round."""
+        return [statistics.median(step.total for step in block) for block in self.times]
+
+    @property
+    def phases(self) -> dict[str, float]:
+        return median_phases([step for block in self.times for step in block])
+
+
+def _totals(rounds: Sequence[Sequence[StepTimes]]) -> list[float]:
+    return [step.total for block in rounds for step in block]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A workload on this rank's device, and how much of it to run."""
+
+    workload: Workload
+    batch: Batch
+    device: torch.device
+    warmup: int
+    steps: int
+    rounds: int
+    profile: bool
+
+    def alone(self, row: Row, result: Result) -> None:
+        """An engine that knows nothing but this row, patched (if at all) before it is built."""
+        before = probes.allocated_mib(self.device)
+        with patch(row.patched), self.workload.engine(self.device) as engine:
+            self._look(row, engine, result, before)
+            for _ in range(self.rounds):
+                result.times.append(self._time(row, engine))
+
+    def in_turn(self, rows: Sequence[Row], results: Sequence[Result]) -> None:
+        """Rows of equal steps on one engine, a block of each per round: A B, B A, A B ...
+
+        Drift of the machine meets all of them alike, and the memory they run in is the same.
+        """
+        before = probes.allocated_mib(self.device)
+        turns = list(zip(rows, results, strict=True))
+        with self.workload.engine(self.device) as engine:
+            for row, result in turns:
+                with patch(row.patched):
+                    self._look(row, engine, result, before)
+            for _ in range(self.rounds):
+                for row, result in turns:
+                    with patch(row.patched):
+                        result.times.append(self._time(row, engine))
+                turns.reverse()
+
+    def again(self, row: Row, result: Result) -> None:
+        """Time a row anew: what two runs of the same differ by is noise, or drift."""
+        with patch(row.patched), self.workload.engine(self.device) as engine:
+            for _ in range(self.rounds):
+                result.again.append(self._time(row, engine))
+
+    def once(self, row: Row) -> None:
+        """One step on a fresh engine, for its exception."""
+        with patch(row.patched), self.workload.engine(self.device) as engine:
+            self._step(row, engine)(ignore)
+
+    def _step(self, row: Row, engine: Any) -> Step:
+        return partial(row.step, engine, self.batch)
+
+    def _time(self, row: Row, engine: Any) -> list[StepTimes]:
+        return time_block(self._step(row, engine), self.device, self.warmup, self.steps)
+
+    def _look(self, row: Row, engine: Any, result: Result, before: float | None) -> None:
+        step = self._step(row, engine)
+        for _ in range(self.warmup):
+            step(ignore)
+        result.gradient_error, result.gradient_error_last_alone = probes.gradient_error(
+            step, engine, self.batch, row.summed, row.last_backward
+        )
+        result.held = probes.held_after_backwards(step, engine, self.device, before)
+        result.peak_mib = probes.peak_mib(step, self.device, before, _PEAK_STEPS)
+        if row.step is styles.ordinary:
+            kept = partial(styles.ordinary, engine, self.batch, keep_graph=True)
+            result.held_graph_kept = probes.held_after_backwards(kept, engine, self.device, before)
+        if self.profile:
+            result.collectives = probes.collectives(step, self.device)

@@ -1,0 +1,45 @@
+"""Where numbers come from: versions, hardware, date, commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def provenance(device: torch.device, commit: str | None) -> dict[str, str]:
+    """What a reader needs in order to judge the numbers, or to run them again."""
+    import deepspeed
+
+    import ds_patches
+
+    on_gpu = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or _git_commit(),
+        "ds_patches": ds_patches.__version__,
+        "deepspeed": deepspeed.__version__,
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, nccl)) or "none",
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "ranks": str(dist.get_world_size()),
+        "backend": dist.get_backend(),
+    }
+
+
+def _git_commit() -> str:
+    """The commit of this checkout, marked if it was edited since."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -1,0 +1,54 @@
+"""The rows of the benchmark's table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks import styles
+from benchmarks.styles import StyledStep
+
+LOSSES = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train. `summed`: the losses whose gradients its optimizer step should see."""
+
+    number: int
+    title: str
+    patched: bool
+    step: StyledStep
+    summed: tuple[int, ...]
+    backwards: int = LOSSES
+    crashes: bool = False  # what upstream does, recorded and not timed
+
+    @property
+    def last_backward(self) -> str:
+        return styles.backward_phase(self.backwards)
+
+
+_STOCK, _PATCHED = False, True
+_FIRST, _LAST, _ALL = (0,), (LOSSES - 1,), tuple(range(LOSSES))
+
+_BY_ENGINE = styles.one_forward(styles.engine_backward, zero_grad=True)
+_BY_SCALE = styles.one_forward(styles.scaled_backward, zero_grad=True)
+_PLAIN = styles.one_forward(styles.plain_backward, zero_grad=True)
+_SUM = styles.one_forward(styles.engine_backward, zero_grad=False)
+
+ROWS = {
+    row.number: row
+    for row in (
+        Row(1, "stock, ordinary step, K=1", _STOCK, styles.ordinary, _FIRST, backwards=1),
+        Row(2, "patched, ordinary step, K=1", _PATCHED, styles.ordinary, _FIRST, backwards=1),
+        Row(3, "stock, K=2", _STOCK, _BY_ENGINE, _LAST, crashes=True),
+        Row(4, "patched, K=2, engine.backward", _PATCHED, _BY_ENGINE, _LAST),
+        Row(5, "patched, K=2, engine.scale(l).backward", _PATCHED, _BY_SCALE, _LAST),
+        Row(6, "patched, K=2, l.backward", _PATCHED, _PLAIN, _LAST),
+        Row(7, "patched, K=2, sum without zero_grad", _PATCHED, _SUM, _ALL),
+        Row(8, "stock, K=2 by two forwards, sum", _STOCK, styles.a_forward_each, _ALL),
+    )
+}
+
+# The two that differ by what an idle patch costs. They share one engine and take turns.
+ORDINARY = (ROWS[1], ROWS[2])
+CRASH = ROWS[3]

@@ -1,0 +1,164 @@
+"""Results as Markdown: the rows, where a step's time goes, and the bars."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.measure import Result
+from benchmarks.timing import Spread
+
+RESIDENT_BAR, IDLE_BAR, STEP_BAR = 1.02, 1.01, 1.15
+_ORDINARY, _IDLE, _RETAINED = 1, 2, 4
+_SEVERAL_BACKWARDS = (4, 5, 6, 7)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A ratio and the most it may be; `measured` is None where a part of it was not."""
+
+    name: str
+    measured: float | None
+    bar: float
+    detail: str = ""
+
+    @property
+    def held(self) -> bool | None:
+        return None if self.measured is None else self.measured <= self.bar
+
+
+def idle_ratios(results: Mapping[int, Result]) -> list[float]:
+    """Patched over stock, of the medians of each round; empty if either was not timed."""
+    stock, patched = results.get(_ORDINARY), results.get(_IDLE)
+    if stock is None or patched is None:
+        return []
+    pairs = zip(patched.by_round, stock.by_round, strict=False)
+    return [ours / theirs for ours, theirs in pairs]
+
+
+def bars(results: Mapping[int, Result]) -> list[Bar]:
+    """The bars that zero3_retain has to stay under, each against stock's ordinary step."""
+    ratios = idle_ratios(results)
+    strict = _resident(results, like_with_like=False)
+    alike = _resident(results, like_with_like=True)
+    return [
+        Bar("resident after each backward", max(strict, default=None), RESIDENT_BAR),
+        Bar("the same, kept graphs against a kept graph", max(alike, default=None), RESIDENT_BAR),
+        Bar(
+            "idle cost: patched ordinary step",
+            statistics.median(ratios) if ratios else None,
+            IDLE_BAR,
+            _spread_of_rounds(ratios),
+        ),
+        Bar("step with K=2", _step_ratio(results), STEP_BAR),
+    ]
+
+
+def rows(results: Iterable[Result]) -> str:
+    results = sorted(results, key=lambda result: result.number)
+    ordinary = next((_median(r) for r in results if r.number == _ORDINARY), None)
+    header = (
+        "#",
+        "row",
+        "ms per step",
+        "quartiles",
+        "/ row 1",
+        "MiB after each backward",
+        "peak MiB",
+        "gathered after each backward",
+        "gradient error",
+        "all-gathers, reduce-scatters",
+    )
+    return markdown(header, [_row(result, ordinary) for result in results])
+
+
+def phases(results: Iterable[Result]) -> str:
+    """Medians of the phases, ms, of each row that was timed."""
+    body = [
+        (str(result.number), ", ".join(f"{name} {ms:.2f}" for name, ms in result.phases.items()))
+        for result in sorted(results, key=lambda result: result.number)
+        if result.times
+    ]
+    return markdown(("#", "ms per phase"), body)
+
+
+def bars_table(held: Iterable[Bar]) -> str:
+    words = {True: "yes", False: "NO", None: "not measured"}
+    body = [
+        (bar.name, f"{_number(bar.measured, 4)}{bar.detail}", f"<= {bar.bar}", words[bar.held])
+        for bar in held
+    ]
+    return markdown(("against row 1", "measured", "bar", "held"), body)
+
+
+def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _resident(results: Mapping[int, Result], *, like_with_like: bool) -> list[float]:
+    """MiB after each backward of the rows with several, over those after an ordinary one.
+
+    like_with_like: a backward that keeps its graph against an ordinary one that keeps it. Else
+    against one that frees it; the activations that any kept graph holds then count as ours.
+    """
+    ordinary = results.get(_ORDINARY)
+    if ordinary is None or not (ordinary.held and ordinary.held_graph_kept):
+        return []
+    freed, kept = ordinary.held[-1].mib, ordinary.held_graph_kept[-1].mib
+    ratios = []
+    for number in _SEVERAL_BACKWARDS:
+        held = results[number].held if number in results else []
+        for one in held:
+            keeps_graph = one is not held[-1]
+            ratios.append(_over(one.mib, kept if keeps_graph and like_with_like else freed))
+    return [ratio for ratio in ratios if ratio is not None]
+
+
+def _step_ratio(results: Mapping[int, Result]) -> float | None:
+    if _ORDINARY not in results or _RETAINED not in results:
+        return None
+    return _over(_median(results[_RETAINED]), _median(results[_ORDINARY]))
+
+
+def _spread_of_rounds(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return ""
+    spread = Spread.of(ratios)
+    return f" (quartiles {spread.low:.4f} to {spread.high:.4f}, {spread.count} rounds)"
+
+
+def _row(result: Result, ordinary: float | None) -> tuple[str, ...]:
+    median = _median(result)
+    spread = Spread.of(result.totals) if result.times else None
+    counts = result.collectives
+    return (
+        str(result.number),
+        result.title,
+        _cell(result.error) if result.error else _number(median, 2),
+        f"{spread.low:.2f} to {spread.high:.2f}" if spread else "-",
+        _number(_over(median, ordinary), 3),
+        ", ".join(_number(held.mib, 0) for held in result.held) or "-",
+        _number(result.peak_mib, 0),
+        ", ".join(str(held.available) for held in result.held) or "-",
+        "-" if result.gradient_error is None else f"{result.gradient_error:.1e}",
+        f"{counts['all_gather']}, {counts['reduce_scatter']}" if counts else "-",
+    )
+
+
+def _median(result: Result) -> float | None:
+    return statistics.median(result.totals) if result.times else None
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _cell(text: str) -> str:
+    """One line that breaks no table."""
+    return " ".join(text.split()).replace("|", "/")

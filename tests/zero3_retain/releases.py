@@ -1,0 +1,34 @@
+"""What stock DeepSpeed can do, by release: so that its defects are not taken for ours."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from packaging.version import Version
+
+RELEASE = Version(version("deepspeed"))
+
+TORCH_STYLE = Version("0.18.3") <= RELEASE
+
+STYLES = ["engine", "scale", "torch"] if TORCH_STYLE else ["engine"]
+
+#: ZeRO-2 forgets all but the last micro step of a gradient accumulation (issue-free upstream; the
+#: epilogue tests ``averaged_gradients`` where it means ``all_grad_tensors``).
+LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
+
+#: ZeRO-1/2 with ``contiguous_gradients`` off: wrong with a single backward, before any patch.
+NON_CONTIGUOUS_IS_WRONG = RELEASE < Version("0.18.3")
+
+#: ``step()`` of ZeRO-1/2 fails on CPU with several ranks: 'Output 0 of Split is a view'.
+FLAT_STEP_CRASHES = Version("0.18.7") <= RELEASE <= Version("0.18.9")
+
+
+def stock_sums_over(stage: int) -> bool:
+    """Whether stock adds up several backwards over one forward at stages 1 and 2."""
+    return stage < 3 and Version("0.17.5") >= RELEASE
+
+
+def needs_torch_style(style: str) -> None:
+    if style not in STYLES:
+        pytest.skip(f"DeepSpeed {RELEASE} has no {style}-style backward (0.18.3 and later have)")

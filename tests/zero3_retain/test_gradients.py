@@ -1,0 +1,204 @@
+"""R1, R3, R4: whatever the style, the graph and the mode, the gradients are PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.world import World
+from tests.zero3_retain import releases
+from tests.zero3_retain.cases import Outcome, train
+
+STAGES = [1, 2, 3]
+CRASH = "The size of tensor a (0) must match the size of tensor b"
+
+GRAPHS = [
+    "DictOutput",
+    "SharedBlock",
+    "TiedEmbedding",
+    "FrozenTrunk",
+    "Reentrant",
+    "NonReentrant",
+    "LeafModule",
+]
+
+OFFLOADED_OPTIMIZER = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+OFFLOADED_ALL = {
+    "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+}
+NO_REUSE = {"stage3_max_reuse_distance": 0}
+PREFETCH = {"zero": {"stage3_prefetch_bucket_size": 600, **NO_REUSE}}
+
+
+def outcome(world: World, **case: Any) -> Outcome:
+    """The outcome of `case`, which must be the same on both ranks."""
+    first, second = world.run(train, **case)
+    assert (first.difference, first.error) == (second.difference, second.error)
+    return first
+
+
+def assert_like_pytorch(result: Outcome) -> None:
+    assert result.equal, result
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+@pytest.mark.parametrize("style", ["engine", "scale", "torch"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_backwards(world: World, stage: int, style: str, zero: bool) -> None:
+    releases.needs_torch_style(style)
+    assert_like_pytorch(outcome(world, stage=stage, style=style, zero=zero))
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+@pytest.mark.parametrize("backwards", [3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_more_backwards(world: World, stage: int, backwards: int, zero: bool) -> None:
+    assert_like_pytorch(outcome(world, stage=stage, backwards=backwards, zero=zero))
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("style", ["engine", "scale", "torch"])
+def test_stock_crashes_at_the_second_backward_of_stage_3(world: World, style: str) -> None:
+    releases.needs_torch_style(style)
+    result = outcome(world, style=style, patch=False)
+    assert CRASH in result.error
+    assert len(result.available) == 1, "the first backward ran"
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stock_loses_all_but_one_loss_on_stages_1_and_2(world: World, stage: int) -> None:
+    result = outcome(world, stage=stage, patch=False)
+    if releases.stock_sums_over(stage):
+        assert result.equal, result
+    elif releases.LOSES_MICRO_STEPS:
+        assert "TypeError" in result.error
+    else:
+        assert result.difference > 0.01, result
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_graphs(world: World, graph: str) -> None:
+    assert_like_pytorch(outcome(world, model=graph, backwards=3))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_graphs_torch_style(world: World, graph: str) -> None:
+    releases.needs_torch_style("torch")
+    assert_like_pytorch(outcome(world, model=graph, style="torch", zero=True))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_graphs_train_on_stock_with_one_backward_and_crash_with_two(
+    world: World, graph: str
+) -> None:
+    assert_like_pytorch(outcome(world, model=graph, backwards=1, patch=False))
+    assert outcome(world, model=graph, backwards=2, patch=False).error
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("graph", ["SharedBlock", "Reentrant", "LeafModule"])
+def test_graphs_on_every_release(world: World, graph: str) -> None:
+    assert_like_pytorch(outcome(world, model=graph))
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_accumulation(world: World, stage: int, zero: bool) -> None:
+    if stage == 2 and releases.LOSES_MICRO_STEPS and not zero:
+        pytest.skip(f"stock {releases.RELEASE} loses micro steps of ZeRO-2, patched or not")
+    assert_like_pytorch(outcome(world, stage=stage, micro_steps=2, zero=zero))
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloaded_optimizer(world: World, stage: int, micro_steps: int, zero: bool) -> None:
+    assert_like_pytorch(
+        outcome(
+            world,
+            stage=stage,
+            micro_steps=micro_steps,
+            zero=zero,
+            settings=OFFLOADED_OPTIMIZER,
+        )
+    )
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+def test_offloaded_optimizer_stage_1(world: World, zero: bool) -> None:
+    assert_like_pytorch(outcome(world, stage=1, zero=zero, settings=OFFLOADED_OPTIMIZER))
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+def test_offloaded_parameters(world: World, zero: bool) -> None:
+    assert_like_pytorch(outcome(world, zero=zero, settings=OFFLOADED_ALL))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_clipping_sees_the_sum(world: World, stage: int) -> None:
+    """A bound far above every norm leaves the gradients alone, and computes the norms."""
+    settings = {**OFFLOADED_OPTIMIZER, "gradient_clipping": 1e9}
+    assert_like_pytorch(outcome(world, stage=stage, settings=settings))
+
+
+@pytest.mark.core_case
+def test_prefetch(world: World) -> None:
+    assert_like_pytorch(outcome(world, steps=5, backwards=3, settings=PREFETCH))
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero_settings"),
+    [
+        (3, {"overlap_comm": True}),
+        (3, NO_REUSE),
+        (3, {"stage3_prefetch_bucket_size": 600}),
+        (3, {"stage3_param_persistence_threshold": 40}),
+        (3, {"contiguous_gradients": False}),
+        (2, {"overlap_comm": True}),
+        (2, {"reduce_scatter": False}),
+        (2, {"contiguous_gradients": False}),
+        (1, {"overlap_comm": True}),
+    ],
+    ids=str,
+)
+def test_zero_settings(world: World, stage: int, zero_settings: dict[str, Any]) -> None:
+    if stage < 3 and "contiguous_gradients" in zero_settings and releases.NON_CONTIGUOUS_IS_WRONG:
+        pytest.skip(f"stock {releases.RELEASE} is wrong here with a single backward")
+    result = outcome(world, stage=stage, steps=4, settings={"zero": zero_settings})
+    assert_like_pytorch(result)
+
+
+#: A parameter of size 2 in that dtype, one rounding step off.
+ROUNDING = {"bfloat16": 2**-6, "float16": 2**-9}
+
+
+@pytest.mark.parametrize("accumulate_in", [None, "fp32"], ids=["low", "fp32"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16(world: World, stage: int, accumulate_in: str | None) -> None:
+    settings: dict[str, Any] = {"bf16": {"enabled": True}}
+    if accumulate_in:
+        settings["data_types"] = {"grad_accum_dtype": accumulate_in}
+    result = outcome(world, stage=stage, dtype="bfloat16", settings=settings)
+    assert not result.error
+    assert result.difference <= ROUNDING["bfloat16"] < result.moved / 4
+
+
+@pytest.mark.parametrize("style", releases.STYLES[:2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_float16_with_a_dynamic_loss_scale(world: World, stage: int, style: str) -> None:
+    first, _ = world.run(train_in_float16, stage=stage, style=style)
+    assert not first.error
+    assert first.difference <= ROUNDING["float16"] < first.moved / 4
+
+
+def train_in_float16(**case: Any) -> Outcome:
+    from tests.zero3_retain.cases import half_precision_allowed
+
+    with half_precision_allowed():
+        settings = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+        return train(dtype="float16", settings=settings, **case)

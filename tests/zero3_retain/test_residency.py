@@ -1,0 +1,140 @@
+"""R2, R5: what is gathered when, and what the prefetcher makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.world import World
+from tests.zero3_retain import models, releases, trainers
+from tests.zero3_retain.cases import one_forward_several_backwards, patched, train
+from tests.zero3_retain.test_gradients import GRAPHS
+
+NO_REUSE = {"stage3_max_reuse_distance": 0}
+SMALL_PREFETCH = {"stage3_prefetch_bucket_size": 600}
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("style", ["engine", "scale", "torch"])
+@pytest.mark.parametrize("backwards", [1, 2, 4])
+def test_nothing_stays_gathered_after_any_backward(
+    world: World, style: str, backwards: int
+) -> None:
+    releases.needs_torch_style(style)
+    for result in world.run(train, style=style, backwards=backwards, steps=4):
+        assert len(result.available) == 4 * backwards
+        gathered = result.available if backwards > 1 else []
+        assert not any(gathered), result.available
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_nothing_stays_gathered_whatever_the_graph(world: World, graph: str) -> None:
+    for result in world.run(train, graph, backwards=3, steps=4):
+        assert not any(result.available), result.available
+
+
+def gathered_numel(engine: Any) -> int:
+    return sum(
+        param.ds_numel
+        for param in engine.module.parameters()
+        if param.ds_status.name != "NOT_AVAILABLE"
+    )
+
+
+def peaks(backwards: int, settings: dict[str, Any]) -> list[int]:
+    """Most elements gathered during each of four steps, seen at every parameter's gradient."""
+    with patched():
+        model = models.build(models.TwoHeads)
+        engine = trainers.build_engine(model, trainers.config(3, zero=settings))
+        seen = [0]
+
+        def look(*_: Any) -> None:
+            seen[-1] = max(seen[-1], gathered_numel(engine))
+
+        for module in model.modules():
+            module.register_forward_hook(look)
+            module.register_full_backward_hook(look)
+        trainer = trainers.EngineTrainer(engine)
+        for _ in range(4):
+            one_forward_several_backwards(trainer, backwards=backwards, steps=1)
+            seen.append(0)
+        return seen[:-1]
+
+
+@pytest.mark.parametrize("settings", [{}, NO_REUSE, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
+def test_peak_of_the_window_is_one_backwards(world: World, settings: dict[str, Any]) -> None:
+    ordinary = world.run(peaks, 1, settings)
+    for once, thrice in zip(ordinary, world.run(peaks, 3, settings), strict=True):
+        # The first step has no trace, the second none that fits.
+        assert max(thrice[2:]) <= max(once[2:])
+
+
+class Trace:
+    """Counts what an engine's coordinator does to its trace."""
+
+    def __init__(self, engine: Any) -> None:
+        self.coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        self.invalidated = 0
+        stock = self.coordinator._invalidate_trace
+
+        def invalidate() -> None:
+            self.invalidated += 1
+            stock()
+
+        self.coordinator._invalidate_trace = invalidate
+
+
+def trace_of_steps(steps: int, backwards: int, settings: dict[str, Any]) -> list[tuple[int, bool]]:
+    """After each step: times the trace was invalidated so far, and whether it is complete."""
+    with patched():
+        model = models.build(models.TwoHeads)
+        engine = trainers.build_engine(model, trainers.config(3, zero=settings))
+        trace = Trace(engine)
+        trainer = trainers.EngineTrainer(engine)
+        seen = []
+        for _ in range(steps):
+            one_forward_several_backwards(trainer, backwards=backwards, steps=1)
+            seen.append((trace.invalidated, trace.coordinator.is_complete_trace()))
+        return seen
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("settings", [{}, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
+def test_later_steps_keep_the_trace(world: World, settings: dict[str, Any]) -> None:
+    for seen in world.run(trace_of_steps, 5, 3, settings):
+        assert [count for count, _ in seen] == [0] * 5
+        assert [complete for _, complete in seen] == [False, True, True, True, True]
+
+
+def prefetched_in_last_step(backwards: int, settings: dict[str, Any]) -> list[int]:
+    """Per backward of the fourth step: modules whose parameters were on their way when asked for."""
+    with patched():
+        model = models.build(models.TwoHeads)
+        engine = trainers.build_engine(model, trainers.config(3, zero=settings))
+        offload = engine.optimizer.parameter_offload
+        stock = offload.pre_sub_module_backward_function
+        counts = [0]
+
+        def look(module: torch.nn.Module) -> None:
+            states = {p.ds_status.name for p in module.parameters(recurse=False)}
+            counts[-1] += bool(states) and "NOT_AVAILABLE" not in states
+            stock(module)
+
+        trainer = trainers.EngineTrainer(engine)
+        one_forward_several_backwards(trainer, backwards=backwards)
+        offload.pre_sub_module_backward_function = look
+        tokens, classes = models.batch(3)
+        first, second = models.losses(trainer.forward(tokens), classes)
+        for loss in [first + second] * backwards:
+            trainer.backward(loss, retain_graph=True)
+            counts.append(0)
+        return counts[:-1]
+
+
+@pytest.mark.parametrize("settings", [SMALL_PREFETCH, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
+def test_prefetch_serves_the_second_backward(world: World, settings: dict[str, Any]) -> None:
+    """The trace was learned over two backwards that reach one head each, plus the trunk."""
+    for first, second in world.run(prefetched_in_last_step, 2, settings):
+        assert second >= 1, (first, second)
