@@ -26,9 +26,9 @@ def patch(wanted: bool) -> Iterator[None]:
     """Stock or patched inside, stock outside; never the one in the other's name."""
     import ds_patches
 
-    if ds_patches.is_applied(PATCH):
-        raise RuntimeError(f"{PATCH} is applied where stock DeepSpeed is to be measured")
     if not wanted:
+        if ds_patches.is_applied(PATCH):
+            raise RuntimeError(f"{PATCH} is applied where stock DeepSpeed is to be measured")
         yield
         return
     ds_patches.apply(PATCH)  # raises if it is not live
@@ -136,7 +136,7 @@ class Bench:
         for _ in range(self.warmup):
             step(ignore)
         result.gradient_error, result.gradient_error_last_alone = probes.gradient_error(
-            step, engine, self.batch, row.summed, row.last_backward
+            step, engine, self.batch, row.summed, row.last_backward, self.device
         )
         result.held = probes.held_after_backwards(step, engine, self.device, before)
         result.peak_mib = probes.peak_mib(step, self.device, before, _PEAK_STEPS)

@@ -79,7 +79,12 @@ def peak_mib(step: Step, device: torch.device, before: float | None, steps: int)
 
 
 def gradient_error(
-    step: Step, engine: Any, batch: Batch, summed: Sequence[int], last_backward: str
+    step: Step,
+    engine: Any,
+    batch: Batch,
+    summed: Sequence[int],
+    last_backward: str,
+    device: torch.device,
 ) -> tuple[float, float]:
     """Compare one step's gradients with plain PyTorch's over the losses `summed`.
 
@@ -92,6 +97,7 @@ def gradient_error(
 
     def look(phase: str) -> None:
         if phase == last_backward:
+            wait_for(device)  # reduction has a stream of its own
             full = gradients.full_gradients(engine)
             errors.append(gradients.relative_error(full, reference))
 

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 
 from demo.events import Failed, Finished
 from demo.reporter import Reporter, WarningReporter
@@ -32,6 +33,8 @@ def die_with_parent() -> None:
 
 def join() -> None:
     """Import DeepSpeed and bring the process group up."""
+    # torch's, for the collectives that DeepSpeed calls: they would bury what explains a failure.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     import deepspeed
     import deepspeed.ops
 

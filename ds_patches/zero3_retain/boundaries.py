@@ -141,7 +141,7 @@ class ModuleBoundary:
 def _gather_before_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
     class GatherBeforeBackward(torch.autograd.Function):
         @staticmethod
-        def forward(output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def forward(output: torch.Tensor) -> torch.Tensor:
             return output.detach()
 
         @staticmethod
@@ -159,7 +159,7 @@ def _gather_before_backward(boundary: ModuleBoundary) -> type[torch.autograd.Fun
 def _release_after_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
     class ReleaseAfterBackward(torch.autograd.Function):
         @staticmethod
-        def forward(value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def forward(value: torch.Tensor) -> torch.Tensor:
             return value.detach()
 
         @staticmethod

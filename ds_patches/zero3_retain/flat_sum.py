@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from . import upstream
 from .lost import LostGradients
-
-Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
+from .upstream import flat, offload
 
 
 class FlatSum:
@@ -45,22 +43,22 @@ class FlatSum:
     def drop(self) -> None:
         """``zero_grad()`` between two backwards: forget the step's gradients so far."""
         optimizer = self._optimizer
-        for gradients in (optimizer.averaged_gradients, upstream.pending_gradients(optimizer)):
+        for gradients in (optimizer.averaged_gradients, flat.pending_gradients(optimizer)):
             for group in gradients:
                 gradients[group] = None
-        for gradient in upstream.offloaded_partitions(optimizer):
+        for gradient in offload.partitions(optimizer):
             gradient.zero_()
-        for buffer in upstream.host_sums(optimizer).values():
+        for buffer in offload.host_sums(optimizer).values():
             buffer.zero_()
         for params in optimizer.bit16_groups:
             for param in params:
                 param.grad = None
                 param.grad_accum = None
-        optimizer.micro_step_id = upstream.INITIAL_MICRO_STEP_ID
+        optimizer.micro_step_id = flat.INITIAL_MICRO_STEP_ID
 
     def abandon(self) -> None:
         """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
-        upstream.empty_flat_buckets(self._optimizer)
+        flat.empty_buckets(self._optimizer)
         self.drop()
         self.step_taken()
 
@@ -76,20 +74,20 @@ class FlatSum:
         """Stock's reduction epilogue, made to add where it has to."""
         optimizer = self._optimizer
         averaged = dict(optimizer.averaged_gradients)
-        pending = dict(upstream.pending_gradients(optimizer))
+        pending = dict(flat.pending_gradients(optimizer))
         if self._adding:
             # Also what 0.17.6-0.18.2 need in order not to crash.
             for group in averaged:
-                if not upstream.sums_in_place(optimizer, group):
+                if not offload.sums_in_place(optimizer, group):
                     optimizer.averaged_gradients[group] = None
         result = wrapped()
         if self._adding:
             _add_back(optimizer.averaged_gradients, averaged, restore=True)
-            _add_back(upstream.pending_gradients(optimizer), pending, restore=False)
+            _add_back(flat.pending_gradients(optimizer), pending, restore=False)
             self._add_back_offloaded()
-        elif self._reduced and upstream.replaced(optimizer, averaged):
+        elif self._reduced and flat.replaced(optimizer, averaged):
             self._lost.warn()
-        self._reduced |= upstream.at_boundary(optimizer)
+        self._reduced |= flat.at_boundary(optimizer)
         return result
 
     def copy_to_partition(self, wrapped: Callable[..., Any], param: Any, *rest: Any) -> Any:
@@ -98,16 +96,16 @@ class FlatSum:
         if not optimizer.cpu_offload:
             return wrapped(param, *rest)
         param_id = optimizer.get_param_id(param)
-        boundary = upstream.at_boundary(optimizer)
+        boundary = flat.at_boundary(optimizer)
         if self._adding and param_id not in self._copied:
             # Stock never clears its host sums: an old step may have left one.
-            upstream.zero_host_sum(optimizer, param_id)
+            offload.zero_host_sum(optimizer, param_id)
         if self._offloaded:
             # The fp32 gradient set aside holds the host sum already if a boundary delivered it.
             optimizer.micro_step_id = 0 if param_id in self._delivered else 1
         result = wrapped(param, *rest)
         if self._adding and not boundary:
-            upstream.store_host_sum(optimizer, param)
+            offload.store_host_sum(optimizer, param)
         self._copied.add(param_id)
         if boundary:
             self._delivered.add(param_id)
@@ -118,26 +116,26 @@ class FlatSum:
         self._offloaded = []
         optimizer = self._optimizer
         # Until a boundary epilogue ran, nothing of this step has reached the fp32 partitions.
-        if not (self._adding and self._reduced and upstream.overwrites_offloaded(optimizer)):
+        if not (self._adding and self._reduced and offload.overwrites(optimizer)):
             return
-        upstream.finish_offload_copies()
-        upstream.zero_offloaded(optimizer, all_but=self._delivered)
-        for gradient in upstream.offloaded_partitions(optimizer):
+        offload.finish_copies()
+        offload.zero_partitions(optimizer, all_but=self._delivered)
+        for gradient in offload.partitions(optimizer):
             self._offloaded.append(gradient.clone())
             gradient.zero_()
 
     def _add_back_offloaded(self) -> None:
         if not self._offloaded:
             return
-        upstream.finish_offload_copies()
-        partitions = upstream.offloaded_partitions(self._optimizer)
+        offload.finish_copies()
+        partitions = offload.partitions(self._optimizer)
         for gradient, before in zip(partitions, self._offloaded, strict=True):
             gradient.add_(before)
         self._offloaded = []
-        upstream.renew_offloaded_norms(self._optimizer)
+        offload.renew_norms(self._optimizer)
 
 
-def _add_back(now: Gradients, before: Gradients, *, restore: bool) -> None:
+def _add_back(now: flat.Gradients, before: flat.Gradients, *, restore: bool) -> None:
     """Add the slices of `before` to those that replaced them.
 
     `restore`: a group that the epilogue left empty was not touched and gets its slices back;

@@ -23,7 +23,7 @@ def current_task_id() -> int:
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
     """Run `callback` when the running graph task ends, unless it raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _RunningTask:

@@ -15,11 +15,11 @@ from weakref import WeakSet
 
 import torch
 
-from . import upstream
 from .flat_sum import FlatSum
 from .lost import OnLost
 from .partition_sum import PartitionSum
 from .retained import RetainedEngine
+from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.zero3_retain")
 
@@ -47,7 +47,7 @@ class _Engines:
 
     def _take_in(self, engine: Any) -> RetainedEngine | None:
         self._taken_in.add(engine)
-        reason = upstream.why_not_covered(engine)
+        reason = upstream_engine.why_not_covered(engine)
         if reason is not None:
             if reason:
                 logger.warning("zero3_retain leaves this engine to stock DeepSpeed: %s.", reason)
@@ -75,7 +75,8 @@ _engines = _Engines()
 
 def _state(owner: Any) -> RetainedEngine | None:
     """What the patch knows of the engine that an optimizer or a parameter offload belongs to."""
-    return vars(owner).get(_KEY)
+    state: RetainedEngine | None = vars(owner).get(_KEY)
+    return state
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -103,7 +104,7 @@ def deactivate() -> Sequence[str]:
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     state = _engines.state_of(engine)
-    if state is None or upstream.runs_compiled_backward(engine):
+    if state is None or upstream_engine.runs_compiled_backward(engine):
         return wrapped(*args, **kwargs)
     state.recover()
     outputs = wrapped(*args, **kwargs)
@@ -128,9 +129,9 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Skip the epilogue of ``torch.autograd.grad``: it runs through the outputs, reduces nothing."""
-    if _state(engine) is not None and upstream.reached_no_parameter(engine):
-        return upstream.end_without_epilogue(engine)
+    """Skip the epilogue of ``torch.autograd.grad``: it passes the outputs, and reduces nothing."""
+    if _state(engine) is not None and upstream_engine.reached_no_parameter(engine):
+        return upstream_engine.end_without_epilogue(engine)
     return wrapped(*args, **kwargs)
 
 

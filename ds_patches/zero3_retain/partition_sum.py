@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import upstream
 from .lost import LostGradients
+from .upstream import stage3
 
 
 class PartitionSum:
@@ -30,21 +30,21 @@ class PartitionSum:
 
     def begin_backward_again(self) -> None:
         """A later backward over the same forward: whatever arrives is added."""
-        self._zero_unwritten(upstream.gradient_partitions(self._optimizer))
+        self._zero_unwritten(stage3.gradient_partitions(self._optimizer))
         self._adding = True
 
     def drop(self) -> None:
         """``zero_grad()`` between two backwards: forget the step's gradients so far."""
-        for partition in upstream.gradient_partitions(self._optimizer).values():
+        for partition in stage3.gradient_partitions(self._optimizer).values():
             partition.zero_()
-        for gradient in upstream.offloaded_gradients(self._optimizer):
+        for gradient in stage3.offloaded_gradients(self._optimizer):
             gradient.zero_()
-        upstream.offloaded_norms(self._optimizer).clear()
-        self._written.update(upstream.gradient_partitions(self._optimizer))
+        stage3.offloaded_norms(self._optimizer).clear()
+        self._written.update(stage3.gradient_partitions(self._optimizer))
 
     def abandon(self) -> None:
         """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
-        upstream.empty_stage3_buckets(self._optimizer)
+        stage3.empty_buckets(self._optimizer)
         self._optimizer.averaged_gradients = {}
         for group in self._optimizer.fp16_groups:
             for param in group:
@@ -79,7 +79,7 @@ class PartitionSum:
             self._optimizer.micro_step_id = micro_step_id
 
     def _zero_unwritten(self, ids: Iterable[int]) -> None:
-        partitions = upstream.gradient_partitions(self._optimizer)
+        partitions = stage3.gradient_partitions(self._optimizer)
         for ds_id in set(ids) - self._written:
             partitions[ds_id].zero_()
             self._written.add(ds_id)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from . import upstream
 from .boundaries import ModuleBoundary, OpenCalls
 from .graph_task import at_end_of_task
+from .upstream import parameters
 
 _MISSING = object()
 
@@ -37,7 +37,7 @@ class Residency:
 
     def install(self) -> None:
         """Put our boundary at every registered module that has none yet."""
-        for module in upstream.registered_modules(self._offload):
+        for module in parameters.registered_modules(self._offload):
             if module not in self._stock:
                 self._install_at(module)
 
@@ -66,13 +66,13 @@ class Residency:
 
     def begin_backward(self) -> None:
         """Before the first backward over a forward."""
-        self._leaf_inputs = upstream.leaf_inputs(self._stock)
+        self._leaf_inputs = parameters.leaf_inputs(self._stock)
 
     def begin_backward_again(self) -> None:
         """Before the second and later backward over one forward."""
         self._retains = True
-        upstream.restore_leaf_inputs(self._leaf_inputs)
-        upstream.rewind_prefetch(self._offload.get_param_coordinator())
+        parameters.restore_leaf_inputs(self._leaf_inputs)
+        parameters.rewind_prefetch(self._offload.get_param_coordinator())
 
     def abandon_backward(self) -> None:
         """A backward raised: forget its open calls and partition whatever it left gathered."""
@@ -83,7 +83,7 @@ class Residency:
         self._offload.pre_sub_module_backward_function(module)
 
     def _release(self, module: torch.nn.Module) -> None:
-        if upstream.holds_backward_fetch(self._offload.get_param_coordinator(), module):
+        if parameters.holds_backward_fetch(self._offload.get_param_coordinator(), module):
             self._offload.post_sub_module_backward_function(module)
 
     def _task_begins(self, task_id: int) -> None:
@@ -94,5 +94,5 @@ class Residency:
         if self._calls or not self._retains:
             return  # calls open elsewhere: this task was nested (reentrant checkpointing)
         coordinator = self._offload.get_param_coordinator()
-        for param in upstream.releasable_parameters(self._offload):
-            upstream.release_parameter(coordinator, param)
+        for param in parameters.releasable_parameters(self._offload):
+            parameters.release_parameter(coordinator, param)

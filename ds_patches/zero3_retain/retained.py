@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from . import upstream
 from .flat_sum import FlatSum
 from .graph_task import TaskWatch
 from .lost import LostGradients, OnLost
 from .master_sum import MasterSum
 from .partition_sum import PartitionSum
 from .residency import Residency
+from .upstream import engine as upstream_engine
+from .upstream import flat
 from .window import ForwardWindow
 
 logger = logging.getLogger("ds_patches.zero3_retain")
@@ -47,7 +48,7 @@ class RetainedEngine:
             self.residency = Residency(optimizer.parameter_offload)
             self.residency.install()
             self.sum = PartitionSum(optimizer, lost)
-        elif upstream.keeps_its_own_sum(optimizer):
+        elif flat.keeps_its_own_sum(optimizer):
             self.sum = MasterSum(optimizer)
         else:
             self.sum = FlatSum(optimizer, lost)
@@ -78,7 +79,7 @@ class RetainedEngine:
             )
         if self._zeroed:
             self.sum.drop()
-        upstream.begin_backward_again(self._engine)
+        upstream_engine.begin_backward_again(self._engine)
         self.sum.begin_backward_again()
         if self.residency is not None:
             self.residency.begin_backward_again()
@@ -138,7 +139,7 @@ class RetainedEngine:
         logger.warning(
             "A backward raised: every gradient reduced since the last optimizer step was dropped."
         )
-        upstream.forget_backward(self._engine)
+        upstream_engine.forget_backward(self._engine)
         self.sum.abandon()
         if self.residency is not None:
             self.residency.abandon_backward()

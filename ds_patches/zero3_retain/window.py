@@ -34,7 +34,7 @@ class ForwardWindow:
         self._task_id = NO_TASK
         self._on_backward = on_backward
         for tensor in tensors_with_graph(outputs):
-            tensor.register_hook(self._enter)
+            tensor.register_hook(self._enter)  # type: ignore[no-untyped-call]
 
     def _enter(self, grad: torch.Tensor) -> None:
         task_id = current_task_id()

@@ -159,7 +159,9 @@ def batch(step: int, micro: int = 0, size: int = 6) -> tuple[Tensor, Tensor]:
     return tokens, tokens % CLASSES
 
 
-def losses(outputs: Losses | dict[str, Tensor] | tuple[Tensor, ...], classes: Tensor) -> list[Tensor]:
+def losses(
+    outputs: Losses | dict[str, Tensor] | tuple[Tensor, ...], classes: Tensor
+) -> list[Tensor]:
     """A classification and a reconstruction loss over the two heads."""
     logits, rebuilt = outputs.values() if isinstance(outputs, dict) else outputs
     return [F.cross_entropy(logits.float(), classes), rebuilt.float().square().mean()]

@@ -18,7 +18,7 @@ STYLES = ["engine", "scale", "torch"] if TORCH_STYLE else ["engine"]
 LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
 
 #: ZeRO-1/2 with ``contiguous_gradients`` off: wrong with a single backward, before any patch.
-NON_CONTIGUOUS_IS_WRONG = RELEASE < Version("0.18.3")
+NON_CONTIGUOUS_IS_WRONG = Version("0.18.3") > RELEASE
 
 #: ``step()`` of ZeRO-1/2 fails on CPU with several ranks: 'Output 0 of Split is a view'.
 FLAT_STEP_CRASHES = Version("0.18.7") <= RELEASE <= Version("0.18.9")

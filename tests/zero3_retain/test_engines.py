@@ -20,8 +20,7 @@ def engine_built_before() -> tuple[float, list[str], list[str]]:
     start = models.build(models.TwoHeads)
     expected = trainers.plain(start, lambda trainer: two_backwards(trainer, backwards=2))
     trainer = trainers.EngineTrainer(trainers.build_engine(start, trainers.config(3)))
-    tokens, classes = models.batch(0)
-    trainer.forward(tokens)  # as old as can be: its modules have run under stock
+    trainer.forward(models.batch(0)[0])  # as old as can be: its modules have run under stock
     before = functions_at_modules(trainer.engine)
     status = ds_patches.apply("zero3_retain")
     try:
@@ -99,7 +98,7 @@ def test_applied_again(world: World) -> None:
 
 
 def gradient_before_backward(trainer: Any) -> None:
-    """A gradient penalty in disguise: ``torch.autograd.grad`` over the graph, then two backwards."""
+    """``torch.autograd.grad`` over part of the graph, then two backwards over all of it."""
     for step in range(3):
         tokens, classes = models.batch(step)
         outputs = trainer.forward(tokens)

@@ -57,9 +57,7 @@ def run_listening(
     logger.addHandler(handler)
     try:
         start = models.build(models.TwoHeads)
-        outcome = run(
-            script, start, stage, micro_steps=micro_steps, settings=settings, **options
-        )
+        outcome = run(script, start, stage, micro_steps=micro_steps, settings=settings, **options)
     finally:
         logger.removeHandler(handler)
     return outcome, [text for text in records if "overwritten" in text]

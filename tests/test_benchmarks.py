@@ -1,0 +1,94 @@
+"""The benchmarks' small version on CPU: every row runs, with the right gradients."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = [str(number) for number in range(1, 9)]
+TIMED = [number for number in ROWS if number != "3"]
+PATCHED = ["2", "4", "5", "6", "7"]
+
+
+class Outcome:
+    """What a run printed and what it kept."""
+
+    def __init__(self, printed: str, kept: dict[str, Any]) -> None:
+        self.printed = printed
+        self.kept = kept
+
+    def table(self, first_header: str) -> list[list[str]]:
+        """The cells of the Markdown table with this first column, below its header."""
+        lines = self.printed.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
+        body = []
+        for line in lines[start + 2 :]:
+            if not line.startswith("|"):
+                break
+            body.append([cell.strip() for cell in line.strip("|").split("|")])
+        return body
+
+
+@pytest.fixture(scope="module")
+def retain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    path = tmp_path_factory.mktemp("retain") / "retain.json"
+    command = (
+        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+        " -m benchmarks.retain --device cpu --layers 2 --width 32 --batch 4"
+        " --steps 1 --warmup 3 --rounds 2 --commit abc --json"
+    )
+    done = subprocess.run(
+        [*command.split(), str(path)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Outcome(done.stdout, json.loads(path.read_text()))
+
+
+def test_retain_prints_every_row_and_bar(retain: Outcome) -> None:
+    rows = {cells[0]: cells for cells in retain.table("#")}
+    assert list(rows) == ROWS
+    for number in TIMED:
+        assert float(rows[number][2]) > 0
+    assert "The size of tensor a (0) must match" in rows["3"][2]
+    bars = retain.table("against row 1")
+    assert [cells[2] for cells in bars] == ["<= 1.02", "<= 1.02", "<= 1.01", "<= 1.15"]
+    # Nobody counts a CPU's memory; what was not measured must not look held.
+    assert [cells[3] for cells in bars[:2]] == ["not measured"] * 2
+
+
+def test_retain_keeps_what_it_measured(retain: Outcome) -> None:
+    kept = retain.kept
+    assert kept["provenance"]["commit"] == "abc"
+    assert {"torch", "deepspeed", "ds_patches", "device", "date"} <= kept["provenance"].keys()
+    assert sorted(kept["rows"]) == ROWS
+    assert len(kept["idle_ratio_by_round"]) == 2
+    for number in TIMED:
+        row = kept["rows"][number]
+        assert row["error"] is None
+        assert row["ms"]["count"] == 2
+        assert row["ms"]["median"] == pytest.approx(sum(row["ms_of_steps"]) / 2)
+        backwards = [name for name in row["ms_by_phase"] if name.startswith("backward")]
+        assert [held["after"] for held in row["held"]] == backwards
+        assert len(backwards) == (1 if number in "12" else 2)
+        if number in PATCHED:
+            assert [held["available"] for held in row["held"]] == [0] * len(backwards)
+
+
+def test_retain_times_steps_with_the_right_gradients(retain: Outcome) -> None:
+    for number in TIMED:
+        row = retain.kept["rows"][number]
+        assert row["gradient_error"] < 2e-2, number
+    for number in "78":  # the sums: had a loss been lost, the same check would see it
+        assert retain.kept["rows"][number]["gradient_error_last_alone"] > 0.5
