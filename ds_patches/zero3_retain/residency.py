@@ -31,6 +31,7 @@ class Residency:
         self._offload = offload
         self._calls = OpenCalls(self._task_begins)
         self._retains = False  # a second backward over one forward was seen
+        self._leaves: list[torch.nn.Module] = []
         self._leaf_inputs: dict[torch.nn.Module, int] = {}
         # module -> what stood at (pre_bwd_fn, post_bwd_fn)
         self._stock: dict[torch.nn.Module, tuple[Any, Any]] = {}
@@ -40,6 +41,7 @@ class Residency:
         for module in parameters.registered_modules(self._offload):
             if module not in self._stock:
                 self._install_at(module)
+        self._leaves = parameters.leaf_modules(self._stock)
 
     def _install_at(self, module: torch.nn.Module) -> None:
         here = vars(module)
@@ -66,7 +68,7 @@ class Residency:
 
     def begin_backward(self) -> None:
         """Before the first backward over a forward."""
-        self._leaf_inputs = parameters.leaf_inputs(self._stock)
+        self._leaf_inputs = parameters.leaf_inputs(self._leaves)
 
     def begin_backward_again(self) -> None:
         """Before the second and later backward over one forward."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
+_ACTIVE_FETCHES = _COORDINATOR + "active_backward_submodules"
 _LEAF_INPUTS = "_leaf_module_inputs_remaining"
 
 
@@ -24,10 +25,17 @@ def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
             pending.extend(module.children())
 
 
+def leaf_modules(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that ``set_z3_leaf_modules`` made units: gathered and reduced as a whole."""
+    from deepspeed.utils import z3_leaf_module
+
+    return [module for module in modules if z3_leaf_module(module)]
+
+
 def leaf_inputs(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, int]:
     """Inputs whose gradient each z3 leaf module awaits before it reduces its parameters'.
 
-    Releases up to 0.17.5 count them down from the forward on; later ones use a module hook.
+    Releases up to 0.17.6 count them down from the forward on; later ones use a module hook.
     """
     awaited = ((module, vars(module).get(_LEAF_INPUTS)) for module in modules)
     return {module: count for module, count in awaited if count is not None}
@@ -63,7 +71,7 @@ def releasable_parameters(offload: Any) -> Iterator[Any]:
 
 def holds_backward_fetch(coordinator: Any, module: torch.nn.Module) -> bool:
     """Whether a release of `module` is still owed: from 0.19.3 the epilogue may have done it."""
-    active = getattr(coordinator, _COORDINATOR + "active_backward_submodules", None)
+    active = vars(coordinator).get(_ACTIVE_FETCHES)
     return active is None or module.ds_id in active
 
 
