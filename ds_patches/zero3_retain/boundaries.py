@@ -138,6 +138,14 @@ class ModuleBoundary:
             self._calls.close(call, self)
 
 
+class NoBoundary:
+    """In place of both Functions where there is nothing to gather: no node, no bookkeeping."""
+
+    @staticmethod
+    def apply(value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
 def _gather_before_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
     class GatherBeforeBackward(torch.autograd.Function):
         @staticmethod

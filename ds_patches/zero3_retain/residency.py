@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from .boundaries import ModuleBoundary, OpenCalls
+from .boundaries import ModuleBoundary, NoBoundary, OpenCalls
 from .graph_task import at_end_of_task
 from .upstream import parameters
 
 _MISSING = object()
+#: A module's attributes for the Functions at its outputs and at its inputs.
+_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
 class Residency:
@@ -33,8 +35,7 @@ class Residency:
         self._retains = False  # a second backward over one forward was seen
         self._leaves: list[torch.nn.Module] = []
         self._leaf_inputs: dict[torch.nn.Module, int] = {}
-        # module -> what stood at (pre_bwd_fn, post_bwd_fn)
-        self._stock: dict[torch.nn.Module, tuple[Any, Any]] = {}
+        self._stock: dict[torch.nn.Module, tuple[Any, ...]] = {}  # what stood at _FUNCTIONS
 
     def install(self) -> None:
         """Put our boundary at every registered module that has none yet."""
@@ -44,22 +45,25 @@ class Residency:
         self._leaves = parameters.leaf_modules(self._stock)
 
     def _install_at(self, module: torch.nn.Module) -> None:
-        here = vars(module)
-        stock = (here.get("pre_bwd_fn", _MISSING), here.get("post_bwd_fn", _MISSING))
-        self._stock[module] = stock
+        self._stock[module] = tuple(vars(module).get(name, _MISSING) for name in _FUNCTIONS)
+        # Upstream's forward hooks look both up at every call and keep what they find.
+        for name, function in zip(_FUNCTIONS, self._functions_for(module), strict=True):
+            setattr(module, name, function)
+
+    def _functions_for(self, module: torch.nn.Module) -> tuple[Any, Any]:
+        if parameters.holds_none(module):
+            return NoBoundary, NoBoundary
         boundary = ModuleBoundary(
             gather=partial(self._gather, module),
             release=partial(self._release, module),
             calls=self._calls,
         )
-        # Upstream's forward hooks look both up at every call and keep what they find.
-        module.pre_bwd_fn = boundary.before  # type: ignore[assignment]
-        module.post_bwd_fn = boundary.after  # type: ignore[assignment]
+        return boundary.before, boundary.after
 
     def remove(self) -> None:
         """Put back what stood at each module; graphs built meanwhile keep our boundaries."""
         for module, stock in self._stock.items():
-            for name, value in zip(("pre_bwd_fn", "post_bwd_fn"), stock, strict=True):
+            for name, value in zip(_FUNCTIONS, stock, strict=True):
                 if value is _MISSING:
                     delattr(module, name)
                 else:

@@ -37,7 +37,7 @@ def engine_built_before() -> tuple[float, list[str], list[str]]:
 
 def functions_at_modules(engine: Any) -> dict[str, Any]:
     return {
-        f"{name}.{attribute}": vars(module)[attribute]
+        f"{name}.{attribute}": vars(module).get(attribute)
         for name, module in engine.module.named_modules()
         for attribute in ("pre_bwd_fn", "post_bwd_fn")
     }

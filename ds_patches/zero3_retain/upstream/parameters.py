@@ -25,6 +25,16 @@ def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
             pending.extend(module.children())
 
 
+def holds_none(module: torch.nn.Module) -> bool:
+    """Whether `module` can never have parameters to gather: PyTorch's own activations and the like.
+
+    A module written by a user may reach for parameters of another one, and they count as its own
+    from then on; a container is what recomputed parameters are attributed to.
+    """
+    own = type(module).__module__.startswith("torch.nn.modules.")
+    return own and next(module.children(), None) is None and next(module.parameters(), None) is None
+
+
 def leaf_modules(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those that ``set_z3_leaf_modules`` made units: gathered and reduced as a whole."""
     from deepspeed.utils import z3_leaf_module
