@@ -1,0 +1,168 @@
+"""Gather before, release after, per graph task: in plain PyTorch, without DeepSpeed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_patches.zero3_retain.boundaries import ModuleBoundary, OpenCalls
+from ds_patches.zero3_retain.graph_task import at_end_of_task
+
+
+class Model(nn.Module):
+    """Modules whose boundaries write down what happens, in order."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.calls = OpenCalls(lambda task: at_end_of_task(partial(self.calls.end, task)))
+        for name, module in modules.items():
+            self.add_module(name, module)
+            self._set_boundary(name, module)
+
+    def _set_boundary(self, name: str, module: nn.Module) -> None:
+        boundary = ModuleBoundary(
+            gather=lambda: self.events.append(f"gather {name}"),
+            release=lambda: self.events.append(f"release {name}"),
+            calls=self.calls,
+        )
+        module.register_forward_pre_hook(lambda _, args: tuple(map(boundary.after.apply, args)))
+        module.register_forward_hook(lambda _, args, out: boundary.before.apply(out))
+
+    def take(self) -> list[str]:
+        events, self.events[:] = list(self.events), []
+        return events
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+def ready() -> Tensor:
+    return torch.ones(2, 3, requires_grad=True)
+
+
+def test_every_backward_gathers_and_releases() -> None:
+    model = Model(first=nn.Linear(3, 3), second=nn.Linear(3, 3))
+    out = model.second(model.first(ready())).sum()
+    once = ["gather second", "release second", "gather first", "release first"]
+    for _ in range(3):
+        out.backward(retain_graph=True)
+        assert model.take() == once
+        assert len(model.calls) == 0
+
+
+def test_first_layer_is_released_at_the_end_of_each_backward() -> None:
+    model = Model(first=nn.Linear(3, 3), second=nn.Linear(3, 3))
+    out = model.second(model.first(torch.ones(2, 3))).sum()
+    for _ in range(2):
+        out.backward(retain_graph=True)
+        assert model.take()[-2:] == ["gather first", "release first"]
+
+
+def test_module_with_two_inputs_awaits_both() -> None:
+    model = Model(left=nn.Linear(3, 3), right=nn.Linear(3, 3), join=Sum())
+    model.join(model.left(ready()), model.right(ready())).sum().backward()
+    events = model.take()
+    assert events[:2] == ["gather join", "release join"]
+    assert sorted(events[2:]) == sorted(
+        ["gather left", "release left", "gather right", "release right"]
+    )
+
+
+def test_repeated_calls_in_a_row_gather_each_time() -> None:
+    model = Model(shared=nn.Linear(3, 3))
+    out = model.shared(model.shared(ready())).sum()
+    for _ in range(2):
+        out.backward(retain_graph=True)
+        assert model.take() == ["gather shared", "release shared"] * 2
+
+
+def test_interleaved_calls_release_after_the_last() -> None:
+    """Both calls' outputs are reached before either's input is."""
+    model = Model(shared=nn.Linear(3, 3))
+    (model.shared(ready()) * model.shared(ready())).sum().backward()
+    events = model.take()
+    assert events.count("gather shared") == 2
+    assert events[-1] == "release shared"
+    assert len(model.calls) == 0
+
+
+def test_loss_on_a_part_leaves_the_rest_alone() -> None:
+    model = Model(trunk=nn.Linear(3, 3), head=nn.Linear(3, 1), other=nn.Linear(3, 1))
+    features = model.trunk(ready())
+    first, second = model.head(features).sum(), model.other(features).sum()
+    first.backward(retain_graph=True)
+    assert not any("other" in event for event in model.take())
+    second.backward()
+    assert not any("head" in event for event in model.take())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_modules_are_released_every_time(use_reentrant: bool) -> None:
+    model = Model(inner=nn.Linear(3, 3), outer=nn.Linear(3, 3))
+    recomputed = checkpoint(model.inner, ready(), use_reentrant=use_reentrant)
+    out = model.outer(recomputed).sum()
+    for _ in range(2):
+        out.backward(retain_graph=True)
+        events = model.take()
+        assert events.count("gather inner") == events.count("release inner") == 1
+        assert len(model.calls) == 0
+
+
+class RaisesOnce(torch.autograd.Function):
+    """Identity; its first backward raises."""
+
+    raised = False
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        if not RaisesOnce.raised:
+            RaisesOnce.raised = True
+            raise RuntimeError("half way")
+        return grad
+
+
+class Fragile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = RaisesOnce.apply(x)
+        return result
+
+
+def test_abandon_forgets_open_calls() -> None:
+    model = Model(first=nn.Linear(3, 3), fragile=Fragile())
+    with pytest.raises(RuntimeError, match="half way"):
+        model.fragile(model.first(ready())).sum().backward()
+    assert model.take() == ["gather fragile"]
+    assert len(model.calls) == 1
+    model.calls.abandon()
+    assert len(model.calls) == 0
+    model.fragile(model.first(ready())).sum().backward()
+    assert model.take() == ["gather fragile", "release fragile", "gather first", "release first"]
+
+
+def test_values_and_gradients_pass_unchanged() -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model = Model(first=plain[0], second=plain[1])
+    with_boundaries = ready()
+    out = model.second(model.first(with_boundaries))
+    out.square().sum().backward()
+    found = with_boundaries.grad
+    for module in plain:
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    without = ready()
+    expected = plain(without)
+    expected.square().sum().backward()
+    assert torch.equal(out, expected)
+    assert found is not None
+    assert torch.equal(found, without.grad)
