@@ -13,7 +13,7 @@ export DS_ACCELERATOR := cpu
 export DS_BUILD_OPS := 0
 # What the tests import is the environment's, whatever the caller's shell has on its path.
 unexport PYTHONPATH
-unexport DS_PATCHES_TEST_RELEASE
+unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint test-newest test-releases install releases clean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ class Bench:
     def alone(self, row: Row, result: Result) -> None:
         """An engine that knows nothing but this row, patched (if at all) before it is built."""
         before = probes.allocated_mib(self.device)
-        with patch(row.patched), self.workload.engine(self.device) as engine:
+        with patch(row.patched), self._workload(row).engine(self.device) as engine:
             self._look(row, engine, result, before)
             for _ in range(self.rounds):
                 result.times.append(self._time(row, engine))
@@ -124,6 +124,11 @@ class Bench:
         """One step on a fresh engine, for its exception."""
         with patch(row.patched), self.workload.engine(self.device) as engine:
             self._step(row, engine)(ignore)
+
+    def _workload(self, row: Row) -> Workload:
+        if not row.holds_all:
+            return self.workload
+        return replace(self.workload, persistence=self.workload.width**2)
 
     def _step(self, row: Row, engine: Any) -> Step:
         return partial(row.step, engine, self.batch)

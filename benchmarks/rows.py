@@ -20,6 +20,7 @@ class Row:
     step: StyledStep
     summed: tuple[int, ...]
     backwards: int = LOSSES
+    holds_all: bool = False  # every parameter persistent: what a backward costs without gathers
     crash: str = ""  # what upstream says when it fails, as it should: recorded, not timed
 
     @property
@@ -48,6 +49,16 @@ ROWS = {
         Row(6, "patched, K=2, l.backward", _PATCHED, _PLAIN, _LAST),
         Row(7, "patched, K=2, sum without zero_grad", _PATCHED, _SUM, _ALL),
         Row(8, "stock, K=2 by two forwards, sum", _STOCK, styles.a_forward_each, _ALL),
+        Row(
+            9,
+            "stock, all persistent, K=1",
+            _STOCK,
+            styles.ordinary,
+            _FIRST,
+            backwards=1,
+            holds_all=True,
+        ),
+        Row(10, "stock, all persistent, K=2", _STOCK, _BY_ENGINE, _LAST, holds_all=True),
     )
 }
 

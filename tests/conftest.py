@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "core_case: belongs to the subset that runs on every chosen DeepSpeed release"
     )
-    wanted = os.environ.get("DS_PATCHES_TEST_RELEASE")
+    wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
         found = importlib.metadata.version("deepspeed")
         raise pytest.UsageError(f"DeepSpeed {wanted} was asked for, {found} is first on the path")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = [str(number) for number in range(1, 9)]
+ROWS = [str(number) for number in range(1, 11)]
 TIMED = [number for number in ROWS if number != "3"]
 PATCHED = ["2", "4", "5", "6", "7"]
 

@@ -70,6 +70,6 @@ def test_a_release_that_is_not_installed_is_an_error(
 ) -> None:
     # What an interrupted install leaves is not taken for the release.
     (tmp_path / ".part-0.16.3" / "deepspeed").mkdir(parents=True)
-    monkeypatch.setenv("DS_PATCHES_TEST_RELEASES", str(tmp_path))
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
     assert run(["0.16.3"], "core_case") == 1
     assert "0.16.3" in capsys.readouterr().err

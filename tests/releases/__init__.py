@@ -4,7 +4,7 @@
     python -m tests.releases run 0.16.3 0.18.2         # pytest -m core_case, once per release
 
 One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH.
-DS_PATCHES_TEST_RELEASES names another folder than .releases.
+DEEPSPEED_TEST_RELEASES names another folder than .releases.
 """
 
 import os
@@ -15,4 +15,4 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def folder() -> Path:
     """Where the releases lie, each in a folder named by its version."""
-    return Path(os.environ.get("DS_PATCHES_TEST_RELEASES", ROOT / ".releases")).resolve()
+    return Path(os.environ.get("DEEPSPEED_TEST_RELEASES", ROOT / ".releases")).resolve()

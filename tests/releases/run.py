@@ -53,7 +53,7 @@ def environment(version: str) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         # The suite refuses to run on another one, whatever else sits on the path.
-        "DS_PATCHES_TEST_RELEASE": version,
+        "DEEPSPEED_TEST_RELEASE": version,
         # What one release compiled must not be loaded by the next.
         "TORCH_EXTENSIONS_DIR": str(releases.ROOT / ".releases" / ".torch_extensions" / version),
     }

@@ -146,9 +146,16 @@ class Linears(nn.Module):
 
 
 def build(model_class: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """An instance of `model_class` from a fixed seed."""
+    """An instance of `model_class` from a fixed seed, where DeepSpeed trains."""
     torch.manual_seed(7)
-    return model_class().to(dtype)
+    return model_class().to(device(), dtype)
+
+
+def device() -> torch.device:
+    """This rank's: the CPU in the suite, a GPU under :mod:`tests.zero3_retain.on_gpus`."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
 
 
 def batch(step: int, micro: int = 0, size: int = 6) -> tuple[Tensor, Tensor]:
@@ -156,7 +163,7 @@ def batch(step: int, micro: int = 0, size: int = 6) -> tuple[Tensor, Tensor]:
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     tokens = torch.randint(VOCABULARY, (size,), generator=generator)
-    return tokens, tokens % CLASSES
+    return tokens.to(device()), (tokens % CLASSES).to(device())
 
 
 def losses(
