@@ -28,9 +28,10 @@ What to know
       without a backward since is refused.
     - ``zero_grad()`` counts on the engine and on its ZeRO optimizer. PyTorch's own
       ``module.zero_grad()`` finds nothing to clear under ZeRO, patched or not.
-    - Plain ``nn.Linear`` saves a view of its gathered weight for backward. DeepSpeed replaces it
-      by one that does not, in newer releases always, in older ones under ``zero.Init``; without
-      that a *retained* graph keeps the weights alive however soon they are released.
+    - Plain ``nn.Linear`` saves a view of its gathered weight for backward, so that a *retained*
+      graph keeps the weight alive however soon it is released. From 0.19.4 DeepSpeed puts a Linear
+      in its place that does not; before, it does so for models built under
+      ``deepspeed.zero.Init`` (``from_pretrained`` with a ZeRO-3 config is).
     - Engines with a ZenFlow, SuperOffload or MiCS optimizer are left to stock, with a warning;
       engines under DeepCompile are left to stock.
     - A custom loss scaler drops ``retain_graph`` inside stock DeepSpeed up to 0.18.2.

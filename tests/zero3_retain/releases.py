@@ -24,6 +24,10 @@ NON_CONTIGUOUS_IS_WRONG = Version("0.18.3") > RELEASE
 FLAT_STEP_CRASHES = Version("0.18.7") <= RELEASE <= Version("0.18.9")
 
 
+#: Models built outside ``zero.Init`` get DeepSpeed's Linear too, which saves no gathered weight.
+LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE
+
+
 def stock_sums_over(stage: int) -> bool:
     """Whether stock adds up several backwards over one forward at stages 1 and 2."""
     return stage < 3 and Version("0.17.5") >= RELEASE
