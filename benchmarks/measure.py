@@ -46,7 +46,6 @@ class Result:
     title: str
     error: str | None = None  # the exception that ended it
     times: list[list[StepTimes]] = field(default_factory=list)  # by round
-    again: list[list[StepTimes]] = field(default_factory=list)  # the same, after all other rows
     held: list[Held] = field(default_factory=list)
     held_graph_kept: list[Held] = field(default_factory=list)  # of an ordinary step
     peak_mib: float | None = None
@@ -54,14 +53,13 @@ class Result:
     gradient_error_last_alone: float | None = None
     collectives: dict[str, int] | None = None
 
+    def fail(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {error}"
+
     @property
     def totals(self) -> list[float]:
         """Milliseconds of every timed step."""
-        return _totals(self.times)
-
-    @property
-    def totals_again(self) -> list[float]:
-        return _totals(self.again)
+        return [step.total for block in self.times for step in block]
 
     @property
     def by_round(self) -> list[float]:
@@ -71,10 +69,6 @@ class Result:
     @property
     def phases(self) -> dict[str, float]:
         return median_phases([step for block in self.times for step in block])
-
-
-def _totals(rounds: Sequence[Sequence[StepTimes]]) -> list[float]:
-    return [step.total for block in rounds for step in block]
 
 
 @dataclass(frozen=True)
@@ -89,39 +83,28 @@ class Bench:
     rounds: int
     profile: bool
 
-    def alone(self, row: Row, result: Result) -> None:
-        """An engine that knows nothing but this row, patched (if at all) before it is built."""
-        before = probes.allocated_mib(self.device)
-        with patch(row.patched), self._workload(row).engine(self.device) as engine:
-            if row.holds_all:  # a persistent parameter stays only once the trace is complete
-                for _ in range(self.warmup):
-                    styles.ordinary(engine, self.batch, ignore)
-            self._look(row, engine, result, before)
-            for _ in range(self.rounds):
-                result.times.append(self._time(row, engine))
-
     def in_turn(self, rows: Sequence[Row], results: Sequence[Result]) -> None:
-        """Rows of equal steps on one engine, a block of each per round: A B, B A, A B ...
+        """Rows on one engine, a block of each per round: A B C, C B A, A B C ...
 
-        Drift of the machine meets all of them alike, and the memory they run in is the same.
+        Drift of the machine meets all of them alike, and the memory they run in is the same. A
+        row that cannot be looked at is recorded as such, and the others go on.
         """
         before = probes.allocated_mib(self.device)
-        turns = list(zip(rows, results, strict=True))
-        with self.workload.engine(self.device) as engine:
-            for row, result in turns:
-                with patch(row.patched):
-                    self._look(row, engine, result, before)
+        with self._workload(rows[0]).engine(self.device) as engine:
+            turns = []
+            for row, result in zip(rows, results, strict=True):
+                try:
+                    with patch(row.patched):
+                        self._look(row, engine, result, before)
+                except Exception as error:
+                    result.fail(error)
+                else:
+                    turns.append((row, result))
             for _ in range(self.rounds):
                 for row, result in turns:
                     with patch(row.patched):
                         result.times.append(self._time(row, engine))
                 turns.reverse()
-
-    def again(self, row: Row, result: Result) -> None:
-        """Time a row anew: what two runs of the same differ by is noise, or drift."""
-        with patch(row.patched), self.workload.engine(self.device) as engine:
-            for _ in range(self.rounds):
-                result.again.append(self._time(row, engine))
 
     def once(self, row: Row) -> None:
         """One step on a fresh engine, for its exception."""

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from benchmarks import table
 from benchmarks.measure import Bench, Result
 from benchmarks.provenance import provenance
-from benchmarks.rows import CRASH, LOSSES, ORDINARY, ROWS, Row
+from benchmarks.rows import CRASH, LOSSES, ROWS, TURNS, Row
 from benchmarks.timing import Spread
 from benchmarks.workload import Workload, free
 
@@ -63,29 +64,17 @@ class _Run:
 
     def rows(self, numbers: Sequence[int]) -> None:
         self.say(", ".join(f"{key} {value}" for key, value in self._provenance.items()))
-        ordinary = {row.number for row in ORDINARY}
-        if not ordinary.isdisjoint(numbers):
-            self._run(ORDINARY, lambda results: self._bench.in_turn(ORDINARY, results))
-        for number in sorted(set(numbers) - ordinary - {CRASH.number}):
-            self._run_alone(ROWS[number])
-        if not ordinary.isdisjoint(numbers):
-            first = ORDINARY[0]
-            self._attempt(
-                [self.results[first.number]],
-                lambda results: self._bench.again(first, results[0]),
-            )
+        for turn in TURNS:
+            if rows := [row for row in turn if row.number in numbers]:
+                self._run(rows, partial(self._bench.in_turn, rows))
         # Last, for whatever a crash leaves behind.
         if CRASH.number in numbers:
-            self._run([CRASH], lambda results: self._bench.once(CRASH))
+            self._run([CRASH], lambda _: self._bench.once(CRASH))
 
     def show(self) -> None:
         results = self.results.values()
         self.say("", table.rows(results), "", table.phases(results), "")
         self.say(table.bars_table(table.bars(self.results)), "")
-        first = self.results.get(ORDINARY[0].number)
-        if first is not None and first.times and first.again:
-            drift = Spread.of(first.totals_again).median / Spread.of(first.totals).median
-            self.say(f"Row 1 timed again after the others: {drift:.4f} of the first time.", "")
         if self._bench.device.type == "cpu":
             self.say("On CPU these times mean nothing; on GPUs the bars do.")
 
@@ -108,9 +97,6 @@ class _Run:
         if dist.get_rank() == 0:
             print(*lines, sep="\n", flush=True)
 
-    def _run_alone(self, row: Row) -> None:
-        self._run([row], lambda results: self._bench.alone(row, results[0]))
-
     def _run(self, rows: Sequence[Row], work: Callable[[list[Result]], None]) -> None:
         results = [Result(row.number, row.title) for row in rows]
         self.results.update({result.number: result for result in results})
@@ -125,7 +111,7 @@ class _Run:
             work(results)
         except Exception as error:
             for result in results:
-                result.error = f"{type(error).__name__}: {error}"
+                result.fail(error)
             if not any(ROWS[result.number].crash for result in results):
                 traceback.print_exc()
         free(self._bench.device)
@@ -143,7 +129,7 @@ class _Run:
                 k: v for k, v in vars(self._options).items() if k not in ("json", "commit")
             },
             "bars": [{**asdict(bar), "held": bar.held} for bar in table.bars(self.results)],
-            "idle_ratio_by_round": table.idle_ratios(self.results),
+            "idle_ratio_by_round": table.ratios(self.results, table.IDLE, table.ORDINARY),
             "rows": {number: _summary(result) for number, result in self.results.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,10 +143,8 @@ def _summary(result: Result) -> dict[str, Any]:
         summary["ms"] = asdict(Spread.of(result.totals))
         summary["ms_by_round"] = result.by_round
         summary["ms_by_phase"] = result.phases
-    if result.again:
-        summary["ms_again"] = asdict(Spread.of(result.totals_again))
     summary["ms_of_steps"] = result.totals
-    return summary | {k: v for k, v in asdict(result).items() if k not in ("times", "again")}
+    return summary | {k: v for k, v in asdict(result).items() if k != "times"}
 
 
 def _bench(options: argparse.Namespace, device: torch.device) -> Bench:

@@ -10,7 +10,8 @@ from benchmarks.measure import Result
 from benchmarks.timing import Spread
 
 RESIDENT_BAR, IDLE_BAR, STEP_BAR = 1.02, 1.01, 1.15
-_ORDINARY, _IDLE, _RETAINED = 1, 2, 4
+ORDINARY, IDLE, _RETAINED = 1, 2, 4
+_HOLDING = (10, 9)
 _SEVERAL_BACKWARDS = (4, 5, 6, 7)
 
 
@@ -20,44 +21,46 @@ class Bar:
 
     name: str
     measured: float | None
-    bar: float
+    bar: float | None  # None: for comparison only
     detail: str = ""
 
     @property
     def held(self) -> bool | None:
-        return None if self.measured is None else self.measured <= self.bar
+        if self.measured is None or self.bar is None:
+            return None
+        return self.measured <= self.bar
 
 
-def idle_ratios(results: Mapping[int, Result]) -> list[float]:
-    """Patched over stock, of the medians of each round; empty if either was not timed."""
-    stock, patched = results.get(_ORDINARY), results.get(_IDLE)
-    if stock is None or patched is None:
+def ratios(results: Mapping[int, Result], row: int, over: int) -> list[float]:
+    """One row's median over another's, round by round; empty if either was not timed."""
+    ours, theirs = results.get(row), results.get(over)
+    if ours is None or theirs is None:
         return []
-    pairs = zip(patched.by_round, stock.by_round, strict=False)
-    return [ours / theirs for ours, theirs in pairs]
+    pairs = zip(ours.by_round, theirs.by_round, strict=False)
+    return [one / other for one, other in pairs]
 
 
 def bars(results: Mapping[int, Result]) -> list[Bar]:
     """The bars that zero3_retain has to stay under, each against stock's ordinary step."""
-    ratios = idle_ratios(results)
     strict = _resident(results, like_with_like=False)
     alike = _resident(results, like_with_like=True)
     return [
         Bar("resident after each backward", max(strict, default=None), RESIDENT_BAR),
         Bar("the same, kept graphs against a kept graph", max(alike, default=None), RESIDENT_BAR),
-        Bar(
-            "idle cost: patched ordinary step",
-            statistics.median(ratios) if ratios else None,
-            IDLE_BAR,
-            _spread_of_rounds(ratios),
-        ),
-        Bar("step with K=2", _step_ratio(results), STEP_BAR),
+        _timed("idle cost: patched ordinary step", ratios(results, IDLE, ORDINARY), IDLE_BAR),
+        _timed("step with K=2", ratios(results, _RETAINED, ORDINARY), STEP_BAR),
+        _timed("stock, all persistent: K=2 over K=1", ratios(results, *_HOLDING), None),
     ]
+
+
+def _timed(name: str, by_round: list[float], bar: float | None) -> Bar:
+    measured = statistics.median(by_round) if by_round else None
+    return Bar(name, measured, bar, _spread_of_rounds(by_round))
 
 
 def rows(results: Iterable[Result]) -> str:
     results = sorted(results, key=lambda result: result.number)
-    ordinary = next((_median(r) for r in results if r.number == _ORDINARY), None)
+    ordinary = next((_median(r) for r in results if r.number == ORDINARY), None)
     header = (
         "#",
         "row",
@@ -84,12 +87,22 @@ def phases(results: Iterable[Result]) -> str:
 
 
 def bars_table(held: Iterable[Bar]) -> str:
-    words = {True: "yes", False: "NO", None: "not measured"}
     body = [
-        (bar.name, f"{_number(bar.measured, 4)}{bar.detail}", f"<= {bar.bar}", words[bar.held])
+        (
+            bar.name,
+            f"{_number(bar.measured, 4)}{bar.detail}",
+            "-" if bar.bar is None else f"<= {bar.bar}",
+            _word(bar),
+        )
         for bar in held
     ]
     return markdown(("against row 1", "measured", "bar", "held"), body)
+
+
+def _word(bar: Bar) -> str:
+    if bar.measured is None:
+        return "not measured"
+    return {True: "yes", False: "NO", None: "-"}[bar.held]
 
 
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -103,7 +116,7 @@ def _resident(results: Mapping[int, Result], *, like_with_like: bool) -> list[fl
     like_with_like: a backward that keeps its graph against an ordinary one that keeps it. Else
     against one that frees it; the activations that any kept graph holds then count as ours.
     """
-    ordinary = results.get(_ORDINARY)
+    ordinary = results.get(ORDINARY)
     if ordinary is None or not (ordinary.held and ordinary.held_graph_kept):
         return []
     freed, kept = ordinary.held[-1].mib, ordinary.held_graph_kept[-1].mib
@@ -114,12 +127,6 @@ def _resident(results: Mapping[int, Result], *, like_with_like: bool) -> list[fl
             keeps_graph = one is not held[-1]
             ratios.append(_over(one.mib, kept if keeps_graph and like_with_like else freed))
     return [ratio for ratio in ratios if ratio is not None]
-
-
-def _step_ratio(results: Mapping[int, Result]) -> float | None:
-    if _ORDINARY not in results or _RETAINED not in results:
-        return None
-    return _over(_median(results[_RETAINED]), _median(results[_ORDINARY]))
 
 
 def _spread_of_rounds(ratios: Sequence[float]) -> str:

@@ -63,7 +63,7 @@ def test_retain_prints_every_row_and_bar(retain: Outcome) -> None:
         assert float(rows[number][2]) > 0
     assert "The size of tensor a (0) must match" in rows["3"][2]
     bars = retain.table("against row 1")
-    assert [cells[2] for cells in bars] == ["<= 1.02", "<= 1.02", "<= 1.01", "<= 1.15"]
+    assert [cells[2] for cells in bars] == ["<= 1.02", "<= 1.02", "<= 1.01", "<= 1.15", "-"]
     # Nobody counts a CPU's memory; what was not measured must not look held.
     assert [cells[3] for cells in bars[:2]] == ["not measured"] * 2
 
@@ -72,7 +72,7 @@ def test_retain_keeps_what_it_measured(retain: Outcome) -> None:
     kept = retain.kept
     assert kept["provenance"]["commit"] == "abc"
     assert {"torch", "deepspeed", "ds_patches", "device", "date"} <= kept["provenance"].keys()
-    assert sorted(kept["rows"]) == ROWS
+    assert sorted(kept["rows"], key=int) == ROWS
     assert len(kept["idle_ratio_by_round"]) == 2
     for number in TIMED:
         row = kept["rows"][number]
@@ -81,7 +81,7 @@ def test_retain_keeps_what_it_measured(retain: Outcome) -> None:
         assert row["ms"]["median"] == pytest.approx(sum(row["ms_of_steps"]) / 2)
         backwards = [name for name in row["ms_by_phase"] if name.startswith("backward")]
         assert [held["after"] for held in row["held"]] == backwards
-        assert len(backwards) == (1 if number in "12" else 2)
+        assert len(backwards) == (1 if number in ("1", "2", "9") else 2)
         if number in PATCHED:
             assert [held["available"] for held in row["held"]] == [0] * len(backwards)
 
