@@ -17,6 +17,7 @@ import torch
 
 from .flat_sum import FlatSum
 from .lost import OnLost
+from .master_sum import MasterSum
 from .partition_sum import PartitionSum
 from .retained import RetainedEngine
 from .upstream import engine as upstream_engine
@@ -130,7 +131,10 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Skip the epilogue of ``torch.autograd.grad``: it passes the outputs, and reduces nothing."""
-    if _state(engine) is not None and upstream_engine.reached_no_parameter(engine):
+    state = _state(engine)
+    # BF16_Optimizer has no hooks that count, and its epilogue takes no gradients for none.
+    counts = state is not None and not isinstance(state.sum, MasterSum)
+    if counts and upstream_engine.reached_no_parameter(engine):
         return upstream_engine.end_without_epilogue(engine)
     return wrapped(*args, **kwargs)
 

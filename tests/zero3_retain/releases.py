@@ -24,6 +24,10 @@ NON_CONTIGUOUS_IS_WRONG = Version("0.18.3") > RELEASE
 FLAT_STEP_CRASHES = Version("0.18.7") <= RELEASE <= Version("0.18.9")
 
 
+#: ZeRO-1 with bf16 parameters and fp32 gradients: the boundary backward is never reduced (0.18.5 to
+#: 0.18.9), or nothing trains at all (0.18.3 and 0.18.4); with a single backward, before any patch.
+BF16_OPTIMIZER_IS_WRONG = Version("0.18.3") <= RELEASE <= Version("0.18.9")
+
 #: Models built outside ``zero.Init`` get DeepSpeed's Linear too, which saves no gathered weight.
 LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE
 

@@ -177,13 +177,17 @@ def test_zero_settings(world: World, stage: int, zero_settings: dict[str, Any]) 
 ROUNDING = {"bfloat16": 2**-6, "float16": 2**-9}
 
 
+@pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("accumulate_in", [None, "fp32"], ids=["low", "fp32"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16(world: World, stage: int, accumulate_in: str | None) -> None:
+def test_bfloat16(world: World, stage: int, accumulate_in: str | None, style: str) -> None:
+    releases.needs_torch_style(style)
+    if stage == 1 and accumulate_in and releases.BF16_OPTIMIZER_IS_WRONG:
+        pytest.skip(f"stock {releases.RELEASE} is wrong here with a single backward")
     settings: dict[str, Any] = {"bf16": {"enabled": True}}
     if accumulate_in:
         settings["data_types"] = {"grad_accum_dtype": accumulate_in}
-    result = outcome(world, stage=stage, dtype="bfloat16", settings=settings)
+    result = outcome(world, stage=stage, style=style, dtype="bfloat16", settings=settings)
     assert not result.error
     assert result.difference <= ROUNDING["bfloat16"] < result.moved / 4
 
