@@ -17,12 +17,27 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "core_case: belongs to the subset that runs on every chosen DeepSpeed release"
+        "markers",
+        "core_case(**values): belongs to the subset that runs on every chosen DeepSpeed release; "
+        "of a parametrised test, the cases with these values do",
     )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
         found = importlib.metadata.version("deepspeed")
         raise pytest.UsageError(f"DeepSpeed {wanted} was asked for, {found} is first on the path")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before ``-m`` selects: take the marker off cases that its values leave out."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        item.own_markers[:] = [
+            mark
+            for mark in item.own_markers
+            if mark.name != "core_case"
+            or all(params.get(name) == value for name, value in mark.kwargs.items())
+        ]
 
 
 def pytest_report_header() -> str:

@@ -134,7 +134,7 @@ def run_on(script: Any, model: str, stage: int, style: str, patch: bool = True) 
     return run(script, start, stage, style, patch=patch)
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=3, model="FloatInput")
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize(
     ("script", "model"),

@@ -79,7 +79,7 @@ def fail_and_go_on(stage: int, style: str, failing: int, zero: bool) -> Outcome:
     return run(lambda trainer: script(trainer, failing=failing, zero=zero), start, stage, style)
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(zero=False, failing=2)
 @pytest.mark.parametrize("zero", [False, True], ids=["", "zero_grad"])
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("style", ["engine", "torch"])

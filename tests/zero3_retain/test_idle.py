@@ -36,7 +36,7 @@ def ordinary_steps(
         return collectives, trainer.available_after_backward, trainer.parameters()
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(model="TwoHeads")
 @pytest.mark.parametrize(
     ("model", "stage", "micro_steps"),
     [

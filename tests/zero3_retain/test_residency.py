@@ -18,7 +18,6 @@ NO_REUSE = {"stage3_max_reuse_distance": 0}
 SMALL_PREFETCH = {"stage3_prefetch_bucket_size": 600}
 
 
-@pytest.mark.core_case
 @pytest.mark.parametrize("style", ["engine", "scale", "torch"])
 @pytest.mark.parametrize("backwards", [1, 2, 4])
 def test_nothing_stays_gathered_after_any_backward(
@@ -102,7 +101,7 @@ def trace_of_steps(steps: int, backwards: int, settings: dict[str, Any]) -> list
         return seen
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(settings={})
 @pytest.mark.parametrize("settings", [{}, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
 def test_later_steps_keep_the_trace(world: World, settings: dict[str, Any]) -> None:
     for seen in world.run(trace_of_steps, 5, 3, settings):
