@@ -104,8 +104,8 @@ def deactivate() -> Sequence[str]:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = _engines.state_of(engine)
-    if state is None or upstream_engine.runs_compiled_backward(engine):
+    state = None if upstream_engine.is_deep_compiled(engine) else _engines.state_of(engine)
+    if state is None:
         return wrapped(*args, **kwargs)
     state.recover()
     outputs = wrapped(*args, **kwargs)
@@ -115,7 +115,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = _engines.state_of(engine)
+    state = None if upstream_engine.is_deep_compiled(engine) else _state(engine)
     if state is None:
         return wrapped(*args, **kwargs)
     state.recover()
@@ -131,7 +131,7 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Skip the epilogue of ``torch.autograd.grad``: it passes the outputs, and reduces nothing."""
-    state = _state(engine)
+    state = None if upstream_engine.is_deep_compiled(engine) else _state(engine)
     # BF16_Optimizer has no hooks that count, and its epilogue takes no gradients for none.
     counts = state is not None and not isinstance(state.sum, MasterSum)
     if counts and upstream_engine.reached_no_parameter(engine):

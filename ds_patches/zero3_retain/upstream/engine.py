@@ -14,6 +14,8 @@ def why_not_covered(engine: Any) -> str | None:
     optimizer = engine.optimizer
     if not engine.zero_optimization() or not hasattr(optimizer, "step"):
         return ""  # no ZeRO, or inference only
+    if getattr(engine, "zenflow", False):
+        return "ZenFlow moves parameters and gradients in a way of its own"
     covered = (BF16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
     if type(optimizer) not in covered:
         return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
@@ -25,7 +27,7 @@ def has_torch_style_backward(engine: Any) -> bool:
     return hasattr(engine, "_backward_post_hook")
 
 
-def runs_compiled_backward(engine: Any) -> bool:
+def is_deep_compiled(engine: Any) -> bool:
     """DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
     active = getattr(engine, "is_deepcompile_active", None)
     if active is not None:
