@@ -14,6 +14,7 @@ _HOOKS = "ds_patches.zero3_retain.hooks"
 
 _TORCH_STYLE = ">=0.18.3"
 _HOOK_STATE = ">=0.18.5"
+_BUCKET_CLASSES = ">=0.17.2"
 
 
 def _engine(method: str, wrapper: str, releases: str = "") -> Target:
@@ -104,6 +105,23 @@ _FACTS = (
         _FLAT,
         "DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu",
         "with CPU offload, adds to host buffers that no step clears",
+    ),
+    Fact(
+        _FLAT,
+        "DeepSpeedZeroOptimizer._release_ipg_buffers",
+        "gives the reduce buffers back after a backward that raised",
+    ),
+    Fact(
+        _FLAT,
+        "IPGBucket",
+        "holds the gradients that a backward that raised left unreduced",
+        releases=_BUCKET_CLASSES,
+    ),
+    Fact(
+        _STAGE3,
+        "IPGBucketZ3",
+        "holds the gradients that a backward that raised left unreduced",
+        releases=_BUCKET_CLASSES,
     ),
     Fact(
         "deepspeed.runtime.bf16_optimizer",
