@@ -167,10 +167,21 @@ def parts_then_whole(trainer: Any) -> None:
         trainer.step()
 
 
+def one_head_rests(trainer: Any) -> None:
+    """Every other step, no backward of the window reaches the second head."""
+    for step in range(4):
+        tokens, classes = models.batch(step)
+        first, second = models.losses(trainer.forward(tokens), classes)
+        for loss in [first, second] if step % 2 == 0 else [first, 2 * first]:
+            trainer.backward(loss, retain_graph=True)
+        trainer.step()
+
+
 @pytest.mark.core_case
+@pytest.mark.parametrize("script", [parts_then_whole, one_head_rests])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_steps_of_every_kind(world: World, stage: int) -> None:
-    for outcome in world.run(run_on, parts_then_whole, "TwoHeads", stage, "engine"):
+def test_steps_of_every_kind(world: World, stage: int, script: Any) -> None:
+    for outcome in world.run(run_on, script, "TwoHeads", stage, "engine"):
         assert outcome.equal, outcome
 
 
