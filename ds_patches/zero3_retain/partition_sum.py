@@ -80,6 +80,9 @@ class PartitionSum:
 
     def _zero_unwritten(self, ids: Iterable[int]) -> None:
         partitions = stage3.gradient_partitions(self._optimizer)
-        for ds_id in set(ids) - self._written:
+        unwritten = set(ids) - self._written
+        for ds_id in unwritten:
             partitions[ds_id].zero_()
-            self._written.add(ds_id)
+        if unwritten:
+            stage3.zero_offloaded(self._optimizer, unwritten)
+        self._written |= unwritten

@@ -11,6 +11,7 @@ import ds_patches
 from tests.world import World
 from tests.zero3_retain import models, releases, trainers
 from tests.zero3_retain.cases import EXACT, one_forward_several_backwards, patched, run
+from tests.zero3_retain.test_gradients import OFFLOADED_OPTIMIZER
 
 two_backwards = one_forward_several_backwards
 
@@ -129,9 +130,16 @@ def gradient_at_the_input(trainer: Any) -> None:
         trainer.step()
 
 
-def run_on(script: Any, model: str, stage: int, style: str, patch: bool = True) -> Any:
+def run_on(
+    script: Any,
+    model: str,
+    stage: int,
+    style: str,
+    patch: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> Any:
     start = models.build(globals().get(model) or getattr(models, model))
-    return run(script, start, stage, style, patch=patch)
+    return run(script, start, stage, style, patch=patch, settings=settings)
 
 
 @pytest.mark.core_case(stage=3, model="FloatInput")
@@ -178,10 +186,13 @@ def one_head_rests(trainer: Any) -> None:
 
 
 @pytest.mark.core_case
+@pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
 @pytest.mark.parametrize("script", [parts_then_whole, one_head_rests])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_steps_of_every_kind(world: World, stage: int, script: Any) -> None:
-    for outcome in world.run(run_on, script, "TwoHeads", stage, "engine"):
+def test_steps_of_every_kind(
+    world: World, stage: int, script: Any, settings: dict[str, Any]
+) -> None:
+    for outcome in world.run(run_on, script, "TwoHeads", stage, "engine", settings=settings):
         assert outcome.equal, outcome
 
 

@@ -23,6 +23,18 @@ def offloaded_gradients(optimizer: Any) -> list[torch.Tensor]:
     return [grad for grad in flat if grad is not None]
 
 
+def zero_offloaded(optimizer: Any, ids: set[int]) -> None:
+    """Zero the fp32 gradients of some parameters (``ds_id``) of an offloaded optimizer."""
+    if not optimizer.offload_optimizer:
+        return
+    for param in (param for group in optimizer.fp16_groups for param in group):
+        if param.ds_id in ids and param.requires_grad:
+            index, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
+            gradient = optimizer.fp32_partitioned_groups_flat[index].grad
+            if gradient is not None:
+                gradient.narrow(0, offset, numel).zero_()
+
+
 def offloaded_norms(optimizer: Any) -> dict[int, Any]:
     """Norm of each parameter's gradient, kept by an offloaded stage 3 optimizer only."""
     norms: dict[int, Any] = getattr(optimizer, "norm_for_param_grads", {})
