@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.world import World
-from tests.zero3_retain import releases
-from tests.zero3_retain.cases import Outcome, train
+from tests.zero3_retain import models, releases, trainers
+from tests.zero3_retain.cases import Outcome, one_forward_several_backwards, patched, train
 
 STAGES = [1, 2, 3]
 CRASH = "The size of tensor a (0) must match the size of tensor b"
@@ -141,11 +144,28 @@ def test_offloaded_parameters(world: World, zero: bool) -> None:
     assert_like_pytorch(outcome(world, zero=zero, settings=OFFLOADED_ALL))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_clipping_sees_the_sum(world: World, stage: int) -> None:
-    """A bound far above every norm leaves the gradients alone, and computes the norms."""
-    settings = {**OFFLOADED_OPTIMIZER, "gradient_clipping": 1e9}
-    assert_like_pytorch(outcome(world, stage=stage, settings=settings))
+def norms_of_two_backwards(stage: int, settings: dict[str, Any]) -> tuple[float, float]:
+    """The gradient norm that clipping goes by, and PyTorch's of the same sum."""
+    start = models.build(models.TwoHeads)
+    reference = trainers.PlainTrainer(deepcopy(start))
+    tokens, classes = models.batch(0)
+    sum(models.losses(reference.forward(tokens), classes)).backward()
+    gradients = [param.grad for param in reference.model.parameters()]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    expected = torch.stack([g.norm() for g in gradients]).norm() / dist.get_world_size()
+    with patched():
+        wanted = trainers.config(stage, gradient_clipping=1e9, **settings)
+        trainer = trainers.EngineTrainer(trainers.build_engine(start, wanted))
+        one_forward_several_backwards(trainer, backwards=2, steps=1)
+        return float(trainer.engine.get_global_grad_norm()), float(expected)
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_goes_by_the_sum(world: World, stage: int, settings: dict[str, Any]) -> None:
+    for found, expected in world.run(norms_of_two_backwards, stage, settings):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.core_case
