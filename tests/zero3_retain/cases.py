@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -41,6 +42,20 @@ def patched(**options: str) -> Iterator[None]:
         yield
     finally:
         ds_patches.unapply("zero3_retain")
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the patch logs inside the block."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_patches")
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
 
 
 def several_losses(outputs: Any, classes: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from tests.world import World
 from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import EXACT, Outcome, patched, run
+from tests.zero3_retain.cases import EXACT, Outcome, listening, patched, run
 
 
 class Boom(RuntimeError):
@@ -117,16 +116,9 @@ def test_step_without_a_backward_since_is_refused(world: World, style: str) -> N
 
 
 def warnings_of_failure() -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ds_patches")
-    logger.addHandler(handler)
-    try:
+    with listening() as heard:
         fail_and_go_on(3, "engine", 2, False)
-    finally:
-        logger.removeHandler(handler)
-    return [text for text in records if "raised" in text]
+    return [text for text in heard if "raised" in text]
 
 
 def test_dropped_gradients_are_announced(world: World) -> None:

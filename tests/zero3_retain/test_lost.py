@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 
 from tests.world import World
 from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import Outcome, run
+from tests.zero3_retain.cases import Outcome, listening, run
 
 
 def forward_backward_twice(trainer: Any) -> None:
@@ -50,17 +49,10 @@ def run_listening(
     script: trainers.Script, stage: int, micro_steps: int, settings: dict[str, Any], **options: str
 ) -> tuple[Outcome, list[str]]:
     """The outcome, and what the patch warned of."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ds_patches")
-    logger.addHandler(handler)
-    try:
-        start = models.build(models.TwoHeads)
+    start = models.build(models.TwoHeads)
+    with listening() as heard:
         outcome = run(script, start, stage, micro_steps=micro_steps, settings=settings, **options)
-    finally:
-        logger.removeHandler(handler)
-    return outcome, [text for text in records if "overwritten" in text]
+    return outcome, [text for text in heard if "overwritten" in text]
 
 
 OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
