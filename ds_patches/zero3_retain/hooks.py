@@ -162,11 +162,14 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Modules that are registered, or registered again, after their engine was taken in."""
+    """A module that is registered, or registered again, after its engine was taken in.
+
+    Upstream registers the children by the same method, so each call answers for one module.
+    """
     result = wrapped(*args, **kwargs)
     state = _state(offload)
     if state is not None and state.residency is not None:
-        state.residency.install()
+        state.residency.install_at(args[0] if args else kwargs["module"])
     return result
 
 

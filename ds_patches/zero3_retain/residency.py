@@ -40,11 +40,14 @@ class Residency:
     def install(self) -> None:
         """Put our boundary at every registered module that has none yet."""
         for module in parameters.registered_modules(self._offload):
-            if module not in self._stock:
-                self._install_at(module)
-        self._leaves = parameters.leaf_modules(self._stock)
+            self.install_at(module)
 
-    def _install_at(self, module: torch.nn.Module) -> None:
+    def install_at(self, module: torch.nn.Module) -> None:
+        """Put our boundary at one module, unless it has one."""
+        if module in self._stock:
+            return
+        if parameters.is_leaf(module):
+            self._leaves.append(module)
         self._stock[module] = tuple(vars(module).get(name, _MISSING) for name in _FUNCTIONS)
         # Upstream's forward hooks look both up at every call and keep what they find.
         for name, function in zip(_FUNCTIONS, self._functions_for(module), strict=True):
@@ -69,6 +72,7 @@ class Residency:
                 else:
                     setattr(module, name, value)
         self._stock.clear()
+        self._leaves.clear()
 
     def begin_backward(self) -> None:
         """Before the first backward over a forward."""

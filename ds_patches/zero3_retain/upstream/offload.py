@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def overwrites(optimizer: Any) -> bool:
     return optimizer.gradient_accumulation_steps == 1 or not keeps_host_sums()
 
 
+@cache
 def keeps_host_sums() -> bool:
     """Whether the host sums grow with every backward (0.19.0, PR 7981).
 

@@ -15,13 +15,11 @@ _LEAF_INPUTS = "_leaf_module_inputs_remaining"
 
 def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
     """Modules whose hooks `offload` set: all but what lies inside a z3 leaf module."""
-    from deepspeed.utils import z3_leaf_module
-
     pending = [offload.module]
     while pending:
         module = pending.pop()
         yield module
-        if not z3_leaf_module(module):
+        if not is_leaf(module):
             pending.extend(module.children())
 
 
@@ -35,11 +33,11 @@ def holds_none(module: torch.nn.Module) -> bool:
     return own and next(module.children(), None) is None and next(module.parameters(), None) is None
 
 
-def leaf_modules(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those that ``set_z3_leaf_modules`` made units: gathered and reduced as a whole."""
+def is_leaf(module: torch.nn.Module) -> bool:
+    """Whether ``set_z3_leaf_modules`` made it a unit: gathered and reduced as a whole."""
     from deepspeed.utils import z3_leaf_module
 
-    return [module for module in modules if z3_leaf_module(module)]
+    return bool(z3_leaf_module(module))
 
 
 def leaf_inputs(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, int]:
