@@ -8,9 +8,10 @@ Importing this package is free: torch, DeepSpeed and wrapt are imported by apply
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers read it; `typing` itself is dear at start-up
 if TYPE_CHECKING:
+    from typing import Any
+
     from ds_patches.core.api import (
         apply,
         apply_all,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         DsPatchesError,
         FlagError,
         PatchNotApplied,
+        RanksDisagree,
         UnknownPatch,
     )
     from ds_patches.core.state import PatchStatus, State
@@ -37,6 +39,7 @@ __all__ = [
     "FlagError",
     "PatchNotApplied",
     "PatchStatus",
+    "RanksDisagree",
     "State",
     "UnknownPatch",
     "__version__",

@@ -1,11 +1,13 @@
-"""The command line: `python -m ds_patches status | doctor | table`."""
+"""The command line: `python -m ds_patches COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ds_patches.core import api, report
 from ds_patches.core.errors import DsPatchesError
@@ -15,20 +17,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 if `doctor` found drift, 2 for a flag that means nothing."""
     chosen = _parser().parse_args(arguments)
     try:
-        if chosen.command == "table":
-            print(report.table())
-        elif chosen.command == "doctor":
-            text, drifted = report.doctor()
-            print(text)
-            return int(drifted)
-        elif chosen.json:
-            print(json.dumps({n: s.as_json() for n, s in api.status().items()}, indent=2))
-        else:
-            print(report.status(api.status().values(), colour=sys.stdout.isatty()))
+        return int(_COMMANDS[chosen.command](chosen) or 0)
     except DsPatchesError as error:
         print(f"ds_patches: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _status(chosen: argparse.Namespace) -> None:
+    if chosen.json:
+        print(json.dumps({n: s.as_json() for n, s in api.status().items()}, indent=2))
+    else:
+        print(report.status(api.status().values(), colour=sys.stdout.isatty()))
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from ds_patches.startup import diagnosis
+
+    text, drifted = report.doctor()
+    print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
+    return int(drifted)
+
+
+def _table(chosen: argparse.Namespace) -> None:
+    print(report.table())
+
+
+def _run(chosen: argparse.Namespace) -> None:
+    from ds_patches.startup import command
+
+    words = chosen.words[1:] if chosen.words[:1] == ["--"] else chosen.words
+    command.run(words, os.environ)
+
+
+def _enable(chosen: argparse.Namespace) -> None:
+    from ds_patches.startup import site_packages
+
+    print(f"ds_patches: enabled by {site_packages.enable()}")
+    print(f"ds_patches: DS_PATCHES=all now patches every program of {sys.prefix}")
+
+
+def _disable(chosen: argparse.Namespace) -> None:
+    from ds_patches.startup import site_packages
+
+    file = site_packages.disable()
+    print(f"ds_patches: removed {file}" if file else "ds_patches: was not enabled")
+
+
+def _env(chosen: argparse.Namespace) -> None:
+    from ds_patches.startup import variables
+
+    if chosen.write:
+        variables.write(chosen.write, os.environ)
+    elif chosen.remove:
+        variables.remove(chosen.remove)
+    else:
+        print(*variables.lines(os.environ), sep="\n")
+
+
+_COMMANDS = {
+    "status": _status,
+    "doctor": _doctor,
+    "table": _table,
+    "run": _run,
+    "enable": _enable,
+    "disable": _disable,
+    "env": _env,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,6 +92,21 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="the same as JSON")
     commands.add_parser("doctor", help="environment, what would apply and why not, drift")
     commands.add_parser("table", help="the patches as a markdown table")
+    run = commands.add_parser("run", help="run a command patched, and all that it starts")
+    run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    commands.add_parser("enable", help="let DS_PATCHES patch every program of this environment")
+    commands.add_parser("disable", help="take that back")
+    env = commands.add_parser("env", help="the variables that other hosts need, as NAME=value")
+    file = env.add_mutually_exclusive_group()
+    for option, effect in (("--write", "put them into"), ("--remove", "take them out of")):
+        file.add_argument(
+            option,
+            nargs="?",
+            type=Path,
+            const=Path(".deepspeed_env"),
+            metavar="FILE",
+            help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
+        )
     return parser
 
 

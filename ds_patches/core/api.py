@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from ds_patches.core import flags, lifecycle, registry
+from ds_patches.core import agreement, flags, lifecycle, registry
 from ds_patches.core.errors import PatchNotApplied
 from ds_patches.core.flags import Names, Options, Wish
 from ds_patches.core.gate import Force
@@ -13,9 +15,13 @@ from ds_patches.core.state import PatchStatus, State
 
 log = logging.getLogger("ds_patches")
 _lock = threading.RLock()
+_depth = 0
+_afterwards: list[Callable[[], None]] = []
 
 #: Not live, and nothing to warn of.
 _CONTENT = (State.DISABLED, State.FIXED_UPSTREAM)
+#: Not live, though other ranks may have it.
+_REFUSED = (State.OUT_OF_RANGE, State.UNKNOWN_VERSION, State.SHAPE_CHANGED, State.FAILED)
 #: For questions to which the user's flags are no answer.
 _INDIFFERENT = Wish(wanted=True, why="", force=Force.NO, options={})
 
@@ -40,7 +46,7 @@ def apply_all(
     those whose application itself failed (they are rolled back). Raises FlagError on a flag that
     means nothing, UnknownPatch on a name, AlreadyApplied on options that differ from live ones.
     """
-    with _lock:
+    with _call():
         patches = registry.patches()
         wishes = flags.read(
             patches, only=only, skip=skip, strict=strict, force=force, options=options
@@ -51,7 +57,9 @@ def apply_all(
                 result[name] = lifecycle.apply(patch, wish, (options or {}).get(name, {}))
             else:
                 result[name] = lifecycle.status(patch, wish)
-        _report([s for s in result.values() if wishes.of[s.name].wanted], wishes.strict)
+        wanted = [s for s in result.values() if wishes.of[s.name].wanted]
+        _watch_ranks(wanted)
+        _report(wanted, wishes.strict)
         return result
 
 
@@ -69,13 +77,14 @@ def apply(name: str, *, force: bool = False, **options: str) -> PatchStatus:
     Raises PatchNotApplied with the reason if it is not live afterwards; nothing of it is left
     then. Raises UnknownPatch, FlagError and AlreadyApplied as `apply_all` does.
     """
-    with _lock:
+    with _call():
         patch = registry.patch(name, "apply")
         forced = (name,) if force else None
         wishes = flags.read(
             registry.patches(), only=name, force=forced, options={name: options} if options else {}
         )
         status = lifecycle.apply(patch, wishes.of[name], options)
+        _watch_ranks([status])
         if not status.live:
             raise PatchNotApplied([status]) from lifecycle.failure(patch)
         return status
@@ -87,13 +96,16 @@ def unapply(name: str) -> PatchStatus:
     A wrapper that another library has wrapped over cannot always be removed: it is switched off
     then and passes straight through, and the status says so.
     """
-    with _lock:
-        return lifecycle.unapply(registry.patch(name, "unapply"), _INDIFFERENT)
+    with _call():
+        status = lifecycle.unapply(registry.patch(name, "unapply"), _INDIFFERENT)
+        if not any(lifecycle.is_active(patch) for patch in registry.patches().values()):
+            agreement.rest()
+        return status
 
 
 def status() -> dict[str, PatchStatus]:
     """Return the status of every patch, read from the live objects; changes nothing."""
-    with _lock:
+    with _call():
         patches = registry.patches()
         wishes = flags.read(patches)
         return {name: lifecycle.status(p, wishes.of[name]) for name, p in patches.items()}
@@ -109,8 +121,47 @@ def is_applied(name: str) -> bool:
 
     True as well when another library has wrapped over ours and still calls it.
     """
-    with _lock:
+    with _call():
         return lifecycle.status(registry.patch(name, "is_applied"), _INDIFFERENT).live
+
+
+def soon(action: Callable[[], None]) -> None:
+    """Run `action` now, or right after the call that is under way in this or another thread.
+
+    For what an import brings about: that import may be part of a call, and it must not wait for
+    another thread's, which may be waiting for the same import.
+    """
+    _afterwards.append(action)
+    _catch_up()
+
+
+@contextmanager
+def _call() -> Iterator[None]:
+    """One call at a time."""
+    global _depth
+    with _lock:
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+    _catch_up()
+
+
+def _catch_up() -> None:
+    while _afterwards and _lock.acquire(blocking=False):
+        try:
+            if _depth or not _afterwards:
+                return
+            _afterwards.pop(0)()
+        finally:
+            _lock.release()
+
+
+def _watch_ranks(wanted: list[PatchStatus]) -> None:
+    """Compare ranks once an engine is built: also on the rank where a patch was refused."""
+    if any(s.live for s in wanted) or any(s.state in _REFUSED for s in wanted):
+        agreement.watch()
 
 
 def _report(wanted: list[PatchStatus], strict: bool) -> None:

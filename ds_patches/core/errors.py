@@ -34,6 +34,10 @@ class AlreadyApplied(DsPatchesError):
     """The patch is live with other options."""
 
 
+class RanksDisagree(DsPatchesError, RuntimeError):
+    """Ranks of one engine do not have the same patches; the message names ranks and differences."""
+
+
 class PatchNotApplied(DsPatchesError, RuntimeError):
     """Patches that were asked for and are not live; `statuses` says why, one for each."""
 

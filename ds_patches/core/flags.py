@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ds_patches.core import log
 from ds_patches.core.errors import FlagError, UnknownPatch
 from ds_patches.core.gate import Force
 from ds_patches.core.patch import Option, Patch
 
 PREFIX = "DS_PATCHES"
-_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG")
-_LEVELS = ("debug", "info", "warning", "error", "critical")
+_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_RANK_TIMEOUT", "_PREFIX")
+#: Seconds. Ranks leave the last collective of an engine's construction together.
+RANK_TIMEOUT = 120.0
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 Names = Iterable[str] | str
@@ -62,7 +63,8 @@ def read(
         wishes[name] = Wish(wanted, why, _force(name, force, env), _options(patch, asked, env))
     if strict is None:
         strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
-    _set_log_level(env.get(f"{PREFIX}_LOG"))
+    if (level := env.get(f"{PREFIX}_LOG")) is not None:
+        _say(level)
     return Wishes(strict, wishes)
 
 
@@ -73,6 +75,20 @@ def variables(patches: Mapping[str, Patch]) -> list[str]:
         names.append(_variable(patch))
         names.extend(_variable(patch, option) for option in patch.options)
     return names
+
+
+def is_strict() -> bool:
+    """Whether the environment asks for strictness, whatever else in it means nothing."""
+    return os.environ.get(f"{PREFIX}_STRICT", "").strip().lower() in _YES
+
+
+def rank_timeout() -> float:
+    """Return how many seconds a rank waits for the others to say what is applied there."""
+    text = os.environ.get(f"{PREFIX}_RANK_TIMEOUT", str(RANK_TIMEOUT))
+    try:
+        return float(text)
+    except ValueError:
+        raise FlagError(f"{PREFIX}_RANK_TIMEOUT is {text!r}, not a number of seconds") from None
 
 
 def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
@@ -149,7 +165,8 @@ def _listed(names: Names | None) -> tuple[str, ...] | None:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    """Split a list at commas, or at plus signs: Slurm's `--export` takes commas for itself."""
+    return tuple(part.strip() for part in text.replace("+", ",").split(",") if part.strip())
 
 
 def _switch(variable: str, value: str) -> bool:
@@ -158,12 +175,7 @@ def _switch(variable: str, value: str) -> bool:
     return value.lower() in _YES
 
 
-def _set_log_level(level: str | None) -> None:
-    if level is None:
-        return
-    if level.lower() not in _LEVELS:
-        raise FlagError(f"{PREFIX}_LOG is {level!r}; the choices are: {', '.join(_LEVELS)}")
-    logger = logging.getLogger("ds_patches")
-    logger.setLevel(level.upper())
-    if not logger.hasHandlers():  # Python's last resort shows warnings only
-        logger.addHandler(logging.StreamHandler())
+def _say(level: str) -> None:
+    if level.lower() not in log.LEVELS:
+        raise FlagError(f"{PREFIX}_LOG is {level!r}; the choices are: {', '.join(log.LEVELS)}")
+    log.say(level)

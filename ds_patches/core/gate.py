@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from packaging.version import Version
 
-from ds_patches.core import live, release, shape
+from ds_patches.core import imports, live, release, shape
 from ds_patches.core.patch import Fact, Patch, Place, Target
 from ds_patches.core.release import Release
 from ds_patches.core.state import State
@@ -120,6 +120,6 @@ def _drift(patch: Patch, installed: Release, version: Version) -> Iterator[Drift
 
 
 def _live_origin(place: Place) -> str:
-    if not live.loaded(place.module) or (where := live.site(place)) is None:
+    if not imports.is_whole(place.module) or (where := live.site(place)) is None:
         return ""
     return live.origin(live.raw(*where))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
 from packaging.version import Version
 
-from ds_patches.core import gate, release
+from ds_patches.core import gate, imports, release
 from ds_patches.core.errors import AlreadyApplied
 from ds_patches.core.flags import Wish
 from ds_patches.core.gate import Verdict
@@ -30,6 +30,8 @@ class Life:
     notes: tuple[str, ...] = ()
     failure: BaseException | None = None
     reverted: bool = False
+    #: Modules of which auto-apply waits for the first, beyond DeepSpeed itself.
+    waits_for: Sequence[str] = ()
 
 
 _lives: dict[str, Life] = {}
@@ -64,7 +66,9 @@ def apply(patch: Patch, wish: Wish, asked: Mapping[str, str]) -> PatchStatus:
 def unapply(patch: Patch, wish: Wish) -> PatchStatus:
     """Take one patch back; harmless if it is not applied."""
     life = _lives.get(patch.name)
-    if life is not None and life.journal.wrappers:
+    if is_pending(patch):
+        _lives.setdefault(patch.name, Life()).reverted = True
+    elif life is not None and life.journal.wrappers:
         was_active = life.journal.active
         life.journal.remove()
         life.reverted = life.reverted or was_active
@@ -92,6 +96,8 @@ def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchSta
     else:
         verdict = verdict or gate.check(patch, wish.force)
         state, reason = verdict.state, verdict.reason
+        if verdict.may_apply and (modules := _awaited(patch)):
+            state, reason = State.PENDING, f"waits for the import of {' or '.join(modules)}"
     installed = release.installed()
     return PatchStatus(
         name=patch.name,
@@ -102,6 +108,32 @@ def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchSta
         notes=life.notes,
         targets={key: standing for key, (standing, _) in standings.items()},
     )
+
+
+def wait(patch: Patch, modules: Sequence[str]) -> None:
+    """Note that auto-apply waits for the first of `modules` to apply the patch."""
+    _lives.setdefault(patch.name, Life()).waits_for = modules
+
+
+def is_active(patch: Patch) -> bool:
+    """Whether any wrapper of the patch is switched on."""
+    return _lives.get(patch.name, Life()).journal.active
+
+
+def is_pending(patch: Patch) -> bool:
+    """Whether auto-apply will apply the patch, if it is wanted, once DeepSpeed is imported."""
+    life = _lives.get(patch.name, Life())
+    return not (life.journal.active or life.reverted) and bool(_awaited(patch))
+
+
+def is_reverted(patch: Patch) -> bool:
+    """Whether the patch was taken back, or refused before it could be applied by itself."""
+    return _lives.get(patch.name, Life()).reverted
+
+
+def options(patch: Patch) -> Mapping[str, str]:
+    """Return the options that the patch was last applied with."""
+    return _lives.get(patch.name, Life()).options
 
 
 def failure(patch: Patch) -> BaseException | None:
@@ -122,8 +154,13 @@ def _put_in_place(
         raise
     life.options = wish.options
     life.notes = (*notes, *life.journal.names_out_of_reach())
-    log.info("%s is applied to DeepSpeed %s", patch.name, version)
+    log.debug("%s is applied to DeepSpeed %s", patch.name, version)
     _warn(patch, life.notes)
+
+
+def _awaited(patch: Patch) -> list[str]:
+    """Return the modules that auto-apply waits for to apply this patch."""
+    return imports.awaited([release.PACKAGE, *_lives.get(patch.name, Life()).waits_for])
 
 
 def _deactivate(patch: Patch) -> tuple[str, ...]:

@@ -39,12 +39,6 @@ class Absent:
         return self if instance is None else MethodType(self, instance)
 
 
-def loaded(module: str) -> bool:
-    """Whether `module` is imported, wholly: a half-imported one has half of its names."""
-    found = sys.modules.get(module)
-    return found is not None and not getattr(found.__spec__, "_initializing", False)
-
-
 def site(place: Place) -> tuple[Owner, str] | None:
     """Return the owner and the attribute's name of a place, or None if there is no owner."""
     *path, last = place.qualname.split(".")

@@ -80,6 +80,8 @@ class Patch:
 
     supported: specifier of the tested releases; it has an upper bound.
     fixed_in: first DeepSpeed release that needs no patch, or None.
+    collectives: whether it changes what the ranks say to each other. All ranks of an engine must
+        then have it alike, and are compared when the engine is built.
     activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
         after all wrappers are in place; returns notes for the user. If it raises, all is undone.
     deactivate: reference to `() -> Sequence[str]`, run after the wrappers are gone.
@@ -96,6 +98,7 @@ class Patch:
     targets: tuple[Target, ...]
     facts: tuple[Fact, ...] = ()
     options: tuple[Option, ...] = ()
+    collectives: bool = True
     activate: str | None = None
     deactivate: str | None = None
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_patches.core import live
+from ds_patches.core import imports, live
 from ds_patches.core.patch import Patch, Place
 
 #: Shape of a name that does not exist; a known shape only where a patch adds the name.
@@ -43,7 +43,7 @@ def of(place: Place, folder: Path) -> str:
 
     folder: the DeepSpeed package's folder.
     """
-    return of_live(place) if live.loaded(place.module) else of_source(place, folder)
+    return of_live(place) if imports.is_whole(place.module) else of_source(place, folder)
 
 
 def of_source(place: Place, folder: Path) -> str:

@@ -20,6 +20,7 @@ class State(Enum):
     SHAPE_CHANGED = "shape changed"
     FIXED_UPSTREAM = "fixed upstream"
     READY = "ready"
+    PENDING = "pending"
     APPLIED = "applied"
     SHADOWED = "shadowed"
     FAILED = "failed"

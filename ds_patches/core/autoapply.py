@@ -1,0 +1,75 @@
+"""Applying by environment: once DeepSpeed, or the part of it that a patch wraps, is imported.
+
+A failure is open: the program runs on unpatched, with one warning for each patch. In strict mode
+it ends the program. Nothing here raises into the import it runs in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from ds_patches.core import api, flags, gate, imports, lifecycle, log, registry, release
+from ds_patches.core.errors import PatchNotApplied
+from ds_patches.core.patch import Patch
+
+_logger = logging.getLogger("ds_patches")
+
+
+def begin() -> None:
+    """Apply what the environment wants, now that DeepSpeed is imported."""
+    api.soon(_begin)
+
+
+def _begin() -> None:
+    """A patch none of whose modules DeepSpeed has imported waits for the first of them."""
+    if f"{flags.PREFIX}_LOG" not in os.environ:
+        log.say("info")
+    with _open():
+        patches = registry.patches()
+        wishes = flags.read(patches)
+        left_out = [name for name, patch in patches.items() if lifecycle.is_reverted(patch)]
+        for name, patch in patches.items():
+            wish = wishes.of[name]
+            modules = _absent_modules(patch, wish.force) if wish.wanted else []
+            if modules and name not in left_out:
+                left_out.append(name)
+                lifecycle.wait(patch, modules)
+                for module in modules:
+                    imports.when_whole(module, partial(api.soon, partial(_apply_late, patch)))
+        api.apply_all(skip=left_out)
+
+
+def _apply_late(patch: Patch) -> None:
+    """Apply a patch that has waited, unless another of its modules is just being imported."""
+    modules = {target.module for target in patch.targets} & set(sys.modules)
+    if lifecycle.is_reverted(patch) or not all(map(imports.is_whole, modules)):
+        return
+    with _open():
+        api.apply_all(only=patch.name)
+
+
+def _absent_modules(patch: Patch, force: gate.Force) -> list[str]:
+    """Return the modules the patch may wait for; none if it can be applied, or refused, now."""
+    verdict = gate.check(patch, force)
+    if not verdict.may_apply or verdict.installed is None or verdict.installed.version is None:
+        return []
+    targets = gate.targets(patch, verdict.installed.version)
+    modules = list(dict.fromkeys(target.module for target in targets))
+    return [] if any(module in sys.modules for module in modules) else modules
+
+
+@contextmanager
+def _open() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if flags.is_strict():
+            raise SystemExit(f"ds_patches: {error} ({flags.PREFIX}_STRICT)") from error
+        if not isinstance(error, PatchNotApplied):  # of those it has been warned
+            _logger.warning("nothing is applied to %s: %s", release.PACKAGE, error)
+            _logger.debug("auto-apply failed", exc_info=error)

@@ -1,0 +1,110 @@
+"""Modules as they are imported: which are whole, and what is to happen when one becomes so.
+
+Auto-apply loads this at every start of an interpreter: it imports nothing that a bare interpreter
+has not loaded already.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    Action = Callable[[], None]
+
+
+def is_whole(module: str) -> bool:
+    """Whether `module` is imported, wholly: a half-imported one has half of its names."""
+    found = sys.modules.get(module)
+    if found is None:
+        return False
+    return module in _watch.executed or not getattr(found.__spec__, "_initializing", False)
+
+
+def when_whole(module: str, action: Action) -> None:
+    """Run `action` right after the body of `module` has been run: now, or at its import.
+
+    What `action` raises, the import raises. If the import itself fails, the wait goes on.
+    Raises ImportError for a module that is half imported: nothing tells when that one ends.
+    """
+    if is_whole(module):
+        action()
+    elif module in sys.modules:
+        raise ImportError(f"{module} is half imported")
+    else:
+        _watch.actions.setdefault(module, []).append(action)
+        if _watch not in sys.meta_path:
+            sys.meta_path.insert(0, _watch)
+
+
+def awaited(modules: Iterable[str]) -> list[str]:
+    """Return those of `modules` whose import something waits for."""
+    return [module for module in modules if module in _watch.actions]
+
+
+def forget(module: str, action: Action) -> None:
+    """Wait with `action` for `module` no longer."""
+    actions = _watch.actions.get(module, [])
+    if action in actions:
+        actions.remove(action)
+    if not actions:
+        _watch.actions.pop(module, None)
+    _watch.leave()
+
+
+class _Watch:
+    """Stands first on `sys.meta_path` while something is awaited; finds nothing by itself."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Action]] = {}
+        #: Their bodies have been run, though the import system still calls them half imported.
+        self.executed: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.actions:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ()
+        for finder in behind:
+            if spec := finder.find_spec(name, path, target):
+                if spec.loader is not None:  # a bare folder of that name has none
+                    self._follow(spec.loader, name)
+                return spec
+        return None
+
+    def _follow(self, loader: Any, name: str) -> None:
+        """Let the loader tell when it has run the module; it stays the loader that it is."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # A zip file has one loader for all its modules.
+            arrived = module.__name__ == name
+            if arrived and vars(loader).get("exec_module") is exec_module:
+                del loader.exec_module
+            execute(module)
+            if arrived:
+                self._arrived(name)
+
+        loader.exec_module = exec_module
+
+    def _arrived(self, name: str) -> None:
+        self.executed.add(name)
+        try:
+            for action in self.actions.pop(name, ()):
+                action()
+        finally:
+            self.executed.discard(name)
+            self.leave()
+
+    def leave(self) -> None:
+        if not self.actions and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+_watch = _Watch()

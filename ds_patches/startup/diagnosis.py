@@ -1,0 +1,36 @@
+"""What `doctor` says of the start-up hook."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ds_patches.core import imports, release
+from ds_patches.startup import site_packages, variables
+
+
+def lines() -> list[str]:
+    """Say whether patches are applied by themselves here, and what stands in the way."""
+    wanted = os.environ.get("DS_PATCHES", "")
+    on_path = str(variables.HOOK) in sys.path
+    here = []
+    if site_packages.is_enabled():
+        here.append(f"enabled by {site_packages.file()}")
+    if on_path:
+        here.append(f"on PYTHONPATH: {variables.HOOK}")
+    found = [f"hook: {', '.join(here) or 'none (python -m ds_patches enable, or run)'}"]
+    found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
+    if wanted and here:
+        armed = bool(imports.awaited([release.PACKAGE])) or release.PACKAGE in sys.modules
+        found.append(f"this interpreter: {'armed' if armed else _why_not_armed()}")
+    return found
+
+
+def _why_not_armed() -> str:
+    for flag, option in (("no_site", "-S"), ("isolated", "-I"), ("ignore_environment", "-E")):
+        if getattr(sys.flags, flag):
+            return f"not armed, it was started with {option}"
+    prefix = os.environ.get("DS_PATCHES_PREFIX", sys.prefix)
+    if os.path.realpath(prefix) != os.path.realpath(sys.prefix):
+        return f"not armed, DS_PATCHES_PREFIX={prefix} is another environment"
+    return "not armed, another sitecustomize.py comes first on the path"
