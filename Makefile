@@ -16,7 +16,7 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-newest test-releases install releases clean
+.PHONY: help demo test lint test-newest test-releases compatibility install releases clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-newest: install ## the whole suite on the newest DeepSpeed
 
 test-releases: releases ## the core subset on RELEASES (RELEASES= skips)
 	$(if $(strip $(RELEASES)),$(BIN)/python -m tests.releases run $(RELEASES))
+
+compatibility: install ## every known DeepSpeed, into docs/compatibility.*; resumable
+	$(BIN)/python -m tests.releases record
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import ds_patches
-from ds_patches.core import registry, release, shape
+from ds_patches.core import gate, registry, release, shape
+from ds_patches.core.state import State
 from tests.core import fake
 
 BASE = """
@@ -137,6 +138,9 @@ def test_every_python_gives_the_same_digests(version: str) -> None:
 @pytest.mark.parametrize("name", ds_patches.names())
 def test_source_and_live_object_agree_and_are_known(name: str) -> None:
     """DRIFT: fails, naming the place, when the installed DeepSpeed is not what was recorded."""
+    verdict = gate.check(registry.patch(name))
+    if verdict.state in (State.OUT_OF_RANGE, State.FIXED_UPSTREAM):
+        pytest.skip(f"{name} has no business here: {verdict.reason}")
     code = f"""
         import importlib, json
         from ds_patches.core import gate, registry, release, shape

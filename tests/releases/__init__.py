@@ -2,6 +2,9 @@
 
     python -m tests.releases install 0.16.3 0.18.2     # into .releases/<version>/
     python -m tests.releases run 0.16.3 0.18.2         # pytest -m core_case, once per release
+    python -m tests.releases record                    # what docs/compatibility.json lacks
+    python -m tests.releases index                     # is there a new release?
+    python -m tests.releases page                      # docs/compatibility.md from the records
 
 One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH.
 DEEPSPEED_TEST_RELEASES names another folder than .releases.

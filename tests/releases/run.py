@@ -8,7 +8,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests import releases
@@ -41,17 +41,25 @@ def run_one(version: str, select: str) -> Outcome:
     print(f"\n=== DeepSpeed {version}: pytest -m '{select}'", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", select, f"--junitxml={report}"]
-        done = subprocess.run(command, cwd=releases.ROOT, env=environment(version))
+        code = pytest(version, report, "-m", select)
         if not report.exists():
-            return Outcome(version, trouble=f"pytest stopped with code {done.returncode}")
-        return read(version, report, done.returncode)
+            return Outcome(version, trouble=f"pytest stopped with code {code}")
+        return read(version, report, code)
+
+
+def pytest(version: str, report: Path, *arguments: str) -> int:
+    """Run pytest on one release, with its junit file at `report`; its exit code."""
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+    return subprocess.run(command, cwd=releases.ROOT, env=environment(version)).returncode
 
 
 def environment(version: str) -> dict[str, str]:
+    """The environment of a process that has this release, and no wish of the caller's own."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
     path = [str(releases.folder() / version), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    return inherited | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "DS_ACCELERATOR": "cpu",
         # The suite refuses to run on another one, whatever else sits on the path.
         "DEEPSPEED_TEST_RELEASE": version,
         # What one release compiled must not be loaded by the next.
@@ -61,24 +69,26 @@ def environment(version: str) -> dict[str, str]:
 
 def read(version: str, report: Path, code: int) -> Outcome:
     """The outcome in pytest's junit file."""
-    suite = next(ElementTree.parse(report).iter("testsuite"))
-    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
-    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    trouble = ""
-    if code:
-        trouble = first_failure(suite) or f"pytest stopped with code {code}"
-    if total == skipped:
-        trouble = trouble if failed else "no test ran"
-    return Outcome(
-        version, total - failed - skipped, failed, skipped, float(suite.attrib["time"]), trouble
-    )
+    outcome = count(version, cases_in(report))
+    if code and not outcome.trouble:
+        return replace(outcome, trouble=f"pytest stopped with code {code}")
+    return outcome
 
 
-def first_failure(suite: ElementTree.Element) -> str:
-    for case in suite.iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            return f"{case.attrib['classname']}::{case.attrib['name']}"
-    return ""
+def cases_in(report: Path) -> list[ElementTree.Element]:
+    return list(ElementTree.parse(report).iter("testcase"))
+
+
+def count(version: str, cases: Sequence[ElementTree.Element]) -> Outcome:
+    """The outcome of these test cases of a junit file; its trouble is the first failure."""
+    bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skipped = [c for c in cases if c.find("skipped") is not None and c not in bad]
+    passed = len(cases) - len(bad) - len(skipped)
+    trouble = "" if passed else "no test ran"
+    if bad:
+        trouble = f"{bad[0].attrib['classname']}::{bad[0].attrib['name']}"
+    seconds = sum(float(case.attrib["time"]) for case in cases)
+    return Outcome(version, passed, len(bad), len(skipped), seconds, trouble)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -1,0 +1,167 @@
+"""Run what is not recorded yet, release by release, and record it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Collection, Sequence
+from datetime import date
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+import ds_patches
+from ds_patches.core import registry
+from ds_patches.core.state import State
+from tests import releases
+from tests.releases import page, record
+from tests.releases.cell import Answer, Cell, of_patch, of_tests
+from tests.releases.install import install
+from tests.releases.record import CORE, Record
+from tests.releases.run import Outcome, cases_in, count, environment, pytest
+
+#: pytest's exit codes after which its report is whole: all passed, some failed, none there.
+_WHOLE = (0, 1, 5)
+
+
+class NoAnswer(Exception):
+    """Nothing could be learnt about a release; the message is what was heard instead."""
+
+
+def measure(version: str, columns: Sequence[str]) -> list[Record]:
+    """Run the tests of these columns on one release; raises NoAnswer."""
+    if not (releases.folder() / version).is_dir() and install([version]):
+        raise NoAnswer(f"DeepSpeed {version} could not be installed")
+    # Now, not afterwards: what is edited meanwhile was not tested.
+    sources = {column: record.sources(column) for column in columns}
+    answers = ask(version)
+    ready = {name for name, answer in answers.items() if answer.state is State.READY}
+    outcomes = outcomes_of(version, [c for c in columns if c in {CORE, *ready}], ready)
+    found = [recorded(version, c, sources[c], answers.get(c), outcomes.get(c)) for c in columns]
+    if any(one.cell is Cell.REFUSED for one in found):
+        doctor = [sys.executable, "-m", "ds_patches", "doctor"]
+        subprocess.run(doctor, cwd=releases.ROOT, env=environment(version))
+    return found
+
+
+def run(
+    versions: Sequence[str],
+    again: bool = False,
+    into: Path = record.FILE,
+    measure: Callable[[str, Sequence[str]], list[Record]] = measure,
+) -> int:
+    """Record `versions`, or every known release; 1 when something is left to look into.
+
+    again: also what has a settled cell from the present sources.
+    The files are written after each release: whatever stops this, the same call goes on there.
+    """
+    records = record.load(into)
+    known = records.knowing(versions, records.looked_at).releases
+    wanted = [version for version in known if version in versions or not versions]
+    for version in wanted:
+        print(f"[{known.index(version) + 1}/{len(known)}] {version}: ", end="", flush=True)
+        columns = record.columns() if again else records.outstanding(version)
+        if not columns:
+            print("recorded already")
+            continue
+        print(", ".join(columns), flush=True)
+        start = time.monotonic()
+        try:
+            records = records.adding(measure(version, columns))
+        except NoAnswer as reason:
+            print(reason)
+            continue
+        record.save(records, into)
+        page.rewrite(records, into.with_suffix(".md"))
+        cells = (f"{column} {page.cell(records, version, column)}" for column in columns)
+        print(f"{', '.join(cells)}, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"\n{page.table(records, wanted)}", flush=True)
+    return int(any(records.outstanding(version) for version in wanted))
+
+
+def ask(version: str) -> dict[str, Answer]:
+    """What a process of that release's own says of each patch; raises NoAnswer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        answers = Path(scratch, "answers.json")
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.releases.probe", str(answers)],
+            cwd=releases.ROOT,
+            env=environment(version),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            raise NoAnswer(done.stdout)
+        # Reasons name files; where they lie on this machine is nobody's business.
+        here = json.dumps(f"{releases.folder() / version}/").strip('"')
+        plain = json.loads(answers.read_text(encoding="utf-8").replace(here, ""))
+    return {name: Answer(**one | {"state": State(one["state"])}) for name, one in plain.items()}
+
+
+def outcomes_of(version: str, columns: Sequence[str], ready: Collection[str]) -> dict[str, Outcome]:
+    """One pytest run over the core tests of all these columns: ranks take seconds to start.
+
+    ready: the patches that the gate lets be applied to this release.
+    """
+    paths = [
+        path for c in columns for path in record.tests_of(c) if (releases.ROOT / path).exists()
+    ]
+    if not paths:  # pytest would take that for all there are
+        return {}
+    options = ("-m", "core_case", "--disable-warnings", "--continue-on-collection-errors")
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        code = pytest(version, report, *options, *paths)
+        if code not in _WHOLE or not report.exists():
+            stopped = Outcome(version, failed=1, trouble=f"pytest stopped with code {code}")
+            return dict.fromkeys(columns, stopped)
+        cases = cases_in(report)
+    return {column: count(version, cases_of(column, cases, ready)) for column in columns}
+
+
+def cases_of(
+    column: str, cases: Sequence[ElementTree.Element], ready: Collection[str]
+) -> list[ElementTree.Element]:
+    """A column's own cases. The core's about a patch mean nothing where that one is refused."""
+    homes = tuple(
+        f"{path.removesuffix('.py')}/".replace("/", ".") for path in record.tests_of(column)
+    )
+    refused = tuple(f"[{name}]" for name in registry.patches() if name not in ready)
+    return [
+        case
+        for case in cases
+        # A file that could not be imported is a case without a class, named as the module.
+        if f"{case.attrib['classname'] or case.attrib['name']}.".startswith(homes)
+        and not case.attrib["name"].endswith(refused)
+    ]
+
+
+def recorded(
+    version: str, column: str, sources: str, answer: Answer | None, outcome: Outcome | None
+) -> Record:
+    """What is kept of a column; the core has no answer, an untested patch no outcome."""
+    outcome = outcome or Outcome(version, trouble="no test ran")
+    cell, why = of_patch(answer, outcome) if answer else of_tests(outcome)
+    patch = registry.patches().get(column)
+    return Record(
+        release=version,
+        column=column,
+        cell=cell,
+        why=why,
+        passed=outcome.passed,
+        failed=outcome.failed,
+        skipped=outcome.skipped,
+        seconds=round(outcome.seconds, 1),
+        supported=patch.supported if patch else "",
+        fixed_in=patch.fixed_in if patch else None,
+        date=date.today().isoformat(),
+        python=platform.python_version(),
+        torch=version_of("torch"),
+        ds_patches=ds_patches.__version__,
+        sources=sources,
+    )

@@ -1,0 +1,149 @@
+"""The recorded results, docs/compatibility.json: one record for each release and column.
+
+A column is the core or a patch. Whatever is asked here is answered from the file and the
+registry, without a network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from ds_patches.core import registry
+from tests.releases import ROOT
+from tests.releases.cell import Cell
+
+FILE = ROOT / "docs" / "compatibility.json"
+CORE = "core"
+_CORE_TESTS = ("tests/core", "tests/test_world.py")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One cell: what was found, and what it was found with.
+
+    why: the gate's reason or the first failing test; empty for a pass.
+    supported, fixed_in: the patch's claims at that time; empty for the core.
+    sources: digest of what was tested and of its tests.
+    """
+
+    release: str
+    column: str
+    cell: Cell
+    why: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    supported: str
+    fixed_in: str | None
+    date: str
+    python: str
+    torch: str
+    ds_patches: str
+    sources: str
+
+
+@dataclass(frozen=True)
+class Records:
+    """Everything that was recorded.
+
+    looked_at: the day on which the package index was asked for its releases.
+    releases: those known then, oldest first.
+    """
+
+    looked_at: str = ""
+    releases: tuple[str, ...] = ()
+    of: Mapping[tuple[str, str], Record] = field(default_factory=dict)
+
+    def cell(self, release: str, column: str) -> Cell:
+        record = self.of.get((release, column))
+        return record.cell if record else Cell.UNKNOWN
+
+    def outstanding(self, release: str) -> list[str]:
+        """The columns without a settled cell from the sources as they are now."""
+        return [
+            column
+            for column in columns()
+            if not self.cell(release, column).settled
+            or self.of[release, column].sources != sources(column)
+        ]
+
+    def untested(self) -> list[str]:
+        """The releases that have an unknown cell."""
+        cells = {release: [self.cell(release, c) for c in columns()] for release in self.releases}
+        return [release for release, row in cells.items() if Cell.UNKNOWN in row]
+
+    def knowing(self, found: Iterable[str], looked_at: str) -> Records:
+        """The same with the releases that are on the index; none that was known is forgotten."""
+        return replace(self, looked_at=looked_at, releases=_oldest_first(*self.releases, *found))
+
+    def adding(self, new: Iterable[Record]) -> Records:
+        """The same with new records in the place of old ones, and none of patches that are gone."""
+        added = dict(self.of) | {(record.release, record.column): record for record in new}
+        kept = {key: record for key, record in added.items() if record.column in columns()}
+        return replace(self, of=kept, releases=_oldest_first(*self.releases, *(r for r, _ in kept)))
+
+
+def columns() -> tuple[str, ...]:
+    return (CORE, *registry.patches())
+
+
+def tests_of(column: str) -> tuple[str, ...]:
+    """The files and folders with a column's tests, relative to the project's root."""
+    return _CORE_TESTS if column == CORE else (f"tests/{column}",)
+
+
+def sources(column: str) -> str:
+    """A digest of a column's code and tests: what belongs to another patch is no part of it."""
+    others = set(registry.patches()) - {column}
+    digest = hashlib.sha256()
+    for path in sorted(_files("ds_patches", *tests_of(column))):
+        if path.parts[1] not in others:
+            digest.update(f"{path}\0".encode() + (ROOT / path).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def load(path: Path = FILE) -> Records:
+    """The records in a file; none when there is no such file."""
+    if not path.is_file():
+        return Records()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    known = Records(content["index"]["date"], tuple(content["index"]["releases"]))
+    return known.adding(Record(**one | {"cell": Cell(one["cell"])}) for one in content["records"])
+
+
+def save(records: Records, path: Path = FILE) -> None:
+    """Write the file, one record to a line so that a diff shows which moved."""
+    index = {"date": records.looked_at, "releases": records.releases}
+    order = sorted(records.of, key=lambda key: (Version(key[0]), columns().index(key[1])))
+    lines = ",\n".join(json.dumps(_plain(records.of[key])) for key in order)
+    write(path, f'{{"index": {json.dumps(index)},\n"records": [\n{lines}\n]}}\n')
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file wholly or not at all: whoever is interrupted finds the old one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return asdict(record) | {"cell": record.cell.value}
+
+
+def _oldest_first(*releases: str) -> tuple[str, ...]:
+    return tuple(sorted(set(releases), key=Version))
+
+
+def _files(*roots: str) -> Iterator[Path]:
+    for root in map(ROOT.joinpath, roots):
+        found = root.rglob("*") if root.is_dir() else [root]
+        yield from (p.relative_to(ROOT) for p in found if p.suffix in (".py", ".json"))
