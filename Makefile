@@ -16,7 +16,7 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-newest test-releases compatibility install releases clean
+.PHONY: help demo test lint test-newest test-releases compatibility docs install releases clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,10 +24,11 @@ help: ## this list
 demo: install ## two losses over one ZeRO-3 forward, stock and patched
 	$(BIN)/python -m demo
 
-test: ## lint, the whole suite on the newest DeepSpeed, the core subset on RELEASES
+test: ## lint, docs, the whole suite on the newest DeepSpeed, the core subset on RELEASES
 # One after the other, also under make -j: two ranks and two cores.
 	@$(MAKE) --no-print-directory releases
 	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test-newest
 	@$(MAKE) --no-print-directory test-releases
 
@@ -35,6 +36,9 @@ lint: install ## ruff and mypy
 	$(BIN)/ruff check --extend-exclude .releases .
 	$(BIN)/ruff format --check --extend-exclude .releases .
 	$(BIN)/mypy --strict ds_patches
+
+docs: install ## the site, in build/site; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-newest: install ## the whole suite on the newest DeepSpeed
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -m pytest
@@ -64,6 +68,6 @@ releases: install ## the older DeepSpeed releases, in .releases
 	$(BIN)/pip install torch==$(TORCH)
 	@touch $@
 
-clean: ## remove .venv, .releases and caches
-	rm -rf .venv .releases .pytest_cache .mypy_cache .ruff_cache *.egg-info
+clean: ## remove .venv, .releases, build and caches
+	rm -rf .venv .releases build .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -7,8 +7,8 @@ it ends the program. Nothing here raises into the import it runs in.
 from __future__ import annotations
 
 import logging
-import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,8 +27,7 @@ def begin() -> None:
 
 def _begin() -> None:
     """A patch none of whose modules DeepSpeed has imported waits for the first of them."""
-    if f"{flags.PREFIX}_LOG" not in os.environ:
-        log.say("info")
+    log.say("info")  # the flags, read next, may say otherwise
     with _open():
         patches = registry.patches()
         wishes = flags.read(patches)
@@ -69,6 +68,8 @@ def _open() -> Iterator[None]:
         yield
     except Exception as error:
         if flags.is_strict():
+            if threading.current_thread() is not threading.main_thread():
+                _logger.critical("%s", error)  # Python says nothing of a thread that exits
             raise SystemExit(f"ds_patches: {error} ({flags.PREFIX}_STRICT)") from error
         if not isinstance(error, PatchNotApplied):  # of those it has been warned
             _logger.warning("nothing is applied to %s: %s", release.PACKAGE, error)

@@ -63,8 +63,8 @@ def read(
         wishes[name] = Wish(wanted, why, _force(name, force, env), _options(patch, asked, env))
     if strict is None:
         strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
-    if (level := env.get(f"{PREFIX}_LOG")) is not None:
-        _say(level)
+    _say(env.get(f"{PREFIX}_LOG"))
+    rank_timeout()
     return Wishes(strict, wishes)
 
 
@@ -175,7 +175,7 @@ def _switch(variable: str, value: str) -> bool:
     return value.lower() in _YES
 
 
-def _say(level: str) -> None:
-    if level.lower() not in log.LEVELS:
+def _say(level: str | None) -> None:
+    if level is not None and level.lower() not in log.LEVELS:
         raise FlagError(f"{PREFIX}_LOG is {level!r}; the choices are: {', '.join(log.LEVELS)}")
     log.say(level)

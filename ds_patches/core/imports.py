@@ -23,13 +23,15 @@ def is_whole(module: str) -> bool:
     found = sys.modules.get(module)
     if found is None:
         return False
-    return module in _watch.executed or not getattr(found.__spec__, "_initializing", False)
+    spec = getattr(found, "__spec__", None)  # anything may stand in for a module
+    return module in _watch.executed or not getattr(spec, "_initializing", False)
 
 
 def when_whole(module: str, action: Action) -> None:
     """Run `action` right after the body of `module` has been run: now, or at its import.
 
-    What `action` raises, the import raises. If the import itself fails, the wait goes on.
+    What `action` raises, the import raises. If the import fails, by that or by itself, the wait
+    goes on.
     Raises ImportError for a module that is half imported: nothing tells when that one ends.
     """
     if is_whole(module):
@@ -37,9 +39,7 @@ def when_whole(module: str, action: Action) -> None:
     elif module in sys.modules:
         raise ImportError(f"{module} is half imported")
     else:
-        _watch.actions.setdefault(module, []).append(action)
-        if _watch not in sys.meta_path:
-            sys.meta_path.insert(0, _watch)
+        _watch.wait(module, [action])
 
 
 def awaited(modules: Iterable[str]) -> list[str]:
@@ -65,6 +65,11 @@ class _Watch:
         #: Their bodies have been run, though the import system still calls them half imported.
         self.executed: set[str] = set()
 
+    def wait(self, name: str, actions: Sequence[Action]) -> None:
+        self.actions.setdefault(name, []).extend(actions)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -72,6 +77,8 @@ class _Watch:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ()
         for finder in behind:
+            if not hasattr(finder, "find_spec"):  # as of Python 3.3
+                continue
             if spec := finder.find_spec(name, path, target):
                 if spec.loader is not None:  # a bare folder of that name has none
                     self._follow(spec.loader, name)
@@ -95,9 +102,13 @@ class _Watch:
 
     def _arrived(self, name: str) -> None:
         self.executed.add(name)
+        actions = self.actions.pop(name, [])
         try:
-            for action in self.actions.pop(name, ()):
+            for action in actions:
                 action()
+        except BaseException:
+            self.wait(name, actions)
+            raise
         finally:
             self.executed.discard(name)
             self.leave()

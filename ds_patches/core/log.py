@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def say(level: str) -> None:
-    """Let everything from `level` on be said, on stderr until the program sets up logging."""
+def say(level: str | None = None) -> None:
+    """Speak, on stderr until the program sets up logging: from `level` on, or as loud as before."""
     logger = logging.getLogger("ds_patches")
-    logger.setLevel(level.upper())
+    if level is not None:
+        logger.setLevel(level.upper())
     if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
         logger.addHandler(_Stderr())
 
@@ -23,5 +25,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
+        others = [*logging.getLogger("ds_patches").handlers, *logging.getLogger().handlers]
+        if others == [self]:
+            self.stream = sys.stderr  # of now: a notebook or a test puts another in its place
             super().emit(record)

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from ds_patches.core import flags, gate, registry, shape
+from ds_patches.core import flags, gate, registry, release, shape
 from ds_patches.core.gate import Verdict
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import PatchStatus, State
@@ -20,7 +20,7 @@ _COLOURS = {
     State.SHAPE_CHANGED: _RED,
     State.FAILED: _RED,
 }
-_PACKAGES = ("ds-patches", "deepspeed", "torch", "wrapt", "packaging")
+_PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 def status(statuses: Iterable[PatchStatus], *, colour: bool = False) -> str:
@@ -43,6 +43,7 @@ def doctor() -> tuple[str, bool]:
     wishes = flags.read(patches)
     facts = [("python", platform.python_version()), ("platform", platform.platform())]
     facts += [(name, _version(name)) for name in _PACKAGES]
+    facts.insert(3, (release.PACKAGE, _deepspeed()))
     facts += sorted((k, v) for k, v in os.environ.items() if k.startswith(flags.PREFIX))
     lines = ["environment", *(f"  {line}".rstrip() for line in _aligned(facts)), "", "patches"]
     refused = False
@@ -83,6 +84,12 @@ def _diagnosis(patch: Patch, verdict: Verdict, disabled: str) -> list[str]:
         spans = shape.known(patch).get(drift.place.key, {})
         lines += [f"      known {digest}  {releases}" for digest, releases in spans.items()]
     return lines
+
+
+def _deepspeed() -> str:
+    """Return the release that would be imported; metadata may lie around of another one."""
+    installed = release.installed()
+    return installed.text if installed else "not installed"
 
 
 def _version(distribution: str) -> str:

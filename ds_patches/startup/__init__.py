@@ -13,13 +13,17 @@ is imported (core/autoapply.py).
 
 from __future__ import annotations
 
+_armed = False
+
 
 def arm() -> None:
     """Apply the wanted patches once DeepSpeed is imported; calling it again changes nothing."""
+    global _armed
     from ds_patches.core import imports
 
-    if not imports.awaited(["deepspeed"]):
+    if not _armed:
         imports.when_whole("deepspeed", _begin)
+        _armed = True
 
 
 def _begin() -> None:

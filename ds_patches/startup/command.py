@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,9 +76,16 @@ def _options(command: Sequence[str]) -> set[str]:
     if not Path(command[0]).name.startswith("python"):
         return set()
     letters: set[str] = set()
-    for word in command[1:]:
-        if not word.startswith("-") or word in ("-", "-c", "-m"):
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-") or word == "-":
             break
-        if not word.startswith("--"):
-            letters |= set(word[1:])
+        if word.startswith("--"):
+            continue
+        plain, *valued = re.split("([cmWX])", word[1:], maxsplit=1)
+        letters |= set(plain)
+        if valued and valued[0] in "cm":  # what follows is the program's
+            break
+        if valued and not valued[1]:  # the value is the next word
+            next(words, None)
     return letters

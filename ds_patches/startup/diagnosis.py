@@ -33,4 +33,5 @@ def _why_not_armed() -> str:
     prefix = os.environ.get("DS_PATCHES_PREFIX", sys.prefix)
     if os.path.realpath(prefix) != os.path.realpath(sys.prefix):
         return f"not armed, DS_PATCHES_PREFIX={prefix} is another environment"
-    return "not armed, another sitecustomize.py comes first on the path"
+    first = getattr(sys.modules.get("sitecustomize"), "__file__", "another sitecustomize.py")
+    return f"not armed, {first} comes first on the path"

@@ -11,3 +11,7 @@ class CannotEnable(DsPatchesError, OSError):
 
 class CannotRun(DsPatchesError):
     """The command to run does not exist, or would run unpatched in strict mode."""
+
+
+class CannotWrite(DsPatchesError, OSError):
+    """The file for DeepSpeed's launchers cannot be written."""

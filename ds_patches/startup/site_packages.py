@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 from ds_patches.startup.errors import CannotEnable
 
 _NAME = "ds_patches.pth"
 
-#: Frozen, as it may outlive the package: it says then which file is to be removed.
+#: Frozen, as it may outlive the package: it says then which file is to be removed. Once, though
+#: Python runs the `.pth` files of a venv twice.
 _APPLY_LATER = """
 try:
     from ds_patches.startup import arm
     arm()
 except Exception as error:
     import sys
-    sys.stderr.write(
-        f"ds_patches: nothing is patched: the start-up hook {path} is of no use to "
-        f"{sys.executable}: {error}; remove that file, or install ds_patches again\\n"
-    )
-    if os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
+    if sys.stderr is not None and not hasattr(sys, "_ds_patches_told"):
+        sys._ds_patches_told = True
+        sys.stderr.write(
+            f"ds_patches: nothing is patched: the start-up hook {path} is of no use to "
+            f"{sys.executable}: {error}; remove that file, or install ds_patches again\\n"
+        )
         sys.stderr.flush()
+    if os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
         os._exit(1)
 """
 
@@ -53,6 +57,8 @@ def enable() -> Path:
         part.write_text(line, encoding="utf-8")
         part.replace(file())  # at once: another interpreter may be starting
     except OSError as error:
+        with suppress(OSError):
+            part.unlink()
         raise CannotEnable(
             f"{file()} cannot be written ({error.strerror}); "
             "`python -m ds_patches run -- COMMAND` needs no such file"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ds_patches.startup import site_packages
+from ds_patches.startup.errors import CannotWrite
 
 #: The folder with the sitecustomize.py.
 HOOK = Path(__file__).with_name("hook")
@@ -20,12 +22,10 @@ def of_program(environment: Mapping[str, str]) -> dict[str, str]:
 
     Where the environment's own start-up hook is enabled, PYTHONPATH stays as it is.
     """
-    ours = {
-        k: v for k, v in environment.items() if k == "DS_PATCHES" or k.startswith("DS_PATCHES_")
-    }
+    ours = {k: v for k, v in environment.items() if _is_flag(k)}
     chosen = {"DS_PATCHES": "all"} | {k: v for k, v in ours.items() if v}
     if not site_packages.is_enabled():
-        path = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p != str(HOOK)]
+        path = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if not _is_hook(p)]
         chosen["DS_PATCHES_PREFIX"] = sys.prefix
         chosen["PYTHONPATH"] = os.pathsep.join([str(HOOK), *filter(None, path)])
     return chosen
@@ -50,13 +50,24 @@ def lines(environment: Mapping[str, str]) -> list[str]:
 
 
 def write(file: Path, environment: Mapping[str, str]) -> None:
-    """Put the lines into a `.deepspeed_env`; what else it holds stays."""
-    _put(file, [*_others(file), *lines(environment)])
+    """Put the lines into a `.deepspeed_env`; what else it holds stays.
+
+    Raises CannotWrite where the file cannot be written.
+    """
+    with _named(file):
+        others = _others(file)
+        # Of two lines the launchers take the last, so ours has to hold what the other one holds.
+        path = {k: v for k, v in map(_parted, others) if k == "PYTHONPATH"}
+        _put(file, [*others, *lines({**environment, **path})])
 
 
 def remove(file: Path) -> None:
-    """Take our lines out of a `.deepspeed_env`; the file goes with its last line."""
-    _put(file, _others(file))
+    """Take our lines out of a `.deepspeed_env`; the file goes with its last line.
+
+    Raises CannotWrite where the file cannot be written.
+    """
+    with _named(file):
+        _put(file, _others(file))
 
 
 def _others(file: Path) -> list[str]:
@@ -66,12 +77,17 @@ def _others(file: Path) -> list[str]:
     """
     if not file.exists():
         return []
-    found = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [line for line in found if not _is_ours(*line.strip().partition("=")[::2])]
+    found = file.read_bytes().decode(errors="surrogateescape").split("\n")
+    return [line for line in found if line.strip() and not _is_ours(*_parted(line))]
+
+
+def _parted(line: str) -> tuple[str, str]:
+    name, _, value = line.partition("=")
+    return name.strip(), value.strip()
 
 
 def _is_ours(name: str, value: str) -> bool:
-    hooked = name == "PYTHONPATH" and str(HOOK) in value.split(os.pathsep)
+    hooked = name == "PYTHONPATH" and any(map(_is_hook, value.split(os.pathsep)))
     return hooked or _is_flag(name)
 
 
@@ -79,8 +95,22 @@ def _is_flag(name: str) -> bool:
     return name == "DS_PATCHES" or name.startswith("DS_PATCHES_")
 
 
+def _is_hook(folder: str) -> bool:
+    """Whether it is a start-up hook: this one, or that of another copy, which is of no use."""
+    return Path(folder).parts[-3:] == HOOK.parts[-3:]
+
+
 def _put(file: Path, content: list[str]) -> None:
     if content:
-        file.write_text("\n".join(content) + "\n", encoding="utf-8")
+        text = "".join(f"{line}\n" for line in content)
+        file.write_bytes(text.encode(errors="surrogateescape"))
     else:
         file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(f"{file} cannot be written: {error.strerror}") from error

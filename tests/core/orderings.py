@@ -4,7 +4,8 @@
 
 An ordering is a word of these letters, one for each event:
 
-    I import the targets   A apply   U unapply   R apply again
+    I import the targets   A apply   H apply by the start-up hook, in the place of A
+    U unapply   R apply again
     F C X P  a second library wraps every target: by functools.wraps, by a bare closure, by wrapt,
              or it puts a plain function in its place
 
@@ -12,6 +13,9 @@ The walk forks before every event, so that each ordering has a fresh interpreter
 exactly its own events, while DeepSpeed is imported once per way of importing it. After every
 event the live objects and the status are compared with what a model of the ordering expects; at
 the end all is taken back and the originals must be there, by identity. Prints a JSON line each.
+
+The hook applies at once where DeepSpeed is imported, and else waits: it is then the import that
+applies, or nothing if the patch was taken back before.
 """
 
 from __future__ import annotations
@@ -26,12 +30,11 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
-import pytest
-
 import ds_patches
+from ds_patches import startup
 from ds_patches.core import gate, lifecycle, live, registry, release
 from ds_patches.core.patch import Target
-from ds_patches.core.state import Standing, State
+from ds_patches.core.state import PatchStatus, Standing, State
 from tests.core import fake
 
 SECOND = "FCXP"
@@ -40,16 +43,21 @@ OPAQUE = "CP"
 #: Patches of which the walk may also call the targets.
 SAMPLES = ("sample", "proxied")
 
+#: A way to have the patch applied; the status it led to.
+Way = Callable[[], PatchStatus]
+
 
 def orderings() -> list[str]:
     """Return every ordering: apply, unapply, apply again in this order, the others anywhere."""
     words = []
-    for second in ("", *SECOND):
-        for events in itertools.permutations("IAUR" + second):
+    for first, second in itertools.product("AH", ("", *SECOND)):
+        for events in itertools.permutations(f"I{first}UR{second}"):
             word = "".join(events)
-            in_order = word.index("A") < word.index("U") < word.index("R")
-            # A second library imports what it wraps, so before it the targets are imported.
-            if in_order and word[0] in "IA":
+            in_order = word.index(first) < word.index("U") < word.index("R")
+            # A second library imports what it wraps, so before it the targets are imported: by
+            # whoever else imports them, and the hook does not.
+            before, _, _ = word.partition(second) if second else ("I", "", "")
+            if in_order and set(before) & set("IAR"):
                 words.append(word)
     return words
 
@@ -100,21 +108,23 @@ class Walk:
         self.beneath_second: dict[str, Any] = {}
         self.style = ""
         self.resting = {State.READY}
+        self.waits = False
 
     def step(self, event: str) -> None:
         """Let one event happen, then compare the live objects with the model."""
         if event == "I":
-            for target in self.targets:
-                import_module(target.module)
-            self._take_originals({t.key: _raw(t) for t in self.targets})
+            self._import()
         elif event == "U":
             self._unapply()
         elif event in SECOND:
             self._wrap(event)
+        elif event == "H" and not self.originals:
+            self._arm()
+            self.resting, self.waits = {State.PENDING}, True
         elif self.style and self.style in OPAQUE:
-            self._apply_in_vain()
+            self._apply_in_vain(self._arm if event == "H" else self._call)
         else:
-            self._apply()
+            self._apply(self._arm if event == "H" else self._call)
         self.compare()
 
     def compare(self) -> None:
@@ -128,7 +138,10 @@ class Walk:
         live_now = bool(on) and Standing.REPLACED not in on.values()
         assert status.live is live_now is ds_patches.is_applied(self.name)
         for target in self.targets:
-            self._compare_raw(target, self.models[target.key])
+            if self.models:
+                self._compare_raw(target, self.models[target.key])
+            else:
+                assert target.module not in sys.modules, "the hook imports nothing"
 
     def finish(self) -> None:
         """Take all back, the second library too, and demand the originals."""
@@ -141,8 +154,32 @@ class Walk:
             assert _raw(target) is self.originals[target.key], target.key
         assert not ds_patches.is_applied(self.name)
 
-    def _apply(self) -> None:
-        status = ds_patches.apply(self.name)
+    def _import(self) -> None:
+        if self.waits:
+            self._apply(self._import_targets)
+        else:
+            self._import_targets()
+            self._take_originals({t.key: _raw(t) for t in self.targets})
+
+    def _import_targets(self) -> PatchStatus:
+        for target in self.targets:
+            import_module(target.module)
+        return ds_patches.status()[self.name]
+
+    def _call(self) -> PatchStatus:
+        try:
+            return ds_patches.apply(self.name)
+        except ds_patches.PatchNotApplied as refusal:
+            return refusal.statuses[0]
+
+    def _arm(self) -> PatchStatus:
+        os.environ["DS_PATCHES"] = self.name
+        startup.arm()
+        return ds_patches.status()[self.name]
+
+    def _apply(self, way: Way) -> None:
+        self.waits = False
+        status = way()
         if not self.originals:  # the patch imported the targets itself, nobody came before it
             wrappers = lifecycle._lives[self.name].journal.wrappers
             self._take_originals({w.target.key: w.original for w in wrappers})
@@ -153,13 +190,13 @@ class Walk:
         assert all(_raw(t) is raw for t, raw in zip(self.targets, raws, strict=True))
         self.resting = {State.REVERTED}
 
-    def _apply_in_vain(self) -> None:
-        with pytest.raises(ds_patches.PatchNotApplied) as refusal:
-            ds_patches.apply(self.name)
-        assert refusal.value.statuses[0].state is State.SHAPE_CHANGED
+    def _apply_in_vain(self, way: Way) -> None:
+        assert way().state is State.SHAPE_CHANGED
         self.resting = {State.SHAPE_CHANGED}
 
     def _unapply(self) -> None:
+        if self.waits:
+            self.resting, self.waits = {State.REVERTED}, False
         for model in self.models.values():
             model.unapply(self.style)
         status = ds_patches.unapply(self.name)

@@ -135,6 +135,7 @@ MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_ONE": "maybe"}, {}, "0, 1"),
     ({"DS_PATCHES_STRICT": "very"}, {}, "0, 1"),
     ({"DS_PATCHES_LOG": "loud"}, {}, "debug, info, warning"),
+    ({"DS_PATCHES_RANK_TIMEOUT": "2m"}, {}, "number of seconds"),
     ({"DS_PATCHES_ONE_MODE": "medium"}, {}, "soft, hard"),
     ({}, {"options": {"one": {"mode": "medium"}}}, "soft, hard"),
     ({}, {"options": {"one": {"mood": "soft"}}}, "mode"),

@@ -16,20 +16,22 @@ def apply_later() -> None:
     try:
         import ds_patches
 
-        theirs, ours = os.path.dirname(ds_patches.__file__), os.path.dirname(os.path.dirname(HERE))
+        # By the path: a bare folder of that name has no file.
+        theirs, ours = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
         if os.path.realpath(theirs) != os.path.realpath(ours):
             raise ImportError(f"it belongs to {ours}, and this Python has {theirs}")
         from ds_patches.startup import arm
 
         arm()
     except Exception as error:
-        # One call for the whole line: other ranks write to the same terminal.
-        sys.stderr.write(
-            f"ds_patches: nothing is patched: the start-up hook on PYTHONPATH, {HERE}, "
-            f"is of no use to {sys.executable}: {error}\n"
-        )
-        if os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
+        if sys.stderr is not None:  # it was started with it closed
+            # One call for the whole line: other ranks write to the same terminal.
+            sys.stderr.write(
+                f"ds_patches: nothing is patched: the start-up hook on PYTHONPATH, {HERE}, "
+                f"is of no use to {sys.executable}: {error}\n"
+            )
             sys.stderr.flush()
+        if os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
             os._exit(1)  # SystemExit, here, is a crash of the interpreter with its own page of text
 
 

@@ -1,0 +1,177 @@
+"""What MkDocs does not find in docs/: a hook of mkdocs.yml.
+
+A patch's page is made of its folder's docstring and its binding, so a new folder has its page and
+its entry in the navigation without a line here. In the written pages `<!-- generated: NAME -->`
+stands for a table. A link to a file of the repository outside docs/, which is no part of the site,
+becomes the path of that file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from ds_patches.core import flags, registry, report
+from ds_patches.core.patch import Fact, Patch, Place
+
+_FOLDER = "patches"
+_MARKER = re.compile(r"<!-- generated: (\S+) -->")
+_LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
+_PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
+_HEADING = re.compile(r"^(\S.*)\n(?=    )", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Put the pages of the patches where the navigation says `patches/*.md`."""
+    for entry in config.nav or ():
+        for title, target in entry.items():
+            if target == f"{_FOLDER}/*.md":
+                entry[title] = [{name: _uri(name)} for name in registry.patches()]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages of the patches."""
+    for name, patch in registry.patches().items():
+        files.append(File.generated(config, _uri(name), content=page_of(patch)))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in the tables, and see to the links that leave docs/."""
+    repository = Path(config.docs_dir).parent
+    with_tables = _MARKER.sub(lambda found: _table(found[1], repository), markdown)
+    here = posixpath.dirname(page.file.src_uri)
+    return _LINK.sub(lambda found: _link(found, here, repository), with_tables)
+
+
+def page_of(patch: Patch) -> str:
+    """Return the page of one patch. A section that its docstring lacks is the binding's."""
+    summary, sections = _docstring(patch)
+    sections = {
+        "Why": patch.why,
+        "How": patch.how,
+        "Remove it when": f"{patch.remove_when}.",
+    } | sections
+    order = ("What", "Why", "How", "What to know", "Option", "Options", "Upstream")
+    names = sorted(sections, key=lambda name: order.index(name) if name in order else len(order))
+    parts = [f"# {patch.name}", summary, _glance(patch)]
+    parts += [f"## {name}\n\n{sections[name]}" for name in names]
+    return "\n\n".join([*parts, *_touches(patch)]) + "\n"
+
+
+def _uri(name: str) -> str:
+    return f"{_FOLDER}/{name}.md"
+
+
+def _docstring(patch: Patch) -> tuple[str, dict[str, str]]:
+    """Return the summary and the sections: a line at the margin over an indented text."""
+    text = inspect.getdoc(import_module(patch.package)) or f"{patch.summary}."
+    text = text.replace("``", "`")
+    summary, *rest = _HEADING.split(_PAGE_OF_DOCS.sub(r"[\1](../\1.md)", text))
+    bodies = (inspect.cleandoc(f"\n{body}") for body in rest[1::2])
+    return summary.strip(), dict(zip(rest[::2], bodies, strict=True))
+
+
+def _glance(patch: Patch) -> str:
+    links = ", ".join(f"[{link.label}]({link.url})" for link in patch.upstream)
+    ranks = "all ranks of an engine must have it alike" if patch.collectives else "each for itself"
+    facts = [
+        ("DeepSpeed", f"`{patch.supported}`"),
+        ("Fixed upstream", f"{patch.fixed_in} and later" if patch.fixed_in else "in no release"),
+        ("Upstream", links),
+        ("Ranks", ranks),
+        *((f"`{variable}`", meaning) for variable, meaning in _variables(patch)),
+    ]
+    return "\n".join(f"- **{name}**: {what}" for name, what in facts)
+
+
+def _variables(patch: Patch) -> Iterator[tuple[str, str]]:
+    """Return the patch's own variables with their values and meaning."""
+    own = flags.variables({patch.name: patch})[len(flags.variables({})) :]
+    meanings = ["`1` or `0`: apply it or do not, whatever the lists say"]
+    for option in patch.options:
+        values = [f"`{c}`" + " (default)" * (c == option.default) for c in option.choices]
+        meanings.append(f"{', '.join(values)}: {option.help}")
+    return zip(own, meanings, strict=True)
+
+
+def _touches(patch: Patch) -> Iterator[str]:
+    yield "## What it wraps"
+    yield from _by_module(patch.targets)
+    if patch.facts:
+        yield "## What else it relies on"
+        yield "If one of these changes, the patch is not applied."
+        yield from _by_module(patch.facts)
+
+
+def _by_module(places: Sequence[Place]) -> Iterator[str]:
+    for module, some in itertools.groupby(sorted(places, key=_module), key=_module):
+        yield f"`{module}`"
+        yield "\n".join(f"- {_place(place)}" for place in some)
+
+
+def _module(place: Place) -> str:
+    return place.module
+
+
+def _place(place: Any) -> str:
+    releases = f" (`{place.releases}`)" if place.releases else ""
+    return f"`{place.qualname}`{releases}" + (f": {place.why}" if isinstance(place, Fact) else "")
+
+
+def _table(name: str, repository: Path) -> str:
+    if name not in _TABLES:
+        raise PluginError(f"no table is called {name!r}; the tables are: {', '.join(_TABLES)}")
+    return _TABLES[name](repository)
+
+
+def _patches(repository: Path) -> str:
+    """The table of the README, with a page for each name."""
+    return re.sub(r"^\| `(\w+)`", rf"| [`\1`]({_FOLDER}/\1.md)", report.table(), flags=re.MULTILINE)
+
+
+def _flags(repository: Path) -> str:
+    """The table of the README: it says what a variable means, and nothing else does."""
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    _, begin, rest = readme.partition("<!-- flags:begin -->")
+    table, end, _ = rest.partition("<!-- flags:end -->")
+    if not (begin and end):
+        raise PluginError("README.md has no flags:begin and flags:end")
+    return table.strip()
+
+
+def _options(repository: Path) -> str:
+    """A row for each variable that belongs to a patch."""
+    rows = ["| variable | patch | meaning |", "|---|---|---|"]
+    for name, patch in registry.patches().items():
+        for variable, meaning in _variables(patch):
+            cell = meaning.replace("|", r"\|")
+            rows.append(f"| `{variable}` | [{name}]({_uri(name)}) | {cell} |")
+    return "\n".join(rows)
+
+
+_TABLES: dict[str, Callable[[Path], str]] = {
+    "patches": _patches,
+    "flags": _flags,
+    "options": _options,
+}
+
+
+def _link(found: re.Match[str], here: str, repository: Path) -> str:
+    label, target = found[1], posixpath.normpath(posixpath.join(here, found[2]))
+    outside = target.removeprefix("../")
+    if outside == target:
+        return found[0]
+    if not (repository / outside).exists():
+        return found[0]  # MkDocs says that it leads nowhere
+    return f"`{outside}`" if outside in label else f"{label} (`{outside}`)"
