@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -29,10 +30,21 @@ def provenance(device: torch.device, commit: str | None) -> dict[str, str]:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, nccl)) or "none",
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        "ranks": str(dist.get_world_size()),
-        "backend": dist.get_backend(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu(),
+        **(_group() if dist.is_initialized() else {}),
     }
+
+
+def _group() -> dict[str, str]:
+    return {"ranks": str(dist.get_world_size()), "backend": dist.get_backend()}
+
+
+def _cpu() -> str:
+    """The processor's name, as Linux knows it, and how many this process may use."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"CPU ({names[0] if names else platform.machine()}, {os.cpu_count()} cores)"
 
 
 def _git_commit() -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks' small version on CPU: every row runs, with the right gradients."""
+"""The benchmarks' small versions on CPU: every row runs, with the right gradients."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = [str(number) for number in range(1, 11)]
 TIMED = [number for number in ROWS if number != "3"]
 PATCHED = ["2", "4", "5", "6", "7"]
+HOOKED = {
+    "PYTHONPATH, DS_PATCHES unset": "< 2",
+    "PYTHONPATH, DS_PATCHES=all": "< 10",
+    ".pth, DS_PATCHES unset": "< 2",
+    ".pth, DS_PATCHES=all": "< 10",
+}
 
 
 class Outcome:
@@ -92,3 +98,37 @@ def test_retain_times_steps_with_the_right_gradients(retain: Outcome) -> None:
         assert row["gradient_error"] < 2e-2, number
     for number in "78":  # the sums: had a loss been lost, the same check would see it
         assert retain.kept["rows"][number]["gradient_error_last_alone"] > 0.5
+
+
+@pytest.fixture(scope="module")
+def startup(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    path = tmp_path_factory.mktemp("startup") / "startup.json"
+    command = "-m benchmarks.startup --rounds 3 --imports 1 --commit abc --json"
+    done = subprocess.run(
+        [sys.executable, *command.split(), str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Outcome(done.stdout, json.loads(path.read_text()))
+
+
+def test_startup_prints_every_start_and_bar(startup: Outcome) -> None:
+    bare = startup.table("python -c pass")
+    assert [cells[0] for cells in bare] == ["no hook", *HOOKED]
+    assert all(float(number) > 0 for cells in bare for number in cells[1:3])
+    assert [cells[3] == "-" for cells in bare] == [True, False, False, False, False]
+    bars = startup.table("added CPU ms")
+    assert [(cells[0], cells[2]) for cells in bars] == list(HOOKED.items())
+    imports = startup.table("python -c 'import deepspeed'")
+    assert [cells[0] for cells in imports][:2] == ["DS_PATCHES unset", "DS_PATCHES=all"]
+    assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"
+
+
+def test_startup_keeps_what_it_measured(startup: Outcome) -> None:
+    assert startup.kept["provenance"]["commit"] == "abc"
+    starts = startup.kept["starts"]
+    assert [len(start["taken"]) for start in starts] == [3] * 5 + [1] * 3
+    assert all(taken["cpu"] > 0 for start in starts for taken in start["taken"])

@@ -30,6 +30,8 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
+import pytest
+
 import ds_patches
 from ds_patches import startup
 from ds_patches.core import gate, lifecycle, live, registry, release
@@ -122,7 +124,7 @@ class Walk:
             self._arm()
             self.resting, self.waits = {State.PENDING}, True
         elif self.style and self.style in OPAQUE:
-            self._apply_in_vain(self._arm if event == "H" else self._call)
+            self._apply_in_vain(self._arm if event == "H" else self._call_in_vain)
         else:
             self._apply(self._arm if event == "H" else self._call)
         self.compare()
@@ -167,10 +169,12 @@ class Walk:
         return ds_patches.status()[self.name]
 
     def _call(self) -> PatchStatus:
-        try:
-            return ds_patches.apply(self.name)
-        except ds_patches.PatchNotApplied as refusal:
-            return refusal.statuses[0]
+        return ds_patches.apply(self.name)
+
+    def _call_in_vain(self) -> PatchStatus:
+        with pytest.raises(ds_patches.PatchNotApplied) as refusal:
+            ds_patches.apply(self.name)
+        return refusal.value.statuses[0]
 
     def _arm(self) -> PatchStatus:
         os.environ["DS_PATCHES"] = self.name

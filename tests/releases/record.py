@@ -22,7 +22,7 @@ from tests.releases.cell import Cell
 
 FILE = ROOT / "docs" / "compatibility.json"
 CORE = "core"
-_CORE_TESTS = ("tests/core", "tests/test_world.py")
+_CORE_TESTS = ("tests/core", "tests/launchers", "tests/test_world.py")
 
 
 @dataclass(frozen=True)

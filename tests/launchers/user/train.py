@@ -1,0 +1,61 @@
+"""A user's training script: two backwards over one forward of a ZeRO-3 model.
+
+It does nothing about patches, and stock DeepSpeed crashes at the second backward: a run that ends
+was patched. Only then it asks ds_patches, for its report, `FOLDER/RANK.json`.
+"""
+
+import argparse
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import model
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+
+# On CPU, DeepSpeed compiles an all-reduce for half a minute that only inference needs.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def main(folder: Path) -> None:
+    deepspeed.init_distributed()
+    network = model.build()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config="zero3.json")
+    report(folder, train(engine))
+    dist.destroy_process_group()
+
+
+def train(engine: Any) -> dict[str, Any]:
+    """One step; returns the gradients by the parameters' names."""
+    tokens = model.batch(dist.get_rank())
+    first, second = model.losses(engine(tokens), tokens)
+    engine.backward(first, retain_graph=True)
+    engine.backward(second)
+    gradients = {n: safe_get_full_grad(p).tolist() for n, p in engine.module.named_parameters()}
+    engine.step()
+    return gradients
+
+
+def report(folder: Path, gradients: dict[str, Any]) -> None:
+    import ds_patches
+
+    told = {
+        "host": socket.gethostname(),
+        "rank": dist.get_rank(),
+        "world": dist.get_world_size(),
+        "gradients": gradients,
+        "live": [name for name, status in ds_patches.status().items() if status.live],
+    }
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--local_rank", help="the deepspeed launcher gives it")
+    main(parser.parse_args().folder)

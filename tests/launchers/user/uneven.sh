@@ -1,0 +1,9 @@
+# One rank of train.py, with a wish of its own on rank 1.
+
+# The launcher ends the other ranks at the first failure; here, each is to say why it failed.
+trap '' TERM
+
+if [ "$RANK" = 1 ]; then
+    export DS_PATCHES_ZERO3_RETAIN_LOST_GRADIENTS=accumulate
+fi
+exec python train.py "$@"

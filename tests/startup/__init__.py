@@ -1,0 +1,1 @@
+"""What makes an interpreter apply patches by itself: hooks, commands, waiting, applying, cost."""

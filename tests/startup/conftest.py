@@ -1,0 +1,45 @@
+"""Fixtures of the start-up tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.startup.environment import Environment
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment that no test changes."""
+    return Environment.make(tmp_path_factory.mktemp("environment") / "shared")
+
+
+@pytest.fixture
+def own(environment: Environment, tmp_path: Path) -> Environment:
+    """An environment that belongs to this test."""
+    return environment.copy(tmp_path / "own")
+
+
+@pytest.fixture(scope="session")
+def enabled(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """One whose `.pth` hook is enabled, and that no test changes."""
+    copied = environment.copy(tmp_path_factory.mktemp("environment") / "enabled")
+    assert copied.ds_patches("enable").returncode == 0
+    return copied
+
+
+@pytest.fixture(params=["PYTHONPATH", ".pth"])
+def hooked(
+    request: pytest.FixtureRequest, environment: Environment, enabled: Environment
+) -> Callable[..., str]:
+    """Runs an interpreter that has a start-up hook, either one; returns what it printed."""
+    here, path = (enabled, ()) if request.param == ".pth" else (environment, (environment.hook,))
+
+    def run(*arguments: str | Path, **variables: str) -> str:
+        done = here.start(*arguments, path=path, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,200 @@
+"""What goes wrong when patches are applied by themselves, and what then becomes of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.core import fake
+from tests.startup.environment import Environment
+from tests.startup.test_autoapply import start
+
+GOES_ON = """
+import deepspeed
+try:
+    print(state())
+except ds_patches.DsPatchesError as error:
+    print(type(error).__name__)
+assert deepspeed.runtime.engine.scale(1) == ("scale", 1)
+"""
+
+
+def released(here: Environment, version: str, engine: str = fake.ENGINE) -> None:
+    """Install another DeepSpeed in the place of the one there."""
+    (metadata,) = here.site.glob("deepspeed-*")
+    metadata = metadata.rename(here.site / f"deepspeed-{version}.dist-info") / "METADATA"
+    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    (here.site / "deepspeed/runtime/engine.py").write_text(engine)
+
+
+def shape_changed(here: Environment) -> tuple[str, str]:
+    """Break it; return the state that the patch is to have, and the reason."""
+    released(here, "0.19.8", fake.ENGINE.replace("self.factor, x)", "x)"))
+    return "shape changed", "deepspeed.runtime.engine:Engine.forward has the unknown shape"
+
+
+def too_new(here: Environment) -> tuple[str, str]:
+    released(here, "0.19.9")
+    return "unknown version", "DS_PATCHES_FORCE=sample applies it"
+
+
+def too_old(here: Environment) -> tuple[str, str]:
+    released(here, "0.15.4")
+    return "out of range", "DeepSpeed 0.15.4 is not in >=0.16.0"
+
+
+def wrapper_module_raises(here: Environment) -> tuple[str, str]:
+    (here.package / "sample/around.py").write_text("raise RuntimeError('no licence')")
+    return "failed", "RuntimeError: no licence"
+
+
+def activation_raises(here: Environment) -> tuple[str, str]:
+    around = here.package / "sample/around.py"
+    text = around.read_text().replace("log.append((", "raise RuntimeError('no licence')  #", 1)
+    around.write_text(text)
+    return "failed", "RuntimeError: no licence"
+
+
+REFUSALS = [shape_changed, too_new, too_old, wrapper_module_raises, activation_raises]
+
+
+@pytest.mark.parametrize("broken", REFUSALS)
+def test_a_patch_that_is_not_applied(
+    own: Environment, broken: Callable[[Environment], tuple[str, str]]
+) -> None:
+    state, reason = broken(own)
+    done = start(own, GOES_ON)
+    assert (done.returncode, done.stdout) == (0, f"{state}\n"), done.stderr
+    assert done.stderr.startswith(f"ds_patches: sample is not applied, {state}: ")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1, "one warning, and no page of text"
+    strict = start(own, f"print('begun', flush=True){GOES_ON}", DS_PATCHES_STRICT="1")
+    assert (strict.returncode, strict.stdout) == (1, "begun\n")
+    last = strict.stderr.splitlines()[-1]
+    assert last.startswith(f"ds_patches: sample is {state}: ")
+    assert reason in last
+    assert last.endswith("(DS_PATCHES_STRICT)")
+    assert "Traceback" not in strict.stderr
+
+
+FLAGS = {
+    "DS_PATCHES": ("smaple", "no patch is named 'smaple'; the patches are: sample"),
+    "DS_PATCHES_SAMPEL": ("1", "DS_PATCHES_SAMPEL means nothing"),
+    "DS_PATCHES_SAMPLE_MODE": ("odd", "the choices are: soft, hard"),
+    "DS_PATCHES_LOG": ("loud", "the choices are: debug, info"),
+    "DS_PATCHES_SAMPLE": ("perhaps", "the choices are: 0, 1"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_that_means_nothing(environment: Environment, name: str) -> None:
+    value, reason = FLAGS[name]
+    flags = {"DS_PATCHES": "sample"} | {name: value}
+    wanted = flags.pop("DS_PATCHES")
+    done = start(environment, GOES_ON, wanted, **flags)
+    assert (done.returncode, done.stdout) == (0, f"{kind(name)}\n"), done.stderr
+    assert done.stderr.startswith("ds_patches: nothing is applied to deepspeed: ")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+    strict = start(environment, GOES_ON, wanted, DS_PATCHES_STRICT="on", **flags)
+    assert (strict.returncode, strict.stdout, strict.stderr.count("\n")) == (1, "", 1)
+    assert reason in strict.stderr
+
+
+def kind(name: str) -> str:
+    return "UnknownPatch" if name == "DS_PATCHES" else "FlagError"
+
+
+def test_a_broken_patch_folder(own: Environment) -> None:
+    (own.package / "sample/binding.py").write_text("PATCH = None")
+    done = start(own, GOES_ON)
+    assert (done.returncode, done.stdout) == (0, "BrokenPatch\n"), done.stderr
+    reason = "ds_patches.sample.binding has no PATCH\n"
+    assert done.stderr == f"ds_patches: nothing is applied to deepspeed: {reason}"
+
+
+def test_a_strict_refusal_that_the_program_swallows_comes_again(own: Environment) -> None:
+    """Many a library asks for DeepSpeed in a bare `try: import deepspeed; except: ...`."""
+    too_new(own)
+    code = """
+for _ in range(2):
+    try:
+        import deepspeed
+    except BaseException as refusal:
+        print(type(refusal).__name__)
+    print("deepspeed" in sys.modules)
+import deepspeed
+print("unpatched")
+"""
+    done = start(own, code, DS_PATCHES_STRICT="1")
+    assert (done.returncode, done.stdout) == (1, "SystemExit\nFalse\n" * 2)
+
+
+def test_a_strict_refusal_in_a_thread_is_said(own: Environment) -> None:
+    too_new(own)
+    code = """
+import threading
+thread = threading.Thread(target=__import__, args=("deepspeed",))
+thread.start()
+thread.join()
+print("deepspeed" in sys.modules)
+"""
+    done = start(own, code, DS_PATCHES_STRICT="1")
+    assert done.stdout == "False\n"
+    assert "ds_patches: sample is unknown version: " in done.stderr
+
+
+def test_what_is_fixed_upstream_or_not_wanted_is_no_failure(own: Environment) -> None:
+    binding = own.package / "sample/binding.py"
+    binding.write_text(binding.read_text().replace("fixed_in=None", 'fixed_in="0.19.8"'))
+    for flags, state in (({}, "fixed upstream"), ({"DS_PATCHES_SAMPLE": "0"}, "disabled")):
+        done = start(own, GOES_ON, DS_PATCHES_STRICT="1", **flags)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{state}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("level", "said"), [("debug", 2), ("info", 1), ("warning", 1), ("error", 0)]
+)
+def test_how_much_is_said(environment: Environment, level: str, said: int) -> None:
+    done = start(environment, "import deepspeed", DS_PATCHES_LOG=level)
+    assert done.returncode == 0
+    assert done.stderr.count("ds_patches: ") == done.stderr.count("\n") == said
+
+
+#: Ways to set up logging; each says a line once, as its own format has it.
+LOGGING = {
+    "the root": "logging.basicConfig(format='mine %(message)s', stream=sys.stdout)",
+    "ours": """
+handler = logging.StreamHandler(sys.stdout)
+handler.setFormatter(logging.Formatter("mine %(message)s"))
+logging.getLogger("ds_patches").addHandler(handler)
+""",
+}
+
+
+@pytest.mark.parametrize("set_up", LOGGING.values(), ids=LOGGING)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_line_is_not_said_twice(environment: Environment, set_up: str, first: bool) -> None:
+    steps = [f"import logging{chr(10)}{set_up}", "import deepspeed"]
+    code = "\n".join([*(steps if first else steps[::-1]), 'ds_patches.unapply("sample")'])
+    done = start(environment, f"{code}\nds_patches.apply('sample')")
+    note = "sample: engines built before keep their hooks\n"
+    expected = (f"mine {note}" * 2, "") if first else (f"mine {note}", f"ds_patches: {note}")
+    assert (done.stdout, done.stderr) == expected
+
+
+def test_it_speaks_on_the_stderr_of_now(environment: Environment) -> None:
+    """Test runners and notebooks put their own in its place, and close it again."""
+    code = """
+import contextlib, io
+with contextlib.redirect_stderr(io.StringIO()) as taken:
+    import deepspeed
+print(taken.getvalue(), end="")
+taken.close()
+ds_patches.unapply("sample")
+ds_patches.apply("sample")
+"""
+    done = start(environment, code)
+    note = "ds_patches: sample: engines built before keep their hooks\n"
+    assert (done.stdout, done.stderr) == (note, note)

@@ -1,0 +1,36 @@
+"""What the start-up hook costs an interpreter; measured in earnest by benchmarks/startup.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.startup.environment import Environment
+
+#: Milliseconds: of a program that is not to be patched, and of one that has no use for DeepSpeed.
+UNSET_BAR, SET_BAR = 2.0, 10.0
+STARTS = 10
+
+
+def imported(here: Environment, *path: object, **variables: str) -> dict[str, int]:
+    """Return the modules that a bare start imports, with each one's own microseconds."""
+    done = here.start("-X", "importtime", "-c", "pass", path=path, **variables)
+    assert done.returncode == 0, done.stderr
+    rows = [line.removeprefix("import time:").split("|") for line in done.stderr.splitlines()]
+    return {name.strip(): int(own) for own, _, name in rows if own.strip().isdigit()}
+
+
+@pytest.mark.parametrize("kind", ["PYTHONPATH", ".pth"])
+@pytest.mark.parametrize("variables", [{}, {"DS_PATCHES": "all"}], ids=["unset", "set"])
+def test_the_hook_is_light(
+    environment: Environment, enabled: Environment, kind: str, variables: dict[str, str]
+) -> None:
+    """The best of many starts, so that only what is really imported can fail it."""
+    here, path = (enabled, ()) if kind == ".pth" else (environment, (environment.hook,))
+    bare = imported(environment).keys() - {"sitecustomize"}  # which is looked for in any case
+    costs = []
+    for _ in range(STARTS):
+        found = imported(here, *path, **variables)
+        ours = {name: own for name, own in found.items() if name not in bare}
+        costs.append(sum(ours.values()) / 1000)
+    assert ("ds_patches.startup" in ours) is bool(variables)
+    assert min(costs) < (SET_BAR if variables else UNSET_BAR), ours

@@ -1,0 +1,124 @@
+"""`python -m ds_patches env`: what other hosts need, in DeepSpeed's own file for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.core import fake
+from tests.startup.environment import BEFORE_AND_AFTER, LIVE, Environment
+
+
+def as_launched(text: str) -> dict[str, str]:
+    """Read a `.deepspeed_env` as DeepSpeed's launchers do; they raise without a "="."""
+    parted = [line.split("=", maxsplit=1) for line in text.splitlines()]
+    return {name.strip(): value.strip() for name, value in parted}
+
+
+def test_the_lines_patch_a_program_on_another_host(
+    environment: Environment, tmp_path: Path
+) -> None:
+    done = environment.ds_patches("env", DS_PATCHES="sample", path=(tmp_path,))
+    found = as_launched(done.stdout)
+    # The launcher's own line for the working directory, which this one takes the place of.
+    path = [environment.hook, environment.root, tmp_path]
+    assert found == {
+        "DS_PATCHES": "sample",
+        "DS_PATCHES_PREFIX": str(environment.root),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+    }
+    assert environment.start("-c", BEFORE_AND_AFTER, **found).stdout == LIVE
+
+
+def test_an_enabled_host_needs_no_path(enabled: Environment) -> None:
+    found = as_launched(enabled.ds_patches("env").stdout)
+    assert found == {"DS_PATCHES": "all"}
+    assert enabled.start("-c", BEFORE_AND_AFTER, **found).stdout == LIVE
+
+
+def test_lists_hold_no_comma(environment: Environment) -> None:
+    """Slurm's --export splits there."""
+    flags = {"DS_PATCHES": "sample, sample", "DS_PATCHES_SKIP": "a,b", "DS_PATCHES_FORCE": "a,"}
+    found = as_launched(environment.ds_patches("env", **flags).stdout)
+    assert found["DS_PATCHES"] == "sample+sample"
+    assert found["DS_PATCHES_SKIP"] == "a+b"
+    readable = {k: v for k, v in found.items() if k not in ("DS_PATCHES_SKIP", "DS_PATCHES_FORCE")}
+    assert environment.start("-c", BEFORE_AND_AFTER, **readable).stdout == LIVE
+
+
+OTHERS = {
+    "nothing": b"",
+    "a few": b"NCCL_DEBUG=INFO\nEMPTY=\n  SPACED = a b \n",
+    "no newline at the end": b"NCCL_DEBUG=INFO",
+    "of Windows": b"NCCL_DEBUG=INFO\r\nOTHER=1\r\n",
+    "odd characters": b"A=\xff\xfe\nB=\xe2\x80\xa8\x0c x=y\n",
+    "names like ours": b"DS_PATCH=1\nMY_DS_PATCHES=1\nDS_ENV_FILE=x\n",
+}
+
+
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+def test_written_and_removed(environment: Environment, tmp_path: Path, others: bytes) -> None:
+    file = tmp_path / "some.env"
+    if others:
+        file.write_bytes(others)
+    ended = others + b"\n" * (bool(others) and not others.endswith(b"\n"))
+    for flags in ({"DS_PATCHES": "all"}, {"DS_PATCHES": "sample", "DS_PATCHES_STRICT": "1"}):
+        assert environment.ds_patches("env", "--write", file, **flags).returncode == 0
+        ours = environment.ds_patches("env", **flags).stdout
+        assert file.read_bytes() == ended + ours.encode(), "what was ours before is gone"
+    done = environment.ds_patches("env", "--remove", file)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert file.read_bytes() == ended if others else not file.exists()
+    assert environment.ds_patches("env", "--remove", file).returncode == 0
+
+
+def test_blank_lines_are_left_out(environment: Environment, tmp_path: Path) -> None:
+    """DeepSpeed's launchers stop at them."""
+    file = fake.write(tmp_path / "some.env", "A=1\n\n \nB=2\n\n")
+    environment.ds_patches("env", "--write", file)
+    assert list(as_launched(file.read_text()))[:2] == ["A", "B"]
+    environment.ds_patches("env", "--remove", file)
+    assert file.read_text() == "A=1\nB=2\n"
+
+
+def test_a_path_of_the_users_own_is_kept_in_ours(environment: Environment, tmp_path: Path) -> None:
+    """Of two lines of one name the launchers take the last."""
+    file = fake.write(tmp_path / "some.env", "PYTHONPATH=/data/code:/data/more\n")
+    for _ in range(2):
+        environment.ds_patches("env", "--write", file, path=(tmp_path,))
+        path = as_launched(file.read_text())["PYTHONPATH"]
+        expected = [str(environment.hook), str(environment.root), "/data/code", "/data/more"]
+        assert path.split(":") == expected
+    environment.ds_patches("env", "--remove", file)
+    assert file.read_text() == "PYTHONPATH=/data/code:/data/more\n"
+
+
+def test_the_line_of_another_copy_is_ours(environment: Environment, tmp_path: Path) -> None:
+    gone = "PYTHONPATH=/gone/lib/ds_patches/startup/hook:/work\nDS_PATCHES=all\n"
+    file = fake.write(tmp_path / "some.env", gone)
+    environment.ds_patches("env", "--write", file)
+    assert "/gone" not in file.read_text()
+
+
+def test_by_default_the_file_of_the_working_directory(own: Environment) -> None:
+    file = own.root / ".deepspeed_env"
+    own.ds_patches("env", "--write")
+    assert as_launched(file.read_text())["DS_PATCHES"] == "all"
+    own.ds_patches("env", "--remove")
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("option", ["--write", "--remove"])
+@pytest.mark.parametrize("place", ["missing/some.env", "."])
+def test_a_file_that_cannot_be_written(
+    environment: Environment, tmp_path: Path, option: str, place: str
+) -> None:
+    done = environment.ds_patches("env", option, tmp_path / place)
+    if (option, place) == ("--remove", "missing/some.env"):
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"ds_patches: {tmp_path / place} cannot be written: " in done.stderr
+    assert not list(tmp_path.iterdir())

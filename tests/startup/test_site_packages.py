@@ -1,0 +1,90 @@
+"""`enable` and `disable`: one file in site-packages, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.core import fake
+from tests.startup.environment import BEFORE_AND_AFTER, LIVE, NOT_LIVE, Environment
+
+
+def listing(folder: Path) -> list[str]:
+    """Return all that lies under a folder, but for what importing leaves."""
+    return sorted(str(one) for one in folder.rglob("*") if "__pycache__" not in one.parts)
+
+
+def test_enabling_and_disabling_are_idempotent_and_leave_nothing(own: Environment) -> None:
+    before = listing(own.root)
+    file = own.site / "ds_patches.pth"
+    assert own.ds_patches("disable").stdout == "ds_patches: was not enabled\n"
+    first, second = own.ds_patches("enable"), own.ds_patches("enable")
+    assert first.returncode == second.returncode == 0
+    assert first.stdout == second.stdout
+    assert f"enabled by {file}" in first.stdout
+    assert listing(own.root) == sorted([*before, str(file)])
+    assert file.read_text().count("\n") == 1, "Python runs lines that begin with import, each alone"
+    assert own.ds_patches("disable").stdout == f"ds_patches: removed {file}\n"
+    assert own.ds_patches("disable").returncode == 0
+    assert listing(own.root) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [("-I", LIVE), ("-E", LIVE), ("-s", LIVE), ("-S", NOT_LIVE)]
+)
+def test_options_of_python(enabled: Environment, option: str, expected: str) -> None:
+    path = (enabled.site,) if option == "-S" else ()  # which has the modules of the program
+    done = enabled.start(option, "-c", BEFORE_AND_AFTER, path=path, DS_PATCHES="sample")
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+
+
+def test_enabled_again_after_an_upgrade(own: Environment) -> None:
+    file = fake.write(own.site / "ds_patches.pth", "import of_an_older_version")
+    assert own.ds_patches("enable").returncode == 0
+    assert "older" not in file.read_text()
+    assert own.start("-c", BEFORE_AND_AFTER, DS_PATCHES="sample").stdout == LIVE
+
+
+@pytest.fixture(params=["missing", "a file", "of the kernel", "occupied"])
+def unwritable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Site-packages that take no file of ours; also from root, who may write anywhere else."""
+    folder = tmp_path / "site"
+    if request.param == "a file":
+        folder.touch()
+    elif request.param == "occupied":
+        (folder / "ds_patches.pth/full").mkdir(parents=True)
+    elif request.param == "of the kernel":
+        folder = Path("/proc/self")
+    before = listing(tmp_path)
+    yield folder
+    assert listing(tmp_path) == before
+
+
+def test_where_nothing_can_be_written(environment: Environment, unwritable: Path) -> None:
+    done = command(environment, unwritable, "enable")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(
+        f"ds_patches: {unwritable / 'ds_patches.pth'} cannot be written ("
+    )
+    assert "`python -m ds_patches run -- COMMAND` needs no such file" in done.stderr
+
+
+def test_where_nothing_can_be_removed(environment: Environment, tmp_path: Path) -> None:
+    (tmp_path / "ds_patches.pth/full").mkdir(parents=True)
+    done = command(environment, tmp_path, "disable")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"ds_patches: {tmp_path / 'ds_patches.pth'} cannot be removed: " in done.stderr
+
+
+def command(environment: Environment, site: Path, name: str) -> CompletedProcess[str]:
+    """Run the command where Python says that its site-packages are in `site`."""
+    code = f"""if True:
+        import sysconfig
+        sysconfig.get_path = {{"purelib": {str(site)!r}}}.__getitem__
+        from ds_patches.__main__ import main
+        raise SystemExit(main([{name!r}]))
+    """
+    return environment.start("-c", code)
