@@ -21,6 +21,7 @@ from ds_patches.core.errors import RanksDisagree
 from ds_patches.core.journal import Journal
 from ds_patches.core.patch import Patch, Target
 from ds_patches.core.references import resolve
+from ds_patches.core.state import State
 
 log = logging.getLogger("ds_patches")
 
@@ -99,6 +100,8 @@ def differences(everyone: Mapping[int, Holdings]) -> Iterator[str]:
 
 def _holding(patch: Patch, wish: flags.Wish) -> str:
     status = lifecycle.status(patch, wish)
+    if status.state is State.READY:
+        return "not applied"
     if not status.live:
         return f"{status.state.value} ({status.reason})"
     chosen = ", ".join(f"{k}={v}" for k, v in lifecycle.options(patch).items())
@@ -115,33 +118,41 @@ def _compare(ranks: tuple[int, ...], me: int, mine: Holdings) -> str:
         store.set(f"{prefix}/{me}", json.dumps(mine))
         # Longer than the first rank waits, so that its verdict comes before this rank gives up.
         silent = _wait(store, {ranks[0]: f"{prefix}/verdict"}, timeout + PATIENCE)
-        return silent or store.get(f"{prefix}/verdict").decode()
+        verdict = _silence(silent, timeout) or store.get(f"{prefix}/verdict").decode()
+        store.set(f"{prefix}/{me}/read", "")
+        return verdict
     keys = {rank: f"{prefix}/{rank}" for rank in ranks[1:]}
-    verdict = _wait(store, keys, timeout)
-    if not verdict:
-        theirs = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-        verdict = "; ".join(differences({me: mine} | theirs))
+    silent = _wait(store, keys, timeout)
+    theirs = {rank: json.loads(store.get(keys[rank])) for rank in keys if rank not in silent}
+    verdict = _silence(silent, timeout) or "; ".join(differences({me: mine} | theirs))
     store.set(f"{prefix}/verdict", verdict)
+    if verdict:  # the store may end with this rank: not before the others know why
+        _wait(store, {rank: f"{keys[rank]}/read" for rank in theirs}, PATIENCE)
     return verdict
 
 
-def _wait(store: Any, keys: Mapping[int, str], timeout: float) -> str:
-    """Wait for each rank's key; returns "" or, after `timeout` seconds, who has said nothing."""
+def _wait(store: Any, keys: Mapping[int, str], timeout: float) -> list[int]:
+    """Wait for each rank's key; returns the ranks that have set none after `timeout` seconds."""
     begin, told, pause, silent = time.monotonic(), False, 0.001, list(keys)
     while silent := [rank for rank in silent if not store.check([keys[rank]])]:
         waited = time.monotonic() - begin
-        text = (
-            f"after {waited:.0f} s, {_named(silent)} did not say which patches are applied there: "
-            "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
-        )
         if waited > timeout:
-            return text
+            break
         if waited > PATIENCE and not told:
-            log.warning("%s", text)
+            log.warning("%s", _silence(silent, waited))
             told = True
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
-    return ""
+    return silent
+
+
+def _silence(ranks: Sequence[int], waited: float) -> str:
+    if not ranks:
+        return ""
+    return (
+        f"after {waited:.0f} s, {_named(ranks)} did not say which patches are applied there: "
+        "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
+    )
 
 
 def _store() -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ds_patches.core import agreement, flags, lifecycle, registry
 from ds_patches.core.errors import PatchNotApplied
-from ds_patches.core.flags import Names, Options, Wish
+from ds_patches.core.flags import Names, Options, Wish, Wishes
 from ds_patches.core.gate import Force
+from ds_patches.core.patch import Patch
 from ds_patches.core.state import PatchStatus, State
 
 log = logging.getLogger("ds_patches")
@@ -20,8 +21,6 @@ _afterwards: list[Callable[[], None]] = []
 
 #: Not live, and nothing to warn of.
 _CONTENT = (State.DISABLED, State.FIXED_UPSTREAM)
-#: Not live, though other ranks may have it.
-_REFUSED = (State.OUT_OF_RANGE, State.UNKNOWN_VERSION, State.SHAPE_CHANGED, State.FAILED)
 #: For questions to which the user's flags are no answer.
 _INDIFFERENT = Wish(wanted=True, why="", force=Force.NO, options={})
 
@@ -35,6 +34,8 @@ def apply_all(
     options: Options | None = None,
 ) -> dict[str, PatchStatus]:
     """Apply every patch that is wanted and that the installed DeepSpeed allows.
+
+    The call has the last word: what it leaves out, auto-apply does not apply later either.
 
     only: names to apply; all others are left out. skip: names to leave out.
     strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
@@ -51,16 +52,25 @@ def apply_all(
         wishes = flags.read(
             patches, only=only, skip=skip, strict=strict, force=force, options=options
         )
-        result = {}
         for name, patch in patches.items():
-            if (wish := wishes.of[name]).wanted:
-                result[name] = lifecycle.apply(patch, wish, (options or {}).get(name, {}))
-            else:
-                result[name] = lifecycle.status(patch, wish)
-        wanted = [s for s in result.values() if wishes.of[s.name].wanted]
-        _watch_ranks(wanted)
-        _report(wanted, wishes.strict)
-        return result
+            if not wishes.of[name].wanted:
+                lifecycle.decline(patch)
+        return apply_wanted(patches, wishes, options or {})
+
+
+def apply_wanted(
+    patches: Mapping[str, Patch], wishes: Wishes, options: Options
+) -> dict[str, PatchStatus]:
+    """Apply the patches that are wanted and report on them; see `apply_all`."""
+    result = {}
+    for name, patch in patches.items():
+        if (wish := wishes.of[name]).wanted:
+            result[name] = lifecycle.apply(patch, wish, options.get(name, {}))
+        else:
+            result[name] = lifecycle.status(patch, wish)
+    agreement.watch()  # also where all is refused or disabled: other ranks may have it
+    _report([s for s in result.values() if wishes.of[s.name].wanted], wishes.strict)
+    return result
 
 
 def unapply_all() -> dict[str, PatchStatus]:
@@ -84,7 +94,7 @@ def apply(name: str, *, force: bool = False, **options: str) -> PatchStatus:
             registry.patches(), only=name, force=forced, options={name: options} if options else {}
         )
         status = lifecycle.apply(patch, wishes.of[name], options)
-        _watch_ranks([status])
+        agreement.watch()
         if not status.live:
             raise PatchNotApplied([status]) from lifecycle.failure(patch)
         return status
@@ -139,29 +149,31 @@ def soon(action: Callable[[], None]) -> None:
 def _call() -> Iterator[None]:
     """One call at a time."""
     global _depth
-    with _lock:
-        _depth += 1
-        try:
-            yield
-        finally:
-            _depth -= 1
-    _catch_up()
+    try:
+        with _lock:
+            _depth += 1
+            try:
+                yield
+            finally:
+                _depth -= 1
+    finally:  # also after a call that was refused: its import may have brought something about
+        _catch_up()
 
 
 def _catch_up() -> None:
+    global _depth
     while _afterwards and _lock.acquire(blocking=False):
         try:
             if _depth or not _afterwards:
                 return
-            _afterwards.pop(0)()
+            action = _afterwards.pop(0)
+            _depth += 1
+            try:
+                action()
+            finally:
+                _depth -= 1
         finally:
             _lock.release()
-
-
-def _watch_ranks(wanted: list[PatchStatus]) -> None:
-    """Compare ranks once an engine is built: also on the rank where a patch was refused."""
-    if any(s.live for s in wanted) or any(s.state in _REFUSED for s in wanted):
-        agreement.watch()
 
 
 def _report(wanted: list[PatchStatus], strict: bool) -> None:

@@ -40,7 +40,7 @@ def _begin() -> None:
                 lifecycle.wait(patch, modules)
                 for module in modules:
                     imports.when_whole(module, partial(api.soon, partial(_apply_late, patch)))
-        api.apply_all(skip=left_out)
+        api.apply_wanted(patches, flags.read(patches, skip=left_out), {})
 
 
 def _apply_late(patch: Patch) -> None:
@@ -49,7 +49,7 @@ def _apply_late(patch: Patch) -> None:
     if lifecycle.is_reverted(patch) or not all(map(imports.is_whole, modules)):
         return
     with _open():
-        api.apply_all(only=patch.name)
+        api.apply_wanted({patch.name: patch}, flags.read(registry.patches()), {})
 
 
 def _absent_modules(patch: Patch, force: gate.Force) -> list[str]:

@@ -112,8 +112,12 @@ def _listed(drift: Sequence[Drift]) -> str:
 
 def _drift(patch: Patch, installed: Release, version: Version) -> Iterator[Drift]:
     recorded = shape.known(patch)
-    for place in (*targets(patch, version), *facts(patch, version)):
-        found = shape.of(place, installed.folder)
+    places = (*targets(patch, version), *facts(patch, version))
+    # Module by module: each source file is parsed once, and few are held at a time.
+    in_order = sorted(places, key=lambda place: place.module)
+    shapes = {place.key: shape.of(place, installed.folder) for place in in_order}
+    for place in places:
+        found = shapes[place.key]
         known = tuple(recorded.get(place.key, ()))
         if found not in known:
             yield Drift(place, found, known, _live_origin(place))

@@ -66,15 +66,20 @@ def apply(patch: Patch, wish: Wish, asked: Mapping[str, str]) -> PatchStatus:
 def unapply(patch: Patch, wish: Wish) -> PatchStatus:
     """Take one patch back; harmless if it is not applied."""
     life = _lives.get(patch.name)
-    if is_pending(patch):
-        _lives.setdefault(patch.name, Life()).reverted = True
-    elif life is not None and life.journal.wrappers:
+    if life is not None and life.journal.wrappers:
         was_active = life.journal.active
         life.journal.remove()
         life.reverted = life.reverted or was_active
         life.notes = _deactivate(patch) if was_active else ()
         _warn(patch, (*life.journal.left_behind(), *life.notes))
+    decline(patch)
     return status(patch, wish)
+
+
+def decline(patch: Patch) -> None:
+    """Keep a pending patch from being applied by itself."""
+    if is_pending(patch):
+        _lives.setdefault(patch.name, Life()).reverted = True
 
 
 def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchStatus:

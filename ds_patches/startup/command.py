@@ -43,9 +43,8 @@ def _command(words: Sequence[str]) -> list[str]:
     first, *rest = words
     if first.endswith(".py"):
         return [sys.executable, first, *rest]
-    # The launchers of this environment, also where it is not activated.
-    beside = shutil.which(first, path=str(Path(sys.executable).parent))
-    found = shutil.which(first) or beside
+    # This environment's first: a launcher of another one would run unpatched.
+    found = shutil.which(first, path=str(Path(sys.executable).parent)) or shutil.which(first)
     if found is None:
         raise CannotRun(f"there is no command {first!r}")
     return [found, *rest]

@@ -217,6 +217,19 @@ def test_a_rank_without_the_patch_is_named_and_nothing_hangs(
     assert found[bare].trouble == "", "stock goes on"
 
 
+def left_out_on_rank_1(name: str) -> str:
+    with impatient():
+        ds_patches.apply_all(only=name, skip=() if dist.get_rank() == 0 else name)
+        return build()
+
+
+def test_a_rank_that_was_told_to_leave_the_patch_out_says_so(world: World, name: str) -> None:
+    for trouble in world.run(left_out_on_rank_1, name):
+        assert f"{name} is live" in trouble
+        assert "on rank 1" in trouble
+        assert "did not say" not in trouble
+
+
 def test_options_that_differ(world: World, name: str) -> None:
     (option,) = registry.patch(name).options[:1]
     chosen = option.choices[:2]

@@ -163,6 +163,20 @@ assert deepspeed.runtime.engine.scale(1)[0] == "scale"
     holds(make(own), code, DS_PATCHES_SAMPLE_MODE="soft")
 
 
+@pytest.mark.parametrize("choice", ['skip="sample"', "only=[]"])
+def test_a_call_that_leaves_it_out_has_the_last_word(environment: Environment, choice: str) -> None:
+    code = f"""
+assert state() == "pending"
+ds_patches.apply_all({choice})
+import deepspeed
+assert not ds_patches.is_applied("sample")
+assert deepspeed.runtime.engine.scale(1)[0] == "scale"
+ds_patches.apply_all()
+assert deepspeed.runtime.engine.scale(1)[0] == "marked"
+"""
+    holds(environment, code)
+
+
 def test_arming_again_changes_nothing(own: Environment) -> None:
     fake.deepspeed(own.site / "newer", "0.19.9")
     code = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -143,6 +144,22 @@ print("deepspeed" in sys.modules)
     done = start(own, code, DS_PATCHES_STRICT="1")
     assert done.stdout == "False\n"
     assert "ds_patches: sample is unknown version: " in done.stderr
+
+
+def test_a_call_that_is_refused_holds_nothing_up(own: Environment) -> None:
+    """It was the call that imported DeepSpeed; the other patches are due after it."""
+    activation_raises(own)
+    other = fake.patch_folder(own.root / "more", "other") / "other"
+    shutil.copytree(other, own.package / "other")
+    code = """
+try:
+    ds_patches.apply("sample")
+except ds_patches.PatchNotApplied:
+    import deepspeed
+    print(deepspeed.runtime.engine.scale(1)[0])
+"""
+    done = start(own, code, "all")
+    assert (done.returncode, done.stdout) == (0, "marked\n"), done.stderr
 
 
 def test_what_is_fixed_upstream_or_not_wanted_is_no_failure(own: Environment) -> None:

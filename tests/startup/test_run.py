@@ -45,11 +45,12 @@ def test_any_other_program(own: Environment, tmp_path: Path, place: str) -> None
     assert (done.returncode, done.stdout) == (0, LIVE), done.stderr
 
 
-def test_on_path_before_beside_the_interpreter(own: Environment, tmp_path: Path) -> None:
+def test_beside_the_interpreter_before_on_path(own: Environment, tmp_path: Path) -> None:
+    """A launcher of another environment would start ranks that are left alone."""
     for folder in (own.root / "bin", tmp_path / "programs"):
         fake.write(folder / "launch", f"#!/bin/sh\necho {folder.name}").chmod(0o755)
     search = f"{tmp_path / 'programs'}:{os.environ['PATH']}"
-    assert own.ds_patches("run", "--", "launch", PATH=search).stdout == "programs\n"
+    assert own.ds_patches("run", "--", "launch", PATH=search).stdout == "bin\n"
 
 
 def no_program(folder: Path) -> str:
