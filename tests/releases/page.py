@@ -32,6 +32,7 @@ The package index had {count} releases from {oldest} to {newest} on {looked_at}.
 
 `core` is what checks, applies and takes back every patch.
 No cell is about GPUs, NCCL or another torch; for GPUs see [benchmarks.md](benchmarks.md).
+Stock 0.18.7 to 0.18.9 cannot step ZeRO-1/2 on several CPU ranks; the tests' ranks work around that.
 {notes}
 ## Your release is refused or unknown
 

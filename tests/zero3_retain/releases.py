@@ -20,10 +20,6 @@ LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
 #: ZeRO-1/2 with ``contiguous_gradients`` off: wrong with a single backward, before any patch.
 NON_CONTIGUOUS_IS_WRONG = Version("0.18.3") > RELEASE
 
-#: ``step()`` of ZeRO-1/2 fails on CPU with several ranks: 'Output 0 of Split is a view'.
-FLAT_STEP_CRASHES = Version("0.18.7") <= RELEASE <= Version("0.18.9")
-
-
 #: ZeRO-1 with bf16 parameters and fp32 gradients: the boundary backward is never reduced (0.18.5 to
 #: 0.18.9), or nothing trains at all (0.18.3 and 0.18.4); with a single backward, before any patch.
 BF16_OPTIMIZER_IS_WRONG = Version("0.18.3") <= RELEASE <= Version("0.18.9")
