@@ -1,0 +1,2 @@
+"""N backwards, one gradient reduction.
+"""
