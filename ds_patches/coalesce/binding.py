@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Link, Option, Patch, Target
+from ds_patches.core.patch import Fact, Link, Option, Patch, Target
 
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -46,6 +46,70 @@ _TARGETS = (
     ),
 )
 
+
+def _flat_fact(name: str, why: str, releases: str = "") -> Fact:
+    return Fact(_FLAT, f"DeepSpeedZeroOptimizer.{name}", why, releases=releases)
+
+
+def _stage3_fact(name: str, why: str, releases: str = "") -> Fact:
+    return Fact(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", why, releases=releases)
+
+
+def _coordinator_fact(name: str, why: str, releases: str = "") -> Fact:
+    qualname = f"PartitionedParameterCoordinator.{name}"
+    return Fact(_COORDINATOR, qualname, why, releases=releases)
+
+
+_FACTS = (
+    Fact(_ENGINE, "DeepSpeedEngine.no_sync", "its flag makes a backward reduce nothing"),
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine.is_gradient_accumulation_boundary",
+        "goes by the flag that a flush raises and puts back",
+    ),
+    Fact(
+        "deepspeed.runtime.base_optimizer",
+        "BackwardHookStateManager",
+        "is reset after a backward that raised",
+        releases=_HOOK_STATE,
+    ),
+    _flat_fact("get_param_gradient_attribute", "says where a gradient waits"),
+    _flat_fact("fill_grad_accum_attribute", "moves a gradient to its fp32 sum, at stage 1"),
+    _flat_fact("backward", "allocates the reduce buffers that a flush allocates", "<=0.16.4"),
+    _flat_fact(
+        "backward_prologue",
+        "allocates the reduce buffers and counts a micro step",
+        ">=0.16.5,<=0.18.2",
+    ),
+    _flat_fact(
+        "setup_buckets", "allocates the reduce buffers and counts a micro step", _TORCH_STYLE
+    ),
+    _flat_fact(
+        "reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket", ">=0.16.5"
+    ),
+    _flat_fact("independent_gradient_partition_epilogue", "reduces the rest, fills the averages"),
+    _flat_fact("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
+    _flat_fact("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
+    _flat_fact("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
+    _flat_fact(
+        "_build_compact_grad_partition_buffer",
+        "keeps the averages of a low precision model in one fp32 piece",
+        ">=0.19.8",
+    ),
+    _flat_fact("_release_ipg_buffers", "gives the reduce buffers back"),
+    _flat_fact("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
+    _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
+    _stage3_fact("partition_grads", "overwrites a partition if micro_step_id is 0"),
+    _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
+    _coordinator_fact("release_sub_module", "leaves every release to __release_param"),
+    _coordinator_fact("release_and_reset_all", "partitions everything after an exception"),
+    _coordinator_fact("_invalidate_trace", "starts a trace again that an exception cut short"),
+    _coordinator_fact("reset_step", "compares the traces of all ranks at the next forward"),
+    _coordinator_fact(
+        "release_backward_leftovers", "empties the stack that an exception left", ">=0.19.3"
+    ),
+)
+
 PATCH = Patch(
     name="coalesce",
     summary="several backwards, one gradient reduction",
@@ -59,8 +123,8 @@ PATCH = Patch(
         "Ranks leave the block together; one that raised drops its gradients and tells the others."
     ),
     remove_when=(
-        "every release you use has coalesce_grad_reduction, and its exit neither reduces after an "
-        "exception nor gathers every parameter twice per backward; 0.19.8 has the first only"
+        "every release you use has coalesce_grad_reduction, and its exit reduces nothing after an "
+        "exception; none up to 0.19.8 does both"
     ),
     upstream=(
         Link("PR 7992", "https://github.com/deepspeedai/DeepSpeed/pull/7992"),
@@ -70,7 +134,7 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
-    facts=(),
+    facts=_FACTS,
     options=(
         Option(
             "implementation",

@@ -7,6 +7,7 @@ counter; the last one opens the door for all. A rank that raised opens it itself
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ _SLICE = timedelta(seconds=2)
 _ARRIVAL = 1 << 44
 _EVEN, _UNEVEN, _FAILED = "even", "uneven", "failed: "
 
-#: How many windows were opened over each set of ranks.
-_opened: Counter[tuple[int, ...]] = Counter()
+#: How many engines have had a window over each set of ranks.
+_engines: Counter[tuple[int, ...]] = Counter()
 
 
 class OtherRankFailed(RuntimeError):
@@ -28,12 +29,22 @@ class OtherRankFailed(RuntimeError):
 
 
 class Handshake:
-    """One window's, over the ranks that reduce together. Create it when the window opens."""
+    """Of one engine, over the ranks that reduce together.
+
+    Create it at the engine's first window. Ranks know the engine by the order of these, and its
+    windows by theirs: windows of two engines may be nested.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = tuple(ranks)
-        self._number = _opened[self._ranks]
-        _opened[self._ranks] += 1
+        self._size = len(ranks)
+        group = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+        self._engine = f"ds_patches/coalesce/{group}/{_engines[tuple(ranks)]}"
+        _engines[tuple(ranks)] += 1
+        self._window = -1
+
+    def begin(self) -> None:
+        """A window opens."""
+        self._window += 1
 
     def leave(self, pattern: int) -> bool:
         """Wait for all ranks; returns whether their patterns differ.
@@ -43,8 +54,8 @@ class Handshake:
         """
         store = _store()
         total = store.add(self._key("arrived"), _ARRIVAL + pattern)
-        if total // _ARRIVAL == len(self._ranks):
-            even = total % _ARRIVAL == pattern * len(self._ranks)
+        if total // _ARRIVAL == self._size:
+            even = total % _ARRIVAL == pattern * self._size
             verdict = self._settle(_EVEN if even else _UNEVEN)
             self._tidy_up(store)
         else:
@@ -66,11 +77,13 @@ class Handshake:
         return str(_store().compare_set(self._key("verdict"), "", verdict).decode())
 
     def _await(self, store: Any) -> str:
+        import torch.distributed as dist
+
         key, begin, patience = self._key("verdict"), time.monotonic(), _patience()
         while True:
             try:
                 store.wait([key], _SLICE)
-            except RuntimeError:  # DistStoreError, as long as nobody has set it
+            except dist.DistStoreError:  # nobody has set it yet; a store that is gone is another
                 waited = time.monotonic() - begin
                 if waited > patience:
                     # The late rank must not take itself for the last one and reduce alone.
@@ -81,13 +94,12 @@ class Handshake:
 
     def _tidy_up(self, store: Any) -> None:
         # All ranks have come to this window, so none reads the previous one's keys any more.
-        if self._number:
+        if self._window:
             for name in ("arrived", "verdict"):
-                store.delete_key(self._key(name, self._number - 1))
+                store.delete_key(self._key(name, self._window - 1))
 
-    def _key(self, name: str, number: int | None = None) -> str:
-        number = self._number if number is None else number
-        return f"ds_patches/coalesce/{'-'.join(map(str, self._ranks))}/{number}/{name}"
+    def _key(self, name: str, window: int | None = None) -> str:
+        return f"{self._engine}/{self._window if window is None else window}/{name}"
 
 
 def _store() -> Any:

@@ -7,7 +7,7 @@ the window closes, one reduction passes over it; if it failed, the gradients are
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from . import flat_flush
@@ -22,6 +22,9 @@ class LocalSum(Protocol):
 
     def pattern(self) -> int:
         """A number of 24 bits that differs where other parameters have a gradient."""
+
+    def replaces(self) -> bool:
+        """Whether gradients of this step were reduced before."""
 
     def reduce(self, uneven: bool) -> None:
         """Reduce, and leave the optimizer as the boundary backward of a step would.
@@ -48,6 +51,9 @@ class FlatSum:
     def pattern(self) -> int:
         params = flat.parameters(self._optimizer)
         return _pattern(flat.gradient(self._optimizer, param) is not None for _, param in params)
+
+    def replaces(self) -> bool:
+        return _holds_any(self._optimizer.averaged_gradients)
 
     def reduce(self, uneven: bool) -> None:
         optimizer = self._optimizer
@@ -79,6 +85,9 @@ class PartitionedSum:
     def pattern(self) -> int:
         return _pattern(param.grad is not None for param in stage3.parameters(self._optimizer))
 
+    def replaces(self) -> bool:
+        return _holds_any(self._optimizer.averaged_gradients)
+
     def reduce(self, uneven: bool) -> None:
         for param in stage3.parameters(self._optimizer):
             if param.grad is None:
@@ -95,3 +104,8 @@ class PartitionedSum:
 
 def _pattern(present: Iterable[bool]) -> int:
     return zlib.crc32(bytes(present)) & 0xFFFFFF
+
+
+def _holds_any(averaged: Mapping[int, Any]) -> bool:
+    """A step empties each group's; an offloaded optimizer never fills them."""
+    return any(gradients is not None for gradients in averaged.values())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .gather_once import GatherOnce
 from .handshake import Handshake
@@ -16,6 +17,19 @@ from .upstream import engine as upstream_engine
 logger = logging.getLogger("ds_patches.coalesce")
 
 _KEY = "_ds_patches_coalesce"
+
+
+_handshakes: WeakKeyDictionary[Any, Handshake] = WeakKeyDictionary()  # by engine
+
+
+def _handshake_of(engine: Any) -> Handshake | None:
+    """None where there is nobody to shake hands with."""
+    ranks = upstream_engine.ranks(engine)
+    if len(ranks) < 2:
+        return None
+    if engine not in _handshakes:
+        _handshakes[engine] = Handshake(ranks)
+    return _handshakes[engine]
 
 
 def of(owner: Any) -> Window | None:
@@ -50,8 +64,8 @@ class Window:
         else:
             self._sum = FlatSum(engine.optimizer, choice.scatters)
         self._residency = GatherOnce(engine) if gather_once else None
-        ranks = upstream_engine.ranks(engine)
-        self._handshake = Handshake(ranks) if choice.handshake and len(ranks) > 1 else None
+        self._handshake = _handshake_of(engine) if choice.handshake else None
+        self._raised = ""  # what a backward of this window raised
 
     # --- Backwards ------------------------------------------------------------------------------
 
@@ -79,7 +93,11 @@ class Window:
         if not upstream_engine.has_torch_style_backward(engine):
             self.backward_begins()
         with upstream_engine.dividing_by_micro_steps(engine):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                self._raised = f"{type(error).__name__}: {error}"
+                raise
         if self._begun == begun:
             self.backward_begins()
         self.backward_ends()
@@ -99,16 +117,31 @@ class Window:
         upstream_engine.forget_last_step(engine)
         engine.inside_no_sync_ctxt = True
         vars(engine)[_KEY] = vars(engine.optimizer)[_KEY] = self
+        if self._handshake is not None:
+            self._handshake.begin()
         if self._residency is not None:
             self._residency.begin()
 
     def close(self) -> None:
-        """Reduce once, after all ranks have come."""
+        """Reduce once, after all ranks have come.
+
+        Raises RuntimeError if a backward inside raised and the exception was caught inside.
+        """
+        if self._raised:
+            raise RuntimeError(
+                "a backward inside this coalesce_grad_reduction() raised, so its gradients are "
+                f"half there; let the exception leave the block. It was {self._raised}"
+            )
         self._sum.settle()
         uneven = self._handshake.leave(self._sum.pattern()) if self._handshake else False
         self._leave()
         if self._residency is not None:
             self._residency.release()
+        if self._sum.replaces():
+            logger.warning(
+                "Gradients that were reduced earlier in this step are replaced by this window's: "
+                "one coalesce_grad_reduction() is one optimizer step."
+            )
         with upstream_engine.at_boundary(self._engine):
             self._sum.reduce(uneven)
 

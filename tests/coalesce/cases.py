@@ -298,6 +298,20 @@ def with_zero3_retain(stage: int, style: str) -> Outcome:
     return run(script, start, stage, style=style, others=("zero3_retain",))
 
 
+def two_windows_in_one_step(stage: int) -> list[str]:
+    """What is said; the first window of the next step has nothing to replace."""
+    with patched(), listening() as heard:
+        start = models.build(models.TwoHeads)
+        trainer = EngineTrainer(trainers.build_engine(start, trainers.config(stage)))
+        for windows in (2, 1):
+            for index in range(windows):
+                with trainer.window():
+                    tokens, classes = models.batch(0, index)
+                    trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+            trainer.step()
+        return heard
+
+
 def experts(stage: int, ep_size: int) -> tuple[float, float]:
     """A window's end against stock's own sum, and how far that went."""
     ends = []

@@ -31,7 +31,7 @@ def check(world: World, dtype: str = "float32", **case: Any) -> None:
     assert result.equal(dtype), result
 
 
-@pytest.mark.core_case(flush="reduce_scatter")
+@pytest.mark.core_case(flush="reduce_scatter", contiguous=True, overlap=True)
 @pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
@@ -70,7 +70,7 @@ def test_buckets(world: World, stage: int, bucket: int, flush: str) -> None:
     check(world, stage=stage, settings=settings, options={"flush": flush})
 
 
-@pytest.mark.core_case(model="FrozenTrunk")
+@pytest.mark.core_case(model="LeafModule", stage=3)
 @pytest.mark.parametrize(
     "model",
     ["FrozenTrunk", "SharedBlock", "TiedEmbedding", "Reentrant", "NonReentrant", "LeafModule"],
@@ -96,7 +96,7 @@ def test_clipping(world: World, stage: int, settings: dict[str, Any], clip: floa
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.core_case(stage=2)
+@pytest.mark.core_case(stage=2, accumulate_in="fp32", flush="reduce_scatter")
 @pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
 @pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
 @pytest.mark.parametrize("accumulate_in", [None, "fp32"], ids=["low", "fp32"])
@@ -126,7 +126,7 @@ def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> Non
         assert result.equal(), result
 
 
-@pytest.mark.core_case(stage=2)
+@pytest.mark.core_case(flush="upstream", settings=OFFLOADED_OPTIMIZER)
 @pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
 @pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -139,7 +139,6 @@ def test_parameters_that_rest(
         assert result.equal(), result
 
 
-@pytest.mark.core_case
 @pytest.mark.parametrize("stage", STAGES)
 def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
     """Stock adds backwards up if only the last is at the boundary."""
@@ -158,7 +157,7 @@ def test_experts(world: World, stage: int, ep_size: int) -> None:
         assert difference <= cases.EXACT < 1e-3 < moved
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(style="engine")
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_several_backwards_over_each_forward_with_zero3_retain(
@@ -170,7 +169,7 @@ def test_several_backwards_over_each_forward_with_zero3_retain(
         assert result.equal(), result
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(settings={})
 @pytest.mark.parametrize("settings", [{}, {"zero": {"stage3_prefetch_bucket_size": 600}}])
 def test_gather_once(world: World, settings: dict[str, Any]) -> None:
     check(world, stage=3, settings=settings, gather_once=True, steps=4)
@@ -184,3 +183,9 @@ def test_gather_once_with_models(world: World, model: str) -> None:
 @pytest.mark.parametrize("settings", [OFFLOADED_OPTIMIZER, OFFLOADED_ALL], ids=["optimizer", "all"])
 def test_gather_once_offloaded(world: World, settings: dict[str, Any]) -> None:
     check(world, stage=3, settings=settings, gather_once=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_window_in_one_step_is_warned_of(world: World, stage: int) -> None:
+    for heard in world.run(cases.two_windows_in_one_step, stage):
+        assert sum("one optimizer step" in text for text in heard) == 1
