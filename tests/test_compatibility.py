@@ -287,6 +287,9 @@ def test_an_index_that_does_not_answer_changes_nothing(
 def test_the_printed_command_is_a_session_for_that_release(tmp_path: Path) -> None:
     shutil.copy(fake.REPOSITORY / "noxfile.py", tmp_path)
     record.save(recorded("0.19.9", "0.19.10"), fake.write(tmp_path / "docs/compatibility.json", ""))
+    # Whole packages: the project's own may be on the path too, and a bare folder would lose to it.
+    for package in ("tests", "tests/releases"):
+        fake.write(tmp_path / package / "__init__.py", "")
     fake.write(tmp_path / "tests/releases/__main__.py", "import sys; print(sys.argv[1:])\n")
     done = subprocess.run(
         index.closer(["0.19.10"]), shell=True, cwd=tmp_path, capture_output=True, text=True
