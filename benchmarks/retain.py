@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks import table
 from benchmarks.measure import Bench, Result
+from benchmarks.options import positive
 from benchmarks.provenance import provenance
 from benchmarks.rows import CRASH, LOSSES, ROWS, TURNS, Row
 from benchmarks.timing import Spread
@@ -196,7 +197,7 @@ def _parse() -> argparse.Namespace:
     whole = ("layers", "width", "batch", "warmup", "steps", "rounds")
     for name in whole:
         parser.add_argument(
-            f"--{name}", type=_positive, help=f"{_FULL[name]} on CUDA, {_SMOKE[name]} on CPU"
+            f"--{name}", type=positive, help=f"{_FULL[name]} on CUDA, {_SMOKE[name]} on CPU"
         )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="CUDA where there is any")
     parser.add_argument("--prefetch-bucket", type=int, help="elements; one layer's if not given")
@@ -216,13 +217,6 @@ def _parse() -> argparse.Namespace:
     if options.prefetch_bucket is None:
         options.prefetch_bucket = options.width**2
     return options
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
 
 
 def _row_number(text: str) -> int:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 import ds_patches
+from benchmarks.options import positive
 from benchmarks.provenance import provenance
 from benchmarks.table import markdown
 from benchmarks.timing import Spread
@@ -202,18 +203,11 @@ def _plain(start: Start) -> dict[str, object]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.startup", description=__doc__)
-    parser.add_argument("--rounds", type=_positive, default=200, help="of bare starts")
-    parser.add_argument("--imports", type=_positive, default=20, help=f"rounds of `{_IMPORT}`")
+    parser.add_argument("--rounds", type=positive, default=200, help="of bare starts")
+    parser.add_argument("--imports", type=positive, default=20, help=f"rounds of `{_IMPORT}`")
     parser.add_argument("--json", type=Path, metavar="PATH", help="keep everything there")
     parser.add_argument("--commit", help="of the measured code, where there is no git")
     return parser.parse_args()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
 
 
 if __name__ == "__main__":

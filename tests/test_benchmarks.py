@@ -42,24 +42,29 @@ class Outcome:
         return body
 
 
-@pytest.fixture(scope="module")
-def retain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    path = tmp_path_factory.mktemp("retain") / "retain.json"
-    command = (
-        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
-        " -m benchmarks.retain --device cpu --layers 2 --width 32 --batch 4"
-        " --steps 1 --warmup 3 --rounds 2 --commit abc --json"
-    )
+def outcome_of(command: str, kept: Path, **variables: str) -> Outcome:
+    """Run a benchmark, whose last option is for the file that it keeps everything in."""
     done = subprocess.run(
-        [*command.split(), str(path)],
+        [sys.executable, *command.split(), str(kept)],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return Outcome(done.stdout, json.loads(path.read_text()))
+    return Outcome(done.stdout, json.loads(kept.read_text()))
+
+
+@pytest.fixture(scope="module")
+def retain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    command = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2"
+        " -m benchmarks.retain --device cpu --layers 2 --width 32 --batch 4"
+        " --steps 1 --warmup 3 --rounds 2 --commit abc --json"
+    )
+    kept = tmp_path_factory.mktemp("retain") / "retain.json"
+    return outcome_of(command, kept, OMP_NUM_THREADS="1")
 
 
 def test_retain_prints_every_row_and_bar(retain: Outcome) -> None:
@@ -102,17 +107,8 @@ def test_retain_times_steps_with_the_right_gradients(retain: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def startup(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    path = tmp_path_factory.mktemp("startup") / "startup.json"
     command = "-m benchmarks.startup --rounds 3 --imports 1 --commit abc --json"
-    done = subprocess.run(
-        [sys.executable, *command.split(), str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Outcome(done.stdout, json.loads(path.read_text()))
+    return outcome_of(command, tmp_path_factory.mktemp("startup") / "startup.json")
 
 
 def test_startup_prints_every_start_and_bar(startup: Outcome) -> None:

@@ -31,16 +31,18 @@ def _begin() -> None:
     with _open():
         patches = registry.patches()
         wishes = flags.read(patches)
-        left_out = [name for name, patch in patches.items() if lifecycle.is_reverted(patch)]
+        due = {}
         for name, patch in patches.items():
             wish = wishes.of[name]
-            modules = _absent_modules(patch, wish.force) if wish.wanted else []
-            if modules and name not in left_out:
-                left_out.append(name)
-                lifecycle.wait(patch, modules)
-                for module in modules:
-                    imports.when_whole(module, partial(api.soon, partial(_apply_late, patch)))
-        api.apply_wanted(patches, flags.read(patches, skip=left_out), {})
+            if lifecycle.is_reverted(patch):
+                continue
+            if not (modules := _absent_modules(patch, wish.force) if wish.wanted else []):
+                due[name] = patch
+                continue
+            lifecycle.wait(patch, modules)
+            for module in modules:
+                imports.when_whole(module, partial(api.soon, partial(_apply_late, patch)))
+        api.apply_wanted(due, wishes, {})
 
 
 def _apply_late(patch: Patch) -> None:
@@ -54,12 +56,14 @@ def _apply_late(patch: Patch) -> None:
 
 def _absent_modules(patch: Patch, force: gate.Force) -> list[str]:
     """Return the modules the patch may wait for; none if it can be applied, or refused, now."""
-    verdict = gate.check(patch, force)
-    if not verdict.may_apply or verdict.installed is None or verdict.installed.version is None:
+    installed = release.installed()
+    if installed is None or installed.version is None:
         return []
-    targets = gate.targets(patch, verdict.installed.version)
+    targets = gate.targets(patch, installed.version)
     modules = list(dict.fromkeys(target.module for target in targets))
-    return [] if any(module in sys.modules for module in modules) else modules
+    if any(module in sys.modules for module in modules):
+        return []  # most patches: nothing is asked of the gate that applying will not ask again
+    return modules if gate.check(patch, force).may_apply else []
 
 
 @contextmanager

@@ -68,6 +68,11 @@ def read(
     return Wishes(strict, wishes)
 
 
+def is_ours(variable: str) -> bool:
+    """Whether an environment variable is meant for this package, known or not."""
+    return variable == PREFIX or variable.startswith(f"{PREFIX}_")
+
+
 def variables(patches: Mapping[str, Patch]) -> list[str]:
     """Return the names of all environment variables that mean something."""
     names = [PREFIX + suffix for suffix in _GENERAL]
@@ -93,7 +98,7 @@ def rank_timeout() -> float:
 
 def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     """Return our variables; raises for one that means nothing, since a typo would be silent."""
-    env = {k: v.strip() for k, v in os.environ.items() if k == PREFIX or k.startswith(f"{PREFIX}_")}
+    env = {k: v.strip() for k, v in os.environ.items() if is_ours(k)}
     valid = variables(patches)
     for name in env:
         if name not in valid:

@@ -78,8 +78,9 @@ def unapply(patch: Patch, wish: Wish) -> PatchStatus:
 
 def decline(patch: Patch) -> None:
     """Keep a pending patch from being applied by itself."""
-    if is_pending(patch):
-        _lives.setdefault(patch.name, Life()).reverted = True
+    life = _lives.setdefault(patch.name, Life())
+    if _awaited(patch) and not life.journal.active:
+        life.reverted = True
 
 
 def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchStatus:
@@ -123,12 +124,6 @@ def wait(patch: Patch, modules: Sequence[str]) -> None:
 def is_active(patch: Patch) -> bool:
     """Whether any wrapper of the patch is switched on."""
     return _lives.get(patch.name, Life()).journal.active
-
-
-def is_pending(patch: Patch) -> bool:
-    """Whether auto-apply will apply the patch, if it is wanted, once DeepSpeed is imported."""
-    life = _lives.get(patch.name, Life())
-    return not (life.journal.active or life.reverted) and bool(_awaited(patch))
 
 
 def is_reverted(patch: Patch) -> bool:

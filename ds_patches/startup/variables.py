@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from ds_patches.core import flags
 from ds_patches.startup import site_packages
 from ds_patches.startup.errors import CannotWrite
 
@@ -22,7 +23,7 @@ def of_program(environment: Mapping[str, str]) -> dict[str, str]:
 
     Where the environment's own start-up hook is enabled, PYTHONPATH stays as it is.
     """
-    ours = {k: v for k, v in environment.items() if _is_flag(k)}
+    ours = {k: v for k, v in environment.items() if flags.is_ours(k)}
     chosen = {"DS_PATCHES": "all"} | {k: v for k, v in ours.items() if v}
     if not site_packages.is_enabled():
         path = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if not _is_hook(p)]
@@ -88,11 +89,7 @@ def _parted(line: str) -> tuple[str, str]:
 
 def _is_ours(name: str, value: str) -> bool:
     hooked = name == "PYTHONPATH" and any(map(_is_hook, value.split(os.pathsep)))
-    return hooked or _is_flag(name)
-
-
-def _is_flag(name: str) -> bool:
-    return name == "DS_PATCHES" or name.startswith("DS_PATCHES_")
+    return hooked or flags.is_ours(name)
 
 
 def _is_hook(folder: str) -> bool:

@@ -88,7 +88,8 @@ class Records:
     def adding(self, new: Iterable[Record]) -> Records:
         """The same with new records in the place of old ones, and none of patches that are gone."""
         added = dict(self.of) | {(record.release, record.column): record for record in new}
-        kept = {key: record for key, record in added.items() if record.column in columns()}
+        present = columns()
+        kept = {key: record for key, record in added.items() if record.column in present}
         return replace(self, of=kept, releases=_oldest_first(*self.releases, *(r for r, _ in kept)))
 
 
@@ -123,7 +124,8 @@ def load(path: Path = FILE) -> Records:
 def save(records: Records, path: Path = FILE) -> None:
     """Write the file, one record to a line so that a diff shows which moved."""
     index = {"date": records.looked_at, "releases": records.releases}
-    order = sorted(records.of, key=lambda key: (Version(key[0]), columns().index(key[1])))
+    place = {column: index for index, column in enumerate(columns())}
+    order = sorted(records.of, key=lambda key: (Version(key[0]), place[key[1]]))
     lines = ",\n".join(json.dumps(_plain(records.of[key])) for key in order)
     write(path, f'{{"index": {json.dumps(index)},\n"records": [\n{lines}\n]}}\n')
 
