@@ -1,0 +1,159 @@
+"""What coalesce is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+
+from __future__ import annotations
+
+from ds_patches.core.patch import Fact, Link, Option, Patch, Target
+
+_ENGINE = "deepspeed.runtime.engine"
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_FLAT = "deepspeed.runtime.zero.stage_1_and_2"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
+
+_HOOKS = "ds_patches.coalesce.hooks"
+
+_TORCH_STYLE = ">=0.18.3"
+_HOOK_STATE = ">=0.18.5"
+
+
+def _engine(method: str, wrapper: str, releases: str = "", adds: bool = False) -> Target:
+    qualname = f"DeepSpeedEngine.{method}"
+    return Target(_ENGINE, qualname, f"{_HOOKS}:{wrapper}", releases=releases, adds=adds)
+
+
+def _flat(method: str, wrapper: str, releases: str = "") -> Target:
+    qualname = f"DeepSpeedZeroOptimizer.{method}"
+    return Target(_FLAT, qualname, f"{_HOOKS}:{wrapper}", releases=releases)
+
+
+_TARGETS = (
+    _engine("coalesce_grad_reduction", "around_coalesce", adds=True),
+    _engine("backward", "around_backward"),
+    _engine("_backward_prologue", "around_prologue", releases=_TORCH_STYLE),
+    _engine("_backward_epilogue", "around_epilogue", releases=_TORCH_STYLE),
+    _engine("allreduce_gradients", "around_allreduce"),
+    _engine("step", "around_step"),
+    _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
+    _flat("process_gradients", "around_gradient", releases=">=0.16.5"),
+    Target(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
+        f"{_HOOKS}:around_gradient",
+    ),
+    Target(
+        _COORDINATOR,
+        "PartitionedParameterCoordinator.__release_param",
+        f"{_HOOKS}:around_release",
+    ),
+)
+
+
+def _flat_fact(name: str, why: str, releases: str = "") -> Fact:
+    return Fact(_FLAT, f"DeepSpeedZeroOptimizer.{name}", why, releases=releases)
+
+
+def _stage3_fact(name: str, why: str, releases: str = "") -> Fact:
+    return Fact(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", why, releases=releases)
+
+
+def _coordinator_fact(name: str, why: str, releases: str = "") -> Fact:
+    qualname = f"PartitionedParameterCoordinator.{name}"
+    return Fact(_COORDINATOR, qualname, why, releases=releases)
+
+
+_FACTS = (
+    Fact(_ENGINE, "DeepSpeedEngine.no_sync", "its flag makes a backward reduce nothing"),
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine.is_gradient_accumulation_boundary",
+        "goes by the flag that a flush raises and puts back",
+    ),
+    Fact(
+        "deepspeed.runtime.base_optimizer",
+        "BackwardHookStateManager",
+        "is reset after a backward that raised",
+        releases=_HOOK_STATE,
+    ),
+    _flat_fact("get_param_gradient_attribute", "says where a gradient waits"),
+    _flat_fact("fill_grad_accum_attribute", "moves a gradient to its fp32 sum, at stage 1"),
+    _flat_fact("backward", "allocates the reduce buffers that a flush allocates", "<=0.16.4"),
+    _flat_fact(
+        "backward_prologue",
+        "allocates the reduce buffers and counts a micro step",
+        ">=0.16.5,<=0.18.2",
+    ),
+    _flat_fact(
+        "setup_buckets", "allocates the reduce buffers and counts a micro step", _TORCH_STYLE
+    ),
+    _flat_fact(
+        "reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket", ">=0.16.5"
+    ),
+    _flat_fact("independent_gradient_partition_epilogue", "reduces the rest, fills the averages"),
+    _flat_fact("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
+    _flat_fact("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
+    _flat_fact("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
+    _flat_fact(
+        "_build_compact_grad_partition_buffer",
+        "keeps the averages of a low precision model in one fp32 piece",
+        ">=0.19.8",
+    ),
+    _flat_fact("_release_ipg_buffers", "gives the reduce buffers back"),
+    _flat_fact("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
+    _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
+    _stage3_fact("partition_grads", "overwrites a partition if micro_step_id is 0"),
+    _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
+    _coordinator_fact("release_sub_module", "leaves every release to __release_param"),
+    _coordinator_fact("release_and_reset_all", "partitions everything after an exception"),
+    _coordinator_fact("_invalidate_trace", "starts a trace again that an exception cut short"),
+    _coordinator_fact("reset_step", "compares the traces of all ranks at the next forward"),
+    _coordinator_fact(
+        "release_backward_leftovers", "empties the stack that an exception left", ">=0.19.3"
+    ),
+)
+
+PATCH = Patch(
+    name="coalesce",
+    summary="several backwards, one gradient reduction",
+    why=(
+        "engine.coalesce_grad_reduction() came with 0.19.1. Before it, N backwards per step cost "
+        "N reductions on ZeRO-2/3, or lose gradients in silence; and it reduces half a window's "
+        "gradients, or hangs, when something inside raises."
+    ),
+    how=(
+        "Leaves gradients on their parameters until the block ends, and reduces them there once. "
+        "Ranks leave the block together; one that raised drops its gradients and tells the others."
+    ),
+    remove_when=(
+        "every release you use has coalesce_grad_reduction, and its exit reduces nothing after an "
+        "exception; none up to 0.19.8 does both"
+    ),
+    upstream=(
+        Link("PR 7992", "https://github.com/deepspeedai/DeepSpeed/pull/7992"),
+        Link("PR 7981", "https://github.com/deepspeedai/DeepSpeed/pull/7981"),
+        Link("PR 7665", "https://github.com/deepspeedai/DeepSpeed/pull/7665"),
+    ),
+    supported=">=0.16.0,<=0.19.8",
+    fixed_in=None,
+    targets=_TARGETS,
+    facts=_FACTS,
+    options=(
+        Option(
+            "implementation",
+            default="ours",
+            choices=("ours", "native"),
+            help="which coalesce_grad_reduction the engine gets; native from 0.19.1 on only",
+        ),
+        Option(
+            "handshake",
+            default="on",
+            choices=("on", "off"),
+            help="ranks meet in the store before they reduce; off: one that raises alone hangs all",
+        ),
+        Option(
+            "flush",
+            default="reduce_scatter",
+            choices=("reduce_scatter", "upstream"),
+            help="ZeRO-1/2: reduce-scatter where it is known to be right, or DeepSpeed's own way",
+        ),
+    ),
+    activate=f"{_HOOKS}:activate",
+)

@@ -1,0 +1,153 @@
+"""The engine: which are covered, its boundary, and the state that its backwards keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_MESSAGE = "coalesce_grad_reduction() "
+
+
+def must_be_covered(engine: Any) -> None:
+    """Raise what the native method raises for an engine that cannot have a window.
+
+    AssertionError: unmanaged gradient accumulation. NotImplementedError: no ZeRO, a pipeline, an
+    optimizer or a backward that reduces in a way of its own.
+    """
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    assert managed is None or managed(), (
+        _MESSAGE + "needs managed_gradient_accumulation: without it, step() is the boundary already"
+    )
+    stage = int(engine.zero_optimization_stage())
+    if stage not in (1, 2, 3):
+        raise NotImplementedError(_MESSAGE + f"needs ZeRO stage 1, 2 or 3; this engine has {stage}")
+    if (reason := _why_not(engine)) is not None:
+        raise NotImplementedError(_MESSAGE + reason)
+
+
+def _why_not(engine: Any) -> str | None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    optimizer = engine.optimizer
+    if engine.pipeline_parallelism:
+        return "does not cover pipeline parallelism"
+    if getattr(engine, "zenflow", False):
+        return "does not cover ZenFlow: it moves gradients in a way of its own"
+    if type(optimizer) not in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        name = type(optimizer).__name__
+        return f"does not cover {name}: it takes gradients past the hooks of ZeRO"
+    if getattr(optimizer, "swap_optimizer", False):
+        return "does not cover an optimizer offloaded to NVMe: it swaps within each backward"
+    if is_deep_compiled(engine):
+        return "does not cover DeepCompile: its graphs reduce by themselves"
+    folding = getattr(engine, "_autoep_folding_spec", None)
+    if folding is not None and folding.tp_size > 1:
+        return "does not cover AutoEP folding: its tensor parallel correction is per backward"
+    return None
+
+
+def is_deep_compiled(engine: Any) -> bool:
+    """DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
+    active = getattr(engine, "is_deepcompile_active", None)
+    if active is not None:
+        return bool(active())
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    return enabled is not None and bool(enabled() and engine.is_compiled)
+
+
+def partitions_parameters(engine: Any) -> bool:
+    """Whether this is stage 3."""
+    return bool(engine.zero_optimization_partition_weights())
+
+
+def has_torch_style_backward(engine: Any) -> bool:
+    """Whether ``loss.backward()`` without the engine works: 0.18.3 and later."""
+    return hasattr(engine, "_backward_post_hook")
+
+
+def ranks(engine: Any) -> Sequence[int]:
+    """The global ranks that reduce gradients with this one."""
+    import torch.distributed as dist
+
+    group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+    return [int(rank) for rank in dist.get_process_group_ranks(group)]
+
+
+@contextmanager
+def dividing_by_micro_steps(engine: Any) -> Iterator[None]:
+    """Let ``engine.backward`` divide the loss by gradient_accumulation_steps, as outside.
+
+    Up to 0.18.2 it leaves that out under no_sync; from 0.18.3 it never does.
+    """
+    if has_torch_style_backward(engine):
+        yield
+        return
+    engine.inside_no_sync_ctxt = False
+    try:
+        yield
+    finally:
+        engine.inside_no_sync_ctxt = True
+
+
+@contextmanager
+def at_boundary(engine: Any) -> Iterator[None]:
+    """Let engine and optimizer take what is reduced here for the last of its step."""
+    optimizer = engine.optimizer
+    asked = engine._is_gradient_accumulation_boundary
+    engine._is_gradient_accumulation_boundary = True
+    _tell_optimizer(optimizer, True)
+    try:
+        yield
+    finally:
+        engine._is_gradient_accumulation_boundary = asked
+        _tell_optimizer(optimizer, engine.is_gradient_accumulation_boundary())
+
+
+def restore_boundary(engine: Any, asked: bool | None) -> None:
+    """Put back what the user had set, or None for DeepSpeed's own count."""
+    engine._is_gradient_accumulation_boundary = asked
+    _tell_optimizer(engine.optimizer, engine.is_gradient_accumulation_boundary())
+
+
+def _tell_optimizer(optimizer: Any, boundary: bool) -> None:
+    if hasattr(optimizer, "set_gradient_accumulation_boundary"):  # 0.19.5
+        optimizer.set_gradient_accumulation_boundary(boundary)
+    else:
+        optimizer.is_gradient_accumulation_boundary = boundary
+
+
+def forget_last_step(engine: Any) -> None:
+    """Do the clean-up that the forward after a reduction does, unless it was done.
+
+    From 0.18.5 it is left to that forward. A window whose first backward runs over an older
+    forward would lose its gradients to it, or find the last step's in their place.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "_epilogue_ran_this_backward", False):
+        optimizer.clear_backward_seen_flag()
+
+
+def forget_backward(engine: Any) -> None:
+    """Clear what a backward that raised left behind in the engine and its hook state."""
+    _stop_timers(engine)
+    if not has_torch_style_backward(engine):
+        return
+    optimizer = engine.optimizer
+    optimizer._backward_active_depth = 0
+    optimizer._remaining_grad_acc_hooks = 0
+    reset = getattr(optimizer, "clear_backward_seen_flag", None)  # 0.18.5
+    if reset is not None:
+        optimizer._epilogue_ran_this_backward = False
+        reset()
+    if not hasattr(engine, "_running_engine_backward_count"):  # 0.18.3-0.19.5: a flag, no finally
+        engine._running_engine_backward = False
+    engine._manual_backward_expected = False
+
+
+def _stop_timers(engine: Any) -> None:
+    """A timer that an exception left running refuses to be started again."""
+    for timer in getattr(engine.timers, "timers", {}).values():
+        if timer.started_:
+            timer.stop()

@@ -1,0 +1,121 @@
+"""Gradients of stages 1 and 2: where they wait, how they are reduced, what a step leaves over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_BEFORE_FIRST_BACKWARD = -1  # micro_step_id, before a step's first backward
+
+
+def parameters(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    """Trainable parameters with the index of their group."""
+    for index, group in enumerate(optimizer.bit16_groups):
+        for param in group:
+            if param.requires_grad:
+                yield index, param
+
+
+def gradient(optimizer: Any, param: Any) -> torch.Tensor | None:
+    """What `param` has gathered so far, in ``grad`` or, at stage 1 with fp32 sums of a low
+    precision model, in ``grad_accum``."""
+    found: torch.Tensor | None = optimizer.get_param_gradient_attribute(param)
+    return found
+
+
+def settle(optimizer: Any) -> None:
+    """Bring gradients that wait in ``grad`` to where they are summed.
+
+    The epilogue of each backward does, but not every backward has one: from 0.18.3 the second
+    ``loss.backward()`` over one forward has none.
+    """
+    if optimizer.use_grad_accum_attribute:
+        optimizer.fill_grad_accum_attribute()
+
+
+def give_zeros(optimizer: Any, param: Any) -> None:
+    """Let a parameter without a gradient take part in the reduction."""
+    if optimizer.use_grad_accum_attribute:
+        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
+    else:
+        param.grad = torch.zeros_like(param)
+
+
+def reduce(optimizer: Any) -> None:
+    """Reduce what waits on the parameters, by upstream's own reducer, as a step's only backward.
+
+    `begin_only_backward` comes first. As the only one it has micro_step_id 0 and is at the
+    boundary: with an offloaded optimizer, every release then copies it to the host whole.
+    """
+    if optimizer.overlap_comm and not _resolves_dependencies():
+        optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
+    _set_up_buckets(optimizer)
+    for index, param in parameters(optimizer):
+        if optimizer.get_gradient_for_reduction(param) is not None:
+            optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+    optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+
+def _set_up_buckets(optimizer: Any) -> None:
+    """Allocate the reduce buffers, as a backward does."""
+    if hasattr(optimizer, "setup_buckets"):  # 0.18.3
+        optimizer.setup_buckets()
+    elif hasattr(optimizer, "process_gradients"):  # 0.16.5
+        optimizer.backward_prologue()
+    elif optimizer.contiguous_gradients:
+        size = int(optimizer.reduce_bucket_size)
+        device = _accelerator().current_device_name()
+        optimizer.ipg_buffer = [
+            torch.empty(size, dtype=optimizer.dtype, device=device)
+            for _ in range(2 if optimizer.overlap_comm else 1)
+        ]
+        optimizer.ipg_index = 0
+    optimizer.micro_step_id = 0
+
+
+def drop(optimizer: Any) -> None:
+    """Forget the gradients on the parameters, and that there was a backward."""
+    for group in optimizer.bit16_groups:
+        for param in group:
+            param.grad = None
+            param.grad_accum = None
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = _BEFORE_FIRST_BACKWARD
+
+
+def begin_only_backward(optimizer: Any) -> None:
+    """Let what follows be its step's only backward: drop what was reduced before in this step."""
+    for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for group in gradients:
+            gradients[group] = None
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = 0
+
+
+def zero_offloaded(optimizer: Any, param: Any) -> None:
+    """Zero `param` in the host gradients that an offloaded optimizer reads in `step`.
+
+    No release does: a parameter without a gradient would step with that of an older step.
+    """
+    if not optimizer.cpu_offload:
+        return
+    param_id = optimizer.get_param_id(param)
+    if (position := optimizer.grad_position.get(param_id)) is None:
+        return  # no part of it is this rank's
+    group, _, offset, numel = position
+    host = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
+    host.narrow(0, offset, numel).zero_()
+    if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
+        optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def _resolves_dependencies() -> bool:
+    return bool(_accelerator().resolves_data_dependency())

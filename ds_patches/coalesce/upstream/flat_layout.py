@@ -1,0 +1,168 @@
+"""How an optimizer of stages 1 and 2 lays its parameters out flat, and where its step looks.
+
+`layout` says it in plain PyTorch, for `flat_reduction`; `deliver` leaves the optimizer as
+upstream's own epilogue does at a boundary. What differs by release: gradients that wait for the
+boundary beside the averaged ones (0.17.6), padding between parameters (0.19.7), fp32 partitions of
+a low precision model that own their memory in one piece (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..flat_reduction import FlatGroup, FlatLayout
+from .streams import record_use
+
+
+def covers(optimizer: Any) -> bool:
+    """Whether reducing past upstream's own reducer is known to give the same gradients.
+
+    The answer is the same on every rank, and for all of an optimizer's life.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return (
+        type(optimizer) is DeepSpeedZeroOptimizer  # ZenFlow's is a subclass
+        and not optimizer.cpu_offload  # norms and overflow are noted on the way to the host
+        and not optimizer.has_moe_layers  # experts reduce over other ranks
+        and all(group is optimizer.dp_process_group for group in optimizer.real_dp_process_group)
+        and optimizer.sequence_parallel_size == 1  # a divisor and a dtype of its own
+        and optimizer.reduce_scatter  # off: an all-reduce is wanted, with its pre- and postscale
+        and getattr(optimizer, "gradient_average", True)  # 0.19.6; off: sums
+        and getattr(optimizer, "autoep_folding_tp_group", None) is None  # corrects each gradient
+        and "muon" not in type(optimizer.optimizer).__name__.lower()  # steps inside the epilogue
+        and len(_comm_dtypes(optimizer)) == 1  # torch.autocast gives parameters their own
+        and _partitions_evenly(optimizer)
+    )
+
+
+def layout(optimizer: Any) -> FlatLayout:
+    """What to reduce, into new partitions. Not for an optimizer that is not covered."""
+    (comm_dtype,) = _comm_dtypes(optimizer)
+    return FlatLayout(
+        groups=[
+            FlatGroup(
+                params=params,
+                offsets=_offsets(optimizer, index),
+                partition=torch.zeros(
+                    int(optimizer.partition_size[index]),
+                    dtype=optimizer.gradient_accumulation_dtype,
+                    device=optimizer.bit16_groups_flat[index].device,
+                ),
+            )
+            for index, params in enumerate(optimizer.round_robin_bit16_groups)
+        ],
+        process_group=optimizer.dp_process_group,
+        comm_dtype=comm_dtype,
+        divisor=dist.get_world_size(optimizer.dp_process_group),
+        bucket_elements=int(optimizer.reduce_bucket_size),
+        gradient=lambda param: _recorded_gradient(optimizer, param),
+    )
+
+
+def positions(optimizer: Any) -> dict[int, int]:
+    """Where each parameter, by its id, comes in the model: a backward goes from the last to the
+    first, through all groups at once."""
+    return {id(param): position for position, param in enumerate(optimizer.param_names)}
+
+
+def is_complete(optimizer: Any, param: Any) -> bool:
+    """Whether a parameter whose hook runs holds the whole sum where it is reduced from."""
+    if not getattr(param, "ds_grad_is_ready", True):  # 0.18.6: tiled modules have more to come
+        return False
+    return not (optimizer.use_grad_accum_attribute and param.grad is not None)
+
+
+def drop(param: Any) -> None:
+    """Forget the gradient of one parameter."""
+    param.grad = None
+    param.grad_accum = None
+
+
+def release_buckets(optimizer: Any) -> None:
+    """Free upstream's bucket buffers, which backwards up to 0.18.2 allocate in a window too."""
+    optimizer._release_ipg_buffers()
+
+
+def deliver(optimizer: Any, layout: FlatLayout) -> None:
+    """Put reduced partitions where ``step`` takes gradients from, and clear the parameters.
+
+    What was reduced earlier in the same step is replaced.
+    """
+    for index, group in enumerate(layout.groups):
+        optimizer.averaged_gradients[index] = _as_kept(optimizer, index, group, layout.rank)
+        if hasattr(optimizer, "all_grad_tensors"):  # 0.17.6
+            optimizer.all_grad_tensors[index] = None
+        for param in group.params:
+            drop(param)
+    if hasattr(optimizer, "_epilogue_ran_this_backward"):  # 0.18.5
+        optimizer._epilogue_ran_this_backward = True
+
+
+def _comm_dtypes(optimizer: Any) -> set[torch.dtype]:
+    buckets = getattr(optimizer, "ipg_buckets", None)  # 0.17.2: one per dtype
+    return {optimizer.communication_data_type} if buckets is None else set(buckets)
+
+
+def _partitions_evenly(optimizer: Any) -> bool:
+    ranks = dist.get_world_size(optimizer.dp_process_group)
+    return all(
+        int(size) * ranks == flat.numel()
+        for size, flat in zip(optimizer.partition_size, optimizer.bit16_groups_flat, strict=True)
+    )
+
+
+def _offsets(optimizer: Any, index: int) -> list[int]:
+    aligned = getattr(optimizer, "round_robin_bit16_offsets", None)  # 0.19.7
+    if aligned is not None:
+        return [int(offset) for offset in aligned[index]]
+    offsets, end = [], 0
+    for param in optimizer.round_robin_bit16_groups[index]:
+        offsets.append(end)
+        end += param.numel()
+    return offsets
+
+
+def _recorded_gradient(optimizer: Any, param: Any) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = optimizer.get_param_gradient_attribute(param)
+    if gradient is not None:
+        record_use(gradient)
+    return gradient
+
+
+def _as_kept(optimizer: Any, index: int, group: FlatGroup, rank: int) -> list[torch.Tensor]:
+    """A partition as ``averaged_gradients`` holds it: a list of its views."""
+    views = list(_views(optimizer, index, group, rank))
+    compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)  # 0.19.8
+    if compact is None or not compact(index):
+        return views
+    from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+
+    kept: list[torch.Tensor] = GradPartitionBufferGroup(views, group.partition)
+    return kept
+
+
+def _views(optimizer: Any, index: int, group: FlatGroup, rank: int) -> Iterator[torch.Tensor]:
+    """One view per parameter of the partition, in its shape if it is all there; and the padding."""
+    size = group.partition.numel()
+    offsets = {id(param): offset for param, offset in zip(group.params, group.offsets, strict=True)}
+    end = 0
+    for param in optimizer.params_in_partition[index]:
+        offset = offsets[id(param)] - rank * size
+        low, high = max(offset, 0), min(offset + param.numel(), size)
+        if low > end:
+            yield _padding(group.partition[end:low])
+        view = group.partition[low:high]
+        yield view.view(param.shape) if high - low == param.numel() else view
+        end = high
+    if end < size:
+        yield _padding(group.partition[end:])
+
+
+def _padding(view: torch.Tensor) -> torch.Tensor:
+    view._zero_padding = True  # type: ignore[attr-defined]  # 0.19.7 leaves it out of the norm
+    return view

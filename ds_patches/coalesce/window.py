@@ -1,0 +1,195 @@
+"""One window of an engine: opened, counted, closed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .gather_once import GatherOnce
+from .handshake import Handshake
+from .local_sum import FlatSum, LocalSum, PartitionedSum
+from .upstream import engine as upstream_engine
+
+logger = logging.getLogger("ds_patches.coalesce")
+
+_KEY = "_ds_patches_coalesce"
+
+
+_handshakes: WeakKeyDictionary[Any, Handshake] = WeakKeyDictionary()  # by engine
+
+
+def _handshake_of(engine: Any) -> Handshake | None:
+    """None where there is nobody to shake hands with."""
+    ranks = upstream_engine.ranks(engine)
+    if len(ranks) < 2:
+        return None
+    if engine not in _handshakes:
+        _handshakes[engine] = Handshake(ranks)
+    return _handshakes[engine]
+
+
+def of(owner: Any) -> Window | None:
+    """The window that an engine, or its optimizer, is in."""
+    window: Window | None = vars(owner).get(_KEY)
+    return window
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user chose for all windows."""
+
+    native: bool = False
+    handshake: bool = True
+    scatters: bool = True
+
+
+class Window:
+    """The backwards between the two ends of one ``with`` block."""
+
+    def __init__(
+        self, engine: Any, num_backwards: int | None, gather_once: bool, choice: Choice
+    ) -> None:
+        self._engine = engine
+        self._announced = num_backwards
+        self._begun = 0
+        self._running = False
+        self._boundary_at_entry = engine._is_gradient_accumulation_boundary
+        self._sum: LocalSum
+        if upstream_engine.partitions_parameters(engine):
+            self._sum = PartitionedSum(engine.optimizer)
+        else:
+            self._sum = FlatSum(engine.optimizer, choice.scatters)
+        self._residency = GatherOnce(engine) if gather_once else None
+        self._handshake = _handshake_of(engine) if choice.handshake else None
+        self._raised = ""  # what a backward of this window raised
+
+    # --- Backwards ------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Raises RuntimeError for one more than was announced."""
+        if self._announced is not None and self._begun == self._announced:
+            raise RuntimeError(
+                f"coalesce_grad_reduction(num_backwards={self._announced}) has had its backwards; "
+                "this is one more"
+            )
+        self._begun += 1
+        self._running = True
+
+    def backward_ends(self) -> None:
+        self._running = False
+
+    @contextmanager
+    def backward(self, engine: Any) -> Iterator[None]:
+        """Around ``engine.backward``.
+
+        Up to 0.18.2 this is where a backward begins; later its prologue is, which comes once per
+        forward: a second backward over one forward is counted when it has run.
+        """
+        begun = self._begun
+        if not upstream_engine.has_torch_style_backward(engine):
+            self.backward_begins()
+        with upstream_engine.dividing_by_micro_steps(engine):
+            try:
+                yield
+            except BaseException as error:
+                self._raised = f"{type(error).__name__}: {error}"
+                raise
+        if self._begun == begun:
+            self.backward_begins()
+        self.backward_ends()
+
+    def gradient_arrives(self) -> None:
+        """A parameter's hook: raises RuntimeError after the last backward that was announced.
+
+        A plain ``loss.backward()`` again over one forward has no prologue to be counted by.
+        """
+        if not self._running and self._begun == self._announced:
+            self.backward_begins()
+
+    # --- Both ends ------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        engine = self._engine
+        upstream_engine.forget_last_step(engine)
+        engine.inside_no_sync_ctxt = True
+        vars(engine)[_KEY] = vars(engine.optimizer)[_KEY] = self
+        if self._handshake is not None:
+            self._handshake.begin()
+        if self._residency is not None:
+            self._residency.begin()
+
+    def close(self) -> None:
+        """Reduce once, after all ranks have come.
+
+        Raises RuntimeError if a backward inside raised and the exception was caught inside.
+        """
+        if self._raised:
+            raise RuntimeError(
+                "a backward inside this coalesce_grad_reduction() raised, so its gradients are "
+                f"half there; let the exception leave the block. It was {self._raised}"
+            )
+        self._sum.settle()
+        uneven = self._handshake.leave(self._sum.pattern()) if self._handshake else False
+        self._leave()
+        if self._residency is not None:
+            self._residency.release()
+        if self._sum.replaces():
+            logger.warning(
+                "Gradients that were reduced earlier in this step are replaced by this window's: "
+                "one coalesce_grad_reduction() is one optimizer step."
+            )
+        with upstream_engine.at_boundary(self._engine):
+            self._sum.reduce(uneven)
+
+    def fail(self, error: BaseException) -> None:
+        """Drop what the window gathered, and leave the engine as it was before."""
+        if self._handshake is not None:
+            self._handshake.fail(error)
+        self._leave()
+        upstream_engine.forget_backward(self._engine)
+        upstream_engine.restore_boundary(self._engine, self._boundary_at_entry)
+        self._sum.drop()
+        logger.warning("A coalesce_grad_reduction() window raised: its gradients were dropped.")
+
+    def _leave(self) -> None:
+        self._engine.inside_no_sync_ctxt = False
+        for owner in (self._engine, self._engine.optimizer):
+            vars(owner).pop(_KEY, None)
+        if self._residency is not None:
+            self._residency.end()
+
+
+@contextmanager
+def window(
+    engine: Any, num_backwards: int | None, gather_once: bool, choice: Choice
+) -> Iterator[None]:
+    """Check, open, and close by whether the body raised."""
+    upstream_engine.must_be_covered(engine)
+    _must_be_free(engine)
+    _must_make_sense(engine, num_backwards, gather_once)
+    opened = Window(engine, num_backwards, gather_once, choice)
+    opened.open()
+    try:
+        yield
+        opened.close()
+    except BaseException as error:
+        opened.fail(error)
+        raise
+
+
+def _must_be_free(engine: Any) -> None:
+    assert of(engine) is None, "coalesce_grad_reduction() is not re-entrant: a window is open"
+    assert not engine.inside_no_sync_ctxt, (
+        "coalesce_grad_reduction() cannot be opened inside no_sync()"
+    )
+
+
+def _must_make_sense(engine: Any, num_backwards: int | None, gather_once: bool) -> None:
+    if num_backwards is not None and num_backwards < 1:
+        raise ValueError(f"num_backwards is {num_backwards}; a window has at least one backward")
+    if gather_once:
+        GatherOnce.must_be_covered(engine)

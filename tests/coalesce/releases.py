@@ -1,0 +1,48 @@
+"""What stock DeepSpeed can do, by release: so that its defects are not taken for ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.zero3_retain.releases import (
+    FLAT_STEP_CRASHES,
+    LOSES_MICRO_STEPS,
+    RELEASE,
+    TORCH_STYLE,
+    Version,
+    needs_torch_style,
+)
+
+__all__ = [
+    "FLAT_STEP_CRASHES",
+    "LOSES_MICRO_STEPS",
+    "NATIVE",
+    "NON_CONTIGUOUS_IS_WRONG",
+    "RELEASE",
+    "TORCH_STYLE",
+    "Version",
+    "needs_flat_step",
+    "needs_non_contiguous",
+    "needs_torch_style",
+]
+
+#: The engine has a coalesce_grad_reduction of its own.
+NATIVE = Version("0.19.1") <= RELEASE
+
+#: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
+#: finds none of them, and reduces nothing; with a single backward, before any patch.
+NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
+
+
+def needs_flat_step(stage: int, settings: dict[str, Any] | None = None) -> None:
+    """Skip where stock's step crashes on CPU with several ranks, unless it is offloaded."""
+    offloaded = "offload_optimizer" in (settings or {}).get("zero", {})
+    if stage < 3 and FLAT_STEP_CRASHES and not offloaded:
+        pytest.skip(f"stock {RELEASE} crashes in the step of ZeRO-1/2 on CPU")
+
+
+def needs_non_contiguous() -> None:
+    if NON_CONTIGUOUS_IS_WRONG:
+        pytest.skip(f"stock {RELEASE} reduces nothing here on CPU, with a single backward")

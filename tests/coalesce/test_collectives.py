@@ -1,0 +1,102 @@
+"""How much is sent: once per window, however many backwards it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.coalesce import cases, releases
+from tests.world import World
+from tests.zero3_retain import models, trainers
+
+
+def sent_in(stage: int, backwards: int, settings: dict[str, Any], flush: str, **window: Any) -> Any:
+    """Collectives of the second step's window: inside it, and at its end."""
+    with cases.patched(flush=flush):
+        start = models.build(models.TwoHeads)
+        engine = trainers.build_engine(start, trainers.config(stage, **settings))
+        cases.several_backwards(cases.EngineTrainer(engine), backwards=1, steps=2, **window)
+        inside, at_end = cases.Collectives(), cases.Collectives()
+        open_window = engine.coalesce_grad_reduction(**window)
+        open_window.__enter__()
+        with inside:
+            for index in range(backwards):
+                tokens, classes = models.batch(2, index)
+                engine.backward(sum(models.losses(engine(tokens), classes)))
+        with at_end:
+            open_window.__exit__(None, None, None)
+        micro_step_id = engine.optimizer.micro_step_id
+        return dict(inside.seen), dict(at_end.seen), micro_step_id
+
+
+OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.core_case(settings={}, flush="reduce_scatter", stage=3)
+@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
+@pytest.mark.parametrize("settings", [{}, OFFLOADED, {"zero": {"overlap_comm": True}}], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reductions_do_not_depend_on_the_number_of_backwards(
+    world: World, stage: int, settings: dict[str, Any], flush: str
+) -> None:
+    ends = []
+    for backwards in (2, 4, 8):
+        for inside, at_end, _ in world.run(sent_in, stage, backwards, settings, flush):
+            assert not any("reduce" in name for name in inside), inside
+            ends.append(Counter(at_end))
+    assert all(end == ends[0] for end in ends)
+    assert sum(ends[0].values()) > 0
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_flat_flush_scatters(world: World, stage: int) -> None:
+    releases.needs_flat_step(stage)
+    for _, at_end, _ in world.run(sent_in, stage, 2, {}, "reduce_scatter"):
+        assert at_end
+        assert all("reduce_scatter" in name for name in at_end), at_end
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_micro_step_id_of_a_flat_flush(world: World, stage: int) -> None:
+    releases.needs_flat_step(stage)
+    for flush in ("reduce_scatter", "upstream"):
+        for *_, micro_step_id in world.run(sent_in, stage, 2, {}, flush):
+            assert micro_step_id == 0
+
+
+@pytest.mark.core_case
+def test_gather_once_gathers_once(world: World) -> None:
+    counts = {}
+    for gather_once in (False, True):
+        for backwards in (1, 4):
+            case = {"flush": "reduce_scatter", "gather_once": gather_once}
+            for inside, *_ in world.run(sent_in, 3, backwards, {}, **case):
+                found = sum(n for name, n in inside.items() if "allgather" in name)
+                assert counts.setdefault((gather_once, backwards), found) == found
+    assert counts[True, 4] == counts[True, 1] > 0
+    # Twice per backward, but for what upstream's trace keeps from one use to the next.
+    assert counts[False, 4] > 3 * counts[True, 4]
+
+
+def held_by(gather_once: bool) -> tuple[int, int]:
+    """Parameters gathered between two backwards of a window, and after it."""
+    with cases.patched():
+        start = models.build(models.TwoHeads)
+        engine = trainers.build_engine(start, trainers.config(3))
+        trainer = cases.EngineTrainer(engine)
+        counts = []
+        with trainer.window(gather_once=gather_once):
+            for index in range(2):
+                tokens, classes = models.batch(0, index)
+                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                counts.append(len(trainers.available(engine)))
+        return counts[0], len(trainers.available(engine))
+
+
+def test_gather_once_holds_every_parameter_until_the_window_ends(world: World) -> None:
+    parameters = len(list(models.build(models.TwoHeads).parameters()))
+    for between, after in world.run(held_by, True):
+        assert (between, after) == (parameters, 0)

@@ -1,0 +1,263 @@
+"""Reduce-scatters straight into the flat partitions, on plain tensors and on engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from ds_patches.coalesce import flat_flush
+from tests.coalesce import cases, flat, flat_engines
+from tests.world import World
+from tests.zero3_retain import releases
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[World]:
+    """Three ranks: divisors that are no power of two, partitions that end in odd places."""
+    world = World(3)
+    yield world
+    world.close()
+
+
+# --- Plain tensors ------------------------------------------------------------------------------
+
+
+def flushed(problem: dict[str, Any], scatters: bool = True) -> tuple[float, flat.Traffic]:
+    case = flat.Problem(**problem)
+    with flat.backend(scatters), flat.Traffic() as traffic:
+        flat_flush.reduce(case.layout)
+    return case.worst(), traffic.seen
+
+
+def worst(world: World, scatters: bool = True, **problem: Any) -> float:
+    outcomes = world.run(flushed, problem, scatters)
+    assert len({tuple(seen) for _, seen in outcomes}) == 1, "the ranks sent different things"
+    return max(difference for difference, _ in outcomes)
+
+
+@pytest.mark.parametrize("bucket", [1, 5, 24, 10**6])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_each_rank_gets_its_partition(world: World, gap: int, bucket: int) -> None:
+    assert worst(world, gap=gap, bucket=bucket) == 0.0
+
+
+@pytest.mark.parametrize("bucket", [5, 24, 10**6])
+def test_three_ranks(three: World, bucket: int) -> None:
+    assert worst(three, bucket=bucket, gap=1) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("grads", "comm", "sums"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_two_ranks_sum_to_the_bit_in_the_communication_dtype(
+    world: World, grads: torch.dtype, comm: torch.dtype, sums: torch.dtype
+) -> None:
+    assert worst(world, grads=grads, comm=comm, sums=sums) == 0.0
+
+
+def test_a_missing_gradient_counts_as_zeros(world: World) -> None:
+    """On one rank, and on both; then and only then the ranks need not agree on them."""
+    assert worst(world, missing=[(0, 1), (1, 2), (0, 4), (1, 4)]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_backend_without_reduce_scatter(world: World, dtype: torch.dtype) -> None:
+    assert worst(world, scatters=False, grads=dtype, comm=dtype) == 0.0
+
+
+def test_small_groups_share_a_chunk(world: World) -> None:
+    shapes = [[(4,)]] * 10
+    (_, seen), _ = world.run(flushed, {"shapes": shapes, "bucket": 10**6})
+    assert seen == [("_reduce_scatter_base_", 40)]
+
+
+def test_staging_stays_within_the_bucket(world: World) -> None:
+    (_, seen), _ = world.run(flushed, {"bucket": 24})
+    assert max(elements for _, elements in seen) <= 24 < sum(elements for _, elements in seen)
+
+
+# --- Engines ------------------------------------------------------------------------------------
+
+#: ``zero_optimization.parameter_alignment``: padding between parameters.
+ALIGNS_PARAMETERS = Version("0.19.7")
+
+#: ``gradient_allreduce_op``: gradients that are added up and not averaged.
+SUMS = Version("0.19.6")
+
+steps_on_cpu = pytest.mark.skipif(
+    releases.FLAT_STEP_CRASHES, reason=f"DeepSpeed {releases.RELEASE} cannot step ZeRO-1/2 on CPU"
+)
+
+
+def outcome(world: World, how: str = "flush", **case: Any) -> dict[str, Any]:
+    """The outcome of `case`, which must be the same on both ranks."""
+    first, second = world.run(flat_engines.train, how, **case)
+    assert first == second
+    tolerance = cases.ROUNDING[case.get("dtype", "float32")]
+    assert first["moved"] > max(1e-3, 4 * tolerance)
+    assert first["difference"] <= tolerance, first
+    return first
+
+
+@steps_on_cpu
+@pytest.mark.core_case
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_flush_is_a_sum(world: World, stage: int, contiguous: bool, overlap: bool) -> None:
+    zero = {"contiguous_gradients": contiguous, "overlap_comm": overlap}
+    outcome(world, stage=stage, settings={"zero": zero})
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP32_WIRE = {"communication_data_type": "fp32"}
+
+
+@steps_on_cpu
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (1, BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
+        (2, BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
+        (2, BF16 | FP32_SUMS),
+        (2, BF16 | FP32_SUMS | FP32_WIRE),
+    ],
+    ids=["1", "2", "2, fp32 sums", "2, fp32 sums and wire"],
+)
+def test_bf16(world: World, stage: int, settings: dict[str, Any]) -> None:
+    outcome(world, stage=stage, dtype="bfloat16", settings=settings)
+
+
+@steps_on_cpu
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
+def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -> None:
+    outcome(world, model=model, stage=stage)
+
+
+@steps_on_cpu
+@pytest.mark.core_case
+@pytest.mark.parametrize("round_robin", [False, True], ids=["", "round robin"])
+@pytest.mark.parametrize("groups", [2, 5])
+def test_several_groups(world: World, groups: int, round_robin: bool) -> None:
+    zero = {"round_robin_gradients": round_robin}
+    outcome(world, stage=2, groups=groups, settings={"zero": zero})
+
+
+@steps_on_cpu
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_goes_by_the_norm_of_the_sum(world: World, stage: int) -> None:
+    outcome(world, stage=stage, groups=2, clip=0.05)
+
+
+@steps_on_cpu
+def test_half_of_the_bytes_of_an_all_reduce(world: World) -> None:
+    ours = outcome(world, stage=2, groups=2, steps=1)
+    upstream = outcome(world, "upstream", stage=2, groups=2, steps=1)
+    assert {name for name, _ in upstream["sent"]} == {"allreduce_"}
+    reductions = [sent for sent in ours["sent"] if sent[0] == "_reduce_scatter_base_"]
+    padding = 2 * 2 * 2  # two ranks, two groups, two elements of alignment
+    assert sum(numel for _, numel in reductions) <= upstream["elements"] / 2 + padding
+    assert len(reductions) == len(ours["sent"])
+    assert len(reductions) <= len(upstream["sent"])
+
+
+@steps_on_cpu
+@pytest.mark.core_case
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
+    for first, second in world.run(flat_engines.overflowing):
+        assert first == (True, 0.0)
+        assert second[0] is False
+        assert second[1] > 1e-3
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    ("stage", "dtype", "settings", "expected"),
+    [
+        (1, "float32", {}, True),
+        (2, "bfloat16", BF16 | FP32_SUMS, True),
+        (1, "bfloat16", BF16 | FP32_SUMS, False),  # BF16_Optimizer
+        (3, "float32", {}, False),
+        (2, "float32", {"zero": {"offload_optimizer": {"device": "cpu"}}}, False),
+        (2, "float32", {"zero": {"reduce_scatter": False}}, False),
+    ],
+    ids=str,
+)
+def test_what_is_covered(
+    world: World, stage: int, dtype: str, settings: dict[str, Any], expected: bool
+) -> None:
+    assert world.run(flat_engines.covered, stage, dtype, settings) == [expected] * 2
+
+
+def test_torch_autocast_is_not_covered(fresh_world: World) -> None:
+    """Its parameters have communication dtypes of their own, and it is on for good."""
+    settings = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    assert fresh_world.run(flat_engines.covered, 2, "float32", settings) == [False] * 2
+
+
+@pytest.mark.skipif(releases.RELEASE < SUMS, reason=f"gradients are always averaged before {SUMS}")
+def test_sums_are_not_covered(world: World) -> None:
+    settings = {"gradient_allreduce_op": "sum"}
+    assert world.run(flat_engines.covered, 2, "float32", settings) == [False] * 2
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 2, "groups": 3},
+        {"stage": 2, "groups": 2, "settings": {"zero": {"round_robin_gradients": True}}},
+        {"stage": 2, "model": "Unused"},
+        {"stage": 2, "model": "FrozenTrunk", "settings": {"zero": {"overlap_comm": True}}},
+        {"stage": 2, "settings": {"zero": {"parameter_alignment": True}}},
+        {"stage": 2, "dtype": "bfloat16", "settings": BF16 | FP32_SUMS},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["flush", "overlapped"])
+def test_the_optimizer_is_left_as_upstream_leaves_it(
+    world: World, how: str, case: dict[str, Any]
+) -> None:
+    """To the bit: shapes and values of what ``step`` takes, norms, and full gradients."""
+    # Upstream's own full gradients are of other parameters there, or none at all.
+    case = {"model": "TwoHeads", "full": "round_robin" not in str(case)} | case
+    if "parameter_alignment" in str(case) and releases.RELEASE < ALIGNS_PARAMETERS:
+        pytest.skip(
+            f"DeepSpeed {releases.RELEASE} has no parameter_alignment ({ALIGNS_PARAMETERS} has)"
+        )
+    for ours, upstream in zip(
+        world.run(flat_engines.reduced, how, **case),
+        world.run(flat_engines.reduced, "upstream", **case),
+        strict=True,
+    ):
+        assert ours["left over"] == [] == ours["pending"]
+        assert ours["epilogue ran"] == upstream["epilogue ran"]
+        assert ours["owns its memory"] == upstream["owns its memory"]
+        assert ours["norm"] == pytest.approx(upstream["norm"], rel=1e-6)
+        assert ours["gradients"].keys() == upstream["gradients"].keys()
+        for index, expected in upstream["gradients"].items():
+            found = ours["gradients"][index]
+            assert [shape for shape, _ in found] == [shape for shape, _ in expected]
+            for (_, view), (_, reference) in zip(found, expected, strict=True):
+                assert torch.equal(view, reference)
+        for name, expected in upstream["full"].items():
+            assert torch.equal(ours["full"][name].float(), expected.float()), name

@@ -1,0 +1,191 @@
+"""One window is one step: the sum that plain PyTorch has, whatever the ZeRO settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.coalesce import cases, releases
+from tests.world import World
+
+STAGES = [1, 2, 3]
+
+OFFLOADED_OPTIMIZER = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+OFFLOADED_ALL = {
+    "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+}
+UPSTREAM = {"flush": "upstream"}
+
+
+def outcome(world: World, **case: Any) -> cases.Outcome:
+    """The outcome of `case`, which must be the same on both ranks."""
+    first, second = world.run(cases.train, **case)
+    assert (first.difference, first.error) == (second.difference, second.error)
+    return first
+
+
+def check(world: World, dtype: str = "float32", **case: Any) -> None:
+    releases.needs_flat_step(case["stage"], case.get("settings"))
+    result = outcome(world, dtype=dtype, **case)
+    assert result.equal(dtype), result
+
+
+@pytest.mark.core_case(flush="reduce_scatter", contiguous=True, overlap=True)
+@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_window_is_a_sum(
+    world: World, stage: int, contiguous: bool, overlap: bool, flush: str
+) -> None:
+    if stage < 3 and flush == "upstream" and not contiguous:
+        releases.needs_non_contiguous()
+    zero = {"contiguous_gradients": contiguous, "overlap_comm": overlap}
+    check(world, stage=stage, settings={"zero": zero}, options={"flush": flush})
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", STAGES)
+def test_upstreams_own_flush(world: World, stage: int) -> None:
+    check(world, stage=stage, options=UPSTREAM)
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", STAGES)
+def test_offloaded_optimizer(world: World, stage: int) -> None:
+    check(world, stage=stage, settings=OFFLOADED_OPTIMIZER)
+
+
+@pytest.mark.core_case
+def test_offloaded_parameters(world: World) -> None:
+    check(world, stage=3, settings=OFFLOADED_ALL)
+
+
+@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
+@pytest.mark.parametrize("bucket", [40, 500, 10**6])
+@pytest.mark.parametrize("stage", STAGES)
+def test_buckets(world: World, stage: int, bucket: int, flush: str) -> None:
+    settings = {"zero": {"reduce_bucket_size": bucket}}
+    check(world, stage=stage, settings=settings, options={"flush": flush})
+
+
+@pytest.mark.core_case(model="LeafModule", stage=3)
+@pytest.mark.parametrize(
+    "model",
+    ["FrozenTrunk", "SharedBlock", "TiedEmbedding", "Reentrant", "NonReentrant", "LeafModule"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_models(world: World, stage: int, model: str) -> None:
+    check(world, stage=stage, model=model)
+
+
+@pytest.mark.parametrize("style", ["scale", "torch"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_style(world: World, stage: int, style: str) -> None:
+    releases.needs_torch_style(style)
+    check(world, stage=stage, style=style)
+
+
+@pytest.mark.parametrize("clip", [1e-2, 1e9])
+@pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping(world: World, stage: int, settings: dict[str, Any], clip: float) -> None:
+    releases.needs_flat_step(stage, settings)
+    for found, expected in world.run(cases.norm_of_a_window, stage, clip, settings):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.core_case(stage=2, accumulate_in="fp32", flush="reduce_scatter")
+@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
+@pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
+@pytest.mark.parametrize("accumulate_in", [None, "fp32"], ids=["low", "fp32"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16(
+    world: World, stage: int, accumulate_in: str | None, settings: dict[str, Any], flush: str
+) -> None:
+    config: dict[str, Any] = {**settings, "bf16": {"enabled": True}}
+    if accumulate_in:
+        config["data_types"] = {"grad_accum_dtype": accumulate_in}
+    if stage == 1 and accumulate_in and not settings:
+        pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is refused")
+    check(world, "bfloat16", stage=stage, settings=config, options={"flush": flush})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float16_with_a_dynamic_loss_scale(world: World, stage: int) -> None:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    check(world, "float16", stage=stage, settings=config)
+
+
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> None:
+    releases.needs_flat_step(stage)
+    for result in world.run(cases.with_micro_steps, stage):
+        assert result.equal(), result
+
+
+@pytest.mark.core_case(flush="upstream", settings=OFFLOADED_OPTIMIZER)
+@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
+@pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_rest(
+    world: World, stage: int, settings: dict[str, Any], flush: str
+) -> None:
+    """On one rank only, on both, in some steps: they count as zeros."""
+    releases.needs_flat_step(stage, settings)
+    for result in world.run(cases.with_resting_heads, stage, settings, flush):
+        assert result.equal(), result
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
+    """Stock adds backwards up if only the last is at the boundary."""
+    releases.needs_flat_step(stage)
+    if stage == 2 and releases.LOSES_MICRO_STEPS:
+        pytest.skip(f"stock {releases.RELEASE} loses micro steps of ZeRO-2")
+    for result in world.run(cases.stock_with_boundaries, stage):
+        assert result.equal(), result
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_experts(world: World, stage: int, ep_size: int) -> None:
+    releases.needs_flat_step(stage)
+    for difference, moved in world.run(cases.experts, stage, ep_size):
+        assert difference <= cases.EXACT < 1e-3 < moved
+
+
+@pytest.mark.core_case(style="engine")
+@pytest.mark.parametrize("style", ["engine", "torch"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_backwards_over_each_forward_with_zero3_retain(
+    world: World, stage: int, style: str
+) -> None:
+    releases.needs_torch_style(style)
+    releases.needs_flat_step(stage)
+    for result in world.run(cases.with_zero3_retain, stage, style):
+        assert result.equal(), result
+
+
+@pytest.mark.core_case(settings={})
+@pytest.mark.parametrize("settings", [{}, {"zero": {"stage3_prefetch_bucket_size": 600}}])
+def test_gather_once(world: World, settings: dict[str, Any]) -> None:
+    check(world, stage=3, settings=settings, gather_once=True, steps=4)
+
+
+@pytest.mark.parametrize("model", ["SharedBlock", "Reentrant", "LeafModule", "TiedEmbedding"])
+def test_gather_once_with_models(world: World, model: str) -> None:
+    check(world, stage=3, model=model, gather_once=True, steps=4)
+
+
+@pytest.mark.parametrize("settings", [OFFLOADED_OPTIMIZER, OFFLOADED_ALL], ids=["optimizer", "all"])
+def test_gather_once_offloaded(world: World, settings: dict[str, Any]) -> None:
+    check(world, stage=3, settings=settings, gather_once=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_window_in_one_step_is_warned_of(world: World, stage: int) -> None:
+    for heard in world.run(cases.two_windows_in_one_step, stage):
+        assert sum("one optimizer step" in text for text in heard) == 1
