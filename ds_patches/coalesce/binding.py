@@ -30,6 +30,7 @@ _TARGETS = (
     _engine("backward", "around_backward"),
     _engine("_backward_prologue", "around_prologue", releases=_TORCH_STYLE),
     _engine("_backward_epilogue", "around_epilogue", releases=_TORCH_STYLE),
+    _engine("set_gradient_accumulation_boundary", "around_set_boundary"),
     _engine("allreduce_gradients", "around_allreduce"),
     _engine("step", "around_step"),
     _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
@@ -38,11 +39,6 @@ _TARGETS = (
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
         f"{_HOOKS}:around_gradient",
-    ),
-    Target(
-        _COORDINATOR,
-        "PartitionedParameterCoordinator.__release_param",
-        f"{_HOOKS}:around_release",
     ),
 )
 
@@ -58,6 +54,10 @@ def _stage3_fact(name: str, why: str, releases: str = "") -> Fact:
 def _coordinator_fact(name: str, why: str, releases: str = "") -> Fact:
     qualname = f"PartitionedParameterCoordinator.{name}"
     return Fact(_COORDINATOR, qualname, why, releases=releases)
+
+
+def _offload_fact(name: str, why: str) -> Fact:
+    return Fact("deepspeed.runtime.zero.parameter_offload", f"DeepSpeedZeRoOffload.{name}", why)
 
 
 _FACTS = (
@@ -101,7 +101,10 @@ _FACTS = (
     _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
     _stage3_fact("partition_grads", "overwrites a partition if micro_step_id is 0"),
     _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
+    _coordinator_fact("__all_gather_params", "gathers what is partitioned, on its own stream"),
+    _coordinator_fact("__release_param", "leaves alone what some module has in use"),
     _coordinator_fact("release_sub_module", "leaves every release to __release_param"),
+    _offload_fact("_remove_module_hooks", "knows the handles of all hooks that gather"),
     _coordinator_fact("release_and_reset_all", "partitions everything after an exception"),
     _coordinator_fact("_invalidate_trace", "starts a trace again that an exception cut short"),
     _coordinator_fact("reset_step", "compares the traces of all ranks at the next forward"),

@@ -8,30 +8,38 @@ each of one chunk per rank and no larger than ``reduce_bucket_size``.
 
 from __future__ import annotations
 
-from typing import Any
+from .flat_reduction import FlatLayout, Packed, PartitionReduction, length_of
 
-from .flat_reduction import LONGEST_CHUNK, FlatLayout, PartitionReduction, length_of
-from .upstream import flat_layout
+#: Elements. Chunks of a rank's partition are no longer than this even where the bucket size would
+#: allow it: with several chunks, one is packed while the one before is on the wire.
+_LONGEST_CHUNK = 1 << 25
 
 
-def flush(optimizer: Any) -> None:
-    """Reduce the gradients on the parameters, which must be complete, and clear them.
+class Flush:
+    """One pass over a layout.
 
-    Leaves `optimizer` as upstream's epilogue does at a boundary. Only for what
-    `flat_layout.covers`. A collective: every rank of the data parallel group takes part,
-    whichever of its parameters have gradients.
+    A collective: every rank of the process group takes part, whichever of its parameters have
+    gradients. What can fail on one rank alone, the allocation of buffers above all, fails in the
+    constructor, before anything is sent.
     """
-    flat_layout.release_buckets(optimizer)
-    layout = flat_layout.layout(optimizer)
-    reduce(layout)
-    flat_layout.deliver(optimizer, layout)
 
+    def __init__(self, layout: FlatLayout) -> None:
+        """Allocate, and pack the first chunk: the gradients must be complete."""
+        self.layout = layout
+        longest = max(1, min(layout.bucket_elements // layout.ranks, _LONGEST_CHUNK))
+        self._owners = range(layout.ranks)
+        self._chunks = layout.chunks(longest, across_groups=True)
+        self._reduction = PartitionReduction(
+            layout, max(map(length_of, self._chunks)), scatters=True
+        )
+        self._first = self._pack(0)
 
-def reduce(layout: FlatLayout) -> None:
-    """Fill the partitions; they are complete behind the current stream."""
-    longest = max(1, min(layout.bucket_elements // layout.ranks, LONGEST_CHUNK))
-    chunks = layout.chunks(longest, across_groups=True)
-    reduction = PartitionReduction(layout, max(map(length_of, chunks)), scatters=True)
-    for chunk in chunks:
-        reduction.reduce_scatter(chunk)
-    reduction.finish()
+    def reduce(self) -> None:
+        """Fill the partitions; they are complete behind the current stream."""
+        self._reduction.send(self._first)
+        for index in range(1, len(self._chunks)):
+            self._reduction.send(self._pack(index))
+        self._reduction.finish()
+
+    def _pack(self, index: int) -> Packed:
+        return self._reduction.pack(self._chunks[index], self._owners)

@@ -15,16 +15,12 @@ backend may sum in another order, so the two agree within rounding.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-#: Elements. Chunks of a rank's partition are no longer than this even where the bucket size would
-#: allow it: with several chunks, one is packed while the one before is on the wire.
-LONGEST_CHUNK = 1 << 24
 
 
 class Slice(NamedTuple):
@@ -42,7 +38,7 @@ class FlatGroup:
 
     params: Sequence[torch.Tensor]
     offsets: Sequence[int]  # where each begins, ascending, in elements
-    partition: torch.Tensor  # this rank's share, 1-D, as long as any other; zeros to begin with
+    partition: torch.Tensor  # this rank's share, 1-D, as long as any other; all of it is written
 
     def slices(self, start: int, end: int) -> Iterator[Slice]:
         """What lies in `start` to `end`, in flat order."""
@@ -122,12 +118,11 @@ def length_of(chunk: Chunk) -> int:
 
 
 class _Lane:
-    """One of two sets of buffers, and the collective that has it in use."""
+    """One of two staging buffers, and the collective that has it in use."""
 
-    def __init__(self, layout: FlatLayout, staging: int, received: int) -> None:
+    def __init__(self, layout: FlatLayout, elements: int) -> None:
         device = layout.groups[0].partition.device
-        self.staging = torch.empty(staging, dtype=layout.comm_dtype, device=device)
-        self.received = torch.empty(received, dtype=layout.comm_dtype, device=device)
+        self.staging = torch.empty(elements, dtype=layout.comm_dtype, device=device)
         self.work: Any = None
         self.arriving: Callable[[], None] | None = None
 
@@ -141,101 +136,137 @@ class _Lane:
         self.work = self.arriving = None
 
 
+class Packed(NamedTuple):
+    """A chunk whose gradients are in a staging buffer, divided and ready to be sent."""
+
+    chunk: Chunk
+    owners: range
+    lane: _Lane
+    rows: torch.Tensor  # [owners, length of the chunk]
+
+
 class PartitionReduction:
     """Collectives over a layout, in two staging buffers that take turns.
 
     Everything is queued on the stream that is current during a call, which must be the same in
     all of them: a buffer is packed again only behind the collective that read it. The collectives
-    themselves run beside that stream. Every rank has to make the same calls in the same order.
+    themselves run beside that stream. Every rank has to send the same chunks in the same order.
     """
 
     def __init__(self, layout: FlatLayout, longest: int, *, scatters: bool) -> None:
-        """`longest`: elements of the longest chunk. `scatters`: for reduce_scatter(), not reduce().
+        """`longest`: elements of the longest chunk. `scatters`: chunks go out for all owners.
 
         Allocates the buffers: each holds one chunk, or one chunk per rank if it scatters.
         """
         self._layout = layout
-        staging, received = (longest * layout.ranks, longest) if scatters else (longest, 0)
-        self._lanes = [_Lane(layout, staging, received) for _ in range(2)]
+        elements = longest * layout.ranks if scatters else longest
+        self._lanes = [_Lane(layout, elements) for _ in range(2)]
         self._backend_scatters = True
 
-    def reduce_scatter(self, chunk: Chunk) -> None:
-        """Start to reduce `chunk` of every rank's partition."""
-        layout, length = self._layout, length_of(chunk)
-        lane = self._free_lane()
-        rows = lane.staging[: layout.ranks * length].view(layout.ranks, length)
-        for owner in range(layout.ranks):
-            self._pack(rows[owner], chunk, owner)
-        lane.work, arrived = self._start_reduce_scatter(rows, lane.received[:length])
-        lane.arriving = lambda: self._take(chunk, arrived)
+    @torch.no_grad()
+    def pack(self, chunk: Chunk, owners: range) -> Packed:
+        """Copy the gradients of `chunk` of the partitions of `owners`, divided.
 
-    def reduce(self, chunk: Chunk, owner: int) -> None:
-        """Start to reduce `chunk` of the partition that rank `owner` has."""
-        layout = self._layout
-        lane = self._free_lane()
-        staging = lane.staging[: length_of(chunk)]
-        self._pack(staging, chunk, owner)
-        group = layout.process_group
-        root = dist.get_global_rank(group, owner)
-        lane.work = dist.reduce(staging, root, group=group, async_op=True)
-        if owner == layout.rank:
-            lane.arriving = lambda: self._take(chunk, staging)
-
-    def finish(self) -> None:
-        """Wait for what was started; the partitions are complete behind the current stream."""
-        for lane in self._lanes:
-            lane.settle()
-
-    def _free_lane(self) -> _Lane:
-        """The one whose collective began first, free again."""
+        Waits, on the current stream, for the collective that last had the buffer.
+        """
         self._lanes.reverse()
         lane = self._lanes[0]
         lane.settle()
-        return lane
+        length = length_of(chunk)
+        staging = lane.staging[: len(owners) * length]
+        _fill(staging, self._segments(chunk, owners))
+        if self._layout.divisor != 1:
+            staging.div_(self._layout.divisor)
+        return Packed(chunk, owners, lane, staging.view(len(owners), length))
 
-    @torch.no_grad()
-    def _pack(self, staging: torch.Tensor, chunk: Chunk, owner: int) -> None:
-        """Copy the gradients of `chunk` of the partition that rank `owner` has, divided."""
-        layout, filled, at = self._layout, 0, 0
-        for piece in chunk:
-            for part in layout.slices(piece, owner):
-                begin = at + part.target
-                staging[filled:begin].zero_()  # padding
-                filled = begin + part.length
-                target = staging[begin:filled]
-                gradient = layout.gradient(part.param)
-                if gradient is None:
-                    target.zero_()
-                    continue
-                source = gradient.reshape(-1).narrow(0, part.source, part.length)
-                torch.div(source, layout.divisor, out=target)
-            at += piece.length
-        staging[filled:].zero_()
+    def send(self, packed: Packed) -> None:
+        """Start its reduction: a reduce-scatter to all owners, or a reduce to the only one."""
+        if len(packed.owners) == self._layout.ranks:
+            self._reduce_scatter(packed)
+        else:
+            self._reduce(packed)
 
-    @torch.no_grad()
-    def _take(self, chunk: Chunk, arrived: torch.Tensor) -> None:
-        """Copy what was reduced into this rank's partitions."""
-        at = 0
-        for piece in chunk:
-            partition = self._layout.groups[piece.group].partition
-            partition.narrow(0, piece.start, piece.length).copy_(
-                arrived.narrow(0, at, piece.length)
-            )
-            at += piece.length
+    def finish(self) -> None:
+        """Wait for what was sent; the partitions are complete behind the current stream."""
+        for lane in self._lanes:
+            lane.settle()
 
-    def _start_reduce_scatter(
-        self, rows: torch.Tensor, received: torch.Tensor
-    ) -> tuple[Any, torch.Tensor]:
-        """The collective, and where this rank's row will be once it has ended."""
+    def _segments(self, chunk: Chunk, owners: range) -> Iterator[tuple[int, torch.Tensor]]:
+        """Gradients in the order of a staging buffer, and where in it each begins."""
+        layout, begin = self._layout, 0
+        for owner in owners:
+            for piece in chunk:
+                for part in layout.slices(piece, owner):
+                    if (gradient := layout.gradient(part.param)) is not None:
+                        source = gradient.reshape(-1).narrow(0, part.source, part.length)
+                        yield begin + part.target, source
+                begin += piece.length
+
+    def _reduce_scatter(self, packed: Packed) -> None:
         group = self._layout.process_group
+        lane, rows = packed.lane, packed.rows
         if self._backend_scatters:
+            target = self._target(packed.chunk)
             # torch 2.13 renamed it.
             start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             try:
-                return start(received, rows.view(-1), group=group, async_op=True), received
+                lane.work = start(target, rows.view(-1), group=group, async_op=True)
+                lane.arriving = lambda: self._take(packed.chunk, target)
+                return
             except RuntimeError as error:
                 # gloo learned it late. It says no on every rank, before anything is sent.
                 if "support" not in str(error):
                     raise
                 self._backend_scatters = False
-        return dist.all_reduce(rows, group=group, async_op=True), rows[self._layout.rank]
+        lane.work = dist.all_reduce(rows, group=group, async_op=True)
+        lane.arriving = lambda: self._take(packed.chunk, rows[self._layout.rank])
+
+    def _reduce(self, packed: Packed) -> None:
+        owner, group = packed.owners[0], self._layout.process_group
+        root = dist.get_global_rank(group, owner)
+        row = packed.rows[0]
+        packed.lane.work = dist.reduce(row, root, group=group, async_op=True)
+        if owner == self._layout.rank:
+            packed.lane.arriving = lambda: self._take(packed.chunk, row)
+
+    def _target(self, chunk: Chunk) -> torch.Tensor:
+        """Where a reduce-scatter writes: into the partition, if the chunk is one range of it."""
+        partition = self._layout.groups[chunk[0].group].partition
+        if len(chunk) == 1 and partition.dtype == self._layout.comm_dtype:
+            return partition.narrow(0, chunk[0].start, chunk[0].length)
+        length = length_of(chunk)
+        return torch.empty(length, dtype=self._layout.comm_dtype, device=partition.device)
+
+    @torch.no_grad()
+    def _take(self, chunk: Chunk, arrived: torch.Tensor) -> None:
+        """Copy what was reduced into this rank's partitions, unless it arrived there."""
+        at = 0
+        for piece in chunk:
+            partition = self._layout.groups[piece.group].partition
+            target = partition.narrow(0, piece.start, piece.length)
+            if target.data_ptr() != arrived.data_ptr():
+                target.copy_(arrived.narrow(0, at, piece.length))
+            at += piece.length
+
+
+def _fill(target: torch.Tensor, segments: Iterable[tuple[int, torch.Tensor]]) -> None:
+    """Copy 1-D tensors to where they begin in `target`, in ascending order; zeros in the gaps.
+
+    Neighbours are copied by one call: a call costs the host more than a layer's copy the device.
+    """
+    run: list[torch.Tensor] = []
+    start = end = 0
+
+    def copy_run() -> None:
+        if run:
+            torch.cat(run, out=target[start:end])
+
+    for begin, source in segments:
+        if begin != end:
+            copy_run()
+            target[end:begin].zero_()
+            run, start = [], begin
+        run.append(source)
+        end = begin + source.numel()
+    copy_run()
+    target[end:].zero_()

@@ -8,7 +8,6 @@ from typing import Any
 
 from ds_patches.core import live
 
-from . import gather_once as residency
 from . import window as windows
 from .window import Choice
 
@@ -75,6 +74,13 @@ def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     return result
 
 
+def around_set_boundary(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = wrapped(*args, **kwargs)
+    if (window := windows.of(engine)) is not None:
+        window.boundary_is_set(bool(engine._is_gradient_accumulation_boundary))
+    return result
+
+
 def around_allreduce(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     return wrapped(*args, **kwargs) if windows.of(engine) is None else None
 
@@ -94,8 +100,4 @@ def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     """What a parameter's hook calls: in a window its gradient stays where it is."""
     if (window := windows.of(optimizer)) is None:
         return wrapped(*args, **kwargs)
-    return window.gradient_arrives()
-
-
-def around_release(wrapped: Wrapped, coordinator: Any, args: Args, kwargs: Kwargs) -> Any:
-    return None if residency.keeps(coordinator) else wrapped(*args, **kwargs)
+    return window.gradient_arrives(*args, **kwargs)

@@ -10,60 +10,87 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from . import flat_flush
-from .upstream import flat, flat_layout, stage3
+from .handshake import Handshake
+from .upstream import flat, gathers, stage3
 
 
 class LocalSum(Protocol):
-    """What a window asks of the gradients of its ZeRO stage."""
+    """What a window asks of the gradients of its optimizer."""
+
+    def begin_last_backward(self, handshake: Handshake | None) -> None:
+        """From here on a gradient that arrives completes its parameter's sum."""
+
+    def ready(self, *arguments: Any) -> None:
+        """The hook of a parameter ran, with these arguments."""
 
     def settle(self) -> None:
         """Bring every gradient to where it is summed."""
 
-    def pattern(self) -> int:
-        """A number of 24 bits that differs where other parameters have a gradient."""
+    def meet(self, handshake: Handshake | None) -> None:
+        """Wait for the other ranks at the end of the window.
+
+        What may fail on one rank alone fails here, and then, by the handshake, on all.
+        """
 
     def replaces(self) -> bool:
         """Whether gradients of this step were reduced before."""
 
-    def reduce(self, uneven: bool) -> None:
+    def reduce(self) -> None:
         """Reduce, and leave the optimizer as the boundary backward of a step would.
 
-        uneven: some rank has a gradient that another has not; there, zeros take part. Parameters
-        without a gradient on any rank step with zeros, not with what an old step left behind.
+        Parameters without a gradient on any rank step with zeros, not with what an old step left
+        behind; where only some ranks have one, the others take part with zeros.
         """
 
     def drop(self) -> None:
         """Forget the gradients."""
 
+    def abandon(self) -> None:
+        """After a failure, take part in the reductions that other ranks count on."""
 
-class FlatSum:
+
+class _ReducedAtTheEnd:
+    """By DeepSpeed's own reducer, which leaves out what has no gradient: ranks have to compare."""
+
+    _uneven = False
+
+    def begin_last_backward(self, handshake: Handshake | None) -> None:
+        pass
+
+    def ready(self, *arguments: Any) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def _compare(self, handshake: Handshake | None, present: Iterable[bool]) -> None:
+        if handshake is not None:
+            self._uneven = handshake.compare(zlib.crc32(bytes(present)) & 0xFFFFFF)
+
+
+class FlatSum(_ReducedAtTheEnd):
     """Stages 1 and 2."""
 
-    def __init__(self, optimizer: Any, scatters: bool) -> None:
-        """`scatters`: reduce-scatter past upstream's reducer, where that is known to be right."""
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._scatters = scatters and flat_layout.covers(optimizer)
 
     def settle(self) -> None:
         flat.settle(self._optimizer)
 
-    def pattern(self) -> int:
-        params = flat.parameters(self._optimizer)
-        return _pattern(flat.gradient(self._optimizer, param) is not None for _, param in params)
+    def meet(self, handshake: Handshake | None) -> None:
+        optimizer = self._optimizer
+        params = flat.parameters(optimizer)
+        self._compare(handshake, (flat.gradient(optimizer, p) is not None for _, p in params))
 
     def replaces(self) -> bool:
-        return _holds_any(self._optimizer.averaged_gradients)
+        return holds_any(self._optimizer.averaged_gradients)
 
-    def reduce(self, uneven: bool) -> None:
+    def reduce(self) -> None:
         optimizer = self._optimizer
         flat.begin_only_backward(optimizer)
-        if self._scatters:
-            flat_flush.flush(optimizer)
-            return
         for _, param in flat.parameters(optimizer):
             if flat.gradient(optimizer, param) is None:
-                if uneven:
+                if self._uneven:
                     flat.give_zeros(optimizer, param)
                 else:
                     flat.zero_offloaded(optimizer, param)
@@ -73,7 +100,7 @@ class FlatSum:
         flat.drop(self._optimizer)
 
 
-class PartitionedSum:
+class PartitionedSum(_ReducedAtTheEnd):
     """Stage 3."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -82,16 +109,17 @@ class PartitionedSum:
     def settle(self) -> None:
         pass
 
-    def pattern(self) -> int:
-        return _pattern(param.grad is not None for param in stage3.parameters(self._optimizer))
+    def meet(self, handshake: Handshake | None) -> None:
+        params = stage3.parameters(self._optimizer)
+        self._compare(handshake, (param.grad is not None for param in params))
 
     def replaces(self) -> bool:
-        return _holds_any(self._optimizer.averaged_gradients)
+        return holds_any(self._optimizer.averaged_gradients)
 
-    def reduce(self, uneven: bool) -> None:
+    def reduce(self) -> None:
         for param in stage3.parameters(self._optimizer):
             if param.grad is None:
-                if uneven:
+                if self._uneven:
                     stage3.give_zeros(param)
                 else:
                     stage3.zero_partition(self._optimizer, param)
@@ -99,13 +127,10 @@ class PartitionedSum:
 
     def drop(self) -> None:
         stage3.drop(self._optimizer)
-        stage3.reset_gathers(self._optimizer)
+        gathers.reset(self._optimizer.parameter_offload)
 
 
-def _pattern(present: Iterable[bool]) -> int:
-    return zlib.crc32(bytes(present)) & 0xFFFFFF
-
-
-def _holds_any(averaged: Mapping[int, Any]) -> bool:
-    """A step empties each group's; an offloaded optimizer never fills them."""
+def holds_any(averaged: Mapping[int, Any]) -> bool:
+    """Whether any group has reduced gradients: a step empties each, an offloaded optimizer never
+    fills them."""
     return any(gradients is not None for gradients in averaged.values())

@@ -11,77 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
-from .flat_reduction import (
-    LONGEST_CHUNK,
-    Chunk,
-    FlatLayout,
-    PartitionReduction,
-    length_of,
-)
-from .upstream import flat_layout
+from .flat_reduction import Chunk, FlatLayout, PartitionReduction, length_of
 from .upstream.streams import SideStream
 
-
-class Overlapped:
-    """The reduction of one window of `optimizer`, which `flat_layout.covers`.
-
-    Of the ranks of a data parallel group either all or none begin, and those that begin either
-    close or abandon: the collectives of each need those of all others.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._reduction: OverlappedReduction | None = None
-
-    def begin_last_backward(self) -> None:
-        """From here on a gradient that arrives completes its parameter's sum."""
-        optimizer = self._optimizer
-        self._reduction = OverlappedReduction(
-            flat_layout.layout(optimizer),
-            positions=flat_layout.positions(optimizer),
-            drop=flat_layout.drop,
-            side=SideStream.of(optimizer),
-        )
-
-    def ready(self, param: Any, group: int) -> None:
-        """The hook of `param`, whose arguments these are, ran. Nothing before the last backward.
-
-        Raises RuntimeError if part of its gradient is on the wire already.
-        """
-        if self._reduction is not None and flat_layout.is_complete(self._optimizer, param):
-            self._reduction.ready(param)
-
-    def close(self) -> None:
-        """Reduce what is left, and leave the optimizer as upstream's epilogue does at a boundary.
-
-        Raises RuntimeError if a gradient came after its parameter had been reduced.
-        """
-        reduction = self._begun()
-        reduction.finish()
-        flat_layout.release_buckets(self._optimizer)
-        flat_layout.deliver(self._optimizer, reduction.layout)
-
-    def abandon(self) -> None:
-        """Take part in what other ranks may have begun, and drop the gradients.
-
-        Also for a rank that raised before it began, where another has begun.
-        """
-        reduction = self._begun()
-        reduction.drain()
-        flat_layout.release_buckets(self._optimizer)
-        for group in reduction.layout.groups:
-            for param in group.params:
-                flat_layout.drop(param)
-
-    def _begun(self) -> OverlappedReduction:
-        if self._reduction is None:
-            self.begin_last_backward()
-        assert self._reduction is not None
-        return self._reduction
+#: Elements. Chunks of a rank's partition are no longer than this even where the bucket size would
+#: allow it: a bucket has to be filled before it can be reduced beside the rest of the backward.
+_LONGEST_CHUNK = 1 << 24
 
 
 class _Bucket:
@@ -103,7 +41,8 @@ class OverlappedReduction:
     """Buckets of a layout, sent in an order that is the same on all ranks.
 
     Ranks may differ in the order in which their gradients arrive and in which of them do; a bucket
-    goes out when it is filled and all before it are gone, or in `finish`.
+    goes out when it is filled and all before it are gone, or in `finish`. Once a rank has sent
+    anything, all ranks have to come to `finish` or `drain`.
     """
 
     def __init__(
@@ -113,18 +52,23 @@ class OverlappedReduction:
         positions: Mapping[int, int],
         drop: Callable[[torch.Tensor], None],
         side: SideStream,
+        may_send: Callable[[], bool] = lambda: True,
         scatters: bool | None = None,
     ) -> None:
-        """`positions`: of parameters, by id, in the model; a backward comes to the highest first.
-        `drop`: frees a parameter's gradient. `scatters`: reduce-scatter, or reduce to the owner;
-        None chooses by the number of ranks.
+        """Allocate; sends nothing.
+
+        `positions`: of parameters, by id, in the model; a backward comes to the highest first.
+        `drop`: frees a parameter's gradient. `may_send`: asked before `ready` sends anything, until
+        it says yes. `scatters`: reduce-scatter, or reduce to the owner; None chooses by the number
+        of ranks.
         """
         self.layout = layout
         self._drop = drop
         self._side = side
+        self._may_send = may_send
         self._scatters = layout.ranks == 2 if scatters is None else scatters
         share = layout.bucket_elements // layout.ranks if self._scatters else layout.bucket_elements
-        chunks = layout.chunks(max(1, min(share, LONGEST_CHUNK)), across_groups=False)
+        chunks = layout.chunks(max(1, min(share, _LONGEST_CHUNK)), across_groups=False)
         # A bucket is filled when the parameter that comes first in the model has its gradient.
         buckets = sorted(
             (bucket for bucket in self._buckets(chunks) if bucket.params),
@@ -152,7 +96,7 @@ class OverlappedReduction:
         self._side.current_produced()
         for bucket in self._of_param.get(id(param), ()):
             bucket.missing.discard(id(param))
-        while self._waiting and not self._waiting[0].missing:
+        while self._waiting and not self._waiting[0].missing and self._may_send():
             self._send(self._waiting.popleft())
 
     def finish(self) -> None:
@@ -166,7 +110,7 @@ class OverlappedReduction:
                 raise _too_late(param)
 
     def drain(self) -> None:
-        """Send what other ranks expect, and wait for all of it."""
+        """Send what other ranks expect, whatever has become of it, and wait for all of it."""
         self._side.current_produced()
         while self._waiting:
             self._send(self._waiting.popleft())
@@ -186,10 +130,7 @@ class OverlappedReduction:
 
     def _send(self, bucket: _Bucket) -> None:
         with self._side.entered():
-            if self._scatters:
-                self._reduction.reduce_scatter(bucket.chunk)
-            else:
-                self._reduction.reduce(bucket.chunk, bucket.owners[0])
+            self._reduction.send(self._reduction.pack(bucket.chunk, bucket.owners))
         for key, param in bucket.params.items():
             self._sent.add(key)
             self._of_param[key].remove(bucket)

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from .backwards import Backwards
 from .gather_once import GatherOnce
 from .handshake import Handshake
 from .local_sum import FlatSum, LocalSum, PartitionedSum
+from .scattered_sum import ScatteredSum
 from .upstream import engine as upstream_engine
+from .upstream import flat_layout
 
 logger = logging.getLogger("ds_patches.coalesce")
 
@@ -54,33 +57,27 @@ class Window:
         self, engine: Any, num_backwards: int | None, gather_once: bool, choice: Choice
     ) -> None:
         self._engine = engine
-        self._announced = num_backwards
-        self._begun = 0
-        self._running = False
+        self._backwards = Backwards(num_backwards)
         self._boundary_at_entry = engine._is_gradient_accumulation_boundary
-        self._sum: LocalSum
-        if upstream_engine.partitions_parameters(engine):
-            self._sum = PartitionedSum(engine.optimizer)
-        else:
-            self._sum = FlatSum(engine.optimizer, choice.scatters)
+        self._sum = _sum_of(engine, choice)
         self._residency = GatherOnce(engine) if gather_once else None
         self._handshake = _handshake_of(engine) if choice.handshake else None
         self._raised = ""  # what a backward of this window raised
 
     # --- Backwards ------------------------------------------------------------------------------
 
+    def boundary_is_set(self, boundary: bool) -> None:
+        """The user says whether the next backward is the last one of its step."""
+        self._backwards.boundary_is_set(boundary)
+
     def backward_begins(self) -> None:
         """Raises RuntimeError for one more than was announced."""
-        if self._announced is not None and self._begun == self._announced:
-            raise RuntimeError(
-                f"coalesce_grad_reduction(num_backwards={self._announced}) has had its backwards; "
-                "this is one more"
-            )
-        self._begun += 1
-        self._running = True
+        self._backwards.begin()
+        if self._backwards.is_last:
+            self._sum.begin_last_backward(self._handshake)
 
     def backward_ends(self) -> None:
-        self._running = False
+        self._backwards.end()
 
     @contextmanager
     def backward(self, engine: Any) -> Iterator[None]:
@@ -89,7 +86,7 @@ class Window:
         Up to 0.18.2 this is where a backward begins; later its prologue is, which comes once per
         forward: a second backward over one forward is counted when it has run.
         """
-        begun = self._begun
+        begun = self._backwards.begun
         if not upstream_engine.has_torch_style_backward(engine):
             self.backward_begins()
         with upstream_engine.dividing_by_micro_steps(engine):
@@ -98,27 +95,28 @@ class Window:
             except BaseException as error:
                 self._raised = f"{type(error).__name__}: {error}"
                 raise
-        if self._begun == begun:
-            self.backward_begins()
+        if self._backwards.begun == begun:
+            self._backwards.begin()
         self.backward_ends()
 
-    def gradient_arrives(self) -> None:
+    def gradient_arrives(self, *arguments: Any) -> None:
         """A parameter's hook: raises RuntimeError after the last backward that was announced.
 
         A plain ``loss.backward()`` again over one forward has no prologue to be counted by.
         """
-        if not self._running and self._begun == self._announced:
-            self.backward_begins()
+        if self._backwards.are_over:
+            self._backwards.begin()
+        self._sum.ready(*arguments)
 
     # --- Both ends ------------------------------------------------------------------------------
 
     def open(self) -> None:
         engine = self._engine
+        if self._handshake is not None:
+            self._handshake.begin()
         upstream_engine.forget_last_step(engine)
         engine.inside_no_sync_ctxt = True
         vars(engine)[_KEY] = vars(engine.optimizer)[_KEY] = self
-        if self._handshake is not None:
-            self._handshake.begin()
         if self._residency is not None:
             self._residency.begin()
 
@@ -133,7 +131,7 @@ class Window:
                 f"half there; let the exception leave the block. It was {self._raised}"
             )
         self._sum.settle()
-        uneven = self._handshake.leave(self._sum.pattern()) if self._handshake else False
+        self._sum.meet(self._handshake)
         self._leave()
         if self._residency is not None:
             self._residency.release()
@@ -143,16 +141,17 @@ class Window:
                 "one coalesce_grad_reduction() is one optimizer step."
             )
         with upstream_engine.at_boundary(self._engine):
-            self._sum.reduce(uneven)
+            self._sum.reduce()
 
     def fail(self, error: BaseException) -> None:
         """Drop what the window gathered, and leave the engine as it was before."""
-        if self._handshake is not None:
-            self._handshake.fail(error)
+        counted_on = self._handshake is None or self._handshake.fail(error)
         self._leave()
         upstream_engine.forget_backward(self._engine)
         upstream_engine.restore_boundary(self._engine, self._boundary_at_entry)
         self._sum.drop()
+        if counted_on:
+            self._sum.abandon()
         logger.warning("A coalesce_grad_reduction() window raised: its gradients were dropped.")
 
     def _leave(self) -> None:
@@ -161,6 +160,14 @@ class Window:
             vars(owner).pop(_KEY, None)
         if self._residency is not None:
             self._residency.end()
+
+
+def _sum_of(engine: Any, choice: Choice) -> LocalSum:
+    if upstream_engine.partitions_parameters(engine):
+        return PartitionedSum(engine.optimizer)
+    if choice.scatters and flat_layout.covers(engine.optimizer):
+        return ScatteredSum(engine.optimizer)
+    return FlatSum(engine.optimizer)
 
 
 @contextmanager
@@ -172,8 +179,8 @@ def window(
     _must_be_free(engine)
     _must_make_sense(engine, num_backwards, gather_once)
     opened = Window(engine, num_backwards, gather_once, choice)
-    opened.open()
     try:
+        opened.open()
         yield
         opened.close()
     except BaseException as error:

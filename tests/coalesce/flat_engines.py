@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_patches.coalesce import flat_flush
-from ds_patches.coalesce.overlapped import Overlapped
-from ds_patches.coalesce.upstream import flat, flat_layout
+from ds_patches.coalesce.local_sum import FlatSum
+from ds_patches.coalesce.scattered_sum import ScatteredSum
+from ds_patches.coalesce.upstream import flat_layout
+from ds_patches.coalesce.upstream.engine import at_boundary
 from tests.coalesce import cases
 from tests.coalesce.flat import Traffic
 from tests.zero3_retain import models, trainers
@@ -65,7 +66,7 @@ def build_engine(model: nn.Module, settings: dict[str, Any], groups: int) -> Any
 class Trainer(trainers.EngineTrainer):
     """An engine with a window that leaves gradients alone, and then reduces as it is told to.
 
-    `how`: "flush", "overlapped", or "upstream" for DeepSpeed's own reducer.
+    `how`: "flush", "overlapped", or "upstream" for DeepSpeed's own reducer. Nothing is patched.
     """
 
     def __init__(self, engine: Any, how: str) -> None:
@@ -79,25 +80,25 @@ class Trainer(trainers.EngineTrainer):
         optimizer = self.engine.optimizer
         assert flat_layout.covers(optimizer)
         self._left = cases.BACKWARDS
-        self._overlapped = Overlapped(optimizer)
+        self._sum = (FlatSum if self._how == "upstream" else ScatteredSum)(optimizer)
         with self.traffic:
             self.engine.inside_no_sync_ctxt = True
-            optimizer.reduce_ready_partitions_and_remove_grads = self._overlapped.ready
+            optimizer.reduce_ready_partitions_and_remove_grads = self._sum.ready
             try:
                 yield
             finally:
                 self.engine.inside_no_sync_ctxt = False
                 del optimizer.reduce_ready_partitions_and_remove_grads
-            if self._how == "overlapped":
-                self._overlapped.close()
-            else:
-                {"flush": flat_flush.flush, "upstream": flat.reduce}[self._how](optimizer)
+            self._sum.settle()
+            self._sum.meet(None)
+            with at_boundary(self.engine):
+                self._sum.reduce()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         self._left -= 1
         started = len(self.traffic.seen)
         if not self._left and self._how == "overlapped":
-            self._overlapped.begin_last_backward()
+            self._sum.begin_last_backward(None)
         super().backward(loss, retain_graph)
         if not self._left:
             self.in_time.append(len(self.traffic.seen) - started)

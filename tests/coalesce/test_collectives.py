@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.coalesce import cases, releases
+from tests.coalesce import cases
 from tests.world import World
 from tests.zero3_retain import models, trainers
 
@@ -53,7 +53,6 @@ def test_reductions_do_not_depend_on_the_number_of_backwards(
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_flat_flush_scatters(world: World, stage: int) -> None:
-    releases.needs_flat_step(stage)
     for _, at_end, _ in world.run(sent_in, stage, 2, {}, "reduce_scatter"):
         assert at_end
         assert all("reduce_scatter" in name for name in at_end), at_end
@@ -61,7 +60,6 @@ def test_a_flat_flush_scatters(world: World, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_micro_step_id_of_a_flat_flush(world: World, stage: int) -> None:
-    releases.needs_flat_step(stage)
     for flush in ("reduce_scatter", "upstream"):
         for *_, micro_step_id in world.run(sent_in, stage, 2, {}, flush):
             assert micro_step_id == 0

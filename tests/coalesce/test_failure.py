@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,12 +37,14 @@ class Breakable(Fragile):
         self.blocks[1].norm = torch.nn.Sequential(self.blocks[1].norm, RaiseInForward())
 
 
-def window_that_raises(trainer: Any, place: str, step: int) -> None:
-    """Three backwards; raises Boom at `place`."""
+def window_that_raises(trainer: Any, place: str, step: int, announced: str = "") -> None:
+    """Three backwards; raises Boom at `place`. `announced`: how the last backward is, if it is."""
     failing = {"first backward": 0, "middle backward": 1, "last backward": 2}.get(place)
     try:
-        with trainer.window():
+        with trainer.window(**({"num_backwards": 3} if announced == "by number" else {})):
             for index in range(3):
+                if announced == "by boundary":
+                    trainer.engine.set_gradient_accumulation_boundary(index == 2)
                 tokens, classes = models.batch(step, index)
                 RaiseInForward.armed = place == "forward" and index == 1
                 RaiseInBackward.armed = index == failing
@@ -55,13 +58,13 @@ def window_that_raises(trainer: Any, place: str, step: int) -> None:
         RaiseInForward.armed = RaiseInBackward.armed = False
 
 
-def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
+def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...], announced: str = "") -> None:
     """Steps 1 and 2 of 4 are tried, fail, and are done again; the reference meets no failure."""
     for step in range(4):
         if isinstance(trainer, cases.EngineTrainer) and step in (1, 2):
             here = dist.get_rank() in failing
             with pytest.raises(Boom if here else RuntimeError) as caught:
-                window_that_raises(trainer, place if here else "", step)
+                window_that_raises(trainer, place if here else "", step, announced)
             if not here:
                 assert "rank 1 raised Boom" in str(caught.value)
             assert trainer.engine.inside_no_sync_ctxt is False
@@ -74,10 +77,15 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
 
 
 def outcome(
-    stage: int, place: str, failing: tuple[int, ...], style: str, **case: Any
+    stage: int,
+    place: str,
+    failing: tuple[int, ...],
+    style: str,
+    announced: str = "",
+    **case: Any,
 ) -> cases.Outcome:
     def script(trainer: Any) -> None:
-        fail_and_go_on(trainer, place, failing)
+        fail_and_go_on(trainer, place, failing, announced)
 
     return cases.run(script, models.build(Breakable), stage, style=style, **case)
 
@@ -90,7 +98,6 @@ def test_the_next_step_is_as_if_it_had_not_happened(
     world: World, stage: int, place: str, style: str
 ) -> None:
     releases.needs_torch_style(style)
-    releases.needs_flat_step(stage)
     for result in world.run(outcome, stage, place, (0, 1), style):
         assert result.equal(), result
         assert sum("gradients were dropped" in text for text in result.heard) == 2
@@ -100,7 +107,6 @@ def test_the_next_step_is_as_if_it_had_not_happened(
 @pytest.mark.parametrize("place", PLACES[1:3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_with_other_settings(world: World, stage: int, place: str, case: dict[str, Any]) -> None:
-    releases.needs_flat_step(stage, case.get("settings"))
     for result in world.run(outcome, stage, place, (0, 1), "engine", **case):
         assert result.equal(), result
 
@@ -109,14 +115,43 @@ def test_with_other_settings(world: World, stage: int, place: str, case: dict[st
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_alone_tells_the_others(world: World, stage: int, place: str) -> None:
-    releases.needs_flat_step(stage)
     for result in world.within(60).run(outcome, stage, place, (1,), "engine"):
+        assert result.equal(), result
+
+
+@pytest.mark.core_case(place="last backward", failing=(1,), announced="by number")
+@pytest.mark.parametrize("announced", ["by number", "by boundary"])
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["both", "one"])
+@pytest.mark.parametrize("place", PLACES)
+def test_where_the_last_backward_is_announced(
+    world: World, place: str, failing: tuple[int, ...], announced: str
+) -> None:
+    """Before, during and after the reductions of the last backward, which need every rank."""
+    case = {"settings": {"zero": {"reduce_bucket_size": 200}}}
+    arguments = (2, place, failing, "engine", announced)
+    for result in world.within(60).run(outcome, *arguments, **case):
         assert result.equal(), result
 
 
 @pytest.mark.core_case
 def test_one_rank_alone_at_stage_3_after_its_last_gather(world: World) -> None:
     for result in world.within(60).run(outcome, 3, "after", (1,), "engine"):
+        assert result.equal(), result
+
+
+def alone_with_gather_once(place: str) -> cases.Outcome:
+    def script(trainer: Any) -> None:
+        trainer.window = partial(trainer.window, gather_once=True)
+        fail_and_go_on(trainer, place, (1,))
+
+    return cases.run(script, models.build(Breakable), 3)
+
+
+@pytest.mark.core_case(place="middle backward")
+@pytest.mark.parametrize("place", PLACES)
+def test_one_rank_alone_at_stage_3_where_all_is_gathered(world: World, place: str) -> None:
+    """The others gather nothing on their way to the end, so they get there and hear of it."""
+    for result in world.within(60).run(alone_with_gather_once, place):
         assert result.equal(), result
 
 

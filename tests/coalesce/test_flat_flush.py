@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from ds_patches.coalesce import flat_flush
+from ds_patches.coalesce.flat_flush import Flush
 from tests.coalesce import cases, flat, flat_engines
 from tests.world import World
 from tests.zero3_retain import releases
@@ -29,7 +29,7 @@ def three() -> Iterator[World]:
 def flushed(problem: dict[str, Any], scatters: bool = True) -> tuple[float, flat.Traffic]:
     case = flat.Problem(**problem)
     with flat.backend(scatters), flat.Traffic() as traffic:
-        flat_flush.reduce(case.layout)
+        Flush(case.layout).reduce()
     return case.worst(), traffic.seen
 
 
@@ -96,10 +96,6 @@ ALIGNS_PARAMETERS = Version("0.19.7")
 #: ``gradient_allreduce_op``: gradients that are added up and not averaged.
 SUMS = Version("0.19.6")
 
-steps_on_cpu = pytest.mark.skipif(
-    releases.FLAT_STEP_CRASHES, reason=f"DeepSpeed {releases.RELEASE} cannot step ZeRO-1/2 on CPU"
-)
-
 
 def outcome(world: World, how: str = "flush", **case: Any) -> dict[str, Any]:
     """The outcome of `case`, which must be the same on both ranks."""
@@ -111,7 +107,6 @@ def outcome(world: World, how: str = "flush", **case: Any) -> dict[str, Any]:
     return first
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
@@ -126,7 +121,6 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP32_WIRE = {"communication_data_type": "fp32"}
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize(
     ("stage", "settings"),
@@ -142,7 +136,6 @@ def test_bf16(world: World, stage: int, settings: dict[str, Any]) -> None:
     outcome(world, stage=stage, dtype="bfloat16", settings=settings)
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
@@ -150,7 +143,6 @@ def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -
     outcome(world, model=model, stage=stage)
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("round_robin", [False, True], ids=["", "round robin"])
 @pytest.mark.parametrize("groups", [2, 5])
@@ -159,14 +151,12 @@ def test_several_groups(world: World, groups: int, round_robin: bool) -> None:
     outcome(world, stage=2, groups=groups, settings={"zero": zero})
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 def test_clipping_goes_by_the_norm_of_the_sum(world: World, stage: int) -> None:
     outcome(world, stage=stage, groups=2, clip=0.05)
 
 
-@steps_on_cpu
 def test_half_of_the_bytes_of_an_all_reduce(world: World) -> None:
     ours = outcome(world, stage=2, groups=2, steps=1)
     upstream = outcome(world, "upstream", stage=2, groups=2, steps=1)
@@ -178,7 +168,6 @@ def test_half_of_the_bytes_of_an_all_reduce(world: World) -> None:
     assert len(reductions) <= len(upstream["sent"])
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
     for first, second in world.run(flat_engines.overflowing):

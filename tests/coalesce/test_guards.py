@@ -53,7 +53,6 @@ def refusals_inside(stage: int) -> dict[str, str]:
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_inside_a_window(world: World, stage: int) -> None:
-    releases.needs_flat_step(stage)
     for found in world.run(refusals_inside, stage):
         assert all(text.startswith("AssertionError") for text in found.values()), found
         assert "engine.step() inside" in found["step"]

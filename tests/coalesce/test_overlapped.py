@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_patches.coalesce.overlapped import OverlappedReduction
 from ds_patches.coalesce.upstream.streams import SideStream
 from tests.coalesce import cases, flat, flat_engines
-from tests.coalesce.test_flat_flush import BF16, FP32_SUMS, steps_on_cpu, three
+from tests.coalesce.test_flat_flush import BF16, FP32_SUMS, three
 from tests.world import World
 
 __all__ = ["three"]  # a fixture
@@ -243,7 +243,6 @@ def outcome(world: World, **case: Any) -> dict[str, Any]:
     return first
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
@@ -257,14 +256,12 @@ def test_an_overlapped_flush_is_a_sum(
         assert all(in_time > 1 for in_time in result["in_time"])
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("settings", [BF16, BF16 | FP32_SUMS], ids=["", "fp32 sums"])
 def test_bf16(world: World, settings: dict[str, Any]) -> None:
     outcome(world, stage=2, dtype="bfloat16", settings=settings)
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
@@ -272,7 +269,6 @@ def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -
     outcome(world, model=model, stage=stage, settings={"zero": {"overlap_comm": True}})
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 def test_several_groups_overlap_too(world: World) -> None:
     """Buckets go out by the parameters' order in the model, not group after group."""
@@ -280,48 +276,7 @@ def test_several_groups_overlap_too(world: World) -> None:
     assert all(in_time > 3 for in_time in result["in_time"])
 
 
-@steps_on_cpu
 @pytest.mark.core_case
 @pytest.mark.parametrize("model", ["Reentrant", "NonReentrant"])
 def test_checkpointing(world: World, model: str) -> None:
     outcome(world, stage=2, model=model)
-
-
-def abandoned() -> tuple[float, list[int]]:
-    """One rank raises in the last backward, before or after it could begin; then a good step."""
-    from functools import partial
-
-    from ds_patches.coalesce.overlapped import Overlapped
-    from tests.zero3_retain import models, trainers
-
-    start = flat_engines.build("TwoHeads", "float32")
-    script = partial(cases.several_backwards, steps=1)
-    expected = cases.plain(start, script)
-    engine = flat_engines.build_engine(start, trainers.config(2), 1)
-    trainer = flat_engines.Trainer(engine, "overlapped")
-    left = []
-    for raises_late in (True, False):
-        with flat.Traffic() as traffic:
-            window = Overlapped(engine.optimizer)
-            engine.inside_no_sync_ctxt = True
-            engine.optimizer.reduce_ready_partitions_and_remove_grads = window.ready
-            if dist.get_rank() == 0 or raises_late:
-                window.begin_last_backward()
-            if dist.get_rank() == 0:
-                tokens, classes = models.batch(7)
-                engine.backward(sum(models.losses(engine(tokens), classes)))
-            engine.inside_no_sync_ctxt = False
-            del engine.optimizer.reduce_ready_partitions_and_remove_grads
-            window.abandon()
-        left.append(len(traffic.seen))
-    script(trainer)
-    return trainers.worst_difference(trainer.parameters(), expected)[0], left
-
-
-@steps_on_cpu
-@pytest.mark.core_case
-def test_a_window_that_failed_on_one_rank_leaves_nothing_behind(world: World) -> None:
-    first, second = world.run(abandoned)
-    assert first == second
-    assert first[0] <= cases.EXACT
-    assert min(first[1]) > 1

@@ -87,7 +87,6 @@ def non_contiguous(stage: int) -> cases.Outcome:
 def test_stock_reduces_nothing_on_cpu_without_contiguous_gradients(
     world: World, stage: int
 ) -> None:
-    releases.needs_flat_step(stage)
     for result in world.run(non_contiguous, stage):
         assert not result.error
         assert result.difference > 1e-3

@@ -26,7 +26,6 @@ def outcome(world: World, **case: Any) -> cases.Outcome:
 
 
 def check(world: World, dtype: str = "float32", **case: Any) -> None:
-    releases.needs_flat_step(case["stage"], case.get("settings"))
     result = outcome(world, dtype=dtype, **case)
     assert result.equal(dtype), result
 
@@ -91,7 +90,6 @@ def test_torch_style(world: World, stage: int, style: str) -> None:
 @pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping(world: World, stage: int, settings: dict[str, Any], clip: float) -> None:
-    releases.needs_flat_step(stage, settings)
     for found, expected in world.run(cases.norm_of_a_window, stage, clip, settings):
         assert found == pytest.approx(expected, rel=1e-4)
 
@@ -121,7 +119,6 @@ def test_float16_with_a_dynamic_loss_scale(world: World, stage: int) -> None:
 @pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> None:
-    releases.needs_flat_step(stage)
     for result in world.run(cases.with_micro_steps, stage):
         assert result.equal(), result
 
@@ -134,7 +131,6 @@ def test_parameters_that_rest(
     world: World, stage: int, settings: dict[str, Any], flush: str
 ) -> None:
     """On one rank only, on both, in some steps: they count as zeros."""
-    releases.needs_flat_step(stage, settings)
     for result in world.run(cases.with_resting_heads, stage, settings, flush):
         assert result.equal(), result
 
@@ -142,7 +138,6 @@ def test_parameters_that_rest(
 @pytest.mark.parametrize("stage", STAGES)
 def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
     """Stock adds backwards up if only the last is at the boundary."""
-    releases.needs_flat_step(stage)
     if stage == 2 and releases.LOSES_MICRO_STEPS:
         pytest.skip(f"stock {releases.RELEASE} loses micro steps of ZeRO-2")
     for result in world.run(cases.stock_with_boundaries, stage):
@@ -152,7 +147,6 @@ def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_experts(world: World, stage: int, ep_size: int) -> None:
-    releases.needs_flat_step(stage)
     for difference, moved in world.run(cases.experts, stage, ep_size):
         assert difference <= cases.EXACT < 1e-3 < moved
 
@@ -164,7 +158,6 @@ def test_several_backwards_over_each_forward_with_zero3_retain(
     world: World, stage: int, style: str
 ) -> None:
     releases.needs_torch_style(style)
-    releases.needs_flat_step(stage)
     for result in world.run(cases.with_zero3_retain, stage, style):
         assert result.equal(), result
 

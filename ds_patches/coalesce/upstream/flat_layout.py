@@ -48,7 +48,7 @@ def layout(optimizer: Any) -> FlatLayout:
             FlatGroup(
                 params=params,
                 offsets=_offsets(optimizer, index),
-                partition=torch.zeros(
+                partition=torch.empty(
                     int(optimizer.partition_size[index]),
                     dtype=optimizer.gradient_accumulation_dtype,
                     device=optimizer.bit16_groups_flat[index].device,

@@ -1,4 +1,4 @@
-"""Gradients and gathered parameters of stage 3."""
+"""Gradients of stage 3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-_COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def parameters(optimizer: Any) -> Iterator[Any]:
@@ -61,39 +60,3 @@ def zero_partition(optimizer: Any, param: Any) -> None:
         host.narrow(0, offset, numel).zero_()
     if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
         optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
-
-
-# --- Gathered parameters ------------------------------------------------------------------------
-
-
-def has_secondary_partitions(engine: Any) -> bool:
-    """ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes."""
-    return int(engine.zero_hpz_partition_size()) > 1
-
-
-def release_gathered(optimizer: Any) -> None:
-    """Partition what is gathered, but for the persistent and the external parameters."""
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
-    release = getattr(coordinator, _COORDINATOR + "release_param")
-    for param in optimizer.parameter_offload.module.parameters():
-        if not param.ds_persist and not param.is_external_param:
-            release(param)
-
-
-def reset_gathers(optimizer: Any) -> None:
-    """Partition every parameter and begin a new trace, after a forward or backward that raised.
-
-    A trace that was being recorded ends in the middle; on another rank it may end elsewhere.
-    """
-    offload = optimizer.parameter_offload
-    coordinator = offload.get_param_coordinator()
-    coordinator.release_and_reset_all(offload.module)
-    if hasattr(coordinator, "release_backward_leftovers"):  # 0.19.3
-        coordinator.release_backward_leftovers()
-    if not coordinator.is_complete_trace() and not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
-    for module in offload.module.modules():
-        # Gathers and releases that the backward still owed: the next forward counts from zero.
-        for count in ("ds_grads_remaining", "applied_pre_backward_ref_cnt"):
-            if count in vars(module):
-                setattr(module, count, 0)

@@ -1,0 +1,160 @@
+"""What ranks tell each other, in the orders that threads find."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_patches.coalesce import handshake
+from ds_patches.coalesce.handshake import Handshake, OtherRankFailed
+
+RANKS = 3
+
+
+class SlowStore:
+    """A real store whose answers take a while, so that ranks come between each other's words."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(random.choice((0, 0, 1e-4, 5e-4)))
+            found = method(*arguments)
+            time.sleep(random.choice((0, 0, 1e-4, 5e-4)))
+            return found
+
+        return slow
+
+
+class Rank(threading.Thread):
+    """One rank's windows; notes what it was told in each."""
+
+    def __init__(self, ends: list[str]) -> None:
+        super().__init__(daemon=True)
+        self.handshake = Handshake(range(RANKS))
+        self.handshake._engine = "the same on all ranks"
+        self.ends = ends
+        self.told: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        for end in self.ends:
+            told: dict[str, Any] = {"began": False, "end": ""}
+            self.told.append(told)
+            self.handshake.begin()
+            try:
+                self.window(end, told)
+                told["end"] = "left"
+            except (OtherRankFailed, ZeroDivisionError) as error:
+                told["end"] = type(error).__name__
+                told["counted on"] = self.handshake.fail(error)
+
+    def window(self, end: str, told: dict[str, Any]) -> None:
+        time.sleep(random.random() * 2e-3)
+        if end == "raises before":
+            raise ZeroDivisionError
+        if end != "silent":
+            self.handshake.announce()
+            for _ in range(random.randrange(4)):
+                told["began"] = told["began"] or self.handshake.all_begin()
+        if end == "raises after":
+            raise ZeroDivisionError
+        if end != "silent":
+            told["began"] = self.handshake.await_beginning()
+        if end == "raises at the end":
+            raise ZeroDivisionError
+        self.handshake.leave()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> SlowStore:
+    slow = SlowStore()
+    monkeypatch.setattr(handshake, "_store", lambda: slow)
+    monkeypatch.setattr(handshake, "_patience", lambda: 20.0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    return slow
+
+
+def run(ends: list[list[str]]) -> list[list[dict[str, Any]]]:
+    """Ranks by windows: what each was told."""
+    ranks = [Rank([window[rank] for window in ends]) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert not rank.is_alive(), "a rank waits for ever"
+    return [list(window) for window in zip(*(rank.told for rank in ranks), strict=True)]
+
+
+WORDS = ["leaves"] * 4 + ["silent", "raises before", "raises after", "raises at the end"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_ranks_agree_on_every_window(store: SlowStore, seed: int) -> None:
+    random.seed(seed)
+    ends = [[random.choice(WORDS) for _ in range(RANKS)] for _ in range(25)]
+    for window, found in zip(ends, run(ends), strict=True):
+        raises = any(word.startswith("raises") for word in window)
+        for word, told in zip(window, found, strict=True):
+            assert (told["end"] == "left") == (not raises), (window, found)
+            if word == "raises before":
+                assert told["end"] == "ZeroDivisionError"
+        if raises:
+            # Who has begun to send needs all others to take part, and nobody else must.
+            assert len({told["counted on"] for told in found}) == 1, (window, found)
+            if any(told["began"] for told in found):
+                assert found[0]["counted on"], (window, found)
+        else:
+            began = all(word == "leaves" for word in window)
+            assert all(told["began"] == began for told in found), (window, found)
+
+
+def test_nothing_piles_up_in_the_store(store: SlowStore) -> None:
+    run([["leaves"] * RANKS] * 12)
+    assert store.store.num_keys() <= handshake._COUNTERS
+
+
+def patterns(rank: Handshake, values: list[int], found: list[bool]) -> None:
+    for value in values:
+        rank.begin()
+        found.append(rank.compare(value))
+
+
+def test_patterns_are_compared(store: SlowStore) -> None:
+    most = (1 << 24) - 1
+    values = [[1, 1, 1], [1, 1, 2], [most, most, most], [0, 0, 0], [most, most, most - 1]]
+    found: list[list[bool]] = [[], [], []]
+    threads = []
+    for index in range(RANKS):
+        rank = Handshake(range(RANKS))
+        rank._engine = "the same on all ranks"
+        mine = [window[index] for window in values]
+        threads.append(threading.Thread(target=patterns, args=(rank, mine, found[index])))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [[False, True, False, False, True]] * RANKS
+
+
+def test_a_rank_that_does_not_come(store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others give up; when it comes, it does not reduce alone."""
+    monkeypatch.setattr(handshake, "_patience", lambda: 0.05)
+    on_time, late = Handshake(range(2)), Handshake(range(2))
+    on_time._engine = late._engine = "the same"
+    for rank in (on_time, late):
+        rank.begin()
+        with pytest.raises(OtherRankFailed, match="had not left its window"):
+            rank.leave()
+
+
+def test_more_ranks_than_the_counter_can_count() -> None:
+    with pytest.raises(NotImplementedError, match="handshake=off"):
+        Handshake(range(5000))
