@@ -30,7 +30,10 @@ def join(kind: str) -> torch.device:
 
     # On CPU it would build a shared-memory all-reduce with g++; this table is its own switch.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    upstream = logging.getLogger("DeepSpeed")
+    upstream.setLevel(logging.WARNING)
+    # Said of torch's own optimizers, by every engine.
+    upstream.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     # The patch comes and goes with every block: what applying has to note is no news here.
     logging.getLogger("ds_patches").addFilter(lambda record: record.levelno > logging.WARNING)
     # DeepSpeed calls collectives by names that newer torch deprecates, with a warning per call.

@@ -109,10 +109,10 @@ class _Run:
 
     def failures(self) -> Iterator[str]:
         """Rows that did not do what the table says of them."""
-        may_raise = {mode.name for mode in MODES if mode.may_raise}
+        modes = {mode.name: mode for mode in MODES}
         for result in self.results:
             if result.error is not None:
-                if result.mode not in may_raise:
+                if result.stage is None or not modes[result.mode].may_raise(result.error):
                     yield f"{result}: {result.error}"
                 continue
             if result.stage is not None:

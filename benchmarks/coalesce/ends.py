@@ -39,7 +39,7 @@ def ends(
             update = _update(workload, stage, mode, device)
         except Exception as error:
             found[mode.name] = End(error=f"{type(error).__name__}: {error}")
-            if not mode.may_raise:
+            if not mode.may_raise(str(error)):
                 traceback.print_exc()
         else:
             if mode.name == NATIVE:

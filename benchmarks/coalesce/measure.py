@@ -96,6 +96,7 @@ class Bench:
             for mode, result in turns:
                 step = partial(mode.step, engine, micro_batches)
                 with patch(PATCH, mode.patched):
+                    self._warm_up(step)
                     self._gradients(step, mode, engine, micro_batches, result)
                     self._look(step, result, before)
             for _ in range(self.rounds):
@@ -109,8 +110,13 @@ class Bench:
         micro_batches = workload.data(self.device)
         before = probes.allocated_mib(self.device)
         step = partial(Floor(workload, self.device).step, micro_batches)
+        self._warm_up(step)
         self._look(step, result, before)
         result.times = [self._time(step) for _ in range(self.rounds)]
+
+    def _warm_up(self, step: Step) -> None:
+        for _ in range(self.warmup):
+            step(ignore)
 
     def _time(self, step: Step) -> list[StepTimes]:
         return time_block(step, self.device, self.warmup, self.steps)
@@ -118,8 +124,6 @@ class Bench:
     def _gradients(
         self, step: Step, mode: Mode, engine: Any, micro_batches: MicroBatches, result: Result
     ) -> None:
-        for _ in range(self.warmup):
-            step(ignore)
         weights = full_weights(engine)
         reference = plain_gradients(weights, partial(plain_backwards, micro_batches))
         result.gradient_error = probes.gradient_error(
@@ -127,8 +131,6 @@ class Bench:
         )
 
     def _look(self, step: Step, result: Result, before: float | None) -> None:
-        for _ in range(self.warmup):
-            step(ignore)
         result.sent = collectives.sent(step)
         result.collectives = collectives.counts(step, self.device)
         result.window_mib = probes.allocated_after(step, "backwards", self.device, before)

@@ -49,9 +49,9 @@ def _times(result: Result, results: Sequence[Result]) -> tuple[str, ...]:
     return (
         _stage(result),
         result.mode,
-        cell(result.error) if result.error else number(spread and spread.median, 2),
+        cell(result.error) if result.error else _median(spread, 2),
         f"{spread.low:.2f} to {spread.high:.2f}" if spread else "-",
-        number(ratio and ratio.median, 3),
+        _median(ratio, 3),
         f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "-",
         _host(result),
         _error(result.gradient_error),
@@ -86,6 +86,10 @@ def _host(result: Result) -> str:
         return "-"
     phases = median_phases([step.host for step in result.steps])
     return ", ".join(number(phases.get(phase), 2) for phase in PHASES)
+
+
+def _median(spread: Spread | None, digits: int) -> str:
+    return number(None if spread is None else spread.median, digits)
 
 
 def _stage(result: Result) -> str:

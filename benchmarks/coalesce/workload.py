@@ -62,7 +62,7 @@ class Workload:
         """With SGD, whose parameters follow the size of a gradient; Adam divides it away."""
         model = self.model(device)
         # The loss is a mean over `width` outputs, so a gradient shrinks as the model grows.
-        optimizer = torch.optim.SGD(model.parameters(), lr=5e-4 * self.width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2e-5 * self.width)
         return engine_around(model, optimizer, self._config(stage))
 
     def _config(self, stage: int) -> dict[str, Any]:
