@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.workload import Batch
+Forward = Callable[[Tensor], Tensor]
 
 
 def full_weights(engine: Any) -> list[Tensor]:
@@ -35,18 +35,20 @@ def full_gradients(engine: Any) -> list[Tensor]:
     return gradients
 
 
-def plain_gradients(weights: Sequence[Tensor], batch: Batch, losses: Sequence[int]) -> list[Tensor]:
-    """What PyTorch accumulates over `losses` of one forward, averaged over the ranks; float32.
+def plain_gradients(weights: Sequence[Tensor], train: Callable[[Forward], None]) -> list[Tensor]:
+    """What PyTorch accumulates while `train` runs backwards, averaged over the ranks; float32.
 
-    The model is spelled out in functions: DeepSpeed replaces ``torch.nn.functional.linear``.
+    `train` is given the forward of ``engines.mlp`` with these weights, spelled out in functions:
+    DeepSpeed replaces ``torch.nn.functional.linear``.
     """
     leaves = [weight.detach().requires_grad_() for weight in weights]
-    outputs = batch.inputs
-    for leaf in leaves:
-        outputs = torch.relu(outputs @ leaf.t())
-    for index in losses:
-        loss = batch.loss(outputs, index)
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+    def forward(inputs: Tensor) -> Tensor:
+        for leaf in leaves:
+            inputs = torch.relu(inputs @ leaf.t())
+        return inputs
+
+    train(forward)
     gradients = []
     for leaf in leaves:
         assert leaf.grad is not None

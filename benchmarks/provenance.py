@@ -31,12 +31,18 @@ def provenance(device: torch.device, commit: str | None) -> dict[str, str]:
         "nccl": ".".join(map(str, nccl)) or "none",
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu(),
+        **_nccl_settings(),
         **(_group() if dist.is_initialized() else {}),
     }
 
 
 def _group() -> dict[str, str]:
     return {"ranks": str(dist.get_world_size()), "backend": dist.get_backend()}
+
+
+def _nccl_settings() -> dict[str, str]:
+    """How the caller set NCCL: NCCL_P2P_DISABLE=1 stands for machines without NVLink."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
 
 
 def _cpu() -> str:

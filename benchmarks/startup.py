@@ -7,7 +7,6 @@ Prints Markdown and, with ``--json``, keeps everything behind it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -22,9 +21,9 @@ from pathlib import Path
 import torch
 
 import ds_patches
-from benchmarks.options import positive
+from benchmarks.options import of_any_run, positive, write
 from benchmarks.provenance import provenance
-from benchmarks.table import markdown
+from benchmarks.tables import markdown
 from benchmarks.timing import Spread
 from ds_patches.startup import variables
 
@@ -103,9 +102,8 @@ def main() -> int:
     _in_turn(imports, options.imports)
     for what, starts in (("python -c pass", bare), (f"python -c '{_IMPORT}'", imports)):
         print("", _table(what, starts), "", _bars(starts), sep="\n", flush=True)
-    if options.json:
-        content = {"provenance": origin, "starts": [_plain(one) for one in (*bare, *imports)]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    measured = [_plain(one) for one in (*bare, *imports)]
+    write(options.json, {"provenance": origin, "starts": measured})
     return 0
 
 
@@ -205,8 +203,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.startup", description=__doc__)
     parser.add_argument("--rounds", type=positive, default=200, help="of bare starts")
     parser.add_argument("--imports", type=positive, default=20, help=f"rounds of `{_IMPORT}`")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="keep everything there")
-    parser.add_argument("--commit", help="of the measured code, where there is no git")
+    of_any_run(parser)
     return parser.parse_args()
 
 

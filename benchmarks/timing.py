@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,10 +49,14 @@ def wait_for(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step: milliseconds in all, and per phase in the order they ran."""
+    """One step: milliseconds in all, and per phase in the order they ran.
+
+    `host`: what the phases took the host, which on a GPU runs ahead.
+    """
 
     total: float
     phases: dict[str, float]
+    host: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -83,30 +87,43 @@ def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> lis
         step(ignore)
     recorded = [_record(step, device) for _ in range(steps)]
     wait_for(device)
-    return [_read(begin, marks) for begin, marks in recorded]
+    return [_read(*marks) for marks in recorded]
 
 
-def median_phases(times: Sequence[StepTimes]) -> dict[str, float]:
+def median_phases(phases: Sequence[dict[str, float]]) -> dict[str, float]:
     """The median of each phase over steps of one kind."""
-    return {
-        phase: statistics.median(step.phases[phase] for step in times) for phase in times[0].phases
-    }
+    return {name: statistics.median(step[name] for step in phases) for name in phases[0]}
 
 
-def _record(step: Step, device: torch.device) -> tuple[Moment, list[tuple[str, Moment]]]:
-    marks: list[tuple[str, Moment]] = []
-    begin = _now(device)
-    step(lambda phase: marks.append((phase, _now(device))))
-    return begin, marks
+class _Marks(NamedTuple):
+    """When a step began and when each of its phases ended, by one clock."""
+
+    begin: Moment
+    ends: dict[str, Moment]
+
+    def phases(self) -> dict[str, float]:
+        begins = [self.begin, *self.ends.values()]
+        return {
+            name: begin.elapsed_time(end)
+            for begin, (name, end) in zip(begins, self.ends.items(), strict=False)
+        }
 
 
-def _read(begin: Moment, marks: list[tuple[str, Moment]]) -> StepTimes:
-    phases = {}
-    previous = begin
-    for phase, moment in marks:
-        phases[phase] = previous.elapsed_time(moment)
-        previous = moment
-    return StepTimes(begin.elapsed_time(previous), phases)
+def _record(step: Step, device: torch.device) -> tuple[_Marks, _Marks]:
+    """One step by the device's clock and by the host's."""
+    on_device, on_host = _Marks(_now(device), {}), _Marks(HostMoment(), {})
+
+    def mark(phase: str) -> None:
+        on_device.ends[phase] = _now(device)
+        on_host.ends[phase] = HostMoment()
+
+    step(mark)
+    return on_device, on_host
+
+
+def _read(on_device: _Marks, on_host: _Marks) -> StepTimes:
+    *_, last = on_device.ends.values()
+    return StepTimes(on_device.begin.elapsed_time(last), on_device.phases(), on_host.phases())
 
 
 def _now(device: torch.device) -> Moment:

@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.coalesce.bars import bars
+
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [str(number) for number in range(1, 11)]
 TIMED = [number for number in ROWS if number != "3"]
 PATCHED = ["2", "4", "5", "6", "7"]
+WAYS = {
+    "1": ["multi", "native", "no_sync", "ours", "ours, last announced"],
+    "2": ["multi", "native", "ours", "ours, last announced"],
+    "3": ["multi", "native", "ours", "ours, gather_once"],
+}
 HOOKED = {
     "PYTHONPATH, DS_PATCHES unset": "< 2",
     "PYTHONPATH, DS_PATCHES=all": "< 10",
@@ -103,6 +110,83 @@ def test_retain_times_steps_with_the_right_gradients(retain: Outcome) -> None:
         assert row["gradient_error"] < 2e-2, number
     for number in "78":  # the sums: had a loss been lost, the same check would see it
         assert retain.kept["rows"][number]["gradient_error_last_alone"] > 0.5
+
+
+@pytest.fixture(scope="module")
+def coalesce(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    command = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2"
+        " -m benchmarks.coalesce --device cpu --layers 2 --width 32 --batches 4 --backwards 4"
+        " --steps 1 --warmup 1 --rounds 2 --commit abc --json"
+    )
+    kept = tmp_path_factory.mktemp("coalesce") / "coalesce.json"
+    return outcome_of(command, kept, OMP_NUM_THREADS="1")
+
+
+def test_coalesce_prints_every_row(coalesce: Outcome) -> None:
+    expected = [["-", "floor"], *([f"Z{stage}", way] for stage in WAYS for way in WAYS[stage])]
+    for title in ("N=4, batch 4", "N=4, batch 4: wire and memory"):
+        assert [cells[:2] for cells in coalesce.table(title)] == expected
+    for cells in coalesce.table("N=4, batch 4"):
+        if cells[1] == "no_sync":  # what stock says with overlap_comm
+            assert "has already been reduced" in cells[2]
+            continue
+        assert float(cells[2]) > 0
+        if cells[1] != "floor":
+            assert (cells[4] == "1.000") == (cells[1] == "native")
+            assert max(map(float, cells[7:])) < 2e-2
+
+
+def test_coalesce_prints_its_bars(coalesce: Outcome) -> None:
+    table = coalesce.table("against native, N=4")
+    bound = [f"<= {most}" for most in (*[0.5] * 4, 0.93, 0.93, 0.75, 1.0, 1.0, 1.0)]
+    assert [cells[2] for cells in table] == bound
+    assert all(cells[1][0].isdigit() for cells in table[:8])
+    # Nobody counts a CPU's memory; what was not measured must not look held.
+    assert [cells[3] for cells in table[8:]] == ["not measured"] * 2
+
+
+def test_coalesce_without_peer_to_peer_has_bars_of_its_own() -> None:
+    bound = {bar.name: bar.bar for bar in bars([], [256], p2p=False)}
+    assert bound["step, Z1 ours, last announced, batch 256"] == 0.80
+    assert bound["step, Z3 ours, gather_once, batch 256"] == 0.65
+
+
+def test_coalesce_counts_the_bytes_of_a_reduction(coalesce: Outcome) -> None:
+    whole = 2 * 32 * 32 * 2 / 2**20  # 2 layers in bf16, in MiB
+    for row in coalesce.kept["rows"]:
+        if row["mode"] in ("native", "ours, last announced", "floor"):
+            # Of 2 ranks each sends half of what is reduce-scattered, and all of an all-reduce.
+            scattered = row["mode"] != "native" or row["stage"] == 3
+            if scattered and "reduce_scatter" not in row["collectives"]:
+                continue  # an older gloo has none
+            sent = whole * (0.5 if scattered else 1)
+            assert row["sent_mib_in_reductions"] == pytest.approx(sent, rel=0.1), row["mode"]
+
+
+def test_coalesce_keeps_what_it_measured(coalesce: Outcome) -> None:
+    kept = coalesce.kept
+    assert kept["provenance"]["commit"] == "abc"
+    timed = [row for row in kept["rows"] if row["error"] is None]
+    assert len(timed) == len(kept["rows"]) - 1
+    for row in timed:
+        assert row["ms"]["count"] == 2
+        assert {"backwards"} < row["host_ms_by_phase"].keys()
+        if row["stage"] is not None:
+            assert row["ratio_to_native"]["count"] == 2
+
+
+def test_the_plot_is_a_picture_of_the_ratios(coalesce: Outcome, tmp_path: Path) -> None:
+    run, picture = tmp_path / "run.json", tmp_path / "picture.svg"
+    run.write_text(json.dumps(coalesce.kept))
+    command = [sys.executable, "-m", "benchmarks.plot", str(run), str(run), str(picture)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    drawn = picture.read_text()
+    assert drawn.count(">ZeRO-3<") == 2
+    assert drawn.count("2 ranks, gloo, batch 4") == 2
+    for row in coalesce.kept["rows"]:
+        if row["mode"] != "native" and "ratio_to_native" in row:
+            assert f">{row['ratio_to_native']['median']:.2f}<" in drawn
 
 
 @pytest.fixture(scope="module")

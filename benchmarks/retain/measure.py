@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import probes, styles
-from benchmarks.probes import Held
-from benchmarks.rows import Row
+from benchmarks import collectives, probes
+from benchmarks.engines import patch
+from benchmarks.gradients import Forward, full_weights, plain_gradients, relative_error
+from benchmarks.retain import styles
+from benchmarks.retain.held import Held, held_after_backwards
+from benchmarks.retain.rows import Row
+from benchmarks.retain.workload import Batch, Workload
 from benchmarks.timing import Step, StepTimes, ignore, median_phases, time_block
-from benchmarks.workload import Batch, Workload
 
-PATCH = "zero3_retain"
+_PATCH = "zero3_retain"
 _PEAK_STEPS = 3
-
-
-@contextmanager
-def patch(wanted: bool) -> Iterator[None]:
-    """Stock or patched inside, stock outside; never the one in the other's name."""
-    import ds_patches
-
-    if not wanted:
-        if ds_patches.is_applied(PATCH):
-            raise RuntimeError(f"{PATCH} is applied where stock DeepSpeed is to be measured")
-        yield
-        return
-    ds_patches.apply(PATCH)  # raises if it is not live
-    try:
-        yield
-    finally:
-        ds_patches.unapply(PATCH)
 
 
 @dataclass
@@ -50,7 +35,7 @@ class Result:
     held_graph_kept: list[Held] = field(default_factory=list)  # of an ordinary step
     peak_mib: float | None = None
     gradient_error: float | None = None
-    gradient_error_last_alone: float | None = None
+    gradient_error_last_alone: float | None = None  # of a step that lost all but the last loss
     collectives: dict[str, int] | None = None
 
     def fail(self, error: Exception) -> None:
@@ -68,7 +53,7 @@ class Result:
 
     @property
     def phases(self) -> dict[str, float]:
-        return median_phases([step for block in self.times for step in block])
+        return median_phases([step.phases for block in self.times for step in block])
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,7 @@ class Bench:
             turns = []
             for row, result in zip(rows, results, strict=True):
                 try:
-                    with patch(row.patched):
+                    with patch(_PATCH, row.patched):
                         self._look(row, engine, result, before)
                 except Exception as error:
                     result.fail(error)
@@ -102,13 +87,13 @@ class Bench:
                     turns.append((row, result))
             for _ in range(self.rounds):
                 for row, result in turns:
-                    with patch(row.patched):
+                    with patch(_PATCH, row.patched):
                         result.times.append(self._time(row, engine))
                 turns.reverse()
 
     def once(self, row: Row) -> None:
         """One step on a fresh engine, for its exception."""
-        with patch(row.patched), self.workload.engine(self.device) as engine:
+        with patch(_PATCH, row.patched), self.workload.engine(self.device) as engine:
             self._step(row, engine)(ignore)
 
     def _workload(self, row: Row) -> Workload:
@@ -126,13 +111,26 @@ class Bench:
         step = self._step(row, engine)
         for _ in range(self.warmup):
             step(ignore)
-        result.gradient_error, result.gradient_error_last_alone = probes.gradient_error(
-            step, engine, self.batch, row.summed, row.last_backward, self.device
+        weights = full_weights(engine)
+        reference, last_alone = (
+            plain_gradients(weights, partial(self._backwards, losses))
+            for losses in (row.summed, row.summed[-1:])
         )
-        result.held = probes.held_after_backwards(step, engine, self.device, before)
+        result.gradient_error = probes.gradient_error(
+            step, engine, reference, row.last_backward, self.device
+        )
+        result.gradient_error_last_alone = relative_error(last_alone, reference)
+        result.held = held_after_backwards(step, engine, self.device, before)
         result.peak_mib = probes.peak_mib(step, self.device, before, _PEAK_STEPS)
         if row.step is styles.ordinary:
             kept = partial(styles.ordinary, engine, self.batch, keep_graph=True)
-            result.held_graph_kept = probes.held_after_backwards(kept, engine, self.device, before)
+            result.held_graph_kept = held_after_backwards(kept, engine, self.device, before)
         if self.profile:
-            result.collectives = probes.collectives(step, self.device)
+            result.collectives = collectives.counts(step, self.device)
+
+    def _backwards(self, losses: Sequence[int], forward: Forward) -> None:
+        """Over one forward, in plain PyTorch."""
+        outputs = forward(self.batch.inputs)
+        for index in losses:
+            loss = self.batch.loss(outputs, index)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks import styles
-from benchmarks.styles import StyledStep
+from benchmarks.retain import styles
+from benchmarks.retain.styles import StyledStep
 
 LOSSES = 2
 

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
-from benchmarks.measure import Result
+from benchmarks.retain.measure import Result
+from benchmarks.tables import Bar, cell, markdown, number, over
 from benchmarks.timing import Spread
 
 RESIDENT_BAR, IDLE_BAR, STEP_BAR = 1.02, 1.01, 1.15
 ORDINARY, IDLE, _RETAINED = 1, 2, 4
 _HOLDING = (10, 9)
 _SEVERAL_BACKWARDS = (4, 5, 6, 7)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A ratio and the most it may be; `measured` is None where a part of it was not."""
-
-    name: str
-    measured: float | None
-    bar: float | None  # None: for comparison only
-    detail: str = ""
-
-    @property
-    def held(self) -> bool | None:
-        if self.measured is None or self.bar is None:
-            return None
-        return self.measured <= self.bar
 
 
 def ratios(results: Mapping[int, Result], row: int, over: int) -> list[float]:
@@ -47,15 +31,12 @@ def bars(results: Mapping[int, Result]) -> list[Bar]:
     return [
         Bar("resident after each backward", max(strict, default=None), RESIDENT_BAR),
         Bar("the same, kept graphs against a kept graph", max(alike, default=None), RESIDENT_BAR),
-        _timed("idle cost: patched ordinary step", ratios(results, IDLE, ORDINARY), IDLE_BAR),
-        _timed("step with K=2", ratios(results, _RETAINED, ORDINARY), STEP_BAR),
-        _timed("stock, all persistent: K=2 over K=1", ratios(results, *_HOLDING), None),
+        Bar.of_rounds(
+            "idle cost: patched ordinary step", ratios(results, IDLE, ORDINARY), IDLE_BAR
+        ),
+        Bar.of_rounds("step with K=2", ratios(results, _RETAINED, ORDINARY), STEP_BAR),
+        Bar.of_rounds("stock, all persistent: K=2 over K=1", ratios(results, *_HOLDING), None),
     ]
-
-
-def _timed(name: str, by_round: list[float], bar: float | None) -> Bar:
-    measured = statistics.median(by_round) if by_round else None
-    return Bar(name, measured, bar, _spread_of_rounds(by_round))
 
 
 def rows(results: Iterable[Result]) -> str:
@@ -86,30 +67,6 @@ def phases(results: Iterable[Result]) -> str:
     return markdown(("#", "ms per phase"), body)
 
 
-def bars_table(held: Iterable[Bar]) -> str:
-    body = [
-        (
-            bar.name,
-            f"{_number(bar.measured, 4)}{bar.detail}",
-            "-" if bar.bar is None else f"<= {bar.bar}",
-            _word(bar),
-        )
-        for bar in held
-    ]
-    return markdown(("against row 1", "measured", "bar", "held"), body)
-
-
-def _word(bar: Bar) -> str:
-    if bar.measured is None:
-        return "not measured"
-    return {True: "yes", False: "NO", None: "-"}[bar.held]
-
-
-def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _resident(results: Mapping[int, Result], *, like_with_like: bool) -> list[float]:
     """MiB after each backward of the rows with several, over those after an ordinary one.
 
@@ -121,19 +78,12 @@ def _resident(results: Mapping[int, Result], *, like_with_like: bool) -> list[fl
         return []
     freed, kept = ordinary.held[-1].mib, ordinary.held_graph_kept[-1].mib
     ratios = []
-    for number in _SEVERAL_BACKWARDS:
-        held = results[number].held if number in results else []
+    for row in _SEVERAL_BACKWARDS:
+        held = results[row].held if row in results else []
         for one in held:
             keeps_graph = one is not held[-1]
-            ratios.append(_over(one.mib, kept if keeps_graph and like_with_like else freed))
+            ratios.append(over(one.mib, kept if keeps_graph and like_with_like else freed))
     return [ratio for ratio in ratios if ratio is not None]
-
-
-def _spread_of_rounds(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return ""
-    spread = Spread.of(ratios)
-    return f" (quartiles {spread.low:.4f} to {spread.high:.4f}, {spread.count} rounds)"
 
 
 def _row(result: Result, ordinary: float | None) -> tuple[str, ...]:
@@ -143,11 +93,11 @@ def _row(result: Result, ordinary: float | None) -> tuple[str, ...]:
     return (
         str(result.number),
         result.title,
-        _cell(result.error) if result.error else _number(median, 2),
+        cell(result.error) if result.error else number(median, 2),
         f"{spread.low:.2f} to {spread.high:.2f}" if spread else "-",
-        _number(_over(median, ordinary), 3),
-        ", ".join(_number(held.mib, 0) for held in result.held) or "-",
-        _number(result.peak_mib, 0),
+        number(over(median, ordinary), 3),
+        ", ".join(number(held.mib, 0) for held in result.held) or "-",
+        number(result.peak_mib, 0),
         ", ".join(str(held.available) for held in result.held) or "-",
         "-" if result.gradient_error is None else f"{result.gradient_error:.1e}",
         f"{counts['all_gather']}, {counts['reduce_scatter']}" if counts else "-",
@@ -156,16 +106,3 @@ def _row(result: Result, ordinary: float | None) -> tuple[str, ...]:
 
 def _median(result: Result) -> float | None:
     return statistics.median(result.totals) if result.times else None
-
-
-def _over(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _cell(text: str) -> str:
-    """One line that breaks no table."""
-    return " ".join(text.split()).replace("|", "/")

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.retain.workload import Batch
 from benchmarks.timing import Mark
-from benchmarks.workload import Batch
 
 StyledStep = Callable[[Any, Batch, Mark], None]
 Backward = Callable[[Any, Tensor, bool], None]

@@ -1,0 +1,1 @@
+"""coalesce, measured: several forwards and backwards, one gradient reduction, one step."""

@@ -1,0 +1,85 @@
+"""What is trained: a plain MLP, a ``DeepSpeedEngine`` around it, stock or patched."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+DTYPE = torch.bfloat16
+SEED = 1234
+
+
+def mlp(layers: int, width: int, device: torch.device) -> nn.Sequential:
+    """`layers` times Linear(`width`, bias=False) + ReLU: the same weights at every call."""
+    torch.manual_seed(SEED)
+    with device:
+        linears = [nn.Linear(width, width, bias=False, dtype=DTYPE) for _ in range(layers)]
+    for linear in linears:
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    return nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU())))
+
+
+def config(batch: int, **zero_optimization: Any) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for `mlp`, with all that has moved between releases."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            **zero_optimization,
+        },
+    }
+
+
+@contextmanager
+def engine_around(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+) -> Iterator[Any]:
+    """A ``DeepSpeedEngine`` that is destroyed afterwards, whatever happens in between."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        # DeepSpeed's caches keep a destroyed engine alive. Its tensors need not stay with it.
+        for holder in (*model.parameters(), engine.optimizer):
+            vars(holder).clear()
+
+
+def free(device: torch.device) -> None:
+    """Give back what a dropped engine held; a CPU's memory is not measured."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def patch(name: str, wanted: bool) -> Iterator[None]:
+    """Stock or patched inside, stock outside; never the one in the other's name."""
+    import ds_patches
+
+    if not wanted:
+        if ds_patches.is_applied(name):
+            raise RuntimeError(f"{name} is applied where stock DeepSpeed is to be measured")
+        yield
+        return
+    ds_patches.apply(name)  # raises if it is not live
+    try:
+        yield
+    finally:
+        ds_patches.unapply(name)

@@ -1,0 +1,1 @@
+"""zero3_retain, measured: several backwards over one ZeRO-3 forward."""
