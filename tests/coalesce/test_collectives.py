@@ -20,8 +20,8 @@ def sent_in(stage: int, backwards: int, settings: dict[str, Any], flush: str, **
         cases.several_backwards(cases.EngineTrainer(engine), backwards=1, steps=2, **window)
         inside, at_end = cases.Collectives(), cases.Collectives()
         open_window = engine.coalesce_grad_reduction(**window)
-        open_window.__enter__()
         with inside:
+            open_window.__enter__()
             for index in range(backwards):
                 tokens, classes = models.batch(2, index)
                 engine.backward(sum(models.losses(engine(tokens), classes)))

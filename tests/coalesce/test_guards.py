@@ -140,7 +140,9 @@ def test_announced_backwards(
 ) -> None:
     releases.needs_torch_style(style)
     for text in world.run(backwards_against_announced, style, announced, backwards, one_forward):
-        assert ("this is one more" in text) == (backwards > announced), text
+        # A plain loss.backward() again over one forward has nothing that it could be counted by.
+        counted = 1 if one_forward and style == "torch" else backwards
+        assert ("this is one more" in text) == (counted > announced), text
 
 
 def arguments_that_mean_nothing() -> list[str]:
