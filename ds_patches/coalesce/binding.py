@@ -148,8 +148,11 @@ PATCH = Patch(
         Option(
             "handshake",
             default="on",
-            choices=("on", "off"),
-            help="ranks meet in the store before they reduce; off: one that raises alone hangs all",
+            choices=("on", "store", "off"),
+            help=(
+                "ranks meet before they reduce, in memory where they are on one host, or else in "
+                "the process group's store; off: one that raises alone hangs all"
+            ),
         ),
         Option(
             "flush",

@@ -1,10 +1,10 @@
 """What the ranks of a window tell each other, so that none waits for one that raised.
 
-They meet in the process group's store, which each rank reaches without the others' help, and not
-by a collective: a rank that raised would take no part in it. A window has one counter there, and
-a rank says everything by adding to it. The store orders the additions, and each returns the sum so
-far, so a rank that raises knows at once, without waiting for anybody, whether the others count on
-it in reductions that they have begun.
+They meet at a counter, which each rank reaches without the others' help, and not by a collective:
+a rank that raised would take no part in it. A window has one counter, and a rank says everything by
+adding to it. The additions have an order, and each returns the sum so far, so a rank that raises
+knows, without waiting for one that may be waiting for it, whether the others count on it in
+reductions that they have begun.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+
+from .counters import Counters, FileCounters, StoreCounters
 
 _WIDTH = 12  # bits of a field of the counter, each of which counts ranks
 _FIELD = (1 << _WIDTH) - 1
@@ -48,7 +50,7 @@ class Handshake:
     windows by theirs: windows of two engines may be nested.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], on_one_host: bool = False) -> None:
         """Raises NotImplementedError for more ranks than the counter has room for."""
         if len(ranks) > _MOST_RANKS:
             raise NotImplementedError(
@@ -56,6 +58,8 @@ class Handshake:
                 f"tell each other of failures up to {_MOST_RANKS} of them"
             )
         self._size = len(ranks)
+        self._on_one_host = on_one_host
+        self._counters: Counters | None = None
         group = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
         self._engine = f"ds_patches/coalesce/{group}/{_engines[tuple(ranks)]}"
         _engines[tuple(ranks)] += 1
@@ -66,6 +70,13 @@ class Handshake:
 
     def begin(self) -> None:
         """A window opens."""
+        if self._counters is None:
+            key = f"{self._engine}/{self._failures}"
+            self._counters = (
+                FileCounters(_store(), key, _COUNTERS, self._size)
+                if self._on_one_host
+                else StoreCounters(_store(), key)
+            )
         self._window += 1
         self._announced, self._begun = False, None
 
@@ -143,14 +154,14 @@ class Handshake:
                     self._begun = bool(total & _BEGIN)
         begun = bool(self._begun)
         self._failures += 1
-        self._window = -1
+        self._window, self._counters = -1, None
         return begun
 
     def _leave(self, word: int) -> int:
         total = self._add(word)
         if self._all_left(total):
             # So none looks at the counter of the window before any more.
-            _store().set(self._key(self._window + 2), "0")
+            self._open().clear((self._window + 2) % _COUNTERS)
             return total
         return self._await(self._all_left, total)
 
@@ -163,7 +174,7 @@ class Handshake:
 
     def _await(self, done: Callable[[int], bool], total: int | None = None) -> int:
         """Read the counter until it says so; raises OtherRankFailed if a rank does not come."""
-        begin, pause = time.monotonic(), 5e-5
+        begin, pause = time.monotonic(), 2e-5
         patience = _patience()
         while True:
             total = self._add(0) if total is None else total
@@ -174,7 +185,7 @@ class Handshake:
                 # The late rank must not take itself for the last one and reduce alone.
                 self._say(f"some rank had not left its window after {waited:.0f} s")
                 raise self._other_failed()
-            # One store serves all ranks, so many of them have to ask less often.
+            # A store serves all ranks by itself, so many of them have to ask less often.
             time.sleep(pause)
             pause, total = min(2 * pause, 1e-4 * max(self._size, 10)), None
 
@@ -187,13 +198,14 @@ class Handshake:
         return OtherRankFailed(f"in this coalesce_grad_reduction(), {error}")
 
     def _add(self, word: int) -> int:
-        return int(_store().add(self._key(self._window), word))
+        return self._open().add(self._window % _COUNTERS, word)
+
+    def _open(self) -> Counters:
+        assert self._counters is not None, "no window has begun"
+        return self._counters
 
     def _all(self, total: int, word: int) -> bool:
         return _count(total, word) == self._size
-
-    def _key(self, window: int) -> str:
-        return f"{self._engine}/{self._failures}/{window % _COUNTERS}"
 
 
 def _count(total: int, word: int) -> int:

@@ -26,7 +26,7 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
 
     _choice = Choice(
         native=options["implementation"] == "native",
-        handshake=options["handshake"] == "on",
+        handshake=options["handshake"],
         scatters=options["flush"] == "reduce_scatter",
     )
     method = live.innermost(DeepSpeedEngine.coalesce_grad_reduction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from .backwards import Backwards
+from .counters import are_on_one_host
 from .gather_once import GatherOnce
 from .handshake import Handshake
 from .local_sum import FlatSum, LocalSum, PartitionedSum
@@ -25,13 +27,14 @@ _KEY = "_ds_patches_coalesce"
 _handshakes: WeakKeyDictionary[Any, Handshake] = WeakKeyDictionary()  # by engine
 
 
-def _handshake_of(engine: Any) -> Handshake | None:
-    """None where there is nobody to shake hands with."""
+def _handshake_of(engine: Any, kind: str) -> Handshake | None:
+    """None where there is nobody to shake hands with, or where they are not to."""
     ranks = upstream_engine.ranks(engine)
-    if len(ranks) < 2:
+    if len(ranks) < 2 or kind == "off":
         return None
     if engine not in _handshakes:
-        _handshakes[engine] = Handshake(ranks)
+        on_one_host = kind == "on" and are_on_one_host(os.environ)
+        _handshakes[engine] = Handshake(ranks, on_one_host)
     return _handshakes[engine]
 
 
@@ -46,7 +49,7 @@ class Choice:
     """What the user chose for all windows."""
 
     native: bool = False
-    handshake: bool = True
+    handshake: str = "on"
     scatters: bool = True
 
 
@@ -61,7 +64,7 @@ class Window:
         self._boundary_at_entry = engine._is_gradient_accumulation_boundary
         self._sum = _sum_of(engine, choice)
         self._residency = GatherOnce(engine) if gather_once else None
-        self._handshake = _handshake_of(engine) if choice.handshake else None
+        self._handshake = _handshake_of(engine, choice.handshake)
         self._raised = ""  # what a backward of this window raised
 
     # --- Backwards ------------------------------------------------------------------------------

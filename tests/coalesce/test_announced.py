@@ -118,11 +118,12 @@ def test_a_backward_after_the_last_one(
         assert ("this is one more" in text) == refused, text
 
 
-def with_handshake_off() -> cases.Outcome:
+def with_handshake(kind: str) -> cases.Outcome:
     script = partial(cases.several_backwards, num_backwards=cases.BACKWARDS)
-    return cases.run(script, models.build(models.TwoHeads), 2, handshake="off")
+    return cases.run(script, models.build(models.TwoHeads), 2, handshake=kind)
 
 
-def test_without_a_handshake(world: World) -> None:
-    for result in world.run(with_handshake_off):
+@pytest.mark.parametrize("kind", ["on", "store", "off"])
+def test_ways_to_meet(world: World, kind: str) -> None:
+    for result in world.run(with_handshake, kind):
         assert result.equal(), result

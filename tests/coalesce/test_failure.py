@@ -106,7 +106,9 @@ def test_the_next_step_is_as_if_it_had_not_happened(
         assert sum("gradients were dropped" in text for text in result.heard) == 2
 
 
-@pytest.mark.parametrize("case", [{"settings": OFFLOADED}, {"flush": "upstream"}], ids=str)
+@pytest.mark.parametrize(
+    "case", [{"settings": OFFLOADED}, {"flush": "upstream"}, {"handshake": "store"}], ids=str
+)
 @pytest.mark.parametrize("place", PLACES[1:3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_with_other_settings(world: World, stage: int, place: str, case: dict[str, Any]) -> None:

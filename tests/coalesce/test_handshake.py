@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ds_patches.coalesce import handshake
+from ds_patches.coalesce import counters, handshake
+from ds_patches.coalesce.counters import FileCounters, are_on_one_host
 from ds_patches.coalesce.handshake import Handshake, OtherRankFailed
 
 RANKS = 3
@@ -37,9 +39,9 @@ class SlowStore:
 class Rank(threading.Thread):
     """One rank's windows; notes what it was told in each."""
 
-    def __init__(self, ends: list[str]) -> None:
+    def __init__(self, ends: list[str], on_one_host: bool) -> None:
         super().__init__(daemon=True)
-        self.handshake = Handshake(range(RANKS))
+        self.handshake = Handshake(range(RANKS), on_one_host)
         self.handshake._engine = "the same on all ranks"
         self.ends = ends
         self.told: list[dict[str, Any]] = []
@@ -82,9 +84,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SlowStore:
     return slow
 
 
-def run(ends: list[list[str]]) -> list[list[dict[str, Any]]]:
+def run(ends: list[list[str]], on_one_host: bool = False) -> list[list[dict[str, Any]]]:
     """Ranks by windows: what each was told."""
-    ranks = [Rank([window[rank] for window in ends]) for rank in range(RANKS)]
+    ranks = [Rank([window[rank] for window in ends], on_one_host) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -96,11 +98,12 @@ def run(ends: list[list[str]]) -> list[list[dict[str, Any]]]:
 WORDS = ["leaves"] * 4 + ["silent", "raises before", "raises after", "raises at the end"]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_all_ranks_agree_on_every_window(store: SlowStore, seed: int) -> None:
+@pytest.mark.parametrize("on_one_host", [False, True], ids=["store", "memory"])
+@pytest.mark.parametrize("seed", range(6))
+def test_all_ranks_agree_on_every_window(store: SlowStore, seed: int, on_one_host: bool) -> None:
     random.seed(seed)
     ends = [[random.choice(WORDS) for _ in range(RANKS)] for _ in range(25)]
-    for window, found in zip(ends, run(ends), strict=True):
+    for window, found in zip(ends, run(ends, on_one_host), strict=True):
         raises = any(word.startswith("raises") for word in window)
         for word, told in zip(window, found, strict=True):
             assert (told["end"] == "left") == (not raises), (window, found)
@@ -119,6 +122,37 @@ def test_all_ranks_agree_on_every_window(store: SlowStore, seed: int) -> None:
 def test_nothing_piles_up_in_the_store(store: SlowStore) -> None:
     run([["leaves"] * RANKS] * 12)
     assert store.store.num_keys() <= handshake._COUNTERS
+
+
+def test_nothing_is_left_in_memory(store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ours() -> set[Path]:
+        return set(counters._MEMORY.glob("ds_patches-*"))
+
+    before = ours()
+    run([["leaves"] * RANKS, ["raises before"] * RANKS, ["leaves"] * RANKS], on_one_host=True)
+    assert ours() == before
+
+
+def test_memory_that_is_not_shared(store: SlowStore, tmp_path: Path) -> None:
+    """A container of its own: the file that another rank named is not there."""
+    store.store.set("key", f"1:2 {tmp_path / 'elsewhere'}")
+    with pytest.raises(RuntimeError, match="HANDSHAKE=store"):
+        FileCounters(store, "key", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, True),  # torchrun
+        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "8"}, True),  # deepspeed
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, False),
+        ({"WORLD_SIZE": "8"}, False),
+    ],
+    ids=str,
+)
+def test_what_the_launcher_says(environment: dict[str, str], expected: bool) -> None:
+    assert are_on_one_host(environment) == expected
 
 
 def patterns(rank: Handshake, values: list[int], found: list[bool]) -> None:
