@@ -73,6 +73,7 @@ class FlatLayout:
     divisor: float  # gradients are divided by it before they are summed
     bucket_elements: int  # what one staging buffer may hold
     gradient: Callable[[torch.Tensor], torch.Tensor | None]  # of a parameter; None counts as zeros
+    reader: Callable[[], Callable[[torch.Tensor], None]]  # notes what the current stream reads
 
     @property
     def ranks(self) -> int:
@@ -87,6 +88,11 @@ class FlatLayout:
         group = self.groups[piece.group]
         start = owner * group.partition.numel() + piece.start
         return group.slices(start, start + piece.length)
+
+    def clear(self, chunk: Chunk) -> None:
+        """Zero `chunk` of this rank's partitions."""
+        for piece in chunk:
+            self.groups[piece.group].partition.narrow(0, piece.start, piece.length).zero_()
 
     def chunks(self, longest: int, *, across_groups: bool) -> list[Chunk]:
         """All partitions in chunks of up to `longest` elements.
@@ -159,6 +165,7 @@ class PartitionReduction:
         Allocates the buffers: each holds one chunk, or one chunk per rank if it scatters.
         """
         self._layout = layout
+        self._note_read = layout.reader()
         elements = longest * layout.ranks if scatters else longest
         self._lanes = [_Lane(layout, elements) for _ in range(2)]
         self._backend_scatters = True
@@ -198,6 +205,7 @@ class PartitionReduction:
             for piece in chunk:
                 for part in layout.slices(piece, owner):
                     if (gradient := layout.gradient(part.param)) is not None:
+                        self._note_read(gradient)
                         source = gradient.reshape(-1).narrow(0, part.source, part.length)
                         yield begin + part.target, source
                 begin += piece.length

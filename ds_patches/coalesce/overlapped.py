@@ -9,8 +9,8 @@ as soon as both parts are filled, which the second half of the backward does.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -19,26 +19,63 @@ from .upstream.streams import SideStream
 
 #: Elements. Chunks of a rank's partition are no longer than this even where the bucket size would
 #: allow it: a bucket has to be filled before it can be reduced beside the rest of the backward.
-_LONGEST_CHUNK = 1 << 24
+_LONGEST_CHUNK = 1 << 25
 
 
-class _Bucket:
+class Bucket(NamedTuple):
     """A chunk of the partition of one rank, or of each, and the parameters that it waits for."""
 
-    def __init__(self, layout: FlatLayout, chunk: Chunk, owners: range) -> None:
-        self.chunk = chunk
-        self.owners = owners
-        self.params = {
-            id(part.param): part.param
-            for owner in owners
-            for piece in chunk
-            for part in layout.slices(piece, owner)
-        }
-        self.missing = set(self.params)
+    chunk: Chunk
+    owners: range
+    params: dict[int, torch.Tensor]  # by id
+
+
+class BucketPlan:
+    """All buckets of a layout, in the order in which they go out, which is the same on all ranks.
+
+    Good for every layout of an optimizer: it holds none of the partitions.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, positions: Mapping[int, int], *, scatters: bool | None = None
+    ) -> None:
+        """`positions`: of parameters, by id, in the model; a backward comes to the highest first.
+        `scatters`: reduce-scatter, or reduce to the owner; None chooses by the number of ranks.
+        """
+        self.scatters = layout.ranks == 2 if scatters is None else scatters
+        share = layout.bucket_elements // layout.ranks if self.scatters else layout.bucket_elements
+        chunks = layout.chunks(max(1, min(share, _LONGEST_CHUNK)), across_groups=False)
+        self.longest = max(map(length_of, chunks))
+        everyone = range(layout.ranks)
+        owners = [everyone] if self.scatters else [everyone[r : r + 1] for r in everyone]
+        buckets = [
+            Bucket(chunk, some, _params_in(layout, chunk, some))
+            for chunk in chunks
+            for some in owners
+        ]
+        self.padding = [bucket for bucket in buckets if not bucket.params]
+        # A bucket is filled when the parameter that comes first in the model has its gradient.
+        self.buckets = sorted(
+            (bucket for bucket in buckets if bucket.params),
+            key=lambda bucket: -min(positions.get(key, 0) for key in bucket.params),
+        )
+        self.of_param: dict[int, list[int]] = {}
+        for index, bucket in enumerate(self.buckets):
+            for key in bucket.params:
+                self.of_param.setdefault(key, []).append(index)
+
+
+def _params_in(layout: FlatLayout, chunk: Chunk, owners: range) -> dict[int, torch.Tensor]:
+    return {
+        id(part.param): part.param
+        for owner in owners
+        for piece in chunk
+        for part in layout.slices(piece, owner)
+    }
 
 
 class OverlappedReduction:
-    """Buckets of a layout, sent in an order that is the same on all ranks.
+    """One backward's buckets.
 
     Ranks may differ in the order in which their gradients arrive and in which of them do; a bucket
     goes out when it is filled and all before it are gone, or in `finish`. Once a rank has sent
@@ -48,43 +85,32 @@ class OverlappedReduction:
     def __init__(
         self,
         layout: FlatLayout,
+        plan: BucketPlan,
         *,
-        positions: Mapping[int, int],
         drop: Callable[[torch.Tensor], None],
         side: SideStream,
         may_send: Callable[[], bool] = lambda: True,
-        scatters: bool | None = None,
     ) -> None:
         """Allocate; sends nothing.
 
-        `positions`: of parameters, by id, in the model; a backward comes to the highest first.
-        `drop`: frees a parameter's gradient. `may_send`: asked before `ready` sends anything, until
-        it says yes. `scatters`: reduce-scatter, or reduce to the owner; None chooses by the number
-        of ranks.
+        `drop`: frees a parameter's gradient. `may_send`: asked before `ready` sends anything.
         """
         self.layout = layout
+        self._plan = plan
         self._drop = drop
         self._side = side
         self._may_send = may_send
-        self._scatters = layout.ranks == 2 if scatters is None else scatters
-        share = layout.bucket_elements // layout.ranks if self._scatters else layout.bucket_elements
-        chunks = layout.chunks(max(1, min(share, _LONGEST_CHUNK)), across_groups=False)
-        # A bucket is filled when the parameter that comes first in the model has its gradient.
-        buckets = sorted(
-            (bucket for bucket in self._buckets(chunks) if bucket.params),
-            key=lambda bucket: -min(positions.get(key, 0) for key in bucket.params),
-        )
-        self._waiting = deque(buckets)
-        self._of_param: dict[int, list[_Bucket]] = {}
-        for bucket in buckets:
-            for key in bucket.params:
-                self._of_param.setdefault(key, []).append(bucket)
+        self._next = 0  # bucket
+        self._missing = [set(bucket.params) for bucket in plan.buckets]
+        self._unsent = {key: len(buckets) for key, buckets in plan.of_param.items()}
         self._sent: set[int] = set()  # parameters of which some part was
         self._dropped: list[torch.Tensor] = []
         side.current_produced()  # the partitions, and the sums of the backwards before
         with side.entered():
-            longest = max(map(length_of, chunks))
-            self._reduction = PartitionReduction(layout, longest, scatters=self._scatters)
+            self._reduction = PartitionReduction(layout, plan.longest, scatters=plan.scatters)
+            for bucket in plan.padding:
+                if layout.rank in bucket.owners:
+                    layout.clear(bucket.chunk)
 
     def ready(self, param: torch.Tensor) -> None:
         """The sum of `param` is complete, on the current stream.
@@ -94,10 +120,10 @@ class OverlappedReduction:
         if id(param) in self._sent:
             raise _too_late(param)
         self._side.current_produced()
-        for bucket in self._of_param.get(id(param), ()):
-            bucket.missing.discard(id(param))
-        while self._waiting and not self._waiting[0].missing and self._may_send():
-            self._send(self._waiting.popleft())
+        for index in self._plan.of_param.get(id(param), ()):
+            self._missing[index].discard(id(param))
+        while self._waits_for_nothing() and self._may_send():
+            self._send()
 
     def finish(self) -> None:
         """Reduce the rest; the partitions are complete behind the current stream.
@@ -112,29 +138,24 @@ class OverlappedReduction:
     def drain(self) -> None:
         """Send what other ranks expect, whatever has become of it, and wait for all of it."""
         self._side.current_produced()
-        while self._waiting:
-            self._send(self._waiting.popleft())
+        while self._next < len(self._plan.buckets):
+            self._send()
         with self._side.entered():
             self._reduction.finish()
         self._side.current_waits()
 
-    def _buckets(self, chunks: list[Chunk]) -> Iterator[_Bucket]:
-        everyone = range(self.layout.ranks)
-        for chunk in chunks:
-            if self._scatters:
-                yield _Bucket(self.layout, chunk, everyone)
-            else:
-                yield from (
-                    _Bucket(self.layout, chunk, everyone[rank : rank + 1]) for rank in everyone
-                )
+    def _waits_for_nothing(self) -> bool:
+        return self._next < len(self._missing) and not self._missing[self._next]
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self) -> None:
+        bucket = self._plan.buckets[self._next]
+        self._next += 1
         with self._side.entered():
             self._reduction.send(self._reduction.pack(bucket.chunk, bucket.owners))
         for key, param in bucket.params.items():
             self._sent.add(key)
-            self._of_param[key].remove(bucket)
-            if not self._of_param[key]:
+            self._unsent[key] -= 1
+            if not self._unsent[key]:
                 self._drop(param)
                 self._dropped.append(param)
 

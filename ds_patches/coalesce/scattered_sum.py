@@ -7,13 +7,23 @@ elsewhere one pass over everything reduces them when the window closes.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .flat_flush import Flush
+from .flat_reduction import FlatLayout
 from .handshake import Handshake
 from .local_sum import holds_any
-from .overlapped import OverlappedReduction
+from .overlapped import BucketPlan, OverlappedReduction
 from .upstream import flat, flat_layout
 from .upstream.streams import SideStream
+
+_plans: WeakKeyDictionary[Any, BucketPlan] = WeakKeyDictionary()  # by optimizer
+
+
+def _plan_of(optimizer: Any, layout: FlatLayout) -> BucketPlan:
+    if optimizer not in _plans:
+        _plans[optimizer] = BucketPlan(layout, flat_layout.positions(optimizer))
+    return _plans[optimizer]
 
 
 class ScatteredSum:
@@ -28,9 +38,10 @@ class ScatteredSum:
         """Get ready to reduce during this backward, and tell the other ranks."""
         optimizer = self._optimizer
         flat.settle(optimizer)
+        layout = flat_layout.layout(optimizer)
         self._overlapped = OverlappedReduction(
-            flat_layout.layout(optimizer),
-            positions=flat_layout.positions(optimizer),
+            layout,
+            _plan_of(optimizer, layout),
             drop=flat_layout.drop,
             side=SideStream.of(optimizer),
             may_send=handshake.all_begin if handshake else lambda: True,

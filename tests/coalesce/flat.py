@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_patches.coalesce.flat_reduction import FlatGroup, FlatLayout
-from ds_patches.coalesce.overlapped import OverlappedReduction
+from ds_patches.coalesce.overlapped import BucketPlan, OverlappedReduction
 from ds_patches.coalesce.upstream.streams import SideStream
 
 # --- What goes over the wire --------------------------------------------------------------------
@@ -76,16 +76,20 @@ class Problem:
                 offsets.append(end)
                 end += param.numel() + self.gap
             aligned = math.ceil((end - self.gap) / (2 * ranks)) * 2 * ranks
-            whole = torch.zeros(aligned, dtype=self.sums)
-            for param, offset in zip(params, offsets, strict=True):
-                whole[offset : offset + param.numel()] = math.nan  # what nobody writes is seen
+            whole = torch.full((aligned,), math.nan, dtype=self.sums)  # unwritten, it is seen
             partition = whole.chunk(ranks)[dist.get_rank()].clone()
             groups.append(FlatGroup(params, offsets, partition))
             self.params += params
         for number, param in enumerate(self.params):
             param.grad = self.gradient(dist.get_rank(), number)
         self.layout = FlatLayout(
-            groups, dist.group.WORLD, self.comm, ranks, self.bucket, lambda param: param.grad
+            groups,
+            dist.group.WORLD,
+            self.comm,
+            ranks,
+            self.bucket,
+            gradient=lambda param: param.grad,
+            reader=lambda: lambda tensor: None,
         )
 
     def gradient(self, rank: int, number: int) -> Tensor | None:
@@ -122,12 +126,12 @@ class Problem:
         self, model: Sequence[Tensor] | None = None, scatters: bool | None = None
     ) -> OverlappedReduction:
         """`model`: the parameters in the model's order, if it is not the flat one."""
+        positions = {id(param): number for number, param in enumerate(model or self.params)}
         return OverlappedReduction(
             self.layout,
-            positions={id(param): number for number, param in enumerate(model or self.params)},
+            BucketPlan(self.layout, positions, scatters=scatters),
             drop=lambda param: setattr(param, "grad", None),
             side=SideStream(None, None),
-            scatters=scatters,
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_patches.coalesce.overlapped import OverlappedReduction
+from ds_patches.coalesce.overlapped import BucketPlan, OverlappedReduction
 from ds_patches.coalesce.upstream.streams import SideStream
 from tests.coalesce import cases, flat, flat_engines
 from tests.coalesce.test_flat_flush import BF16, FP32_SUMS, three
@@ -198,10 +198,11 @@ def streams() -> list[str]:
     case.layout = case.layout.__class__(**{**vars(case.layout), "gradient": gradient})
     reduction = OverlappedReduction(
         case.layout,
-        positions={id(param): number for number, param in enumerate(case.params)},
+        BucketPlan(
+            case.layout, {id(p): number for number, p in enumerate(case.params)}, scatters=False
+        ),
         drop=lambda param: fake.said.append(f"dropped on {fake.current}"),
         side=SideStream(fake, FakeStream(fake, "side")),
-        scatters=False,
     )
     fake.said.clear()
     for param, stream in zip(reversed(case.params), ("backward", "other"), strict=True):

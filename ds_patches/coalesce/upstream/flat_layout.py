@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..flat_reduction import FlatGroup, FlatLayout
-from .streams import record_use
+from .streams import reader
 
 
 def covers(optimizer: Any) -> bool:
@@ -60,7 +60,8 @@ def layout(optimizer: Any) -> FlatLayout:
         comm_dtype=comm_dtype,
         divisor=dist.get_world_size(optimizer.dp_process_group),
         bucket_elements=int(optimizer.reduce_bucket_size),
-        gradient=lambda param: _recorded_gradient(optimizer, param),
+        gradient=optimizer.get_param_gradient_attribute,
+        reader=reader,
     )
 
 
@@ -125,13 +126,6 @@ def _offsets(optimizer: Any, index: int) -> list[int]:
         offsets.append(end)
         end += param.numel()
     return offsets
-
-
-def _recorded_gradient(optimizer: Any, param: Any) -> torch.Tensor | None:
-    gradient: torch.Tensor | None = optimizer.get_param_gradient_attribute(param)
-    if gradient is not None:
-        record_use(gradient)
-    return gradient
 
 
 def _as_kept(optimizer: Any, index: int, group: FlatGroup, rank: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ the reduction before the window closes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,10 +55,13 @@ class SideStream:
             self._accelerator.current_stream().wait_stream(self._stream)
 
 
-def record_use(tensor: torch.Tensor) -> None:
-    """Keep the memory of `tensor` until the current stream, which reads it, has got here."""
+def reader() -> Callable[[torch.Tensor], None]:
+    """A function that keeps the memory of a tensor until the now current stream, which reads it,
+    has got there."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    if not accelerator.resolves_data_dependency():
-        tensor.record_stream(accelerator.current_stream())
+    if accelerator.resolves_data_dependency():
+        return lambda tensor: None
+    stream = accelerator.current_stream()
+    return lambda tensor: tensor.record_stream(stream)
