@@ -18,7 +18,7 @@ from .upstream.engine import is_flushing
 
 logger = logging.getLogger("ds_patches.coalesce")
 
-TOPIC = "lost gradients"
+TOPIC = "lost_gradients"
 PATCH = "coalesce"
 _KEY = "_ds_patches_coalesce_lost"
 

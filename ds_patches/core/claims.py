@@ -1,7 +1,7 @@
 """Which patch answers for a topic at one object, so that two that see the same trouble say it once.
 
 Patches know nothing of each other. A topic is a name that they agree on, such as
-``lost gradients`` of an optimizer.
+``lost_gradients`` of an optimizer.
 """
 
 from __future__ import annotations

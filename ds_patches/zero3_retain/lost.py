@@ -16,7 +16,7 @@ from ds_patches.core import claims
 
 logger = logging.getLogger("ds_patches.zero3_retain")
 
-TOPIC = "lost gradients"
+TOPIC = "lost_gradients"
 PATCH = "zero3_retain"
 
 

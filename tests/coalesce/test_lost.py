@@ -47,7 +47,8 @@ def ends(
     return list(world.run(micro_steps.outcome, script, stage=stage, **case))
 
 
-@pytest.mark.core_case(stage=2)
+@pytest.mark.core_case(script=micro_steps.twice_at_the_boundary, stage=2)
+@pytest.mark.core_case(script=micro_steps.two_forwards_first, stage=3, settings={})
 @losses
 def test_warns_once_and_names_the_cure(
     world: World, script: cases.Script, stage: int, settings: dict[str, Any]
@@ -141,7 +142,7 @@ RIGHT: list[tuple[cases.Script, int]] = [
 ]
 
 
-@pytest.mark.core_case(stage=2, settings={}, lost="warn")
+@pytest.mark.core_case(script=micro_steps.micro_steps, stage=2, settings={}, lost="warn")
 @pytest.mark.parametrize("lost", ["warn", "accumulate"])
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
 @pytest.mark.parametrize(

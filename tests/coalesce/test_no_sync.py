@@ -30,14 +30,14 @@ def stock_refuses(stage: int) -> str:
     return caught_by(engine_of(stage).no_sync)
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_refuses(world: World, stage: int) -> None:
     for text in world.run(stock_refuses, stage):
         assert "incompatible with gradient partitioning logic" in text
 
 
-@pytest.mark.core_case(case=UPSTREAM)
+@pytest.mark.core_case(case={})
 @pytest.mark.parametrize("case", [{}, UPSTREAM, {"settings": OVERLAP}], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_next_synced_backward_reduces_the_sum(
@@ -63,7 +63,9 @@ SCRIPTS: list[tuple[cases.Script, int]] = [
 ]
 
 
-@pytest.mark.core_case(stage=2, settings={})
+@pytest.mark.core_case(script=micro_steps.stepping_inside, stage=2, settings={})
+@pytest.mark.core_case(script=micro_steps.synced_in_between, stage=2, settings=OFFLOADED)
+@pytest.mark.core_case(script=micro_steps.synced_in_between, stage=3, settings={})
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
 @pytest.mark.parametrize(
     ("script", "gas"), [pytest.param(*one, id=one[0].__name__) for one in SCRIPTS]
@@ -127,7 +129,7 @@ def test_torch_style(world: World, stage: int, script: cases.Script, style: str)
     check(world, script, stage=stage, style=style)
 
 
-@pytest.mark.core_case(settings={})
+@pytest.mark.core_case(stage=3, settings={})
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_several_backwards_over_one_forward_with_zero3_retain(
@@ -188,7 +190,7 @@ def refusals(stage: int) -> dict[str, str]:
         return found
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_refusals(world: World, stage: int) -> None:
     for found in world.run(refusals, stage):
