@@ -42,6 +42,20 @@ If something raises
     backward that raises spoils its block even if the exception is caught inside: the block then
     ends in a RuntimeError.
 
+Outside blocks
+    ``no_sync=on``
+        ``engine.no_sync()`` works at stages 2 and 3, and is DistributedDataParallel's at 1, 2 and
+        3: gradients stay on their parameters, and the next backward outside, at the boundary,
+        reduces the sum. Micro steps before the gradient accumulation boundary reduce nothing
+        either, so a step costs one reduction. This is what Accelerate's ``accumulate()`` needs.
+        What one step reduces twice adds up; ``engine.zero_grad()`` drops it.
+    ``micro_steps``
+        0.17.6 to 0.18.2: ZeRO-2 keeps the last micro step only, and a second backward at the
+        boundary is a TypeError. Here they add up.
+    ``lost_gradients``
+        Several backwards before one step, each taken for its last, lose all but the last one's
+        gradients (see Why). ``warn`` says so, once per engine; ``accumulate`` adds them.
+
 What to know
     - ``engine.step()`` inside, a block inside a block of the same engine, and blocks and
       ``no_sync()`` inside each other are AssertionErrors, as with DeepSpeed's own.
@@ -58,9 +72,28 @@ What to know
     - ``set_gradient_accumulation_boundary()`` may be called inside; what it was set to last holds
       after the block.
 
+What to know of no_sync=on
+    - A loss is divided by gradient_accumulation_steps in ``no_sync()`` too, as Accelerate expects;
+      up to 0.18.2 stock leaves that out there.
+    - The reduction follows the last backward, it does not overlap with it, and whole gradients stay
+      on every rank until then, in the precision of the parameters: at stages 2 and 3 more memory
+      than stock's micro steps take.
+    - Parameters without a gradient take part with zeros. Ranks may have unlike numbers of backwards
+      at stages 1 and 2, but each step needs one reduction on every rank; there is no handshake.
+    - After an exception gradients stay, as in DistributedDataParallel: ``engine.zero_grad()`` drops
+      them, else they are in the next step. A backward that raised says so.
+    - ``engine.step()`` in ``no_sync()`` counts a micro step, as Accelerate up to 1.3 has it; at the
+      boundary it is an AssertionError. Outside, before what was gathered is reduced, it is a
+      RuntimeError.
+    - Engines that cannot have a block are left to stock, with a warning.
+
 Options
     ``implementation`` (``DS_PATCHES_COALESCE_IMPLEMENTATION``): ``ours`` (default), ``native``.
     ``flush`` (``DS_PATCHES_COALESCE_FLUSH``): ``reduce_scatter`` (default), ``upstream``.
+    ``no_sync`` (``DS_PATCHES_COALESCE_NO_SYNC``): ``off`` (default), ``on``.
+    ``micro_steps`` (``DS_PATCHES_COALESCE_MICRO_STEPS``): ``added`` (default), ``upstream``.
+    ``lost_gradients`` (``DS_PATCHES_COALESCE_LOST_GRADIENTS``): ``warn`` (default),
+    ``accumulate``, ``silent``.
     ``handshake`` (``DS_PATCHES_COALESCE_HANDSHAKE``): ``on`` (default), ``off``, which saves a few
     round trips to the store per block.
 

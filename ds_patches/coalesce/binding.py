@@ -13,6 +13,7 @@ _HOOKS = "ds_patches.coalesce.hooks"
 
 _TORCH_STYLE = ">=0.18.3"
 _HOOK_STATE = ">=0.18.5"
+_FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
 
 
 def _engine(method: str, wrapper: str, releases: str = "", adds: bool = False) -> Target:
@@ -33,12 +34,23 @@ _TARGETS = (
     _engine("set_gradient_accumulation_boundary", "around_set_boundary"),
     _engine("allreduce_gradients", "around_allreduce"),
     _engine("step", "around_step"),
+    _engine("no_sync", "around_no_sync"),
+    _engine("zero_grad", "around_zero_grad"),
     _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
     _flat("process_gradients", "around_gradient", releases=">=0.16.5"),
+    _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    _flat("zero_grad", "around_optimizers_zero_grad"),
+    _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
     Target(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
         f"{_HOOKS}:around_gradient",
+    ),
+    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.partition_grads", f"{_HOOKS}:around_partition"),
+    Target(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
+        f"{_HOOKS}:around_optimizers_zero_grad",
     ),
 )
 
@@ -61,7 +73,6 @@ def _offload_fact(name: str, why: str) -> Fact:
 
 
 _FACTS = (
-    Fact(_ENGINE, "DeepSpeedEngine.no_sync", "its flag makes a backward reduce nothing"),
     Fact(
         _ENGINE,
         "DeepSpeedEngine.is_gradient_accumulation_boundary",
@@ -87,7 +98,6 @@ _FACTS = (
     _flat_fact(
         "reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket", ">=0.16.5"
     ),
-    _flat_fact("independent_gradient_partition_epilogue", "reduces the rest, fills the averages"),
     _flat_fact("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
     _flat_fact("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
     _flat_fact("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
@@ -99,7 +109,6 @@ _FACTS = (
     _flat_fact("_release_ipg_buffers", "gives the reduce buffers back"),
     _flat_fact("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
     _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
-    _stage3_fact("partition_grads", "overwrites a partition if micro_step_id is 0"),
     _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
     _coordinator_fact("__all_gather_params", "gathers what is partitioned, on its own stream"),
     _coordinator_fact("__release_param", "leaves alone what some module has in use"),
@@ -160,6 +169,28 @@ PATCH = Patch(
             choices=("reduce_scatter", "upstream"),
             help="ZeRO-1/2: reduce-scatter where it is known to be right, or DeepSpeed's own way",
         ),
+        Option(
+            "no_sync",
+            default="off",
+            choices=("off", "on"),
+            help="on: no_sync() works at ZeRO 2 and 3, and micro steps reduce once per step",
+        ),
+        Option(
+            "micro_steps",
+            default="added",
+            choices=("added", "upstream"),
+            help="ZeRO-2 of 0.17.6 to 0.18.2: added up, or DeepSpeed's own way: the last one only",
+        ),
+        Option(
+            "lost_gradients",
+            default="warn",
+            choices=("warn", "accumulate", "silent"),
+            help=(
+                "outside windows, when a backward replaces gradients of its own step: warn once, "
+                "add them, or let it go in silence"
+            ),
+        ),
     ),
     activate=f"{_HOOKS}:activate",
+    deactivate=f"{_HOOKS}:deactivate",
 )

@@ -69,8 +69,7 @@ class ScatteredSum:
             self._overlapped.finish()
         else:
             self._overlapped = None
-            flat_layout.release_buckets(self._optimizer)
-            self._flush = Flush(flat_layout.layout(self._optimizer))
+            self._flush = _begin_flush(self._optimizer)
         if handshake is not None:
             handshake.leave()
 
@@ -91,3 +90,15 @@ class ScatteredSum:
     def abandon(self) -> None:
         if self._overlapped is not None:
             self._overlapped.drain()
+
+
+def flush(optimizer: Any) -> None:
+    """Reduce the gradients on the parameters in one pass, and clear them. A collective."""
+    begun = _begin_flush(optimizer)
+    begun.reduce()
+    flat_layout.deliver(optimizer, begun.layout)
+
+
+def _begin_flush(optimizer: Any) -> Flush:
+    flat_layout.release_buckets(optimizer)
+    return Flush(flat_layout.layout(optimizer))

@@ -10,8 +10,14 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
+from typing import Any
+
+from ds_patches.core import claims
 
 logger = logging.getLogger("ds_patches.zero3_retain")
+
+TOPIC = "lost_gradients"
+PATCH = "zero3_retain"
 
 
 class OnLost(str, Enum):
@@ -23,12 +29,18 @@ class OnLost(str, Enum):
 
 
 class LostGradients:
-    """The choice for one engine; warns once."""
+    """The choice for the engine of one optimizer; warns once, if no other patch did."""
 
-    def __init__(self, policy: OnLost, micro_steps: int) -> None:
+    def __init__(self, policy: OnLost, micro_steps: int, optimizer: Any) -> None:
         self._policy = policy
         self._micro_steps = micro_steps
+        self._optimizer = optimizer
         self._warned = False
+        claims.claim(optimizer, TOPIC, PATCH)
+
+    def detach(self) -> None:
+        """Answer for this optimizer no longer."""
+        claims.release(self._optimizer, TOPIC, PATCH)
 
     @property
     def accumulates(self) -> bool:
@@ -39,6 +51,8 @@ class LostGradients:
         """Say once that a gradient of this step was overwritten."""
         if self._policy is not OnLost.WARN or self._warned:
             return
+        if claims.holder(self._optimizer, TOPIC) != PATCH:
+            return  # another patch answers for it
         self._warned = True
         logger.warning(
             "A gradient that was already reduced in this step was overwritten: with "

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
+from ds_patches.core import live
+
+_EPILOGUE = "_ds_patches_coalesce_epilogue"
 _BEFORE_FIRST_BACKWARD = -1  # micro_step_id, before a step's first backward
 
 
@@ -77,12 +82,133 @@ def _set_up_buckets(optimizer: Any) -> None:
 
 def drop(optimizer: Any) -> None:
     """Forget the gradients on the parameters, and that there was a backward."""
+    clear(optimizer)
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = _BEFORE_FIRST_BACKWARD
+
+
+def clear(optimizer: Any) -> None:
+    """Forget the gradients on the parameters."""
     for group in optimizer.bit16_groups:
         for param in group:
             param.grad = None
             param.grad_accum = None
-    optimizer._release_ipg_buffers()
-    optimizer.micro_step_id = _BEFORE_FIRST_BACKWARD
+
+
+def reduced(optimizer: Any) -> dict[int, list[torch.Tensor]]:
+    """What `step` would read now, by group; a reduction that follows leaves these tensors alone."""
+    if optimizer.cpu_offload:
+        _finish_copies()
+        return {group: [host.clone()] for group, host in enumerate(_on_host(optimizer))}
+    averaged = optimizer.averaged_gradients
+    return {group: list(held) for group, held in averaged.items() if held is not None}
+
+
+def add_reduced(optimizer: Any, before: dict[int, list[torch.Tensor]]) -> None:
+    """Add what `reduced` gave before a reduction to what the reduction left for `step`."""
+    if not optimizer.cpu_offload:
+        for group, held in before.items():
+            for now, then in zip(optimizer.averaged_gradients[group], held, strict=True):
+                now.add_(then)
+        return
+    _finish_copies()
+    for group, host in enumerate(_on_host(optimizer)):
+        host.add_(before[group][0])
+    _renew_norms(optimizer)
+
+
+def _on_host(optimizer: Any) -> list[torch.Tensor]:
+    return [partition.grad for partition in optimizer.single_partition_of_fp32_groups]
+
+
+def _renew_norms(optimizer: Any) -> None:
+    """Let the norms that clipping reads with an offloaded optimizer follow the gradients there."""
+    norms = optimizer.norm_for_param_grads
+    for param_id, (group, _, offset, numel) in optimizer.grad_position.items():
+        if (norm := norms.get(param_id)) is not None:
+            gradient = _on_host(optimizer)[group].view(-1).narrow(0, offset, numel)
+            norms[param_id] = gradient.norm(2).to(norm.dtype).to(norm.device)
+
+
+def _finish_copies() -> None:
+    """Wait for gradients that still travel to the host."""
+    if not _accelerator().is_synchronized_device():
+        _accelerator().synchronize()
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+@contextmanager
+def in_epilogue(optimizer: Any) -> Iterator[None]:
+    """Around upstream's epilogue, which up to 0.18.4 ends with a ``zero_grad()`` of its own."""
+    vars(optimizer)[_EPILOGUE] = True
+    try:
+        yield
+    finally:
+        del vars(optimizer)[_EPILOGUE]
+
+
+def is_in_epilogue(optimizer: Any) -> bool:
+    return _EPILOGUE in vars(optimizer)
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    return bool(optimizer.cpu_offload)
+
+
+def offload_loses(optimizer: Any, backward: int, boundaries: list[int]) -> bool:
+    """Whether a boundary backward, the step's n-th, left a gradient out of what `step` reads.
+
+    With an offloaded optimizer it copies over what was there. `boundaries`: which backwards before
+    it did so. Host sums keep the others, with gradient_accumulation_steps above 1 from 0.19.0 on,
+    before that only the first one's; with 1, from 0.19.0 on, all but that of a boundary backward
+    which was its step's first.
+    """
+    if not optimizer.cpu_offload or _sums_in_place(optimizer):
+        return False
+    if optimizer.gradient_accumulation_steps > 1:
+        return backward > 2 and not _keeps_host_sums()
+    return 1 in boundaries if _keeps_host_sums() else backward > 1
+
+
+@cache
+def _keeps_host_sums() -> bool:
+    """Whether the host sums grow with every backward (0.19.0, PR 7981)."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    copy = live.innermost(DeepSpeedZeroOptimizer.copy_grads_in_partition)
+    return "micro_step_id" in copy.__code__.co_names
+
+
+def _sums_in_place(optimizer: Any) -> bool:
+    """0.19.8 adds reduced gradients of a low precision model to an fp32 partition by itself."""
+    compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
+    return compact is not None and any(map(compact, range(len(optimizer.bit16_groups))))
+
+
+def forgets_micro_steps(optimizer: Any) -> bool:
+    """Whether this release looks for earlier micro steps where they are not: 0.17.6 to 0.18.2."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return (
+        hasattr(optimizer, "all_grad_tensors")
+        and not hasattr(optimizer, "setup_buckets")  # 0.18.3
+        and type(optimizer) is DeepSpeedZeroOptimizer  # ZenFlow's is a subclass
+        and "muon" not in type(optimizer.optimizer).__name__.lower()  # steps inside the epilogue
+    )
+
+
+def earlier_micro_steps(optimizer: Any, params: Any) -> list[torch.Tensor] | None:
+    """What waits for the boundary beside the averaged gradients, of the group with `params`."""
+    for group, known in enumerate(optimizer.params_in_partition):
+        if known is params:
+            earlier: list[torch.Tensor] | None = optimizer.all_grad_tensors.get(group)
+            return earlier
+    return None
 
 
 def begin_only_backward(optimizer: Any) -> None:
