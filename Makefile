@@ -16,13 +16,16 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-newest test-releases compatibility docs install releases clean
+.PHONY: help demo example test lint test-newest test-releases compatibility docs install releases clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## two losses over one ZeRO-3 forward, stock and patched
 	$(BIN)/python -m demo
+
+example: install ## GradCache over two ranks, one gradient reduction a step
+	$(BIN)/python -m examples.gradcache
 
 test: ## lint, docs, the whole suite on the newest DeepSpeed, the core subset on RELEASES
 # One after the other, also under make -j: two ranks and two cores.
