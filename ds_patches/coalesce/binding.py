@@ -32,6 +32,8 @@ _TARGETS = (
     _engine("_backward_epilogue", "around_epilogue", releases=_TORCH_STYLE),
     _engine("allreduce_gradients", "around_allreduce"),
     _engine("step", "around_step"),
+    _engine("no_sync", "around_no_sync"),
+    _engine("zero_grad", "around_zero_grad"),
     _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
     _flat("process_gradients", "around_gradient", releases=">=0.16.5"),
     Target(
@@ -61,7 +63,6 @@ def _coordinator_fact(name: str, why: str, releases: str = "") -> Fact:
 
 
 _FACTS = (
-    Fact(_ENGINE, "DeepSpeedEngine.no_sync", "its flag makes a backward reduce nothing"),
     Fact(
         _ENGINE,
         "DeepSpeedEngine.is_gradient_accumulation_boundary",
@@ -154,6 +155,13 @@ PATCH = Patch(
             choices=("reduce_scatter", "upstream"),
             help="ZeRO-1/2: reduce-scatter where it is known to be right, or DeepSpeed's own way",
         ),
+        Option(
+            "no_sync",
+            default="off",
+            choices=("off", "on"),
+            help="on: no_sync() works at ZeRO 2 and 3, and micro steps reduce once per step",
+        ),
     ),
     activate=f"{_HOOKS}:activate",
+    deactivate=f"{_HOOKS}:deactivate",
 )

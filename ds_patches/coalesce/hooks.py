@@ -10,6 +10,7 @@ from ds_patches.core import live
 
 from . import gather_once as residency
 from . import window as windows
+from .no_sync import MicroStepsByEngine
 from .window import Choice
 
 Wrapped = Callable[..., Any]
@@ -18,6 +19,7 @@ Kwargs = dict[str, Any]
 
 
 _choice = Choice()
+_micro_steps = MicroStepsByEngine()
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -33,6 +35,15 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     method = live.innermost(DeepSpeedEngine.coalesce_grad_reduction)
     if _choice.native and isinstance(method, live.Absent):
         raise ValueError(f"DeepSpeed {release} has no coalesce_grad_reduction of its own (0.19.1)")
+    if _choice.native and options["no_sync"] == "on":
+        raise ValueError("no_sync=on needs implementation=ours: both keep gradients in one place")
+    _micro_steps.switch(options["no_sync"] == "on", _choice.scatters)
+    return []
+
+
+def deactivate() -> Sequence[str]:
+    """Leave every engine to stock."""
+    _micro_steps.let_go()
     return []
 
 
@@ -52,19 +63,26 @@ def around_coalesce(
 def _coalesce(
     engine: Any, *, num_backwards: int | None = None, gather_once: bool = False
 ) -> AbstractContextManager[None]:
-    return windows.window(engine, num_backwards, gather_once, _choice)
+    window = windows.window(engine, num_backwards, gather_once, _choice)
+    micro_steps = _micro_steps.of(engine)
+    return window if micro_steps is None else micro_steps.noting(window)
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    if (window := windows.of(engine)) is None:
-        return wrapped(*args, **kwargs)
-    with window.backward(engine):
-        return wrapped(*args, **kwargs)
+    if (window := windows.of(engine)) is not None:
+        with window.backward(engine):
+            return wrapped(*args, **kwargs)
+    if (micro_steps := _micro_steps.meet(engine)) is not None:
+        with micro_steps.backward():
+            return wrapped(*args, **kwargs)
+    return wrapped(*args, **kwargs)
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if (window := windows.of(engine)) is not None:
         window.backward_begins()
+    elif (micro_steps := _micro_steps.meet(engine)) is not None:
+        micro_steps.backward_begins()
     return wrapped(*args, **kwargs)
 
 
@@ -76,7 +94,12 @@ def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_allreduce(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    return wrapped(*args, **kwargs) if windows.of(engine) is None else None
+    if windows.of(engine) is not None:
+        return None
+    micro_steps = _micro_steps.of(engine)
+    if micro_steps is not None and micro_steps.ends_without_reduction():
+        return None
+    return wrapped(*args, **kwargs)
 
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -84,7 +107,22 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
         "engine.step() inside coalesce_grad_reduction(): nothing is reduced yet. Step after the "
         "block."
     )
-    return wrapped(*args, **kwargs)
+    if (micro_steps := _micro_steps.of(engine)) is None:
+        return wrapped(*args, **kwargs)
+    with micro_steps.step():
+        return wrapped(*args, **kwargs)
+
+
+def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    micro_steps = _micro_steps.meet(engine)
+    return wrapped(*args, **kwargs) if micro_steps is None else micro_steps.no_sync()
+
+
+def around_zero_grad(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = wrapped(*args, **kwargs)
+    if (micro_steps := _micro_steps.of(engine)) is not None:
+        micro_steps.zero_grad()
+    return result
 
 
 # --- ZeRO ---------------------------------------------------------------------------------------
@@ -92,9 +130,12 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 
 def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """What a parameter's hook calls: in a window its gradient stays where it is."""
-    if (window := windows.of(optimizer)) is None:
-        return wrapped(*args, **kwargs)
-    return window.gradient_arrives()
+    if (window := windows.of(optimizer)) is not None:
+        return window.gradient_arrives()
+    micro_steps = _micro_steps.of(optimizer)
+    if micro_steps is not None and micro_steps.keeps_gradient():
+        return None
+    return wrapped(*args, **kwargs)
 
 
 def around_release(wrapped: Wrapped, coordinator: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
+from typing import Any
+
+from ds_patches.core import once
 
 logger = logging.getLogger("ds_patches.zero3_retain")
 
@@ -23,12 +26,12 @@ class OnLost(str, Enum):
 
 
 class LostGradients:
-    """The choice for one engine; warns once."""
+    """The choice for the engine of one optimizer; warns once, if no other patch did."""
 
-    def __init__(self, policy: OnLost, micro_steps: int) -> None:
+    def __init__(self, policy: OnLost, micro_steps: int, optimizer: Any) -> None:
         self._policy = policy
         self._micro_steps = micro_steps
-        self._warned = False
+        self._optimizer = optimizer
 
     @property
     def accumulates(self) -> bool:
@@ -37,9 +40,8 @@ class LostGradients:
 
     def warn(self) -> None:
         """Say once that a gradient of this step was overwritten."""
-        if self._policy is not OnLost.WARN or self._warned:
+        if self._policy is not OnLost.WARN or not once.first(self._optimizer, "lost gradients"):
             return
-        self._warned = True
         logger.warning(
             "A gradient that was already reduced in this step was overwritten: with "
             "gradient_accumulation_steps=%s DeepSpeed keeps only the last backward's. To add them, "

@@ -41,8 +41,8 @@ class RetainedEngine:
         self._zeroed = False  # zero_grad() since the last backward
         self._dropped = False  # the last backward raised
         self.residency: Residency | None = None
-        lost = LostGradients(policy, engine.gradient_accumulation_steps())
         optimizer = engine.optimizer
+        lost = LostGradients(policy, engine.gradient_accumulation_steps(), optimizer)
         self.sum: GradientSum
         if engine.zero_optimization_partition_weights():
             self.residency = Residency(optimizer.parameter_offload)

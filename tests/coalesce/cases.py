@@ -106,8 +106,13 @@ def several_backwards(
         trainer.step()
 
 
-def plain(start: torch.nn.Module, script: Script, micro_steps: int = 1) -> trainers.Parameters:
-    trainer = PlainTrainer(deepcopy(start), micro_steps)
+def plain(
+    start: torch.nn.Module,
+    script: Script,
+    micro_steps: int = 1,
+    reference: type[PlainTrainer] = PlainTrainer,
+) -> trainers.Parameters:
+    trainer = reference(deepcopy(start), micro_steps)
     script(trainer)
     return trainer.parameters()
 
@@ -121,12 +126,13 @@ def run(
     settings: dict[str, Any] | None = None,
     patch: bool = True,
     trainer_class: type[trainers.EngineTrainer] = EngineTrainer,
+    reference: type[PlainTrainer] = PlainTrainer,
     others: tuple[str, ...] = (),
     micro_steps: int = 1,
     **options: str,
 ) -> Outcome:
     """Any script, by an engine and by PyTorch; an exception of the engine's is an outcome."""
-    expected = plain(start, script, micro_steps)
+    expected = plain(start, script, micro_steps, reference)
     origin = {name: p.detach().float().clone() for name, p in start.named_parameters()}
     with patched(*others, **options) if patch else nullcontext(), listening() as heard:
         wanted = trainers.config(stage, micro_steps=micro_steps, **(settings or {}))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.zero3_retain.releases import (
-    FLAT_STEP_CRASHES,
     LOSES_MICRO_STEPS,
     RELEASE,
     TORCH_STYLE,
@@ -16,14 +13,12 @@ from tests.zero3_retain.releases import (
 )
 
 __all__ = [
-    "FLAT_STEP_CRASHES",
     "LOSES_MICRO_STEPS",
     "NATIVE",
     "NON_CONTIGUOUS_IS_WRONG",
     "RELEASE",
     "TORCH_STYLE",
     "Version",
-    "needs_flat_step",
     "needs_non_contiguous",
     "needs_torch_style",
 ]
@@ -34,13 +29,6 @@ NATIVE = Version("0.19.1") <= RELEASE
 #: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
 #: finds none of them, and reduces nothing; with a single backward, before any patch.
 NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
-
-
-def needs_flat_step(stage: int, settings: dict[str, Any] | None = None) -> None:
-    """Skip where stock's step crashes on CPU with several ranks, unless it is offloaded."""
-    offloaded = "offload_optimizer" in (settings or {}).get("zero", {})
-    if stage < 3 and FLAT_STEP_CRASHES and not offloaded:
-        pytest.skip(f"stock {RELEASE} crashes in the step of ZeRO-1/2 on CPU")
 
 
 def needs_non_contiguous() -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _MESSAGE = "coalesce_grad_reduction() "
+_FLUSHING = "_ds_patches_coalesce_flushing"
 
 
 def must_be_covered(engine: Any) -> None:
@@ -98,11 +99,18 @@ def at_boundary(engine: Any) -> Iterator[None]:
     asked = engine._is_gradient_accumulation_boundary
     engine._is_gradient_accumulation_boundary = True
     _tell_optimizer(optimizer, True)
+    vars(engine)[_FLUSHING] = True
     try:
         yield
     finally:
+        del vars(engine)[_FLUSHING]
         engine._is_gradient_accumulation_boundary = asked
         _tell_optimizer(optimizer, engine.is_gradient_accumulation_boundary())
+
+
+def is_flushing(engine: Any) -> bool:
+    """Whether this is inside `at_boundary`: upstream's reducer is at work, which hooks call too."""
+    return _FLUSHING in vars(engine)
 
 
 def restore_boundary(engine: Any, asked: bool | None) -> None:

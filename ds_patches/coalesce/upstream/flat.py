@@ -77,12 +77,58 @@ def _set_up_buckets(optimizer: Any) -> None:
 
 def drop(optimizer: Any) -> None:
     """Forget the gradients on the parameters, and that there was a backward."""
+    clear(optimizer)
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = _BEFORE_FIRST_BACKWARD
+
+
+def clear(optimizer: Any) -> None:
+    """Forget the gradients on the parameters."""
     for group in optimizer.bit16_groups:
         for param in group:
             param.grad = None
             param.grad_accum = None
-    optimizer._release_ipg_buffers()
-    optimizer.micro_step_id = _BEFORE_FIRST_BACKWARD
+
+
+def reduced(optimizer: Any) -> dict[int, list[torch.Tensor]]:
+    """What `step` would read now, by group; a reduction that follows leaves these tensors alone."""
+    if optimizer.cpu_offload:
+        _finish_copies()
+        return {group: [host.clone()] for group, host in enumerate(_on_host(optimizer))}
+    averaged = optimizer.averaged_gradients
+    return {group: list(held) for group, held in averaged.items() if held is not None}
+
+
+def add_reduced(optimizer: Any, before: dict[int, list[torch.Tensor]]) -> None:
+    """Add what `reduced` gave before a reduction to what the reduction left for `step`."""
+    if not optimizer.cpu_offload:
+        for group, held in before.items():
+            for now, then in zip(optimizer.averaged_gradients[group], held, strict=True):
+                now.add_(then)
+        return
+    _finish_copies()
+    for group, host in enumerate(_on_host(optimizer)):
+        host.add_(before[group][0])
+    _renew_norms(optimizer)
+
+
+def _on_host(optimizer: Any) -> list[torch.Tensor]:
+    return [partition.grad for partition in optimizer.single_partition_of_fp32_groups]
+
+
+def _renew_norms(optimizer: Any) -> None:
+    """Let the norms that clipping reads with an offloaded optimizer follow the gradients there."""
+    norms = optimizer.norm_for_param_grads
+    for param_id, (group, _, offset, numel) in optimizer.grad_position.items():
+        if (norm := norms.get(param_id)) is not None:
+            gradient = _on_host(optimizer)[group].view(-1).narrow(0, offset, numel)
+            norms[param_id] = gradient.norm(2).to(norm.dtype).to(norm.device)
+
+
+def _finish_copies() -> None:
+    """Wait for gradients that still travel to the host."""
+    if not _accelerator().is_synchronized_device():
+        _accelerator().synchronize()
 
 
 def begin_only_backward(optimizer: Any) -> None:

@@ -26,23 +26,29 @@ def give_zeros(param: Any) -> None:
     param.data = partitioned
 
 
-def reduce(optimizer: Any) -> None:
+def reduce(optimizer: Any, adds: bool = False) -> None:
     """Reduce what waits on the parameters, by upstream's own reducer, as a step's only backward.
 
     As the only one it has micro_step_id 0: the partitions are overwritten, whatever they held.
+    `adds`: they are added to.
     """
-    optimizer.micro_step_id = 0
+    optimizer.micro_step_id = int(adds)
     for param in parameters(optimizer):
         if param.grad is not None:
             optimizer.reduce_ready_partitions_and_remove_grads(param)
     optimizer.independent_gradient_partition_epilogue()
 
 
-def drop(optimizer: Any) -> None:
-    """Forget the gradients on the parameters, and that there was a backward."""
+def clear(optimizer: Any) -> None:
+    """Forget the gradients on the parameters."""
     for group in optimizer.fp16_groups:
         for param in group:
             param.grad = None
+
+
+def drop(optimizer: Any) -> None:
+    """Forget the gradients on the parameters, and that there was a backward."""
+    clear(optimizer)
     optimizer.micro_step_id = 0
 
 
