@@ -13,6 +13,7 @@ _HOOKS = "ds_patches.coalesce.hooks"
 
 _TORCH_STYLE = ">=0.18.3"
 _HOOK_STATE = ">=0.18.5"
+_FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
 
 
 def _engine(method: str, wrapper: str, releases: str = "", adds: bool = False) -> Target:
@@ -36,6 +37,8 @@ _TARGETS = (
     _engine("zero_grad", "around_zero_grad"),
     _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
     _flat("process_gradients", "around_gradient", releases=">=0.16.5"),
+    _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
     Target(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
@@ -88,7 +91,6 @@ _FACTS = (
     _flat_fact(
         "reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket", ">=0.16.5"
     ),
-    _flat_fact("independent_gradient_partition_epilogue", "reduces the rest, fills the averages"),
     _flat_fact("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
     _flat_fact("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
     _flat_fact("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
@@ -160,6 +162,12 @@ PATCH = Patch(
             default="off",
             choices=("off", "on"),
             help="on: no_sync() works at ZeRO 2 and 3, and micro steps reduce once per step",
+        ),
+        Option(
+            "micro_steps",
+            default="added",
+            choices=("added", "upstream"),
+            help="ZeRO-2 of 0.17.6 to 0.18.2: added up, or DeepSpeed's own way: the last one only",
         ),
     ),
     activate=f"{_HOOKS}:activate",

@@ -9,8 +9,10 @@ from typing import Any
 from ds_patches.core import live
 
 from . import gather_once as residency
+from . import micro_steps
 from . import window as windows
 from .no_sync import MicroStepsByEngine
+from .upstream import flat
 from .window import Choice
 
 Wrapped = Callable[..., Any]
@@ -20,11 +22,12 @@ Kwargs = dict[str, Any]
 
 _choice = Choice()
 _micro_steps = MicroStepsByEngine()
+_adds_micro_steps = True
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take the options. Raises ValueError if the native method is asked for where there is none."""
-    global _choice
+    global _choice, _adds_micro_steps
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     _choice = Choice(
@@ -37,6 +40,7 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
         raise ValueError(f"DeepSpeed {release} has no coalesce_grad_reduction of its own (0.19.1)")
     if _choice.native and options["no_sync"] == "on":
         raise ValueError("no_sync=on needs implementation=ours: both keep gradients in one place")
+    _adds_micro_steps = options["micro_steps"] == "added"
     _micro_steps.switch(options["no_sync"] == "on", _choice.scatters)
     return []
 
@@ -64,16 +68,16 @@ def _coalesce(
     engine: Any, *, num_backwards: int | None = None, gather_once: bool = False
 ) -> AbstractContextManager[None]:
     window = windows.window(engine, num_backwards, gather_once, _choice)
-    micro_steps = _micro_steps.of(engine)
-    return window if micro_steps is None else micro_steps.noting(window)
+    steps = _micro_steps.of(engine)
+    return window if steps is None else steps.noting(window)
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if (window := windows.of(engine)) is not None:
         with window.backward(engine):
             return wrapped(*args, **kwargs)
-    if (micro_steps := _micro_steps.meet(engine)) is not None:
-        with micro_steps.backward():
+    if (steps := _micro_steps.meet(engine)) is not None:
+        with steps.backward():
             return wrapped(*args, **kwargs)
     return wrapped(*args, **kwargs)
 
@@ -81,8 +85,8 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if (window := windows.of(engine)) is not None:
         window.backward_begins()
-    elif (micro_steps := _micro_steps.meet(engine)) is not None:
-        micro_steps.backward_begins()
+    elif (steps := _micro_steps.meet(engine)) is not None:
+        steps.backward_begins()
     return wrapped(*args, **kwargs)
 
 
@@ -96,8 +100,8 @@ def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_allreduce(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if windows.of(engine) is not None:
         return None
-    micro_steps = _micro_steps.of(engine)
-    if micro_steps is not None and micro_steps.ends_without_reduction():
+    steps = _micro_steps.of(engine)
+    if steps is not None and steps.ends_without_reduction():
         return None
     return wrapped(*args, **kwargs)
 
@@ -107,21 +111,21 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
         "engine.step() inside coalesce_grad_reduction(): nothing is reduced yet. Step after the "
         "block."
     )
-    if (micro_steps := _micro_steps.of(engine)) is None:
+    if (steps := _micro_steps.of(engine)) is None:
         return wrapped(*args, **kwargs)
-    with micro_steps.step():
+    with steps.step():
         return wrapped(*args, **kwargs)
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    micro_steps = _micro_steps.meet(engine)
-    return wrapped(*args, **kwargs) if micro_steps is None else micro_steps.no_sync()
+    steps = _micro_steps.meet(engine)
+    return wrapped(*args, **kwargs) if steps is None else steps.no_sync()
 
 
 def around_zero_grad(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     result = wrapped(*args, **kwargs)
-    if (micro_steps := _micro_steps.of(engine)) is not None:
-        micro_steps.zero_grad()
+    if (steps := _micro_steps.of(engine)) is not None:
+        steps.zero_grad()
     return result
 
 
@@ -132,9 +136,21 @@ def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     """What a parameter's hook calls: in a window its gradient stays where it is."""
     if (window := windows.of(optimizer)) is not None:
         return window.gradient_arrives()
-    micro_steps = _micro_steps.of(optimizer)
-    if micro_steps is not None and micro_steps.keeps_gradient():
+    steps = _micro_steps.of(optimizer)
+    if steps is not None and steps.keeps_gradient():
         return None
+    return wrapped(*args, **kwargs)
+
+
+def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    if _adds_micro_steps and flat.forgets_micro_steps(optimizer):
+        return micro_steps.epilogue_with_earlier(wrapped, optimizer)
+    return wrapped(*args, **kwargs)
+
+
+def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    if _adds_micro_steps and flat.forgets_micro_steps(optimizer):
+        return micro_steps.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
     return wrapped(*args, **kwargs)
 
 

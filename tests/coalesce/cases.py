@@ -129,9 +129,14 @@ def run(
     reference: type[PlainTrainer] = PlainTrainer,
     others: tuple[str, ...] = (),
     micro_steps: int = 1,
+    choices: dict[str, str] | None = None,
     **options: str,
 ) -> Outcome:
-    """Any script, by an engine and by PyTorch; an exception of the engine's is an outcome."""
+    """Any script, by an engine and by PyTorch; an exception of the engine's is an outcome.
+
+    `choices`: options too, whose names stand for something else here.
+    """
+    options |= choices or {}
     expected = plain(start, script, micro_steps, reference)
     origin = {name: p.detach().float().clone() for name, p in start.named_parameters()}
     with patched(*others, **options) if patch else nullcontext(), listening() as heard:

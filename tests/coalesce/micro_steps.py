@@ -206,3 +206,38 @@ def over_one_forward(trainer: Any) -> None:
         trainer.backward(first, retain_graph=True)
         trainer.backward(second)
         trainer.step()
+
+
+def twice_at_the_boundary(trainer: Any) -> None:
+    """Two forwards and backwards before one step, each taken for the last."""
+    for step in range(3):
+        for index in range(2):
+            one_backward(trainer, step, index)
+        trainer.step()
+
+
+def two_forwards_first(trainer: Any) -> None:
+    for step in range(3):
+        batches = [models.batch(step, index) for index in range(2)]
+        outputs = [(trainer.forward(tokens), classes) for tokens, classes in batches]
+        for output, classes in outputs:
+            trainer.backward(sum(models.losses(output, classes)))
+        trainer.step()
+
+
+def by_hand_and_on(trainer: Any) -> None:
+    """Not at the boundary, at it, not, and at it."""
+    for step in range(3):
+        for index in range(4):
+            trainer.boundary(index % 2 == 1)
+            one_backward(trainer, step, index)
+        trainer.step()
+
+
+def both_over_one_forward(trainer: Any) -> None:
+    for step in range(3):
+        tokens, classes = models.batch(step)
+        first, second = models.losses(trainer.forward(tokens), classes)
+        trainer.backward(first, retain_graph=True)
+        trainer.backward(second)
+        trainer.step()

@@ -131,6 +131,27 @@ def _finish_copies() -> None:
         _accelerator().synchronize()
 
 
+def forgets_micro_steps(optimizer: Any) -> bool:
+    """Whether this release looks for earlier micro steps where they are not: 0.17.6 to 0.18.2."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return (
+        hasattr(optimizer, "all_grad_tensors")
+        and not hasattr(optimizer, "setup_buckets")  # 0.18.3
+        and type(optimizer) is DeepSpeedZeroOptimizer  # ZenFlow's is a subclass
+        and "muon" not in type(optimizer.optimizer).__name__.lower()  # steps inside the epilogue
+    )
+
+
+def earlier_micro_steps(optimizer: Any, params: Any) -> list[torch.Tensor] | None:
+    """What waits for the boundary beside the averaged gradients, of the group with `params`."""
+    for group, known in enumerate(optimizer.params_in_partition):
+        if known is params:
+            earlier: list[torch.Tensor] | None = optimizer.all_grad_tensors.get(group)
+            return earlier
+    return None
+
+
 def begin_only_backward(optimizer: Any) -> None:
     """Let what follows be its step's only backward: drop what was reduced before in this step."""
     for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
