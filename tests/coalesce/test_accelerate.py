@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests import releases
 from tests.coalesce import cases
+from tests.coalesce.releases import LOSES_MICRO_STEPS
 from tests.world import World
 from tests.zero3_retain import models, trainers
 
@@ -136,7 +137,7 @@ def test_stock_dies_in_accumulate(accelerate: World, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_reduces_every_micro_step(world: World, stage: int) -> None:
     for outcome, reductions in world.run(trained, stage, patch=False):
-        assert outcome.equal(), outcome
+        assert outcome.equal() != (stage == 2 and LOSES_MICRO_STEPS), outcome
         assert reductions == [1] * MICRO_STEPS * 3
 
 
