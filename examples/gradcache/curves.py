@@ -17,9 +17,9 @@ from examples.gradcache import digits
 from examples.gradcache.model import TwoTowers, contrast
 from examples.gradcache.train import step
 
-#: float32, sums in another order; the loss is about 5.
-ROUNDING = 1e-5
-_RATE = 2e-3
+#: Of a loss of about 5, in float32: chunks are summed in another order than a whole batch, and on
+#: GPUs by other kernels.
+ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Curve:
             yield f"its steps send {sorted(self.reductions)} reductions, not one"
 
     def falls(self) -> bool:
-        """Whether the last loss is well below the first."""
-        return self.losses[-1] < 0.9 * self.losses[0]
+        return self.losses[-1] < self.losses[0]
 
 
 def start() -> TwoTowers:
@@ -68,10 +67,15 @@ def start() -> TwoTowers:
     return TwoTowers().to(get_accelerator().current_device_name())
 
 
+def sgd(model: TwoTowers) -> torch.optim.Optimizer:
+    """Not Adam, whose steps do not depend on the gradients' scale: a wrong one must show."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
 def full_batch(work: Work) -> Curve:
     """Plain PyTorch: the whole batch in one forward and backward, and no other rank."""
     model, curve = start(), Curve()
-    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
+    optimizer = sgd(model)
     device = next(model.parameters()).device
     for images in digits.batches(work.steps, work.batch):
         loss = contrast(model(images.to(device)))
@@ -101,6 +105,7 @@ def _engine(stage: int, work: Work) -> Any:
     settings = {
         "train_micro_batch_size_per_gpu": work.chunk,
         "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,  # SGD
         "gradient_clipping": 0.0,  # recent releases clip at 1 unless told not to
         "zero_optimization": {
             "stage": stage,
@@ -108,7 +113,7 @@ def _engine(stage: int, work: Work) -> Any:
             "reduce_bucket_size": 1_000_000,
         },
     }
-    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
+    optimizer = sgd(model)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 

@@ -20,8 +20,7 @@ class Table:
 
     def __init__(self, work: Work, device: str, into: TextIO) -> None:
         self._into = into if dist.get_rank() == 0 else None
-        self._steps = sorted({1, *(round(part * work.steps / 3) or 1 for part in (1, 2, 3))})
-        self._steps += [work.steps] * (4 - len(self._steps))
+        self._steps = [1 + part * (work.steps - 1) // 3 for part in range(4)]
         ranks = dist.get_world_size()
         self._say("GradCache: find the other half of a handwritten digit")
         self._say(f"  DeepSpeed {version('deepspeed')}, torch {version('torch')}, {device}")
