@@ -38,11 +38,18 @@ _TARGETS = (
     _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
     _flat("process_gradients", "around_gradient", releases=">=0.16.5"),
     _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    _flat("zero_grad", "around_optimizers_zero_grad"),
     _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
     Target(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
         f"{_HOOKS}:around_gradient",
+    ),
+    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.partition_grads", f"{_HOOKS}:around_partition"),
+    Target(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
+        f"{_HOOKS}:around_optimizers_zero_grad",
     ),
     Target(
         _COORDINATOR,
@@ -102,7 +109,6 @@ _FACTS = (
     _flat_fact("_release_ipg_buffers", "gives the reduce buffers back"),
     _flat_fact("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
     _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
-    _stage3_fact("partition_grads", "overwrites a partition if micro_step_id is 0"),
     _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
     _coordinator_fact("release_sub_module", "leaves every release to __release_param"),
     _coordinator_fact("release_and_reset_all", "partitions everything after an exception"),
@@ -168,6 +174,15 @@ PATCH = Patch(
             default="added",
             choices=("added", "upstream"),
             help="ZeRO-2 of 0.17.6 to 0.18.2: added up, or DeepSpeed's own way: the last one only",
+        ),
+        Option(
+            "lost_gradients",
+            default="warn",
+            choices=("warn", "accumulate", "silent"),
+            help=(
+                "outside windows, when a backward replaces gradients of its own step: warn once, "
+                "add them, or let it go in silence"
+            ),
         ),
     ),
     activate=f"{_HOOKS}:activate",

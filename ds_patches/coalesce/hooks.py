@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ds_patches.core import live
 
 from . import gather_once as residency
-from . import micro_steps
+from . import lost, micro_steps
 from . import window as windows
-from .no_sync import MicroStepsByEngine
+from .no_sync import MicroStepsByEngine, StepChoice
+from .upstream import engine as upstream_engine
 from .upstream import flat
 from .window import Choice
 
@@ -23,11 +25,12 @@ Kwargs = dict[str, Any]
 _choice = Choice()
 _micro_steps = MicroStepsByEngine()
 _adds_micro_steps = True
+_warns_of_lost = True
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take the options. Raises ValueError if the native method is asked for where there is none."""
-    global _choice, _adds_micro_steps
+    global _choice, _adds_micro_steps, _warns_of_lost
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     _choice = Choice(
@@ -38,16 +41,27 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     method = live.innermost(DeepSpeedEngine.coalesce_grad_reduction)
     if _choice.native and isinstance(method, live.Absent):
         raise ValueError(f"DeepSpeed {release} has no coalesce_grad_reduction of its own (0.19.1)")
-    if _choice.native and options["no_sync"] == "on":
-        raise ValueError("no_sync=on needs implementation=ours: both keep gradients in one place")
+    if _choice.native and (options["no_sync"] == "on" or options["lost_gradients"] == "accumulate"):
+        raise ValueError(
+            "no_sync=on and lost_gradients=accumulate need implementation=ours: the native method "
+            "keeps gradients in the same place"
+        )
     _adds_micro_steps = options["micro_steps"] == "added"
-    _micro_steps.switch(options["no_sync"] == "on", _choice.scatters)
+    _warns_of_lost = options["lost_gradients"] == "warn"
+    _micro_steps.choose(
+        StepChoice(
+            no_sync=options["no_sync"] == "on",
+            accumulates=options["lost_gradients"] == "accumulate",
+            scatters=_choice.scatters,
+        )
+    )
     return []
 
 
 def deactivate() -> Sequence[str]:
     """Leave every engine to stock."""
     _micro_steps.let_go()
+    lost.let_go()
     return []
 
 
@@ -103,7 +117,9 @@ def around_allreduce(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
     steps = _micro_steps.of(engine)
     if steps is not None and steps.ends_without_reduction():
         return None
-    return wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    lost.backward_ended(engine.optimizer)
+    return result
 
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -111,22 +127,32 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
         "engine.step() inside coalesce_grad_reduction(): nothing is reduced yet. Step after the "
         "block."
     )
-    if (steps := _micro_steps.of(engine)) is None:
-        return wrapped(*args, **kwargs)
-    with steps.step():
-        return wrapped(*args, **kwargs)
+    steps = _micro_steps.of(engine)
+    steps_now = upstream_engine.steps_now(engine)
+    with nullcontext() if steps is None else steps.step():
+        result = wrapped(*args, **kwargs)
+    if steps_now:
+        lost.forget(engine.optimizer)
+    return result
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps = _micro_steps.meet(engine)
-    return wrapped(*args, **kwargs) if steps is None else steps.no_sync()
+    if steps is None or not steps.unsynced:
+        return wrapped(*args, **kwargs)
+    return steps.no_sync()
 
 
 def around_zero_grad(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     result = wrapped(*args, **kwargs)
-    if (steps := _micro_steps.of(engine)) is not None:
-        steps.zero_grad()
+    _forget_gradients(engine.optimizer)
     return result
+
+
+def _forget_gradients(optimizer: Any) -> None:
+    if (steps := _micro_steps.of(optimizer)) is not None:
+        steps.zero_grad()
+    lost.forget(optimizer)
 
 
 # --- ZeRO ---------------------------------------------------------------------------------------
@@ -144,7 +170,23 @@ def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     if _adds_micro_steps and flat.forgets_micro_steps(optimizer):
-        return micro_steps.epilogue_with_earlier(wrapped, optimizer)
+        wrapped = partial(micro_steps.epilogue_with_earlier, wrapped, optimizer)
+    with flat.in_epilogue(optimizer):
+        return lost.of(optimizer).flat_epilogue(wrapped) if _warns_of_lost else wrapped()
+
+
+def around_optimizers_zero_grad(
+    wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
+) -> Any:
+    result = wrapped(*args, **kwargs)
+    if not flat.is_in_epilogue(optimizer):
+        _forget_gradients(optimizer)
+    return result
+
+
+def around_partition(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    if _warns_of_lost:
+        lost.of(optimizer).partition(args[0] if args else kwargs["params_to_release"])
     return wrapped(*args, **kwargs)
 
 

@@ -11,34 +11,53 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from ds_patches.core import once
+from ds_patches.core import claims
 
 from . import window as windows
+from .lost import PATCH, TOPIC
 from .step_sum import FlatStepSum, PartitionedStepSum, StepSum
 from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.coalesce")
 
 _KEY = "_ds_patches_coalesce_micro_steps"
-LOST_GRADIENTS = "lost gradients"
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """What the user chose for backwards outside windows.
+
+    no_sync: those inside ``no_sync()`` and before the boundary reduce nothing.
+    accumulates: those that upstream would replace are added to.
+    """
+
+    no_sync: bool = False
+    accumulates: bool = False
+    scatters: bool = True
 
 
 class MicroSteps:
     """The backwards of one engine between two of its optimizer steps."""
 
-    def __init__(self, engine: Any, scatters: bool) -> None:
+    def __init__(self, engine: Any, choice: StepChoice) -> None:
         self._engine = engine
+        self._unsynced = choice.no_sync
         self._sum: StepSum
         if upstream_engine.partitions_parameters(engine):
             self._sum = PartitionedStepSum(engine.optimizer)
         else:
-            self._sum = FlatStepSum(engine.optimizer, scatters)
+            self._sum = FlatStepSum(engine.optimizer, choice.scatters)
         #: Whether gradients stay on their parameters. Without micro steps there is no reason to,
         #: and upstream reduces during the backward.
-        self._keeps: bool = engine.gradient_accumulation_steps() > 1
+        self._keeps: bool = (
+            engine.gradient_accumulation_steps() > 1
+            if choice.no_sync
+            else self._sum.is_lost_before_the_boundary
+        )
         self._inside = False  # no_sync()
         self._waiting = False  # gradients of this step that no backward has reduced
         self._reduced = False  # something of this step
@@ -46,6 +65,7 @@ class MicroSteps:
     # --- Backwards ------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
+        self._keeps |= self._reduced  # one more of its step, which upstream may put in the place
         if self._is_local():
             self._keeps = True
             if not self._waiting:
@@ -67,7 +87,7 @@ class MicroSteps:
 
     def keeps_gradient(self) -> bool:
         """A parameter's hook, or a flush: whether its gradient stays where it is."""
-        return self._keeps and not upstream_engine.is_flushing(self._engine)
+        return self._keeps and not upstream_engine.is_flushing(self._engine.optimizer)
 
     def ends_without_reduction(self) -> bool:
         """A backward ends: reduces if it is the one to do so; False leaves it to upstream."""
@@ -75,12 +95,14 @@ class MicroSteps:
             return True
         if self._keeps:
             self._reduce()
-        self._reduced = True
+        self._reduced |= bool(self._engine.is_gradient_accumulation_boundary())
         return self._keeps
 
     def _is_local(self) -> bool:
+        if self._inside:
+            return True
         at_boundary: bool = self._engine.is_gradient_accumulation_boundary()
-        return self._inside or not at_boundary
+        return not at_boundary and (self._unsynced or self._keeps)
 
     def _reduce(self) -> None:
         with upstream_engine.at_boundary(self._engine):
@@ -101,6 +123,11 @@ class MicroSteps:
 
     # --- no_sync(), step(), zero_grad() ---------------------------------------------------------
 
+    @property
+    def unsynced(self) -> bool:
+        """Whether ``no_sync()`` is this one's."""
+        return self._unsynced
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Raises AssertionError inside itself or a window."""
@@ -120,11 +147,12 @@ class MicroSteps:
         """Around ``engine.step``, which at a micro step only counts, also inside ``no_sync()``."""
         engine = self._engine
         if not engine.is_gradient_accumulation_boundary():
-            engine.inside_no_sync_ctxt = False
+            if self._inside:
+                engine.inside_no_sync_ctxt = False
             try:
                 yield
             finally:
-                engine.inside_no_sync_ctxt = self._inside
+                engine.inside_no_sync_ctxt |= self._inside
             return
         assert not self._inside, (
             "engine.step() inside no_sync(), at a gradient accumulation boundary: its gradients "
@@ -136,13 +164,14 @@ class MicroSteps:
                 "step were inside no_sync() or before the gradient accumulation boundary. Run the "
                 "last one outside, at the boundary."
             )
+        self._waiting = self._reduced = False  # also for the zero_grad() that ends a step
         yield
-        self._waiting = self._reduced = False
 
     def zero_grad(self) -> None:
         """Forget this step's gradients."""
         if self._waiting:
             self._sum.clear()
+        self._keeps |= self._reduced  # upstream would add to what it has reduced
         self._waiting = self._reduced = False
 
     @contextmanager
@@ -157,15 +186,16 @@ class MicroSteps:
 
 
 class MicroStepsByEngine:
-    """Which engines have been met, while the option is on."""
+    """Which engines have been met, while an option asks for it."""
 
     def __init__(self) -> None:
-        self._scatters = True
+        self._choice = StepChoice()
         self._on = False
         self._met: WeakSet[Any] = WeakSet()
 
-    def switch(self, on: bool, scatters: bool) -> None:
-        self._on, self._scatters = on, scatters
+    def choose(self, choice: StepChoice) -> None:
+        self._choice = choice
+        self._on = choice.no_sync or choice.accumulates
 
     def meet(self, engine: Any) -> MicroSteps | None:
         """At a backward or at no_sync(). None: the engine is left to upstream."""
@@ -187,8 +217,7 @@ class MicroStepsByEngine:
     def let_go(self) -> None:
         self._on = False
         for engine in self._met:
-            if vars(engine).get(_KEY) is not None:
-                once.forget(engine.optimizer, LOST_GRADIENTS)
+            claims.release(engine.optimizer, TOPIC, PATCH)
             for owner in (engine, engine.optimizer):
                 vars(owner).pop(_KEY, None)
         self._met.clear()
@@ -200,10 +229,11 @@ class MicroStepsByEngine:
             upstream_engine.must_be_covered(engine)
         except (AssertionError, NotImplementedError) as error:
             logger.warning(
-                "no_sync=on does nothing for this engine, which is left to stock DeepSpeed: what "
-                "it covers are the engines of coalesce_grad_reduction(). %s",
+                "%s does nothing for this engine, which is left to stock DeepSpeed: what it covers "
+                "are the engines of coalesce_grad_reduction(). %s",
+                "no_sync=on" if self._choice.no_sync else "lost_gradients=accumulate",
                 error,
             )
             return None
-        once.first(engine.optimizer, LOST_GRADIENTS)  # none will be: a step adds up
-        return MicroSteps(engine, self._scatters)
+        claims.claim(engine.optimizer, TOPIC, PATCH)
+        return MicroSteps(engine, self._choice)

@@ -13,7 +13,12 @@ from .upstream import flat, flat_layout, stage3
 
 
 class StepSum(Protocol):
-    """What micro steps ask of the gradients of their ZeRO stage."""
+    """What micro steps ask of the gradients of their ZeRO stage.
+
+    is_lost_before_the_boundary: upstream loses micro steps, in some release.
+    """
+
+    is_lost_before_the_boundary: bool
 
     def has_gradients(self) -> bool:
         """Whether any parameter has one."""
@@ -38,6 +43,7 @@ class FlatStepSum:
         """`scatters`: reduce-scatter past upstream's reducer, where that is known to be right."""
         self._optimizer = optimizer
         self._scatters = scatters and flat_layout.covers(optimizer)
+        self.is_lost_before_the_boundary = flat.is_offloaded(optimizer)
 
     def has_gradients(self) -> bool:
         params = flat.parameters(self._optimizer)
@@ -67,6 +73,8 @@ class FlatStepSum:
 
 class PartitionedStepSum:
     """Stage 3."""
+
+    is_lost_before_the_boundary = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -12,9 +12,12 @@ import logging
 from enum import Enum
 from typing import Any
 
-from ds_patches.core import once
+from ds_patches.core import claims
 
 logger = logging.getLogger("ds_patches.zero3_retain")
+
+TOPIC = "lost gradients"
+PATCH = "zero3_retain"
 
 
 class OnLost(str, Enum):
@@ -32,6 +35,12 @@ class LostGradients:
         self._policy = policy
         self._micro_steps = micro_steps
         self._optimizer = optimizer
+        self._warned = False
+        claims.claim(optimizer, TOPIC, PATCH)
+
+    def detach(self) -> None:
+        """Answer for this optimizer no longer."""
+        claims.release(self._optimizer, TOPIC, PATCH)
 
     @property
     def accumulates(self) -> bool:
@@ -40,8 +49,11 @@ class LostGradients:
 
     def warn(self) -> None:
         """Say once that a gradient of this step was overwritten."""
-        if self._policy is not OnLost.WARN or not once.first(self._optimizer, "lost gradients"):
+        if self._policy is not OnLost.WARN or self._warned:
             return
+        if claims.holder(self._optimizer, TOPIC) != PATCH:
+            return  # another patch answers for it
+        self._warned = True
         logger.warning(
             "A gradient that was already reduced in this step was overwritten: with "
             "gradient_accumulation_steps=%s DeepSpeed keeps only the last backward's. To add them, "

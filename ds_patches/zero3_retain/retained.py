@@ -42,7 +42,7 @@ class RetainedEngine:
         self._dropped = False  # the last backward raised
         self.residency: Residency | None = None
         optimizer = engine.optimizer
-        lost = LostGradients(policy, engine.gradient_accumulation_steps(), optimizer)
+        self._lost = lost = LostGradients(policy, engine.gradient_accumulation_steps(), optimizer)
         self.sum: GradientSum
         if engine.zero_optimization_partition_weights():
             self.residency = Residency(optimizer.parameter_offload)
@@ -146,5 +146,6 @@ class RetainedEngine:
 
     def detach(self) -> None:
         """Give the engine back to stock."""
+        self._lost.detach()
         if self.residency is not None:
             self.residency.remove()

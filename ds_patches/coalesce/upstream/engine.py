@@ -92,6 +92,14 @@ def dividing_by_micro_steps(engine: Any) -> Iterator[None]:
         engine.inside_no_sync_ctxt = True
 
 
+def steps_now(engine: Any) -> bool:
+    """Whether ``step`` would update the parameters: not at a micro step."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)  # 0.19.4
+    if managed is not None and not managed():
+        return True
+    return bool(engine.is_gradient_accumulation_boundary())
+
+
 @contextmanager
 def at_boundary(engine: Any) -> Iterator[None]:
     """Let engine and optimizer take what is reduced here for the last of its step."""
@@ -99,18 +107,18 @@ def at_boundary(engine: Any) -> Iterator[None]:
     asked = engine._is_gradient_accumulation_boundary
     engine._is_gradient_accumulation_boundary = True
     _tell_optimizer(optimizer, True)
-    vars(engine)[_FLUSHING] = True
+    vars(optimizer)[_FLUSHING] = True
     try:
         yield
     finally:
-        del vars(engine)[_FLUSHING]
+        del vars(optimizer)[_FLUSHING]
         engine._is_gradient_accumulation_boundary = asked
         _tell_optimizer(optimizer, engine.is_gradient_accumulation_boundary())
 
 
-def is_flushing(engine: Any) -> bool:
+def is_flushing(optimizer: Any) -> bool:
     """Whether this is inside `at_boundary`: upstream's reducer is at work, which hooks call too."""
-    return _FLUSHING in vars(engine)
+    return _FLUSHING in vars(optimizer)
 
 
 def restore_boundary(engine: Any, asked: bool | None) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
+from ds_patches.core import live
+
+_EPILOGUE = "_ds_patches_coalesce_epilogue"
 _BEFORE_FIRST_BACKWARD = -1  # micro_step_id, before a step's first backward
 
 
@@ -129,6 +134,60 @@ def _finish_copies() -> None:
     """Wait for gradients that still travel to the host."""
     if not _accelerator().is_synchronized_device():
         _accelerator().synchronize()
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+@contextmanager
+def in_epilogue(optimizer: Any) -> Iterator[None]:
+    """Around upstream's epilogue, which up to 0.18.4 ends with a ``zero_grad()`` of its own."""
+    vars(optimizer)[_EPILOGUE] = True
+    try:
+        yield
+    finally:
+        del vars(optimizer)[_EPILOGUE]
+
+
+def is_in_epilogue(optimizer: Any) -> bool:
+    return _EPILOGUE in vars(optimizer)
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    return bool(optimizer.cpu_offload)
+
+
+def offload_loses(optimizer: Any, backward: int, boundaries: list[int]) -> bool:
+    """Whether a boundary backward, the step's n-th, left a gradient out of what `step` reads.
+
+    With an offloaded optimizer it copies over what was there. `boundaries`: which backwards before
+    it did so. Host sums keep the others, with gradient_accumulation_steps above 1 from 0.19.0 on,
+    before that only the first one's; with 1, from 0.19.0 on, all but that of a boundary backward
+    which was its step's first.
+    """
+    if not optimizer.cpu_offload or _sums_in_place(optimizer):
+        return False
+    if optimizer.gradient_accumulation_steps > 1:
+        return backward > 2 and not _keeps_host_sums()
+    return 1 in boundaries if _keeps_host_sums() else backward > 1
+
+
+@cache
+def _keeps_host_sums() -> bool:
+    """Whether the host sums grow with every backward (0.19.0, PR 7981)."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    copy = live.innermost(DeepSpeedZeroOptimizer.copy_grads_in_partition)
+    return "micro_step_id" in copy.__code__.co_names
+
+
+def _sums_in_place(optimizer: Any) -> bool:
+    """0.19.8 adds reduced gradients of a low precision model to an fp32 partition by itself."""
+    compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
+    return compact is not None and any(map(compact, range(len(optimizer.bit16_groups))))
 
 
 def forgets_micro_steps(optimizer: Any) -> bool:
