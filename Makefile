@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH := 2.13.0
 # The core subset runs on each of these, the whole suite on the newest (extra "test").
 RELEASES ?= 0.16.3 0.16.9 0.17.5 0.18.2 0.18.3 0.18.6 0.19.0 0.19.2
+# Older than the environment's: their accumulate() calls the engine's no_sync().
+ACCELERATE := accelerate==1.7.0 accelerate==1.8.1
 
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -16,13 +18,16 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-newest test-releases compatibility docs install releases clean
+.PHONY: help demo example test lint test-newest test-releases compatibility docs install accelerate releases clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## two losses over one ZeRO-3 forward, stock and patched
 	$(BIN)/python -m demo
+
+example: install ## GradCache over two ranks, one gradient reduction a step
+	$(BIN)/python -m examples.gradcache
 
 test: ## lint, docs, the whole suite on the newest DeepSpeed, the core subset on RELEASES
 # One after the other, also under make -j: two ranks and two cores.
@@ -40,7 +45,7 @@ lint: install ## ruff and mypy
 docs: install ## the site, in build/site; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test-newest: install ## the whole suite on the newest DeepSpeed
+test-newest: accelerate ## the whole suite on the newest DeepSpeed
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -m pytest
 
 test-releases: releases ## the core subset on RELEASES (RELEASES= skips)
@@ -50,6 +55,9 @@ compatibility: install ## every known DeepSpeed, into docs/compatibility.*; resu
 	$(BIN)/python -m tests.releases record
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
+
+accelerate: install ## the older Accelerate releases, in .releases
+	$(BIN)/python -m tests.releases install $(ACCELERATE)
 
 releases: install ## the older DeepSpeed releases, in .releases
 	$(if $(strip $(RELEASES)),$(BIN)/python -m tests.releases install $(RELEASES))

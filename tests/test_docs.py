@@ -19,7 +19,7 @@ from ds_patches.core.state import State
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 #: What the site is built of.
-SOURCES = ("docs", "tools", "ds_patches", "benchmarks", "mkdocs.yml", "README.md")
+SOURCES = ("docs", "tools", "ds_patches", "benchmarks", "examples", "mkdocs.yml", "README.md")
 
 
 def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,7 @@ Shapes = dict[str, dict[str, str]]
 
 def record(patch: Patch, folder: Path) -> tuple[Shapes, list[str]]:
     """Return the shapes of every place over the supported releases in `folder`, and complaints."""
-    versions = sorted(Version(one.name) for one in folder.iterdir() if one.is_dir())
+    versions = sorted(Version(one.name) for one in _releases_in(folder))
     shapes: dict[str, dict[str, list[Version]]] = {}
     complaints = []
     for version in versions:
@@ -41,6 +41,11 @@ def record(patch: Patch, folder: Path) -> tuple[Shapes, list[str]]:
         for key in sorted(shapes)
     }
     return spans, complaints
+
+
+def _releases_in(folder: Path) -> list[Path]:
+    """Other packages may lie there too."""
+    return [one for one in folder.iterdir() if (one / release.PACKAGE).is_dir()]
 
 
 def _may_be_absent(place: Place) -> bool:

@@ -26,6 +26,7 @@ def test_spans_and_drift(tmp_path: Path) -> None:
     for version in ("0.15.0", "0.16.0", "0.16.1", "0.17.0", "0.18.0", "0.18.1"):
         engine = other if version == "0.17.0" else fake.ENGINE
         fake.deepspeed(tmp_path / "releases" / version, version, engine)
+    (tmp_path / "releases/accelerate-1.7.0").mkdir()  # another package, for other tests
     folder = fake.patch_folder(tmp_path / "patches")
     code, printed, _ = record(folder, tmp_path / "releases")
     assert code == 0

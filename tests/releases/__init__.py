@@ -5,8 +5,10 @@
     python -m tests.releases record                    # what docs/compatibility.json lacks
     python -m tests.releases index                     # is there a new release?
     python -m tests.releases page                      # docs/compatibility.md from the records
+    python -m tests.releases install accelerate==1.7.0 # for the tests that ask for it
 
-One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH.
+One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. That goes
+for other packages too, which lie in .releases/<name>-<version>/.
 DEEPSPEED_TEST_RELEASES names another folder than .releases.
 """
 
@@ -14,6 +16,11 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def place(wanted: str) -> Path:
+    """Where a release lies: of DeepSpeed, by its version, or of a package, by name==version."""
+    return folder() / wanted.replace("==", "-")
 
 
 def folder() -> Path:

@@ -36,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
 
-    installing = commands.add_parser("install", help="install DeepSpeed releases")
-    installing.add_argument("version", nargs="+")
+    installing = commands.add_parser("install", help="install releases")
+    installing.add_argument("version", nargs="+", help="of DeepSpeed, or name==version")
 
     running = commands.add_parser("run", help="run a subset of the suite once per release")
     running.add_argument("version", nargs="+")

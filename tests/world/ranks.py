@@ -33,9 +33,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too."""
+def environment(rank: int, size: int, port: int, path: Path | None) -> dict[str, str]:
+    """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too.
+
+    path: comes before all of it.
+    """
+    inherited = os.environ.get("PYTHONPATH", "")
     return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), inherited])),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # the output of a killed rank is on file
@@ -102,7 +107,7 @@ class Rank:
 class Ranks:
     """`size` ranks in one process group. After an error they are ended and not asked again."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, path: Path | None) -> None:
         port = free_port()
         # Only this process holds the writing end: the ranks read its end of file, and so the
         # end of this process, however that came about.
@@ -110,7 +115,7 @@ class Ranks:
         self.ranks: list[Rank] = []
         try:
             for rank in range(size):
-                self.ranks.append(Rank(rank, environment(rank, size, port), reading))
+                self.ranks.append(Rank(rank, environment(rank, size, port, path), reading))
             self.gather(START_SECONDS)
         except BaseException:
             self.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.world import wire
@@ -27,10 +28,14 @@ def reference(case: Callable[..., Any]) -> str:
 
 
 class World:
-    """`size` ranks, started by the first case and replaced after one that failed."""
+    """`size` ranks, started by the first case and replaced after one that failed.
 
-    def __init__(self, size: int = 2) -> None:
+    path: a folder whose packages the ranks have in place of the environment's.
+    """
+
+    def __init__(self, size: int = 2, path: Path | None = None) -> None:
         self.size = size
+        self.path = path
         self._ranks: Ranks | None = None
 
     def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -47,7 +52,7 @@ class World:
     @contextmanager
     def fresh(self) -> Iterator[World]:
         """A world of its own: interpreters that no case has touched, ended with the block."""
-        other = World(self.size)
+        other = World(self.size, self.path)
         try:
             yield other
         finally:
@@ -61,7 +66,7 @@ class World:
     def _run(self, call: wire.Call, seconds: float) -> list[Any]:
         # Taken off for the time of the call: ranks that failed a case are ended, and the next
         # case finds none and starts new ones.
-        ranks, self._ranks = self._ranks or Ranks(self.size), None
+        ranks, self._ranks = self._ranks or Ranks(self.size, self.path), None
         results = ranks.run(call, seconds)
         self._ranks = ranks
         return results

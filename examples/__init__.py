@@ -1,0 +1,1 @@
+"""Training scripts that use the patches, each run by one command."""

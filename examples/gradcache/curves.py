@@ -1,0 +1,139 @@
+"""The runs that are compared: from one start, over the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from examples.gradcache import digits
+from examples.gradcache.model import TwoTowers, contrast
+from examples.gradcache.train import step
+
+#: Of a loss of about 5, in float32: chunks are summed in another order than a whole batch, and on
+#: GPUs by other kernels.
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to train. A rank has `chunks` chunks of `chunk` images in each step."""
+
+    steps: int = 30
+    chunks: int = 8
+    chunk: int = 16
+
+    @property
+    def batch(self) -> int:
+        """Images per step, over all ranks."""
+        return self.chunks * self.chunk * dist.get_world_size()
+
+
+@dataclass
+class Curve:
+    """The loss of every step; and the reductions in each step's backwards, where it has any."""
+
+    losses: list[float] = field(default_factory=list)
+    reductions: set[int] = field(default_factory=set)
+    error: str = ""
+
+    def off(self, other: Curve) -> float:
+        """The largest difference of a step's loss; NaN is largest of all."""
+        differences = (abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+        return max(differences, key=lambda d: (d != d, d))
+
+    def faults(self, plain: Curve) -> Iterator[str]:
+        """What is wrong with it, with windows."""
+        if self.error:
+            yield self.error
+        elif not self.off(plain) <= ROUNDING:  # NaN too
+            yield f"a loss is {self.off(plain):.1e} off plain PyTorch's"
+        elif self.reductions != {1}:
+            yield f"its steps send {sorted(self.reductions)} reductions, not one"
+
+    def falls(self) -> bool:
+        return self.losses[-1] < self.losses[0]
+
+
+def start() -> TwoTowers:
+    torch.manual_seed(0)
+    return TwoTowers().to(get_accelerator().current_device_name())
+
+
+def sgd(model: TwoTowers) -> torch.optim.Optimizer:
+    """Not Adam, whose steps do not depend on the gradients' scale: a wrong one must show."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def full_batch(work: Work) -> Curve:
+    """Plain PyTorch: the whole batch in one forward and backward, and no other rank."""
+    model, curve = start(), Curve()
+    optimizer = sgd(model)
+    device = next(model.parameters()).device
+    for images in digits.batches(work.steps, work.batch):
+        loss = contrast(model(images.to(device)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(loss.item())
+    return curve
+
+
+def cached(stage: int, work: Work, *, windows: bool) -> Curve:
+    """GradCache by a DeepSpeed engine. Without windows a step is one backward after the other."""
+    engine, curve = _engine(stage, work), Curve()
+    try:
+        for images in digits.batches(work.steps, work.batch):
+            mine = images.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
+            window = engine.coalesce_grad_reduction() if windows else nullcontext()
+            loss = step(engine, mine, work.chunk, _counted(window, curve))
+            curve.losses.append(loss.item())
+    except Exception as error:  # stock raises on some releases
+        curve.error = f"{type(error).__name__}: {error}"
+    return curve
+
+
+def _engine(stage: int, work: Work) -> Any:
+    model = start()
+    settings = {
+        "train_micro_batch_size_per_gpu": work.chunk,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,  # SGD
+        "gradient_clipping": 0.0,  # recent releases clip at 1 unless told not to
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,  # partition the smallest parameter too
+            "reduce_bucket_size": 1_000_000,
+        },
+    }
+    optimizer = sgd(model)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+class _Reductions(TorchDispatchMode):
+    """Counts the reductions that are sent: every collective passes PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d" and "reduce" in function._schema.name:
+            self.sent += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _counted(window: AbstractContextManager[Any], curve: Curve) -> Iterator[None]:
+    with _Reductions() as reductions, window:
+        yield
+    curve.reductions.add(reductions.sent)

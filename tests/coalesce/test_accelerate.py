@@ -1,0 +1,149 @@
+"""Accelerate's `accumulate()`: its own releases, real engines, one reduction per step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests import releases
+from tests.coalesce import cases
+from tests.coalesce.releases import LOSES_MICRO_STEPS
+from tests.world import World
+from tests.zero3_retain import models, trainers
+
+#: Up to 1.8 `accumulate()` calls the engine's no_sync(): to 1.7 with a step() inside, then without.
+#: Later it sets the engine's gradient accumulation boundary.
+OLDER = ["1.7.0", "1.8.1"]
+NEWEST = "newest"
+
+MICRO_STEPS = 4
+
+
+@pytest.fixture(scope="module", params=[*OLDER, NEWEST])
+def accelerate(request: pytest.FixtureRequest, world: World) -> Iterator[World]:
+    """Two ranks that have this release of Accelerate."""
+    if request.param == NEWEST:
+        yield world
+        return
+    older = World(path=installed(f"accelerate=={request.param}"))
+    yield older
+    older.close()
+
+
+def installed(wanted: str) -> Path:
+    place = releases.place(wanted)
+    assert place.is_dir(), f"python -m tests.releases install {wanted}"
+    return place
+
+
+@contextmanager
+def accelerator(stage: int) -> Iterator[Any]:
+    """Accelerate keeps its state for the process, and here one process has many cases."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    config = trainers.config(stage, micro_steps=MICRO_STEPS, zero={"reduce_bucket_size": 10**6})
+    with mock.patch.dict(os.environ):
+        yield Accelerator(
+            gradient_accumulation_steps=MICRO_STEPS,
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Gradients(cases.Collectives):
+    """What is sent, but for the single numbers that a step sums for its norm."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if all(leaf.numel() == 1 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
+            return function(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+class AccelerateTrainer(trainers.EngineTrainer):
+    """reductions: of each backward, and of the step that Accelerate may take at its end."""
+
+    def __init__(self, accelerator: Any, model: torch.nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=trainers.RATE)
+        engine, self._optimizer = accelerator.prepare(model, optimizer)
+        super().__init__(engine)
+        self._accelerator = accelerator
+        self.reductions: list[int] = []
+
+    def window(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._accelerator.accumulate(self.engine)
+        return context
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        with Gradients() as sent:
+            self._accelerator.backward(loss, retain_graph=retain_graph)
+        self.reductions.append(sum(n for name, n in sent.seen.items() if "reduce" in name))
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def accumulation(trainer: Any) -> None:
+    """The loop of Accelerate's guide."""
+    for step in range(3):
+        for index in range(MICRO_STEPS):
+            with trainer.window():
+                tokens, classes = models.batch(step, index)
+                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                trainer.step()
+
+
+def trained(stage: int, patch: bool) -> tuple[cases.Outcome, list[int]]:
+    """`accumulation` against plain PyTorch, and the reductions of each micro step."""
+    start = models.build(models.TwoHeads)
+    expected = cases.plain(start, accumulation, MICRO_STEPS)
+    origin = {name: p.detach().clone() for name, p in start.named_parameters()}
+    with cases.patched(no_sync="on") if patch else nullcontext(), accelerator(stage) as used:
+        trainer = AccelerateTrainer(used, start)
+        outcome = cases.Outcome(moved=trainers.worst_difference(expected, origin)[0])
+        try:
+            accumulation(trainer)
+        except AssertionError as error:
+            outcome.error = str(error)
+        else:
+            found = trainers.worst_difference(trainer.parameters(), expected)
+            outcome.difference, outcome.where = found
+    return outcome, trainer.reductions
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("accelerate", OLDER, indirect=True)
+def test_stock_dies_in_accumulate(accelerate: World, stage: int) -> None:
+    for outcome, reductions in accelerate.run(trained, stage, patch=False):
+        assert outcome.error == (
+            "no_sync context manager is incompatible with gradient partitioning logic of ZeRO "
+            f"stage {stage}"
+        )
+        assert not reductions
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stock_reduces_every_micro_step(world: World, stage: int) -> None:
+    for outcome, reductions in world.run(trained, stage, patch=False):
+        assert outcome.equal() != (stage == 2 and LOSES_MICRO_STEPS), outcome
+        assert reductions == [1] * MICRO_STEPS * 3
+
+
+@pytest.mark.core_case(accelerate=NEWEST, stage=2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulate_reduces_once_per_step(accelerate: World, stage: int) -> None:
+    for outcome, reductions in accelerate.run(trained, stage, patch=True):
+        assert outcome.equal(), outcome
+        assert reductions == ([0] * (MICRO_STEPS - 1) + [1]) * 3
