@@ -153,6 +153,7 @@ PATCH = Patch(
             default="ours",
             choices=("ours", "native"),
             help="which coalesce_grad_reduction the engine gets; native from 0.19.1 on only",
+            first=True,
         ),
         Option(
             "handshake",

@@ -122,7 +122,10 @@ def _wanted(
         return name in only, "the call's choice"
     variable = _variable(patches[name])
     if variable in env:
-        return _switch(variable, env[variable]), f"{variable}={env[variable]}"
+        value = env[variable]
+        return _chosen(patches[name], env) is not None or _switch(
+            variable, value, _first_choices(patches[name])
+        ), f"{variable}={value}"
     if name in _split(env.get(f"{PREFIX}_SKIP", "")):
         return False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}"
     if listed := _split(env.get(PREFIX, "")):
@@ -145,12 +148,23 @@ def _options(patch: Patch, asked: Mapping[str, str], env: Mapping[str, str]) -> 
     for name, option in known.items():
         variable = _variable(patch, option)
         where = f"{patch.name}({name}=...)" if name in asked else variable
-        value = asked.get(name, env.get(variable, option.default))
+        default = (_chosen(patch, env) if option.first else None) or option.default
+        value = asked.get(name, env.get(variable, default))
         if value not in option.choices:
             valid = ", ".join(option.choices)
             raise FlagError(f"{where} is {value!r}; the choices are: {valid}")
         chosen[name] = value
     return chosen
+
+
+def _first_choices(patch: Patch) -> tuple[str, ...]:
+    return next((option.choices for option in patch.options if option.first), ())
+
+
+def _chosen(patch: Patch, env: Mapping[str, str]) -> str | None:
+    """Return the choice that the variable of the patch itself makes, if it is not a mere 0 or 1."""
+    value = env.get(_variable(patch))
+    return value if value in _first_choices(patch) else None
 
 
 def _variable(patch: Patch, option: Option | None = None) -> str:
@@ -174,9 +188,11 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.replace("+", ",").split(",") if part.strip())
 
 
-def _switch(variable: str, value: str) -> bool:
+def _switch(variable: str, value: str, others: tuple[str, ...] = ()) -> bool:
     if value.lower() not in _YES + _NO:
-        raise FlagError(f"{variable} is {value!r}; the choices are: 0, 1")
+        raise FlagError(
+            f"{variable} is {value!r}; the choices are: {', '.join(('0', '1', *others))}"
+        )
     return value.lower() in _YES
 
 

@@ -66,12 +66,17 @@ class Fact(Place):
 
 @dataclass(frozen=True)
 class Option:
-    """A choice left to the user: `DS_PATCHES_<PATCH>_<OPTION>` or `apply(name, option=value)`."""
+    """A choice left to the user: `DS_PATCHES_<PATCH>_<OPTION>` or `apply(name, option=value)`.
+
+    first: `DS_PATCHES_<PATCH>`, which is 0 or 1, may be one of its choices too. At most one option
+        of a patch is, and none of its choices means yes or no.
+    """
 
     name: str
     default: str
     choices: tuple[str, ...]
     help: str
+    first: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def patch(name: str, *options: Option) -> Patch:
 
 
 PATCHES = {
-    "one": patch("one", Option("mode", "soft", ("soft", "hard"), "how")),
+    "one": patch("one", Option("mode", "soft", ("soft", "hard"), "how", first=True)),
     "two_words": patch("two_words"),
 }
 
@@ -56,6 +56,8 @@ ORDER: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES": "none", "DS_PATCHES_ONE": "1"}, {}, "one"),
     ({"DS_PATCHES": "all", "DS_PATCHES_TWO_WORDS": "0"}, {}, "one"),
     ({"DS_PATCHES_SKIP": "one", "DS_PATCHES_ONE": "1"}, {}, BOTH),
+    # and may make a choice of its first option
+    ({"DS_PATCHES": "none", "DS_PATCHES_ONE": "hard"}, {}, "one"),
     # the call beats everything
     ({"DS_PATCHES": "none"}, {"only": ["one"]}, "one"),
     ({"DS_PATCHES_ONE": "0"}, {"only": "one"}, "one"),
@@ -79,6 +81,10 @@ def test_order(
         ({}, {}, "soft"),
         ({"DS_PATCHES_ONE_MODE": "hard"}, {}, "hard"),
         ({"DS_PATCHES_ONE_MODE": "hard"}, {"options": {"one": {"mode": "soft"}}}, "soft"),
+        ({"DS_PATCHES_ONE": "hard"}, {}, "hard"),
+        ({"DS_PATCHES_ONE": "1"}, {}, "soft"),
+        ({"DS_PATCHES_ONE": "hard", "DS_PATCHES_ONE_MODE": "soft"}, {}, "soft"),
+        ({"DS_PATCHES_ONE": "hard"}, {"options": {"one": {"mode": "soft"}}}, "soft"),
     ],
 )
 def test_options(
@@ -132,7 +138,8 @@ def test_unknown_names_are_errors_that_list_the_names(
 MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_THREE": "1"}, {}, "DS_PATCHES_ONE_MODE"),
     ({"DS_PATCHES_ONE_MOOD": "soft"}, {}, "DS_PATCHES_ONE_MODE"),
-    ({"DS_PATCHES_ONE": "maybe"}, {}, "0, 1"),
+    ({"DS_PATCHES_ONE": "maybe"}, {}, "0, 1, soft, hard"),
+    ({"DS_PATCHES_TWO_WORDS": "hard"}, {}, "0, 1$"),
     ({"DS_PATCHES_STRICT": "very"}, {}, "0, 1"),
     ({"DS_PATCHES_LOG": "loud"}, {}, "debug, info, warning"),
     ({"DS_PATCHES_RANK_TIMEOUT": "2m"}, {}, "number of seconds"),
