@@ -22,13 +22,15 @@ TOPIC = "lost_gradients"
 PATCH = "coalesce"
 _KEY = "_ds_patches_coalesce_lost"
 
+_watched: WeakSet[Any] = WeakSet()  # optimizers
+_warned_of: WeakSet[Any] = WeakSet()
+
 
 class LostGradients:
-    """What the backwards of one step have left in one optimizer, and whether it was said."""
+    """What the backwards of one step have left in one optimizer. It lives until the step."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._warned = False
         self._backwards = 0  # that reduced, in this step
         self._boundaries: list[int] = []  # which of them were at the boundary
         self._written: set[int] = set()  # stage 3: parameters, by earlier backwards
@@ -68,17 +70,12 @@ class LostGradients:
         self._written |= self._writing
         self._writing.clear()
 
-    def forget(self) -> None:
-        """A step, or ``zero_grad()``: there is nothing to lose."""
-        self._backwards = 0
-        self._boundaries.clear()
-        self._written.clear()
-        self._writing.clear()
-
     def _warn(self) -> None:
-        if self._warned or claims.holder(self._optimizer, TOPIC) not in (None, PATCH):
+        if self._optimizer in _warned_of:
             return
-        self._warned = True
+        if claims.holder(self._optimizer, TOPIC) not in (None, PATCH):
+            return  # another patch answers for it
+        _warned_of.add(self._optimizer)
         logger.warning(
             "Gradients of this step were lost: DeepSpeed keeps only the last of several backwards "
             "that it takes for the last one of a step. Put the backwards of a step into `with "
@@ -89,11 +86,8 @@ class LostGradients:
         )
 
 
-_watched: WeakSet[Any] = WeakSet()
-
-
 def of(optimizer: Any) -> LostGradients:
-    """The watch over an optimizer, from its first backward on."""
+    """The watch over an optimizer, from the first reduction of a step on."""
     known: LostGradients | None = vars(optimizer).get(_KEY)
     if known is None:
         _watched.add(optimizer)
@@ -106,6 +100,7 @@ def let_go() -> None:
     for optimizer in _watched:
         vars(optimizer).pop(_KEY, None)
     _watched.clear()
+    _warned_of.clear()
 
 
 def backward_ended(optimizer: Any) -> None:
@@ -116,7 +111,6 @@ def backward_ended(optimizer: Any) -> None:
 
 
 def forget(optimizer: Any) -> None:
-    """A step, or ``zero_grad()``."""
-    known: LostGradients | None = vars(optimizer).get(_KEY)
-    if known is not None:
-        known.forget()
+    """A step, or ``zero_grad()``: there is nothing to lose."""
+    if vars(optimizer).pop(_KEY, None) is not None:
+        _watched.discard(optimizer)

@@ -105,6 +105,7 @@ class MicroSteps:
         return not at_boundary and (self._unsynced or self._keeps)
 
     def _reduce(self) -> None:
+        claims.claim(self._engine.optimizer, TOPIC, PATCH)  # nothing is lost, whoever looks on
         with upstream_engine.at_boundary(self._engine):
             self._sum.reduce(again=self._reduced)
         self._sum.clear()
@@ -235,5 +236,4 @@ class MicroStepsByEngine:
                 error,
             )
             return None
-        claims.claim(engine.optimizer, TOPIC, PATCH)
         return MicroSteps(engine, self._choice)
