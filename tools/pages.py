@@ -29,6 +29,20 @@ _FOLDER = "patches"
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
 _PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
+#: Of a page's sections; others come last.
+_ORDER = (
+    "What",
+    "Why",
+    "How",
+    "Arguments",
+    "If something raises",
+    "Outside blocks",
+    "What to know",
+    "Option",
+    "Options",
+    "Upstream",
+    "Remove it when",
+)
 _HEADING = re.compile(r"^(\S.*)\n(?=    )", re.MULTILINE)
 
 
@@ -62,8 +76,7 @@ def page_of(patch: Patch) -> str:
         "How": patch.how,
         "Remove it when": f"{patch.remove_when}.",
     } | sections
-    order = ("What", "Why", "How", "What to know", "Option", "Options", "Upstream")
-    names = sorted(sections, key=lambda name: order.index(name) if name in order else len(order))
+    names = sorted(sections, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
     parts = [f"# {patch.name}", summary, _glance(patch)]
     parts += [f"## {name}\n\n{sections[name]}" for name in names]
     return "\n\n".join([*parts, *_touches(patch)]) + "\n"
@@ -98,11 +111,19 @@ def _glance(patch: Patch) -> str:
 def _variables(patch: Patch) -> Iterator[tuple[str, str]]:
     """Return the patch's own variables with their values and meaning."""
     own = flags.variables({patch.name: patch})[len(flags.variables({})) :]
-    meanings = ["`1` or `0`: apply it or do not, whatever the lists say"]
+    meanings = [_switch(patch)]
     for option in patch.options:
         values = [f"`{c}`" + " (default)" * (c == option.default) for c in option.choices]
         meanings.append(f"{', '.join(values)}: {option.help}")
     return zip(own, meanings, strict=True)
+
+
+def _switch(patch: Patch) -> str:
+    meaning = "`1` or `0`: apply it or do not, whatever the lists say"
+    choices = [
+        f"`{choice}`" for option in patch.options if option.first for choice in option.choices
+    ]
+    return f"{meaning}; {', '.join(choices)}: apply it so" if choices else meaning
 
 
 def _touches(patch: Patch) -> Iterator[str]:
