@@ -105,7 +105,7 @@ def all_but_the_last_unsynced(trainer: Any, backwards: int = 3, steps: int = 3) 
 
 
 def stepping_inside(trainer: Any, micro_steps: int = 2) -> None:
-    """As Accelerate does up to 1.3: every micro step is stepped, also those without sync."""
+    """As Accelerate does up to 1.7: every micro step is stepped, also those without sync."""
     for step in range(3):
         for index in range(micro_steps):
             last = index == micro_steps - 1
@@ -115,7 +115,7 @@ def stepping_inside(trainer: Any, micro_steps: int = 2) -> None:
 
 
 def micro_steps(trainer: Any, count: int = 2) -> None:
-    """DeepSpeed's own loop, and Accelerate's of 1.4 to 1.9."""
+    """DeepSpeed's own loop."""
     for step in range(3):
         for index in range(count):
             one_backward(trainer, step, index)
@@ -123,7 +123,7 @@ def micro_steps(trainer: Any, count: int = 2) -> None:
 
 
 def by_hand(trainer: Any, count: int = 3) -> None:
-    """Boundaries that the user sets, as Accelerate does from 1.10."""
+    """Boundaries that the user sets, as Accelerate does from 1.8, in 1.8 inside ``no_sync()``."""
     for step in range(3):
         for index in range(count):
             trainer.boundary(index == count - 1)
