@@ -42,7 +42,7 @@ class GatherOnce:
         gathers.gather(self._offload, self._params)
         gathers.suspend_trace(self._offload)
         self._hooks = SuspendedHooks(gathers.hook_handles(self._offload))
-        # Whoever partitions by hand, as GatheredParameters does, finds nobody who gathers again.
+        # Whoever partitions everything, to save a checkpoint say, finds nobody who gathers again.
         self._again = self._offload.module.register_forward_pre_hook(self._gather_again)
 
     def end(self) -> None:

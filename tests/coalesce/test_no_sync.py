@@ -102,8 +102,6 @@ def test_bfloat16(
         config["data_types"] = {"grad_accum_dtype": accumulate_in}
     if stage == 1 and accumulate_in and not settings:
         pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is not covered")
-    if stage == 1 and accumulate_in and releases.STEPS_WITH_LOCAL_SUMS:
-        pytest.skip(f"stock {releases.RELEASE} does not reduce there, with a single backward")
     for script in (micro_steps.all_but_the_last_unsynced, micro_steps.synced_in_between):
         check(world, script, stage=stage, dtype="bfloat16", settings=config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.coalesce import cases, releases
 from tests.coalesce.test_failure import Breakable, window_that_raises
@@ -90,3 +91,26 @@ def test_stock_reduces_nothing_on_cpu_without_contiguous_gradients(
     for result in world.run(non_contiguous, stage):
         assert not result.error
         assert result.difference > 1e-3
+
+
+def one_backward_in_bfloat16() -> cases.Outcome:
+    class NoWindow(cases.BoundaryTrainer):
+        backward = trainers.EngineTrainer.backward
+
+    def one_backward(trainer: Any) -> None:
+        cases.several_backwards(trainer, backwards=1)
+
+    settings = {
+        "zero": {"offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    start = models.build(models.TwoHeads, torch.bfloat16)
+    return cases.run(one_backward, start, 1, patch=False, trainer_class=NoWindow, settings=settings)
+
+
+def test_stock_steps_with_sums_that_only_one_rank_has(world: World) -> None:
+    """Stage 1, fp32 sums of a low precision model, an offloaded optimizer."""
+    for result in world.run(one_backward_in_bfloat16):
+        assert not result.error
+        assert result.equal("bfloat16") != releases.STEPS_WITH_LOCAL_SUMS, result

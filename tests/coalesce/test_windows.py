@@ -162,22 +162,6 @@ def test_several_backwards_over_each_forward_with_zero3_retain(
         assert result.equal(), result
 
 
-@pytest.mark.core_case(settings={})
-@pytest.mark.parametrize("settings", [{}, {"zero": {"stage3_prefetch_bucket_size": 600}}])
-def test_gather_once(world: World, settings: dict[str, Any]) -> None:
-    check(world, stage=3, settings=settings, gather_once=True, steps=4)
-
-
-@pytest.mark.parametrize("model", ["SharedBlock", "Reentrant", "LeafModule", "TiedEmbedding"])
-def test_gather_once_with_models(world: World, model: str) -> None:
-    check(world, stage=3, model=model, gather_once=True, steps=4)
-
-
-@pytest.mark.parametrize("settings", [OFFLOADED_OPTIMIZER, OFFLOADED_ALL], ids=["optimizer", "all"])
-def test_gather_once_offloaded(world: World, settings: dict[str, Any]) -> None:
-    check(world, stage=3, settings=settings, gather_once=True)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_second_window_in_one_step_is_warned_of(world: World, stage: int) -> None:
     for heard in world.run(cases.two_windows_in_one_step, stage):

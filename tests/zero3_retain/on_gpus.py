@@ -8,17 +8,13 @@ with 1 if any case differs from plain PyTorch.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from tests.zero3_retain.cases import Outcome, train
+from tests import gpus
+from tests.zero3_retain.cases import train
 from tests.zero3_retain.test_gradients import (
     GRAPHS,
     OFFLOADED_ALL,
@@ -55,32 +51,12 @@ def cases() -> Iterator[dict[str, Any]]:
         yield {"model": graph, "style": "torch", "zero": True, "settings": OVERLAP}
 
 
-def held(case: dict[str, Any], outcome: Outcome) -> bool:
+def judge(case: dict[str, Any]) -> gpus.Verdict:
+    outcome = train(**case)
     close = outcome.difference <= TOLERANCE[case.get("dtype", "float32")] < outcome.moved
-    return close and not outcome.error and not any(outcome.available)
-
-
-def main() -> int:
-    import deepspeed
-
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed("nccl")
-    wrong = 0
-    for case in cases():
-        outcome = train(**case)
-        right = torch.tensor(int(held(case, outcome)), device="cuda")
-        dist.all_reduce(right, op=dist.ReduceOp.MIN)
-        wrong += not right
-        if dist.get_rank() == 0:
-            word = "ok   " if right else "WRONG"
-            print(word, f"{outcome.difference:.1e}", case, outcome.error[:200], flush=True)
-    if dist.get_rank() == 0:
-        print(f"{wrong} wrong")
-    dist.destroy_process_group()
-    return int(wrong > 0)
+    right = close and not outcome.error and not any(outcome.available)
+    return gpus.Verdict(right, f"{outcome.difference:.1e} {outcome.error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(gpus.main((case, partial(judge, case)) for case in cases()))

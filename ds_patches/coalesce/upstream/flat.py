@@ -56,11 +56,33 @@ def reduce(optimizer: Any) -> None:
     """
     if optimizer.overlap_comm and not _resolves_dependencies():
         optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
-    _set_up_buckets(optimizer)
-    for index, param in parameters(optimizer):
-        if optimizer.get_gradient_for_reduction(param) is not None:
-            optimizer.reduce_ready_partitions_and_remove_grads(param, index)
-    optimizer.overlapping_partition_gradients_reduce_epilogue()
+    with _reducing_what_it_steps_with(optimizer):
+        _set_up_buckets(optimizer)
+        for index, param in parameters(optimizer):
+            if optimizer.get_gradient_for_reduction(param) is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+
+@contextmanager
+def _reducing_what_it_steps_with(optimizer: Any) -> Iterator[None]:
+    """Let upstream reduce the gradient that it then steps with.
+
+    Up to 0.19.7 stage 1 with fp32 sums (and an offloaded optimizer, without which this is not its
+    own) reduces a low precision copy of each sum, and steps with the sum, which only this rank has.
+    """
+    sums = [param for _, param in parameters(optimizer) if gradient(optimizer, param) is not None]
+    if not sums or optimizer.get_gradient_for_reduction(sums[0]) is gradient(optimizer, sums[0]):
+        yield
+        return
+    for param in sums:
+        param.grad = optimizer.get_gradient_for_reduction(param)
+        param.grad_accum = None
+    optimizer.use_grad_accum_attribute = False
+    try:
+        yield
+    finally:
+        optimizer.use_grad_accum_attribute = True
 
 
 def _set_up_buckets(optimizer: Any) -> None:
