@@ -46,11 +46,10 @@ Arguments
 If something raises
     The block's gradients are dropped, nothing is reduced, flags and hooks are as they were before,
     and the exception goes on. So may training: the next block is as if this one had not been. Let
-    the exception leave the block: ``engine.backward`` that raised spoils its block even if that is
-    caught inside, and the block ends in a RuntimeError; a plain ``loss.backward()`` that raised is
-    not noticed there. At stage 3 a rank that raises alone in the middle leaves the others in their
-    next gather, until the process group's timeout; with ``gather_once=True`` they gather nothing,
-    and are told at the end.
+    the exception leave the block: a backward that raised spoils its block even if that is caught
+    inside, and the block ends in a RuntimeError. At stage 3 a rank that raises alone in the middle
+    leaves the others in their next gather, until the process group's timeout; with
+    ``gather_once=True`` they gather nothing, and are told at the end.
 
 Outside blocks
     - ``no_sync=on``: ``engine.no_sync()`` works at stages 2 and 3, and is

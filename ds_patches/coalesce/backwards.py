@@ -15,12 +15,18 @@ class Backwards:
         self._boundary: bool | None = None  # as last set inside the window
         self._running = False
         self._last = False  # has begun
+        self._half_there = self._cut_short = False
         self.begun = 0
 
     @property
     def is_last(self) -> bool:
         """Whether the backward that has begun was announced as the last one."""
         return self._last
+
+    @property
+    def were_cut_short(self) -> bool:
+        """Whether one of them left gradients on some parameters and did not end."""
+        return self._cut_short or self._half_there
 
     @property
     def are_over(self) -> bool:
@@ -41,9 +47,14 @@ class Backwards:
                 "is one more"
             )
         self.begun += 1
-        self._running = True
+        self._cut_short |= self._half_there
+        self._running, self._half_there = True, False
         self._last = self.begun == self._announced or self._boundary is True
 
     def end(self) -> None:
         """The backward that has begun is over."""
-        self._running = False
+        self._running = self._half_there = False
+
+    def gradient_arrives(self) -> None:
+        """Of the backward that has begun; one through ``torch.autograd.grad`` brings none."""
+        self._half_there = self._running

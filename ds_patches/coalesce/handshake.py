@@ -70,13 +70,7 @@ class Handshake:
 
     def begin(self) -> None:
         """A window opens."""
-        if self._counters is None:
-            key = f"{self._engine}/{self._failures}"
-            self._counters = (
-                FileCounters(_store(), key, _COUNTERS, self._size)
-                if self._on_one_host
-                else StoreCounters(_store(), key)
-            )
+        self._open()
         self._window += 1
         self._announced, self._begun = False, None
 
@@ -145,7 +139,8 @@ class Handshake:
         """
         import torch.distributed as dist
 
-        if not isinstance(error, OtherRankFailed):
+        # Without counters this is their own error, and there is no way to tell it.
+        if not isinstance(error, OtherRankFailed) and self._counters is not None:
             total = self._say(f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
             # One that had not announced yet will find the failure, and cancel.
             if self._announced and self._begun is None and self._all(total, _ANNOUNCED):
@@ -175,13 +170,12 @@ class Handshake:
     def _await(self, done: Callable[[int], bool], total: int | None = None) -> int:
         """Read the counter until it says so; raises OtherRankFailed if a rank does not come."""
         begin, pause = time.monotonic(), 2e-5
-        patience = _patience()
         while True:
             total = self._add(0) if total is None else total
             if done(total):
                 return total
             waited = time.monotonic() - begin
-            if waited > patience:
+            if waited > 0.01 and waited > _patience():
                 # The late rank must not take itself for the last one and reduce alone.
                 self._say(f"some rank had not left its window after {waited:.0f} s")
                 raise self._other_failed()
@@ -201,7 +195,13 @@ class Handshake:
         return self._open().add(self._window % _COUNTERS, word)
 
     def _open(self) -> Counters:
-        assert self._counters is not None, "no window has begun"
+        if self._counters is None:
+            key = f"{self._engine}/{self._failures}"
+            self._counters = (
+                FileCounters(_store(), key, _COUNTERS, self._size)
+                if self._on_one_host
+                else StoreCounters(_store(), key)
+            )
         return self._counters
 
     def _all(self, total: int, word: int) -> bool:

@@ -109,6 +109,7 @@ class Window:
         """
         if self._backwards.are_over:
             self._backwards.begin()
+        self._backwards.gradient_arrives()
         self._sum.ready(*arguments)
 
     # --- Both ends ------------------------------------------------------------------------------
@@ -128,10 +129,10 @@ class Window:
 
         Raises RuntimeError if a backward inside raised and the exception was caught inside.
         """
-        if self._raised:
+        if raised := self._raised_inside():
             raise RuntimeError(
                 "a backward inside this coalesce_grad_reduction() raised, so its gradients are "
-                f"half there; let the exception leave the block. It was {self._raised}"
+                f"half there; let the exception leave the block. It was {raised}"
             )
         self._sum.settle()
         self._sum.meet(self._handshake)
@@ -145,6 +146,12 @@ class Window:
             )
         with upstream_engine.at_boundary(self._engine):
             self._sum.reduce()
+
+    def _raised_inside(self) -> str:
+        """The exception of a backward, which was caught in the block, or nothing."""
+        if self._backwards.were_cut_short and not self._raised:
+            return "that of a plain loss.backward()"
+        return self._raised
 
     def fail(self, error: BaseException) -> None:
         """Drop what the window gathered, and leave the engine as it was before."""

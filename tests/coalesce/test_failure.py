@@ -181,16 +181,20 @@ def test_flags_are_restored(world: World, stage: int) -> None:
         assert all(found)
 
 
-def caught_inside(stage: int) -> str:
+def caught_inside(stage: int, style: str, goes_on: bool) -> str:
     """The text that a window ends with when a backward's exception was caught in it."""
     with cases.patched(), listening():
         start = models.build(Breakable)
-        trainer = cases.EngineTrainer(trainers.build_engine(start, trainers.config(stage)))
+        trainer = cases.EngineTrainer(trainers.build_engine(start, trainers.config(stage)), style)
         tokens, classes = models.batch(0)
         RaiseInBackward.armed = True
         try:
-            with trainer.window(), contextlib.suppress(Boom):
-                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+            with trainer.window():
+                with contextlib.suppress(Boom):
+                    trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                RaiseInBackward.armed = False
+                if goes_on:
+                    trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
         except RuntimeError as error:
             return str(error)
         finally:
@@ -198,11 +202,35 @@ def caught_inside(stage: int) -> str:
         return "no error"
 
 
+@pytest.mark.core_case(stage=3, goes_on=True)
+@pytest.mark.parametrize("goes_on", [False, True], ids=["alone", "then another"])
+@pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_backward_that_raised_spoils_its_window(world: World, stage: int) -> None:
-    for text in world.run(caught_inside, stage):
+def test_a_backward_that_raised_spoils_its_window(
+    world: World, stage: int, style: str, goes_on: bool
+) -> None:
+    releases.needs_torch_style(style)
+    for text in world.run(caught_inside, stage, style, goes_on):
         assert "half there" in text
-        assert "Boom" in text
+        assert "Boom" in text or style == "torch"
+
+
+def gradients_of_inputs(stage: int) -> str:
+    """A backward that reaches no parameter, as for a gradient penalty, is none of the window's."""
+    with cases.patched(), listening():
+        engine = trainers.build_engine(models.build(models.TwoHeads), trainers.config(stage))
+        tokens, classes = models.batch(0)
+        with engine.coalesce_grad_reduction():
+            outputs = engine(tokens)
+            torch.autograd.grad(outputs[0].sum(), outputs[0], retain_graph=True)
+            engine.backward(sum(models.losses(engine(tokens), classes)))
+        engine.step()
+        return "no error"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_other_tensors(world: World, stage: int) -> None:
+    assert world.run(gradients_of_inputs, stage) == ["no error"] * 2
 
 
 def two_engines_in_each_other() -> list[str]:

@@ -140,6 +140,16 @@ def test_memory_that_is_not_shared(store: SlowStore, tmp_path: Path) -> None:
         FileCounters(store, "key", 1, 2)
 
 
+def test_a_handshake_that_could_not_begin_masks_nothing(
+    store: SlowStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Handshake(range(2), on_one_host=True)
+    store.store.set(f"{rank._engine}/0", f"1:2 {tmp_path / 'elsewhere'}")
+    with pytest.raises(RuntimeError, match="HANDSHAKE=store") as caught:
+        rank.begin()
+    assert rank.fail(caught.value) is False
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

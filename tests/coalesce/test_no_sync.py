@@ -259,7 +259,7 @@ def with_the_native_method() -> str:
 @pytest.mark.skipif(not releases.NATIVE, reason="coalesce_grad_reduction came with 0.19.1")
 def test_not_with_the_native_method(world: World) -> None:
     for text in world.run(with_the_native_method):
-        assert "no_sync=on needs implementation=ours" in text
+        assert "lost_gradients=accumulate need implementation=ours" in text
 
 
 def backwards_that_raise(trainer: Any, place: str) -> None:
