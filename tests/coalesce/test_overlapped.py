@@ -244,7 +244,7 @@ def outcome(world: World, **case: Any) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(contiguous=True, overlap=True)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -263,7 +263,7 @@ def test_bf16(world: World, settings: dict[str, Any]) -> None:
     outcome(world, stage=2, dtype="bfloat16", settings=settings)
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
 def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -> None:
