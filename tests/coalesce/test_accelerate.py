@@ -141,7 +141,6 @@ def test_stock_reduces_every_micro_step(world: World, stage: int) -> None:
         assert reductions == [1] * MICRO_STEPS * 3
 
 
-@pytest.mark.core_case(accelerate=NEWEST, stage=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulate_reduces_once_per_step(accelerate: World, stage: int) -> None:
     for outcome, reductions in accelerate.run(trained, stage, patch=True):

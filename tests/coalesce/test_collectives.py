@@ -65,7 +65,6 @@ def test_micro_step_id_of_a_flat_flush(world: World, stage: int) -> None:
             assert micro_step_id == 0
 
 
-@pytest.mark.core_case
 def test_gather_once_gathers_once(world: World) -> None:
     counts = {}
     for gather_once in (False, True):

@@ -138,7 +138,6 @@ def test_where_the_last_backward_is_announced(
         assert result.equal(), result
 
 
-@pytest.mark.core_case
 def test_one_rank_alone_at_stage_3_after_its_last_gather(world: World) -> None:
     for result in world.within(60).run(outcome, 3, "after", (1,), "engine"):
         assert result.equal(), result

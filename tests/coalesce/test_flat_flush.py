@@ -107,7 +107,7 @@ def outcome(world: World, how: str = "flush", **case: Any) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.core_case(contiguous=True)
+@pytest.mark.core_case(contiguous=True, stage=2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -121,7 +121,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP32_WIRE = {"communication_data_type": "fp32"}
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
@@ -136,14 +136,14 @@ def test_bf16(world: World, stage: int, settings: dict[str, Any]) -> None:
     outcome(world, stage=stage, dtype="bfloat16", settings=settings)
 
 
-@pytest.mark.core_case(stage=2)
+@pytest.mark.core_case(stage=2, model="Unused")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
 def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -> None:
     outcome(world, model=model, stage=stage)
 
 
-@pytest.mark.core_case(groups=5)
+@pytest.mark.core_case(groups=5, round_robin=True)
 @pytest.mark.parametrize("round_robin", [False, True], ids=["", "round robin"])
 @pytest.mark.parametrize("groups", [2, 5])
 def test_several_groups(world: World, groups: int, round_robin: bool) -> None:
@@ -176,7 +176,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
         assert second[1] > 1e-3
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize(
     ("stage", "dtype", "settings", "expected"),
     [
@@ -207,7 +207,7 @@ def test_sums_are_not_covered(world: World) -> None:
     assert world.run(flat_engines.covered, 2, "float32", settings) == [False] * 2
 
 
-@pytest.mark.core_case(how="flush")
+@pytest.mark.core_case(how="flush", case={"stage": 2, "groups": 3})
 @pytest.mark.parametrize(
     "case",
     [

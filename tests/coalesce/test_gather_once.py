@@ -25,7 +25,6 @@ def check(world: World, **case: Any) -> None:
         assert result.equal(case.get("dtype", "float32")), result
 
 
-@pytest.mark.core_case(model="TwoHeads")
 @pytest.mark.parametrize(
     "model",
     [

@@ -26,7 +26,6 @@ def curves(stage: int, windows: bool) -> tuple[Any, Any]:
         return curves.full_batch(work), curves.cached(stage, work, windows=windows)
 
 
-@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_loss_curve_is_that_of_the_whole_batch(world: World, stage: int) -> None:
     for plain, found in world.run(curves, stage, True):

@@ -50,7 +50,7 @@ def refusals_inside(stage: int) -> dict[str, str]:
         return found
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_inside_a_window(world: World, stage: int) -> None:
     for found in world.run(refusals_inside, stage):

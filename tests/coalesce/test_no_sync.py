@@ -37,7 +37,7 @@ def test_stock_refuses(world: World, stage: int) -> None:
         assert "incompatible with gradient partitioning logic" in text
 
 
-@pytest.mark.core_case(case={})
+@pytest.mark.core_case(case={}, stage=3)
 @pytest.mark.parametrize("case", [{}, UPSTREAM, {"settings": OVERLAP}], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_next_synced_backward_reduces_the_sum(
@@ -129,7 +129,6 @@ def test_torch_style(world: World, stage: int, script: cases.Script, style: str)
     check(world, script, stage=stage, style=style)
 
 
-@pytest.mark.core_case(stage=3, settings={})
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_several_backwards_over_one_forward_with_zero3_retain(

@@ -263,7 +263,7 @@ def test_bf16(world: World, settings: dict[str, Any]) -> None:
     outcome(world, stage=2, dtype="bfloat16", settings=settings)
 
 
-@pytest.mark.core_case(stage=2)
+@pytest.mark.core_case(stage=2, model="Widening")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
 def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -> None:
@@ -277,7 +277,7 @@ def test_several_groups_overlap_too(world: World) -> None:
     assert all(in_time > 3 for in_time in result["in_time"])
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(model="NonReentrant")
 @pytest.mark.parametrize("model", ["Reentrant", "NonReentrant"])
 def test_checkpointing(world: World, model: str) -> None:
     outcome(world, stage=2, model=model)

@@ -44,19 +44,18 @@ def test_a_window_is_a_sum(
     check(world, stage=stage, settings={"zero": zero}, options={"flush": flush})
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_upstreams_own_flush(world: World, stage: int) -> None:
     check(world, stage=stage, options=UPSTREAM)
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_offloaded_optimizer(world: World, stage: int) -> None:
     check(world, stage=stage, settings=OFFLOADED_OPTIMIZER)
 
 
-@pytest.mark.core_case
 def test_offloaded_parameters(world: World) -> None:
     check(world, stage=3, settings=OFFLOADED_ALL)
 
@@ -69,7 +68,6 @@ def test_buckets(world: World, stage: int, bucket: int, flush: str) -> None:
     check(world, stage=stage, settings=settings, options={"flush": flush})
 
 
-@pytest.mark.core_case(model="LeafModule", stage=3)
 @pytest.mark.parametrize(
     "model",
     ["FrozenTrunk", "SharedBlock", "TiedEmbedding", "Reentrant", "NonReentrant", "LeafModule"],
@@ -123,7 +121,7 @@ def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> Non
         assert result.equal(), result
 
 
-@pytest.mark.core_case(flush="upstream", settings=OFFLOADED_OPTIMIZER)
+@pytest.mark.core_case(flush="upstream", settings=OFFLOADED_OPTIMIZER, stage=2)
 @pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
 @pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -151,7 +149,7 @@ def test_experts(world: World, stage: int, ep_size: int) -> None:
         assert difference <= cases.EXACT < 1e-3 < moved
 
 
-@pytest.mark.core_case(style="engine")
+@pytest.mark.core_case(style="engine", stage=3)
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_several_backwards_over_each_forward_with_zero3_retain(
