@@ -122,10 +122,9 @@ def _wanted(
         return name in only, "the call's choice"
     variable = _variable(patches[name])
     if variable in env:
-        value = env[variable]
-        return _chosen(patches[name], env) is not None or _switch(
-            variable, value, _first_choices(patches[name])
-        ), f"{variable}={value}"
+        value, choices = env[variable], _first_choices(patches[name])
+        wanted = value in choices or _switch(variable, value, choices)
+        return wanted, f"{variable}={value}"
     if name in _split(env.get(f"{PREFIX}_SKIP", "")):
         return False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}"
     if listed := _split(env.get(PREFIX, "")):
