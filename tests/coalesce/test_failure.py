@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -157,6 +159,31 @@ def test_one_rank_alone_at_stage_3_where_all_is_gathered(world: World, place: st
     """The others gather nothing on their way to the end, so they get there and hear of it."""
     for result in world.within(60).run(alone_with_gather_once, place):
         assert result.equal(), result
+
+
+def alone_between_gathers() -> tuple[str, float]:
+    """What a rank raises, and after how long, if rank 1 fails in the middle of a window."""
+    from torch.distributed import distributed_c10d
+
+    with cases.patched(), listening():
+        engine = trainers.build_engine(models.build(Breakable), trainers.config(3))
+        trainer = cases.EngineTrainer(engine)
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+        begin = time.monotonic()
+        try:
+            window_that_raises(trainer, "middle backward" if dist.get_rank() else "", 0)
+        except Exception as error:
+            return type(error).__name__, time.monotonic() - begin
+        return "", 0.0
+
+
+def test_at_stage_3_the_others_wait_no_longer_than_a_collective_does(fresh_world: World) -> None:
+    """Each forward and backward gathers, and a gather that one rank does not come to times out."""
+    (other, waited), (failing, _) = fresh_world.within(60).run(alone_between_gathers)
+    assert failing == "Boom"
+    assert other
+    assert waited < 30
 
 
 def flags_after_failure(stage: int) -> list[bool]:
