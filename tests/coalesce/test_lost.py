@@ -143,8 +143,9 @@ RIGHT: list[tuple[cases.Script, int]] = [
 
 
 @pytest.mark.core_case(script=micro_steps.micro_steps, stage=2, settings={}, lost="warn")
-@pytest.mark.parametrize("lost", ["warn", "accumulate"])
-@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize(
+    ("settings", "lost"), [({}, "warn"), (OFFLOADED, "accumulate")], ids=["", "offloaded"]
+)
 @pytest.mark.parametrize(
     ("script", "gas"), [pytest.param(*one, id=one[0].__name__) for one in RIGHT]
 )
