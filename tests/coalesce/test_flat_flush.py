@@ -121,7 +121,6 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP32_WIRE = {"communication_data_type": "fp32"}
 
 
-@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
@@ -143,7 +142,6 @@ def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -
     outcome(world, model=model, stage=stage)
 
 
-@pytest.mark.core_case(groups=5, round_robin=True)
 @pytest.mark.parametrize("round_robin", [False, True], ids=["", "round robin"])
 @pytest.mark.parametrize("groups", [2, 5])
 def test_several_groups(world: World, groups: int, round_robin: bool) -> None:
@@ -168,7 +166,6 @@ def test_half_of_the_bytes_of_an_all_reduce(world: World) -> None:
     assert len(reductions) <= len(upstream["sent"])
 
 
-@pytest.mark.core_case
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
     for first, second in world.run(flat_engines.overflowing):
         assert first == (True, 0.0)
@@ -176,7 +173,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
         assert second[1] > 1e-3
 
 
-@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize(
     ("stage", "dtype", "settings", "expected"),
     [

@@ -91,7 +91,6 @@ def by_turns(script: Any) -> tuple[cases.Outcome, int]:
     return found, sum(seen)
 
 
-@pytest.mark.core_case
 def test_other_steps_in_between(world: World) -> None:
     for result, gathered in world.within(60).run(by_turns, _by_turns):
         assert result.equal(), result

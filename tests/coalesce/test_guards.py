@@ -131,7 +131,6 @@ def backwards_against_announced(
         return "no error"
 
 
-@pytest.mark.core_case(one_forward=False, style="engine")
 @pytest.mark.parametrize("one_forward", [False, True], ids=["", "one forward"])
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize(("announced", "backwards"), [(2, 3), (2, 2), (3, 1)])
@@ -176,7 +175,6 @@ def lifecycle() -> list[bool]:
     ]
 
 
-@pytest.mark.core_case
 def test_engines_built_before_and_nothing_left(world: World) -> None:
     for found in world.run(lifecycle):
         assert all(found)

@@ -257,7 +257,6 @@ def test_an_overlapped_flush_is_a_sum(
         assert all(in_time > 1 for in_time in result["in_time"])
 
 
-@pytest.mark.core_case
 @pytest.mark.parametrize("settings", [BF16, BF16 | FP32_SUMS], ids=["", "fp32 sums"])
 def test_bf16(world: World, settings: dict[str, Any]) -> None:
     outcome(world, stage=2, dtype="bfloat16", settings=settings)
@@ -270,14 +269,12 @@ def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -
     outcome(world, model=model, stage=stage, settings={"zero": {"overlap_comm": True}})
 
 
-@pytest.mark.core_case
 def test_several_groups_overlap_too(world: World) -> None:
     """Buckets go out by the parameters' order in the model, not group after group."""
     result = outcome(world, stage=2, groups=3, clip=0.05)
     assert all(in_time > 3 for in_time in result["in_time"])
 
 
-@pytest.mark.core_case(model="NonReentrant")
 @pytest.mark.parametrize("model", ["Reentrant", "NonReentrant"])
 def test_checkpointing(world: World, model: str) -> None:
     outcome(world, stage=2, model=model)

@@ -114,7 +114,6 @@ def test_float16_with_a_dynamic_loss_scale(world: World, stage: int) -> None:
     check(world, "float16", stage=stage, settings=config)
 
 
-@pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> None:
     for result in world.run(cases.with_micro_steps, stage):
