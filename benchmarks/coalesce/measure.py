@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +16,14 @@ from benchmarks.coalesce.workload import MicroBatches, Workload, plain_backwards
 from benchmarks.collectives import Sent
 from benchmarks.engines import patch
 from benchmarks.gradients import full_weights, plain_gradients
-from benchmarks.timing import Step, StepTimes, ignore, time_block
+from benchmarks.timing import Rounds, Step, StepTimes, ignore, time_block
 
 PATCH = "coalesce"
 _PEAK_STEPS = 3
 
 
 @dataclass
-class Result:
+class Result(Rounds):
     """What was measured of one row, on rank 0."""
 
     stage: int | None  # None: no engine
@@ -43,16 +42,6 @@ class Result:
     def __str__(self) -> str:
         where = "" if self.stage is None else f"Z{self.stage} "
         return f"{where}{self.mode}, N={self.backwards}, batch {self.batch}"
-
-    @property
-    def totals(self) -> list[float]:
-        """Milliseconds of every timed step."""
-        return [step.total for block in self.times for step in block]
-
-    @property
-    def by_round(self) -> list[float]:
-        """The median of each round."""
-        return [statistics.median(step.total for step in block) for block in self.times]
 
     @property
     def steps(self) -> list[StepTimes]:

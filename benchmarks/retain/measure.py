@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,14 +16,14 @@ from benchmarks.retain import styles
 from benchmarks.retain.held import Held, held_after_backwards
 from benchmarks.retain.rows import Row
 from benchmarks.retain.workload import Batch, Workload
-from benchmarks.timing import Step, StepTimes, ignore, median_phases, time_block
+from benchmarks.timing import Rounds, Step, StepTimes, ignore, median_phases, time_block
 
 _PATCH = "zero3_retain"
 _PEAK_STEPS = 3
 
 
 @dataclass
-class Result:
+class Result(Rounds):
     """What was measured of one row, on rank 0."""
 
     number: int
@@ -40,16 +39,6 @@ class Result:
 
     def fail(self, error: Exception) -> None:
         self.error = f"{type(error).__name__}: {error}"
-
-    @property
-    def totals(self) -> list[float]:
-        """Milliseconds of every timed step."""
-        return [step.total for block in self.times for step in block]
-
-    @property
-    def by_round(self) -> list[float]:
-        """The median of each round."""
-        return [statistics.median(step.total for step in block) for block in self.times]
 
     @property
     def phases(self) -> dict[str, float]:

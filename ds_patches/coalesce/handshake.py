@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from .counters import Counters, FileCounters, StoreCounters
+from .upstream.streams import accelerator
 
 _WIDTH = 12  # bits of a field of the counter, each of which counts ranks
 _FIELD = (1 << _WIDTH) - 1
@@ -221,15 +222,10 @@ def _store() -> Any:
 
 def _patience() -> float:
     """Seconds that a collective of the default group would wait."""
+    import torch
     from torch.distributed import distributed_c10d
 
     group: Any = distributed_c10d._get_default_group()
-    timeout = group._get_backend(_device()).options._timeout
+    device = torch.device(accelerator().device_name())
+    timeout = group._get_backend(device).options._timeout
     return float(timeout.total_seconds())
-
-
-def _device() -> Any:
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    return torch.device(get_accelerator().device_name())

@@ -87,7 +87,7 @@ def _coalesce(
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if (window := windows.of(engine)) is not None:
-        with window.backward(engine):
+        with window.backward():
             return wrapped(*args, **kwargs)
     if (steps := _micro_steps.meet(engine)) is not None:
         with steps.backward():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from ds_patches.core import claims
+from ds_patches.core import claims, engines
 
 from . import window as windows
 from .lost import PATCH, TOPIC
@@ -203,7 +203,7 @@ class MicroStepsByEngine:
         if not self._on:
             return None
         met = self.of(engine)
-        if _KEY not in vars(engine) or (met and upstream_engine.is_deep_compiled(engine)):
+        if _KEY not in vars(engine) or (met and engines.is_deep_compiled(engine)):
             self._met.add(engine)
             met = vars(engine)[_KEY] = vars(engine.optimizer)[_KEY] = self._take_in(engine)
         return met

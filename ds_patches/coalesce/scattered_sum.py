@@ -42,7 +42,7 @@ class ScatteredSum:
         self._overlapped = OverlappedReduction(
             layout,
             _plan_of(optimizer, layout),
-            drop=flat_layout.drop,
+            drop=flat.clear_of,
             side=SideStream.of(optimizer),
             may_send=handshake.all_begin if handshake else lambda: True,
         )

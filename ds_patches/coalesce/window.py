@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ds_patches.core import engines
+
 from .backwards import Backwards
 from .counters import are_on_one_host
 from .gather_once import GatherOnce
@@ -83,14 +85,14 @@ class Window:
         self._backwards.end()
 
     @contextmanager
-    def backward(self, engine: Any) -> Iterator[None]:
+    def backward(self) -> Iterator[None]:
         """Around ``engine.backward``.
 
         Up to 0.18.2 this is where a backward begins; later its prologue is, which comes once per
         forward: a second backward over one forward is counted when it has run.
         """
-        begun = self._backwards.begun
-        if not upstream_engine.has_torch_style_backward(engine):
+        engine, begun = self._engine, self._backwards.begun
+        if not engines.has_torch_style_backward(engine):
             self.backward_begins()
         with upstream_engine.dividing_by_micro_steps(engine):
             try:

@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 import torch
 
+from ds_patches.core import engines
+
 from .flat_sum import FlatSum
 from .lost import OnLost
 from .master_sum import MasterSum
@@ -104,7 +106,7 @@ def deactivate() -> Sequence[str]:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = None if upstream_engine.is_deep_compiled(engine) else _engines.state_of(engine)
+    state = None if engines.is_deep_compiled(engine) else _engines.state_of(engine)
     if state is None:
         return wrapped(*args, **kwargs)
     state.recover()
@@ -115,7 +117,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = None if upstream_engine.is_deep_compiled(engine) else _state(engine)
+    state = None if engines.is_deep_compiled(engine) else _state(engine)
     if state is None:
         return wrapped(*args, **kwargs)
     state.recover()
@@ -131,7 +133,7 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Skip the epilogue of ``torch.autograd.grad``: it passes the outputs, and reduces nothing."""
-    state = None if upstream_engine.is_deep_compiled(engine) else _state(engine)
+    state = None if engines.is_deep_compiled(engine) else _state(engine)
     # BF16_Optimizer has no hooks that count, and its epilogue takes no gradients for none.
     counts = state is not None and not isinstance(state.sum, MasterSum)
     if counts and upstream_engine.reached_no_parameter(engine):

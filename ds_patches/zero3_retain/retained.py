@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from ds_patches.core import engines
+
 from .flat_sum import FlatSum
 from .graph_task import TaskWatch
 from .lost import LostGradients, OnLost
@@ -139,7 +141,7 @@ class RetainedEngine:
         logger.warning(
             "A backward raised: every gradient reduced since the last optimizer step was dropped."
         )
-        upstream_engine.forget_backward(self._engine)
+        engines.forget_backward(self._engine)
         self.sum.abandon()
         if self.residency is not None:
             self.residency.abandon_backward()

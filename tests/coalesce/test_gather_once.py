@@ -79,7 +79,6 @@ class Engine(cases.EngineTrainer):
 
 def by_turns(script: Any) -> tuple[cases.Outcome, int]:
     start = models.build(models.TwoHeads)
-    cases.PlainTrainer.no_window = cases.PlainTrainer.window  # type: ignore[attr-defined]
     seen: list[int] = []
 
     def and_count(trainer: Any) -> None:
@@ -87,7 +86,7 @@ def by_turns(script: Any) -> tuple[cases.Outcome, int]:
         if isinstance(trainer, cases.EngineTrainer):
             seen.append(len(trainers.available(trainer.engine)))
 
-    found = cases.run(and_count, start, 3, trainer_class=Engine)
+    found = cases.run(and_count, start, 3, trainer_class=Engine, reference=Plain)
     return found, sum(seen)
 
 

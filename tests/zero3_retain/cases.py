@@ -134,12 +134,5 @@ def run(
         wanted = trainers.config(stage, micro_steps=micro_steps, **(settings or {}))
         trainer = trainers.EngineTrainer(trainers.build_engine(start, wanted), style)
         outcome = Outcome(available=trainer.available_after_backward)
-        outcome.moved = trainers.worst_difference(expected, origin)[0]
-        try:
-            script(trainer)
-        except Exception as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-        else:
-            found = trainer.parameters()
-            outcome.difference, outcome.where = trainers.worst_difference(found, expected)
+        trainers.run_into(outcome, script, trainer, expected, origin)
         return outcome

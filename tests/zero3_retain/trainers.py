@@ -149,6 +149,20 @@ def worst_difference(found: Parameters, expected: Parameters) -> tuple[float, st
 Script = Callable[[Any], None]
 
 
+def run_into(
+    outcome: Any, script: Script, trainer: Any, expected: Parameters, origin: Parameters
+) -> None:
+    """Hold what a trainer comes to against what was expected; its exception is an outcome."""
+    outcome.moved = worst_difference(expected, origin)[0]
+    try:
+        script(trainer)
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    else:
+        found = trainer.parameters()
+        outcome.difference, outcome.where = worst_difference(found, expected)
+
+
 def plain(model: nn.Module, script: Script, micro_steps: int = 1) -> Parameters:
     trainer = PlainTrainer(deepcopy(model), micro_steps)
     script(trainer)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ds_patches.core import engines
+
 _MESSAGE = "coalesce_grad_reduction() "
 _FLUSHING = "_ds_patches_coalesce_flushing"
 
@@ -41,7 +43,7 @@ def _why_not(engine: Any) -> str | None:
         return f"does not cover {name}: it takes gradients past the hooks of ZeRO"
     if getattr(optimizer, "swap_optimizer", False):
         return "does not cover an optimizer offloaded to NVMe: it swaps within each backward"
-    if is_deep_compiled(engine):
+    if engines.is_deep_compiled(engine):
         return "does not cover DeepCompile: its graphs reduce by themselves"
     folding = getattr(engine, "_autoep_folding_spec", None)
     if folding is not None and folding.tp_size > 1:
@@ -49,23 +51,9 @@ def _why_not(engine: Any) -> str | None:
     return None
 
 
-def is_deep_compiled(engine: Any) -> bool:
-    """DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
-    active = getattr(engine, "is_deepcompile_active", None)
-    if active is not None:
-        return bool(active())
-    enabled = getattr(engine, "is_deepcompile_enabled", None)
-    return enabled is not None and bool(enabled() and engine.is_compiled)
-
-
 def partitions_parameters(engine: Any) -> bool:
     """Whether this is stage 3."""
     return bool(engine.zero_optimization_partition_weights())
-
-
-def has_torch_style_backward(engine: Any) -> bool:
-    """Whether ``loss.backward()`` without the engine works: 0.18.3 and later."""
-    return hasattr(engine, "_backward_post_hook")
 
 
 def ranks(engine: Any) -> Sequence[int]:
@@ -82,7 +70,7 @@ def dividing_by_micro_steps(engine: Any) -> Iterator[None]:
 
     Up to 0.18.2 it leaves that out under no_sync; from 0.18.3 it never does.
     """
-    if has_torch_style_backward(engine):
+    if engines.has_torch_style_backward(engine):
         yield
         return
     engine.inside_no_sync_ctxt = False
@@ -146,20 +134,9 @@ def forget_last_step(engine: Any) -> None:
 
 
 def forget_backward(engine: Any) -> None:
-    """Clear what a backward that raised left behind in the engine and its hook state."""
+    """Clear what a backward that raised left behind in the engine."""
     _stop_timers(engine)
-    if not has_torch_style_backward(engine):
-        return
-    optimizer = engine.optimizer
-    optimizer._backward_active_depth = 0
-    optimizer._remaining_grad_acc_hooks = 0
-    reset = getattr(optimizer, "clear_backward_seen_flag", None)  # 0.18.5
-    if reset is not None:
-        optimizer._epilogue_ran_this_backward = False
-        reset()
-    if not hasattr(engine, "_running_engine_backward_count"):  # 0.18.3-0.19.5: a flag, no finally
-        engine._running_engine_backward = False
-    engine._manual_backward_expected = False
+    engines.forget_backward(engine)
 
 
 def _stop_timers(engine: Any) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from ds_patches.core import live
 
+from .streams import accelerator, keeps_order
+
 _EPILOGUE = "_ds_patches_coalesce_epilogue"
 _BEFORE_FIRST_BACKWARD = -1  # micro_step_id, before a step's first backward
 
@@ -54,7 +56,7 @@ def reduce(optimizer: Any) -> None:
     `begin_only_backward` comes first. As the only one it has micro_step_id 0 and is at the
     boundary: with an offloaded optimizer, every release then copies it to the host whole.
     """
-    if optimizer.overlap_comm and not _resolves_dependencies():
+    if optimizer.overlap_comm and not keeps_order():
         optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
     with _reducing_what_it_steps_with(optimizer):
         _set_up_buckets(optimizer)
@@ -93,7 +95,7 @@ def _set_up_buckets(optimizer: Any) -> None:
         optimizer.backward_prologue()
     elif optimizer.contiguous_gradients:
         size = int(optimizer.reduce_bucket_size)
-        device = _accelerator().current_device_name()
+        device = accelerator().current_device_name()
         optimizer.ipg_buffer = [
             torch.empty(size, dtype=optimizer.dtype, device=device)
             for _ in range(2 if optimizer.overlap_comm else 1)
@@ -113,8 +115,13 @@ def clear(optimizer: Any) -> None:
     """Forget the gradients on the parameters."""
     for group in optimizer.bit16_groups:
         for param in group:
-            param.grad = None
-            param.grad_accum = None
+            clear_of(param)
+
+
+def clear_of(param: Any) -> None:
+    """Forget the gradient of one parameter."""
+    param.grad = None
+    param.grad_accum = None
 
 
 def reduced(optimizer: Any) -> dict[int, list[torch.Tensor]]:
@@ -154,8 +161,8 @@ def _renew_norms(optimizer: Any) -> None:
 
 def _finish_copies() -> None:
     """Wait for gradients that still travel to the host."""
-    if not _accelerator().is_synchronized_device():
-        _accelerator().synchronize()
+    if not accelerator().is_synchronized_device():
+        accelerator().synchronize()
 
 
 def at_boundary(optimizer: Any) -> bool:
@@ -257,13 +264,3 @@ def zero_offloaded(optimizer: Any, param: Any) -> None:
     host.narrow(0, offset, numel).zero_()
     if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
         optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
-
-
-def _resolves_dependencies() -> bool:
-    return bool(_accelerator().resolves_data_dependency())

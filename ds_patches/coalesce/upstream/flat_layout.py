@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..flat_reduction import FlatGroup, FlatLayout
+from .flat import clear_of
 from .streams import reader
 
 
@@ -78,12 +79,6 @@ def is_complete(optimizer: Any, param: Any) -> bool:
     return not (optimizer.use_grad_accum_attribute and param.grad is not None)
 
 
-def drop(param: Any) -> None:
-    """Forget the gradient of one parameter."""
-    param.grad = None
-    param.grad_accum = None
-
-
 def release_buckets(optimizer: Any) -> None:
     """Free upstream's bucket buffers, which backwards up to 0.18.2 allocate in a window too."""
     optimizer._release_ipg_buffers()
@@ -99,7 +94,7 @@ def deliver(optimizer: Any, layout: FlatLayout) -> None:
         if hasattr(optimizer, "all_grad_tensors"):  # 0.17.6
             optimizer.all_grad_tensors[index] = None
         for param in group.params:
-            drop(param)
+            clear_of(param)
     if hasattr(optimizer, "_epilogue_ran_this_backward"):  # 0.18.5
         optimizer._epilogue_ran_this_backward = True
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .streams import accelerator, keeps_order
+
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 #: In a parameter's set of the modules that it is in use by; upstream's are numbers.
 _HELD = "ds_patches.coalesce"
@@ -43,17 +45,17 @@ def gather(offload: Any, params: Iterable[Any]) -> None:
     At most two prefetch buckets are on their way at a time, each in a buffer of its own.
     """
     coordinator = offload.get_param_coordinator()
-    accelerator, stream = _accelerator(), _private(coordinator, "allgather_stream")
-    if not accelerator.resolves_data_dependency():
-        stream.wait_stream(accelerator.current_stream())  # a step has just written the partitions
+    stream = _private(coordinator, "allgather_stream")
+    if not keeps_order():
+        stream.wait_stream(accelerator().current_stream())  # a step has just written the partitions
     previous = list(_private(coordinator, "inflight_param_registry"))  # prefetched
     for chunk in _chunks(params, int(_private(coordinator, "prefetch_bucket_sz"))):
         _private(coordinator, "all_gather_params")(chunk, forward=True)
         _arrive(coordinator, previous)
         previous = chunk
     _arrive(coordinator, previous)
-    if not accelerator.resolves_data_dependency():
-        accelerator.current_stream().wait_stream(stream)
+    if not keeps_order():
+        accelerator().current_stream().wait_stream(stream)
 
 
 def hold(params: Iterable[Any]) -> None:
@@ -122,16 +124,10 @@ def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
 
 def _arrive(coordinator: Any, params: Iterable[Any]) -> None:
     in_flight = _private(coordinator, "inflight_param_registry")
-    with _accelerator().stream(_private(coordinator, "allgather_stream")):
+    with accelerator().stream(_private(coordinator, "allgather_stream")):
         for param in params:
             in_flight.pop(param).wait()
 
 
 def _private(coordinator: Any, name: str) -> Any:
     return getattr(coordinator, _COORDINATOR + name)
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()

@@ -15,6 +15,18 @@ from typing import Any
 import torch
 
 
+def accelerator() -> Any:
+    """DeepSpeed's, which stands for the kind of device."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def keeps_order() -> bool:
+    """Whether the device has no streams that would have to wait for each other, as the CPU."""
+    return bool(accelerator().resolves_data_dependency())
+
+
 class SideStream:
     """One stream beside those of the backward.
 
@@ -29,11 +41,7 @@ class SideStream:
     @classmethod
     def of(cls, optimizer: Any) -> SideStream:
         """The optimizer's own reduction stream: it orders itself behind upstream's work there."""
-        from deepspeed.accelerator import get_accelerator
-
-        accelerator = get_accelerator()
-        ordered = accelerator.resolves_data_dependency()
-        return cls(accelerator, None if ordered else optimizer.reduction_stream)
+        return cls(accelerator(), None if keeps_order() else optimizer.reduction_stream)
 
     def current_produced(self) -> None:
         """Something to be reduced is queued on the current stream."""
@@ -58,10 +66,7 @@ class SideStream:
 def reader() -> Callable[[torch.Tensor], None]:
     """A function that keeps the memory of a tensor until the now current stream, which reads it,
     has got there."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if accelerator.resolves_data_dependency():
+    if keeps_order():
         return lambda tensor: None
-    stream = accelerator.current_stream()
+    stream = accelerator().current_stream()
     return lambda tensor: tensor.record_stream(stream)

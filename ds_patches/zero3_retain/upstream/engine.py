@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_patches.core.engines import has_torch_style_backward
+
 
 def why_not_covered(engine: Any) -> str | None:
     """None if the patch covers `engine`; else the reason, empty where there is nothing to cover."""
@@ -20,20 +22,6 @@ def why_not_covered(engine: Any) -> str | None:
     if type(optimizer) not in covered:
         return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
     return None
-
-
-def has_torch_style_backward(engine: Any) -> bool:
-    """Whether ``loss.backward()`` without the engine works: 0.18.3 and later."""
-    return hasattr(engine, "_backward_post_hook")
-
-
-def is_deep_compiled(engine: Any) -> bool:
-    """DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
-    active = getattr(engine, "is_deepcompile_active", None)
-    if active is not None:
-        return bool(active())
-    enabled = getattr(engine, "is_deepcompile_enabled", None)
-    return enabled is not None and bool(enabled() and engine.is_compiled)
 
 
 def begin_backward_again(engine: Any) -> None:
@@ -62,19 +50,3 @@ def end_without_epilogue(engine: Any) -> None:
     engine.optimizer.exit_backward()
     engine._stop_timers(engine.engine_timers.backward_inner_timers)
     engine._stop_timers(engine.engine_timers.backward_timers)
-
-
-def forget_backward(engine: Any) -> None:
-    """Clear what a backward that raised left behind in the engine and its hook state."""
-    optimizer = engine.optimizer
-    if not has_torch_style_backward(engine):
-        return
-    optimizer._backward_active_depth = 0
-    optimizer._remaining_grad_acc_hooks = 0
-    reset = getattr(optimizer, "clear_backward_seen_flag", None)
-    if reset is not None:
-        optimizer._epilogue_ran_this_backward = False
-        reset()
-    if not hasattr(engine, "_running_engine_backward_count"):  # 0.18.3-0.19.5: a flag, no finally
-        engine._running_engine_backward = False
-    engine._manual_backward_expected = False

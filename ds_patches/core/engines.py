@@ -1,0 +1,35 @@
+"""What several patches ask of a DeepSpeed engine. Releases are told apart by what they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def has_torch_style_backward(engine: Any) -> bool:
+    """Whether ``loss.backward()`` without the engine works: 0.18.3 and later."""
+    return hasattr(engine, "_backward_post_hook")
+
+
+def is_deep_compiled(engine: Any) -> bool:
+    """DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
+    active = getattr(engine, "is_deepcompile_active", None)
+    if active is not None:
+        return bool(active())
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    return enabled is not None and bool(enabled() and engine.is_compiled)
+
+
+def forget_backward(engine: Any) -> None:
+    """Clear what a backward that raised left behind in the engine's hook state."""
+    if not has_torch_style_backward(engine):
+        return
+    optimizer = engine.optimizer
+    optimizer._backward_active_depth = 0
+    optimizer._remaining_grad_acc_hooks = 0
+    reset = getattr(optimizer, "clear_backward_seen_flag", None)  # 0.18.5
+    if reset is not None:
+        optimizer._epilogue_ran_this_backward = False
+        reset()
+    if not hasattr(engine, "_running_engine_backward_count"):  # 0.18.3-0.19.5: a flag, no finally
+        engine._running_engine_backward = False
+    engine._manual_backward_expected = False
