@@ -1,0 +1,1 @@
+"""DeepCompile ZeRO-3 with frames that Dynamo skips."""

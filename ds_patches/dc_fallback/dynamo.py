@@ -1,0 +1,64 @@
+"""What is private in TorchDynamo, in one place.
+
+A frame that Dynamo skips still has it look at every function that the frame calls. A function that
+asks whether it is being compiled would so be compiled by itself, and be told yes: that is how the
+fallback of DeepSpeed 0.19.3 to 0.19.8 fails in a loop with a graph break, where its getter is a
+compiled frame that gathers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def leave_alone(function: _Function) -> _Function:
+    """Have Dynamo never compile `function` by itself; compiled frames that call it still trace it.
+
+    Functions that it calls are looked at again: they want `disabled`.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function
+
+
+def look_again(function: Callable[..., Any]) -> None:
+    """Take `leave_alone` back."""
+    from torch._dynamo.eval_frame import reset_code
+
+    reset_code(function.__code__)
+
+
+def disabled(function: _Function) -> _Function:
+    """`function`, run without Dynamo, and all that it calls. Not for what compiled frames trace."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def switch_off() -> Any:
+    """From here on nothing is compiled on this thread; return what `switch` takes to go back.
+
+    For functions that were left alone: at the end of a compiled or a `disabled` one, Dynamo is what
+    it was at its beginning.
+    """
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    return set_eval_frame(None)
+
+
+def switch(callback: Any) -> None:
+    """Have frames compiled as before `switch_off`."""
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    set_eval_frame(callback)
+
+
+def is_compiling_a_frame() -> bool:
+    """Whether Dynamo is at work on a frame: it reads parameters then, to build guards on them."""
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get() is not None

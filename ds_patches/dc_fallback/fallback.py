@@ -1,0 +1,190 @@
+"""One engine under DeepCompile: its frames that run eagerly gather, and train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_patches.core import engines
+
+from . import dynamo
+from .reduction import Reduction
+from .units import Units
+from .upstream import engine as upstream_engine
+from .upstream import parameters, partition
+from .upstream.graphs import Graphs
+from .uses import Uses
+
+logger = logging.getLogger("ds_patches.dc_fallback")
+
+Hook = Callable[..., None]
+
+
+class Fallback:
+    """Gathers what eager frames read, and adds their gradients to what the optimizer steps with."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._graphs = Graphs(engine.device)
+        self._reduction = Reduction(
+            partition.group_of,
+            lambda grad: partition.dtype_to_send(self._optimizer, grad),
+            self._receive,
+        )
+        self.uses = Uses(
+            partition.gather,
+            self._reduction.add,
+            partition.shape_of,
+            partition.is_here,
+            Units(upstream_engine.leaves(engine)),
+        )
+        self._of_graphs_too: dict[int, torch.Tensor] = {}
+        self._graphs_ids: set[int] = set()
+        self._new_step, self._in_backward = True, False
+        self._saves = True  # whether the last forward had eager frames; unknown before the first
+        self._undo: list[Any] = []
+        self._install()
+
+    # --- what the engine's modules do -------------------------------------------------------------
+
+    def _install(self) -> None:
+        native = upstream_engine.disown(self._engine)
+        self._undo.append(lambda: upstream_engine.give_back(self._engine, native))
+        upstream_engine.keep_shapes_static(self._engine)
+        dynamo.leave_alone(torch.nn.Module.__getattr__)  # or it is compiled, and gathers nothing
+        self._undo.append(lambda: dynamo.look_again(torch.nn.Module.__getattr__))
+        before_call, after_call = self._call_hooks()
+        see = dynamo.disabled(self._see)
+        for module in self._engine.module.modules():
+            self._undo.append(module.register_forward_pre_hook(before_call).remove)
+            self._undo.append(module.register_forward_hook(after_call).remove)
+            before = parameters.watch(module, see)
+            self._undo.append(partial(parameters.unwatch, module, before))
+
+    def _call_hooks(self) -> tuple[Hook, Hook]:
+        """Hooks before and after each call of a module that eager code makes."""
+        calls, root = self.uses.calls, self._engine.module
+        begin = dynamo.disabled(calls.open)
+        end = dynamo.disabled(lambda module: self.uses.close(calls.close(module)))
+        compiles_within = upstream_engine.tells_layers_apart()
+
+        def before_call(module: torch.nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            call = begin(module)
+            if not compiles_within and module is not root:
+                call.dynamo = dynamo.switch_off()
+
+        def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            for call in end(module):
+                if call.dynamo is not None:
+                    dynamo.switch(call.dynamo)
+
+        dynamo.leave_alone(before_call)
+        dynamo.leave_alone(after_call)
+        return before_call, after_call
+
+    def remove(self) -> None:
+        """Leave the engine as DeepCompile made it."""
+        self._recover()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _see(self, param: Any) -> Any:
+        if not self.uses.calls or not partition.is_partitioned(param):
+            return param
+        seen = self.uses.cached(param)
+        if seen is None and not dynamo.is_compiling_a_frame():
+            seen = self.uses.use(param)
+        return param if seen is None else seen
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around ``engine.forward``."""
+        calls, records = self.uses.calls, torch.is_grad_enabled()
+        depth = len(calls)
+        if not depth:
+            self._recover()
+            partition.release(upstream_engine.persistent(self._engine))
+            self.uses.gathered_any = False
+        calls.open(None)
+        saving = saved_tensors_hooks(self.uses.pack, self.uses.unpack)
+        try:
+            with saving if self._saves and records and not depth else nullcontext():
+                yield
+        finally:
+            self.uses.close(calls.cut(depth))
+        if records and not depth:
+            self._saves = self.uses.gathered_any
+
+    def begin_backward(self) -> None:
+        """Right after the engine's own prologue."""
+        if self._in_backward:
+            return  # the second output of a forward
+        self._in_backward = True
+        if self._new_step:
+            self._new_step = False
+            trained = [param for group in self._optimizer.fp16_groups for param in group]
+            self._graphs.mark_shared(param for param in trained if param.requires_grad)
+            partition.clear_partitions(self._optimizer)
+        self._graphs.begin_backward()
+        self._graphs_ids = self._graphs.param_ids()
+
+    def end_backward(self) -> None:
+        """Right before the engine's own epilogue."""
+        self._reduction.finish()
+        self.uses.forget_backward()
+        if self._engine.is_gradient_accumulation_boundary():
+            self._hand_over()
+        self._in_backward = False
+
+    def before_step(self) -> None:
+        """The optimizer is about to step."""
+        self._reduction.finish()  # of a backward that had no epilogue
+        self._hand_over()
+        partition.order_step_behind(self._optimizer)
+
+    def after_step(self) -> None:
+        """The optimizer has stepped, or skipped a step after an overflow."""
+        self._graphs.stepped()
+        self._new_step = True
+
+    def _receive(self, param: Any, part: torch.Tensor) -> None:
+        """Add to the partition; what a graph may overwrite waits for the boundary."""
+        ds_id = param.ds_id
+        target = partition.partitions(self._optimizer)[ds_id]
+        if ds_id in self._graphs_ids:
+            if ds_id not in self._of_graphs_too:
+                self._of_graphs_too[ds_id] = torch.zeros_like(target)
+            target = self._of_graphs_too[ds_id]
+        target.add_(part)
+
+    def _hand_over(self) -> None:
+        for ds_id, part in self._of_graphs_too.items():
+            partition.partitions(self._optimizer)[ds_id].add_(part)
+        self._of_graphs_too.clear()
+
+    def _recover(self) -> None:
+        """After a backward that raised: drop the gradients of the step that it was part of."""
+        self.uses.forget_backward()
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        logger.warning(
+            "A backward raised: every gradient reduced since the last optimizer step was dropped."
+        )
+        self._reduction.abandon()
+        self._of_graphs_too.clear()
+        engines.forget_backward(self._engine)
+        self.after_step()

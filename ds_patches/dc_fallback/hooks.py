@@ -1,0 +1,156 @@
+"""The wrappers around DeepSpeed's functions, and the engines they have met."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from ds_patches.core import engines
+
+from .fallback import Fallback
+from .upstream import engine as upstream_engine
+from .upstream import partition
+
+logger = logging.getLogger("ds_patches.dc_fallback")
+
+_KEY = "_ds_patches_dc_fallback"
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_taken_in: WeakSet[Any] = WeakSet()
+
+
+def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+    """Name what is out of reach."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    compiled = sum(
+        engines.is_deep_compiled(thing)
+        for thing in gc.get_objects()
+        if issubclass(type(thing), DeepSpeedEngine)
+    )
+    if not compiled:
+        return []
+    return [f"{compiled} engine(s) compiled before: patched from their next forward on"]
+
+
+def deactivate() -> Sequence[str]:
+    """Leave every engine as DeepCompile made it."""
+    for engine in _taken_in:
+        state: Fallback | None = vars(engine).pop(_KEY, None)
+        vars(engine.optimizer).pop(_KEY, None)
+        if state is not None:
+            state.remove()
+    _taken_in.clear()
+    return []
+
+
+def _state(engine: Any) -> Fallback | None:
+    """What the patch knows of `engine`; None if it is left to stock."""
+    here = vars(engine)
+    if _KEY not in here:
+        if not engines.is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
+            return None  # not yet, or never
+        here[_KEY] = _take_in(engine)
+    state: Fallback | None = here[_KEY]
+    return state
+
+
+def _take_in(engine: Any) -> Fallback | None:
+    _taken_in.add(engine)
+    reason = upstream_engine.why_not_covered(engine)
+    if reason is not None:
+        if reason:
+            logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
+        return None
+    state = Fallback(engine)
+    vars(engine.optimizer)[_KEY] = state
+    return state
+
+
+# --- DeepSpeedEngine ----------------------------------------------------------------------------
+
+
+def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = wrapped(*args, **kwargs)
+    _state(engine)
+    return result
+
+
+def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    state = _state(engine)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    with state.forward():
+        return wrapped(*args, **kwargs)
+
+
+def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = wrapped(*args, **kwargs)
+    if (state := _state(engine)) is not None:
+        state.begin_backward()
+    return result
+
+
+def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    if (state := _state(engine)) is not None:
+        state.end_backward()
+    return wrapped(*args, **kwargs)
+
+
+# --- ZeRO stage 3 -------------------------------------------------------------------------------
+
+
+def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    state: Fallback | None = vars(optimizer).get(_KEY)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    state.before_step()
+    result = wrapped(*args, **kwargs)
+    state.after_step()
+    return result
+
+
+# --- GatheredParameters -------------------------------------------------------------------------
+
+
+def around_gathered(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Take what eager code got to see of a parameter for the parameter."""
+    if args:
+        args = (_params_of(args[0]), *args[1:])
+    elif "params" in kwargs:
+        kwargs = {**kwargs, "params": _params_of(kwargs["params"])}
+    return wrapped(*args, **kwargs)
+
+
+def _params_of(given: Any) -> Any:
+    states = [state for engine in _taken_in if (state := vars(engine).get(_KEY)) is not None]
+    if not any(state.uses.calls for state in states):
+        return given
+
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        for state in states:
+            if (param := state.uses.param_of(given)) is not None:
+                return param
+        return given
+    return [_params_of(one) for one in given]
+
+
+def around_enter(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = wrapped(*args, **kwargs)
+    if context.enabled:
+        partition.count_context(context.params, 1)
+    return result
+
+
+def around_exit(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
+    if context.enabled:
+        partition.count_context(context.params, -1)
+    return wrapped(*args, **kwargs)

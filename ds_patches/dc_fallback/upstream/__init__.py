@@ -1,0 +1,6 @@
+"""What dc_fallback knows about DeepSpeed's private state, one module per owner.
+
+Every private name of DeepSpeed that the patch touches is named here or in `binding`, so a release
+that moves one breaks a file of this package and nothing else. Releases are told apart by what they
+have, never by their number.
+"""

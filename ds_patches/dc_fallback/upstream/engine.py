@@ -1,0 +1,79 @@
+"""Engines that DeepCompile has taken over, and the fallback of 0.19.3 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_NATIVE = "_deepcompile_z3_eager_fallback"
+
+
+def why_not_covered(engine: Any) -> str | None:
+    """None if the patch covers `engine`; else the reason, empty where there is nothing to cover."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp16_groups"):
+        return ""  # no optimizer: nothing is trained, and what is read is gathered by ZeRO
+    if getattr(optimizer, "offload_optimizer", False):
+        return (
+            "with an offloaded optimizer DeepCompile's gradients do not reach the step, so neither "
+            "would those of frames that run eagerly"
+        )
+    config = engine._config.zero_config
+    if config.zero_quantized_weights or config.zero_quantized_gradients:
+        return "quantized weights or gradients (ZeRO++) have a layout that it does not know"
+    if config.zero_hpz_partition_size > 1 or getattr(config, "mics_shard_size", 0) > 0:
+        return "secondary partitions (hpZ, MiCS) have a layout that it does not know"
+    if getattr(config.offload_param, "device", None) == "nvme":
+        return "parameters on NVMe are swapped in by ZeRO's hooks, which DeepCompile removes"
+    return None
+
+
+def disown(engine: Any) -> Any:
+    """Take DeepSpeed's own fallback away, so that there is one owner; return it."""
+    native = getattr(engine, _NATIVE, None)
+    if native is not None:
+        native.release_gathered_params()
+        setattr(engine, _NATIVE, None)
+    return native
+
+
+def give_back(engine: Any, native: Any) -> None:
+    """Put DeepSpeed's own fallback back."""
+    if native is not None:
+        setattr(engine, _NATIVE, native)
+
+
+def keep_shapes_static(engine: Any) -> None:
+    """Have Dynamo take the shapes of parameters for what they are, as it does by itself.
+
+    From 0.19.4 DeepCompile lets them vary, since a parameter that its own fallback has gathered has
+    another shape. Under this patch none has; and a frame that several layers share, with shapes
+    that do differ, would be traced for any shape, which a partitioned parameter then fails.
+    """
+    put_back = getattr(engine, "_release_deepcompile_dynamo_config", None)
+    if put_back is not None:
+        put_back()
+
+
+def tells_layers_apart() -> bool:
+    """Whether a frame compiled for one layer is not used for the next: 0.19.7 and later.
+
+    Before, nothing in its guards says which parameter it gathers.
+    """
+    from deepspeed.compile import patch_fake_tensor
+
+    return hasattr(patch_fake_tensor, "_zero3_parameter_guard_metadata")
+
+
+def persistent(engine: Any) -> list[Any]:
+    """The parameters that ZeRO-3 gathers for good."""
+    found: list[Any] = engine.optimizer.persistent_parameters
+    return found
+
+
+def leaves(engine: Any) -> Iterable[list[Any]]:
+    """The parameters below each ZeRO-3 leaf module."""
+    from deepspeed.utils import get_z3_leaf_modules
+
+    for module in get_z3_leaf_modules(engine.module):
+        yield [param for param in module.parameters() if hasattr(param, "ds_id")]

@@ -1,0 +1,198 @@
+"""What code that runs eagerly gets to see of a partitioned parameter: a gathered tensor.
+
+The parameter itself stays partitioned throughout. Autograd sees
+
+    parameter -> root -> gathered tensor, one per module call -> the code's own operations
+
+so that the root, which takes no memory, is handed the sum of the gradients of all uses, once a
+backward; and the gathered tensor, which no parameter refers to, is freed as soon as nothing does.
+What autograd would save of it for the backward is saved as a note of how to gather it again.
+The idea is that of parametrized data parallelism (SimpleFSDP, arXiv:2411.00284).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .units import Call, Calls, Units
+
+#: Gathers parameters; returns their full values, in order.
+Gather = Callable[[Sequence[torch.nn.Parameter]], list[torch.Tensor]]
+#: Takes the full gradient of a parameter.
+Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+class _Roots(torch.autograd.Function):
+    """A root for each trained parameter of a unit: of its shape, without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, deliver: Deliver, shapes: Any, *params: Any) -> Any:
+        ctx.deliver, ctx.params = deliver, params
+        return tuple(
+            param.new_empty(()).expand(shape) for param, shape in zip(params, shapes, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Of a leaf module all get a gradient, zeros where there was no use: the ranks must agree.
+        for param, grad in zip(ctx.params, grads, strict=True):
+            ctx.deliver(param, grad)
+        return (None, None, *([None] * len(ctx.params)))
+
+
+class _Use(torch.autograd.Function):
+    """A gathered tensor, as a function of its root."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, done: Callable[[], None], root: Any) -> Any:
+        ctx.done = done
+        return full.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.done()  # every node that needs the values has run
+        return None, None, grad
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What is saved in place of a gathered tensor, or of a view of one."""
+
+    call: Call
+    param: torch.nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Uses:
+    """Gathers what eager code reads, once per module call and unit.
+
+    shape_of: the full shape of a parameter. `is_here`: whether somebody else has gathered it, who
+        then also decides how long it stays.
+    """
+
+    def __init__(
+        self,
+        gather: Gather,
+        deliver: Deliver,
+        shape_of: Callable[[torch.nn.Parameter], Sequence[int]],
+        is_here: Callable[[torch.nn.Parameter], bool],
+        units: Units,
+    ) -> None:
+        self.calls = Calls()
+        self.gathered_any = False
+        self._gather, self._deliver = gather, deliver
+        self._shape_of, self._is_here = shape_of, is_here
+        self._units = units
+        self._roots: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._origins: dict[int, tuple[Call, torch.nn.Parameter]] = {}
+        self._again = _GatheredAgain(gather, units)
+
+    def cached(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """What this module call has seen of `param` before."""
+        return self.calls.innermost.uses.get((param, torch.is_grad_enabled()))
+
+    def use(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The full value of `param`; with a gradient, if gradients are being recorded."""
+        call = self.calls.innermost
+        if param not in call.full:
+            self._fill(call, param)
+        records = torch.is_grad_enabled() and param.requires_grad
+        full = call.full[param]
+        seen: torch.Tensor = full
+        if records:
+            done = partial(self._again.forget, call, param)
+            seen = _Use.apply(full, done, self._root(param))  # type: ignore[no-untyped-call]
+        call.uses[param, torch.is_grad_enabled()] = seen
+        return seen
+
+    def param_of(self, tensor: torch.Tensor) -> torch.nn.Parameter | None:
+        """The parameter that `tensor` was gathered from, for a call that is under way."""
+        origin = self._origins.get(_storage(tensor))
+        return None if origin is None else origin[1]
+
+    def _fill(self, call: Call, param: torch.nn.Parameter) -> None:
+        with torch.no_grad():
+            if self._is_here(param):
+                call.full[param] = param.detach()
+                return
+            absent = [one for one in self._units.of(param).params if not self._is_here(one)]
+            for one, full in zip(absent, self._gather(absent), strict=True):
+                call.full[one] = full
+                self._origins[_storage(full)] = call, one
+        self.gathered_any = True
+
+    def _root(self, param: torch.nn.Parameter) -> torch.Tensor:
+        if param not in self._roots:
+            params = self._units.of(param).trained
+            shapes = [tuple(self._shape_of(one)) for one in params]
+            roots = _Roots.apply(self._deliver, shapes, *params)  # type: ignore[no-untyped-call]
+            self._roots.update(zip(params, roots, strict=True))
+        return self._roots[param]
+
+    def close(self, ended: Sequence[Call]) -> Sequence[Call]:
+        """Let go of what was gathered for calls that have ended; return them."""
+        for call in ended:
+            for full in call.full.values():
+                self._origins.pop(_storage(full), None)
+            call.full, call.uses = {}, {}
+        if not self.calls:
+            self._roots = {}
+        return ended
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """In place of what autograd saves: a note, if it is a gathered tensor or a view of one."""
+        if not self._origins:
+            return tensor
+        origin = self._origins.get(_storage(tensor))
+        if origin is None:
+            return tensor
+        return _Note(*origin, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """What `pack` was given, gathered again."""
+        if not isinstance(saved, _Note):
+            tensor: torch.Tensor = saved
+            return tensor
+        full = self._again.full(saved.call, saved.param)
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def forget_backward(self) -> None:
+        """After a backward, whole or not: nothing gathered for it stays."""
+        self._again.forget_all()
+
+
+class _GatheredAgain:
+    """What a backward has gathered: that of one module call at a time, as in the forward."""
+
+    def __init__(self, gather: Gather, units: Units) -> None:
+        self._gather, self._units = gather, units
+        self._call: Call | None = None
+        self._full: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def full(self, call: Call, param: torch.nn.Parameter) -> torch.Tensor:
+        if call is not self._call:
+            self._call, self._full = call, {}
+        if param not in self._full:
+            params = self._units.of(param).params
+            with torch.no_grad():
+                self._full.update(zip(params, self._gather(params), strict=True))
+        return self._full[param]
+
+    def forget(self, call: Call, param: torch.nn.Parameter) -> None:
+        if call is self._call:
+            self._full.pop(param, None)
+
+    def forget_all(self) -> None:
+        self._call, self._full = None, {}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identifies the memory of a tensor for as long as anything refers to it."""
+    return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else 0

@@ -1,0 +1,199 @@
+"""DeepCompile without CUDA: everything of it but its C++ and its compiler.
+
+DeepSpeed's own ``engine.compile()`` and ``init_z3`` run, and Dynamo cuts the model into frames as it
+does on a GPU. What is stood in for is what each graph then does: here a graph gathers its parameters
+when it is called, and its backward reduces their gradients by the rules of the C++ (a mark per graph
+and parameter says whether the next gradient is written or added; marks go at the end of a backward
+at the boundary).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Native:
+    """In place of DeepCompile's C++ module."""
+
+    def __init__(self) -> None:
+        self.params: dict[int, Any] = {}
+        self.marks: dict[int, dict[int, bool]] = {}  # by graph, by ds_id
+        self.tasks: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self.at_boundary = False
+        self.compiled = 0
+
+    def init(self, *args: Any) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def cleanup(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def reset(self) -> None:
+        self.marks.clear()
+        self.tasks.clear()
+
+    def register_z3_param(
+        self, ds_id: int, shape: Any, shard: torch.Tensor, grad_buffer: torch.Tensor, *rest: Any
+    ) -> None:
+        grad_buffer.zero_()
+        self.params[ds_id] = (tuple(shape), shard, grad_buffer)
+
+    def register_graph(self, graph_id: int, ds_ids: list[int]) -> None:
+        self.marks[graph_id] = dict.fromkeys(ds_ids, False)
+        self.tasks[graph_id] = []
+        self.compiled += 1
+
+    def start_backward(self, at_boundary: bool) -> None:
+        self.at_boundary = at_boundary
+
+    def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> None:
+        self.tasks[graph_id].append((ds_id, grad.detach().clone()))
+
+    def end_backward(self, graph_id: int) -> None:
+        marks, tasks = self.marks[graph_id], self.tasks[graph_id]
+        for ds_id, grad in tasks:
+            part = _average(grad, self.params[ds_id][2].numel())
+            if marks[ds_id]:
+                self.params[ds_id][2].add_(part)
+            else:
+                self.params[ds_id][2].copy_(part)
+            marks[ds_id] = True
+        tasks.clear()
+        if self.at_boundary:
+            marks.update(dict.fromkeys(marks, False))
+
+
+def _average(grad: torch.Tensor, width: int) -> torch.Tensor:
+    whole = grad.reshape(-1).clone()
+    dist.all_reduce(whole)
+    at = dist.get_rank() * width
+    part = torch.zeros(width, dtype=grad.dtype)
+    mine = whole[at : at + width] / dist.get_world_size()
+    part[: mine.numel()] = mine
+    return part
+
+
+native = Native()
+
+
+class _Graph(torch.autograd.Function):
+    """The inputs of a graph, its parameters gathered; their gradients, reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, graph_id: int, ds_ids: dict[int, int], *inputs: Any) -> Any:
+        ctx.graph_id, ctx.ds_ids = graph_id, ds_ids
+        return tuple(
+            _gather(one) if index in ds_ids else one.view_as(one)
+            for index, one in enumerate(inputs)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        passed: list[Any] = []
+        for index, grad in enumerate(grads):
+            reduced = index in ctx.ds_ids
+            if reduced and ctx.needs_input_grad[index + 2]:
+                torch.ops.dc.reduce_grad(grad, ctx.graph_id, ctx.ds_ids[index])
+            passed.append(None if reduced else grad)
+        _end_backward(ctx.graph_id)
+        return (None, None, *passed)
+
+
+def _gather(param: Any) -> torch.Tensor:
+    shape, shard, _ = native.params[param.ds_id]
+    assert param.shape == (0,), "a graph was traced for partitioned parameters"
+    full = torch.empty(shard.numel() * dist.get_world_size(), dtype=shard.dtype)
+    dist.all_gather_into_tensor(full, shard.detach())
+    return full[: torch.Size(shape).numel()].view(shape)
+
+
+def _make_backend(*args: Any, **kwargs: Any) -> Any:
+    from deepspeed.compile import backend as deepcompile
+    from deepspeed.compile.graph_param import DSGraphParamManager
+
+    def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found = {i: one for i, one in enumerate(inputs) if hasattr(one, "ds_id")}
+        if not found:
+            return gm.forward
+        graph_id = id(gm.graph)
+        native.register_graph(graph_id, [param.ds_id for param in found.values()])
+        indices = [(i, param.ds_id, param.ds_shape) for i, param in found.items()]
+        deepcompile.param_manager[graph_id] = DSGraphParamManager(gm.graph, inputs, indices)
+        ds_ids = {i: param.ds_id for i, param in found.items()}
+
+        def run(*given: Any) -> Any:
+            tensors = [i for i, one in enumerate(given) if isinstance(one, torch.Tensor)]
+            at = {i: place for place, i in enumerate(tensors)}
+            ids = {at[i]: ds_id for i, ds_id in ds_ids.items()}
+            inner = list(given)
+            taken = _Graph.apply(graph_id, ids, *(given[i] for i in tensors))
+            for i, one in zip(tensors, taken, strict=True):
+                inner[i] = one
+            return gm.forward(*inner)
+
+        return run
+
+    return compile_graph
+
+
+_library: list[Any] = []
+
+
+def _define_operators() -> None:
+    """As 0.19.2 and later have them."""
+    if _library:
+        return
+    library = torch.library.Library("dc", "DEF")
+    library.define("reduce_grad(Tensor a, int graph_id, int id) -> Tensor")
+    library.define("end_backward(Any deps, int graph_id, bool release_reduce_buckets) -> ()")
+    library.define("wait_allgather(Tensor(a) a, int graph_id, int id) -> Tensor(a)")
+
+    def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        native.reduce_grad(grad, graph_id, ds_id)
+        return grad.new_empty(0)
+
+    def end_backward(deps: Any, graph_id: int, release_reduce_buckets: bool) -> None:
+        native.end_backward(graph_id)
+
+    library.impl("reduce_grad", reduce_grad, "CPU")
+    library.impl("end_backward", end_backward, "CompositeExplicitAutograd")
+    _library.append(library)
+
+
+def _end_backward(graph_id: int) -> None:
+    torch.ops.dc.end_backward([torch.empty(0)], graph_id, False)
+
+
+@contextmanager
+def deep_compile() -> Iterator[Native]:
+    """Engines with ``"compile": {"deepcompile": true}`` compile by the stand-in."""
+    import deepspeed.compile.backend as backend
+    import deepspeed.compile.init_z3 as init_z3
+    import deepspeed.compile.util as util
+    from deepspeed.runtime import engine as engine_module
+
+    _define_operators()
+    torch._dynamo.reset()
+    native.cleanup()
+    backend.param_manager.clear()
+    hooks = [util.pre_backward_hooks, getattr(util, "post_backward_hooks", [])]
+    before = [list(one) for one in hooks]
+    handle, make = util.dc_handle, init_z3.make_backend
+    util.dc_handle, init_z3.make_backend = native, _make_backend
+    launch = init_z3.launch_compile_passes
+    init_z3.launch_compile_passes = lambda *args, **kwargs: None  # its passes rewrite real graphs
+    try:
+        yield native
+    finally:
+        util.dc_handle, init_z3.make_backend = handle, make
+        init_z3.launch_compile_passes = launch
+        for one, old in zip(hooks, before, strict=True):
+            one[:] = old
+        backend.param_manager.clear()
+        torch._dynamo.reset()
+    del engine_module
