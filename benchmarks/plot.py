@@ -1,7 +1,6 @@
 """Draw runs of ``benchmarks.coalesce``: ``python -m benchmarks.plot RUN.json ... OUT.svg``.
 
-A row of panels per batch size, a column per run: each way's step over native's, by stage. Text and
-lines are of a grey that can be read on a light and on a dark page, and the background is left out.
+A row of panels per batch size, a column per run: each way's step over native's, by stage.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pictures
 from benchmarks.coalesce.bars import AT
 from benchmarks.coalesce.modes import ANNOUNCED, GATHER_ONCE, MULTI, NO_SYNC, OURS
 
@@ -23,17 +23,7 @@ _COLOURS = {
     ANNOUNCED: ("#0072B2", "white"),
     GATHER_ONCE: ("#009E73", "black"),
 }
-_GREY = "#808080"
 _WIDTH = 0.22  # of a bar, where the distance of two stages is 1
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "coalesce",  # the same picture, the same file
-    "font.family": "sans-serif",
-    "font.size": 10,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY
-    ),
-}
 
 
 def main() -> None:
@@ -45,46 +35,17 @@ def main() -> None:
 
 def draw(runs: Sequence[dict[str, Any]], backwards: int, picture: Path) -> None:
     """`runs`: as the benchmark keeps them. Raises ValueError if none has such a step."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     ratios = [_ratios(run, backwards) for run in runs]
     batches = sorted({batch for run in ratios for batch, _, _ in run})
     if not batches:
         raise ValueError(f"no step with {backwards} backwards was compared with native")
-    with pyplot.rc_context(_STYLE):
-        figure, panels = pyplot.subplots(
-            len(batches),
-            len(runs),
-            figsize=(0.6 + 4.6 * len(runs), 0.8 + 2.6 * len(batches)),
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
+    with pictures.canvas(picture, len(batches), len(runs)) as panels:
         for panel_row, batch in zip(panels, batches, strict=True):
             for panel, run, found in zip(panel_row, runs, ratios, strict=True):
                 panel.set_title(f"{_machine(run)}, batch {batch}", fontsize=10)
                 _panel(panel, {key[1:]: value for key, value in found.items() if key[0] == batch})
             panel_row[0].set_ylabel("step time / native")
-        named = {
-            name: mark
-            for panel in panels.flat
-            for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
-        }
-        shown = [name for name in _COLOURS if name in named]
-        figure.legend(
-            [named[name] for name in shown],
-            shown,
-            loc="outside lower center",
-            ncols=len(shown),
-            frameon=False,
-            fontsize=9,
-        )
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(picture, transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
+        pictures.legend(panels, _COLOURS)
 
 
 def _panel(panel: Any, ratios: dict[tuple[int, str], dict[str, float]]) -> None:
@@ -95,35 +56,10 @@ def _panel(panel: Any, ratios: dict[tuple[int, str], dict[str, float]]) -> None:
         for index, name in enumerate(names):
             ratio = ratios[stage, name]
             at = place + (index - (len(names) - 1) / 2) * _WIDTH
-            middle, low, high = ratio["median"], ratio["low"], ratio["high"]
-            colour, on_colour = _COLOURS[name]
-            panel.bar(at, middle, 0.9 * _WIDTH, color=colour, label=name)
-            panel.errorbar(at, middle, [[middle - low], [high - middle]], color=_GREY, lw=1)
-            # At the foot, where the line at 1 does not cross it.
-            panel.annotate(
-                f"{middle:.2f}",
-                (at, 0),
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=on_colour,
-            )
-    panel.axhline(1, color=_GREY, lw=1, ls="--")
-    panel.annotate(
-        "native",
-        (1, 1),
-        xycoords=("axes fraction", "data"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-    )
-    panel.set_xticks(range(len(stages)), [f"ZeRO-{stage}" for stage in stages])
-    panel.set_xlim(-0.6, len(stages) - 0.4)
-    panel.tick_params(axis="x", length=0)
-    panel.margins(y=0.05)
-    panel.spines[["top", "right"]].set_visible(False)
+            spread = (ratio["median"], ratio["low"], ratio["high"])
+            pictures.bar(panel, at, spread, _WIDTH, name, _COLOURS[name])
+    pictures.line_at_one(panel, "native")
+    pictures.groups(panel, [f"ZeRO-{stage}" for stage in stages])
 
 
 def _ratios(run: dict[str, Any], backwards: int) -> dict[tuple[int, int, str], dict[str, float]]:

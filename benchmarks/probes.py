@@ -25,6 +25,12 @@ def allocated_mib(device: torch.device) -> float | None:
     return float(torch.cuda.memory_allocated(device)) / _MIB
 
 
+def max_allocated_mib(device: torch.device) -> float:
+    """The most MiB since the peak was reset; on CUDA alone."""
+    wait_for(device)
+    return float(torch.cuda.max_memory_allocated(device)) / _MIB
+
+
 def allocated_after(
     step: Step, phase: str, device: torch.device, before: float | None
 ) -> float | None:
@@ -43,8 +49,7 @@ def peak_mib(step: Step, device: torch.device, before: float | None, steps: int)
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(steps):
         step(ignore)
-    wait_for(device)
-    return float(torch.cuda.max_memory_allocated(device)) / _MIB - before
+    return max_allocated_mib(device) - before
 
 
 def gradient_error(

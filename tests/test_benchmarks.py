@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.coalesce.bars import bars
+from tests.outcome import ROOT, Outcome, outcome_of
 
-ROOT = Path(__file__).resolve().parents[1]
 ROWS = [str(number) for number in range(1, 11)]
 TIMED = [number for number in ROWS if number != "3"]
 PATCHED = ["2", "4", "5", "6", "7"]
@@ -28,39 +26,6 @@ HOOKED = {
     ".pth, DS_PATCHES unset": "< 2",
     ".pth, DS_PATCHES=all": "< 10",
 }
-
-
-class Outcome:
-    """What a run printed and what it kept."""
-
-    def __init__(self, printed: str, kept: dict[str, Any]) -> None:
-        self.printed = printed
-        self.kept = kept
-
-    def table(self, first_header: str) -> list[list[str]]:
-        """The cells of the Markdown table with this first column, below its header."""
-        lines = self.printed.splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
-        body = []
-        for line in lines[start + 2 :]:
-            if not line.startswith("|"):
-                break
-            body.append([cell.strip() for cell in line.strip("|").split("|")])
-        return body
-
-
-def outcome_of(command: str, kept: Path, **variables: str) -> Outcome:
-    """Run a benchmark, whose last option is for the file that it keeps everything in."""
-    done = subprocess.run(
-        [sys.executable, *command.split(), str(kept)],
-        cwd=ROOT,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Outcome(done.stdout, json.loads(kept.read_text()))
 
 
 @pytest.fixture(scope="module")

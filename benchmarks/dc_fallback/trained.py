@@ -1,0 +1,78 @@
+"""Whether a row trains what eager ZeRO-3 trains: each parameter after the same first steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.dc_fallback.results import Difference
+
+
+class Trained(NamedTuple):
+    """Of one parameter, on the CPU: what it moved by, and AdamW's average of its gradients."""
+
+    update: Tensor
+    gradient: Tensor
+
+
+def starts(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter, before ZeRO takes them apart."""
+    return {name: param.detach().float().cpu() for name, param in model.named_parameters()}
+
+
+def trained(engine: Any, starts: dict[str, Tensor]) -> dict[str, Trained]:
+    """Gathered from all ranks, one after another; nothing on ranks other than 0."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        now = safe_get_full_fp32_param(param)
+        gradient = safe_get_full_optimizer_state(param, "exp_avg")
+        if dist.get_rank() == 0:
+            found[name] = Trained(now.cpu() - starts[name], gradient.cpu())
+    return found
+
+
+def keep(found: dict[str, Trained], path: Path) -> None:
+    """For the processes that come later."""
+    if found:
+        torch.save({name: tuple(one) for name, one in found.items()}, path)
+
+
+def differences(
+    found: dict[str, Trained], path: Path, device: torch.device
+) -> dict[str, Difference]:
+    """To what was kept; where nothing was found, nothing."""
+    if not found:
+        return {}
+    kept = torch.load(path, mmap=True, weights_only=True)
+    if kept.keys() != found.keys():
+        raise RuntimeError(f"not the same parameters: {sorted(kept.keys() ^ found.keys())}")
+    return {
+        name: _difference(
+            [tensor.to(device) for tensor in one], [tensor.to(device) for tensor in kept[name]]
+        )
+        for name, one in found.items()
+    }
+
+
+def _difference(ours: list[Tensor], theirs: list[Tensor]) -> Difference:
+    update, gradient = (_relative(*pair) for pair in zip(ours, theirs, strict=True))
+    moved, expected = (torch.linalg.vector_norm(one[0]).item() for one in (ours, theirs))
+    return Difference(_over(abs(moved - expected), expected), update, gradient)
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    difference, size = (torch.linalg.vector_norm(one).item() for one in (ours - theirs, theirs))
+    return _over(difference, size)
+
+
+def _over(difference: float, size: float) -> float:
+    """Nothing may differ from nothing by nothing alone."""
+    if difference == 0:
+        return 0.0
+    return difference / size if size else float("inf")
