@@ -57,6 +57,7 @@ class Fallback:
         native = upstream_engine.disown(self._engine)
         self._undo.append(lambda: upstream_engine.give_back(self._engine, native))
         upstream_engine.keep_shapes_static(self._engine)
+        upstream_engine.drop_leaf_hooks(self._engine)
         dynamo.leave_alone(torch.nn.Module.__getattr__)  # or it is compiled, and gathers nothing
         self._undo.append(lambda: dynamo.look_again(torch.nn.Module.__getattr__))
         before_call, after_call = self._call_hooks()
@@ -84,12 +85,12 @@ class Fallback:
         def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            for call in end(module):
+            for call in reversed(end(module)):
                 if call.dynamo is not None:
                     dynamo.switch(call.dynamo)
 
-        dynamo.leave_alone(before_call)
-        dynamo.leave_alone(after_call)
+        for function in (before_call, after_call, dynamo.switch_off, dynamo.switch):
+            dynamo.leave_alone(function)
         return before_call, after_call
 
     def remove(self) -> None:

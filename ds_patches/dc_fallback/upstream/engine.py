@@ -55,6 +55,17 @@ def keep_shapes_static(engine: Any) -> None:
         put_back()
 
 
+def drop_leaf_hooks(engine: Any) -> None:
+    """Remove the hooks that reduce a leaf module's gradients.
+
+    DeepCompile forgets them, and they then look for a bucket that it has taken away.
+    """
+    hooks = engine.optimizer._leaf_module_hooks
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
 def tells_layers_apart() -> bool:
     """Whether a frame compiled for one layer is not used for the next: 0.19.7 and later.
 

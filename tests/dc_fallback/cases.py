@@ -1,0 +1,128 @@
+"""A pattern trained by an engine under DeepCompile and by its reference, and how far apart they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_patches
+from tests.dc_fallback import patterns, stand_in
+from tests.zero3_retain import trainers
+from tests.zero3_retain.cases import listening
+
+EXACT = 2e-6
+
+
+@dataclass
+class Outcome:
+    """What became of an engine."""
+
+    difference: float = float("inf")
+    where: str = ""
+    moved: float = 0.0
+    error: str = ""
+    untrained: list[str] = field(default_factory=list)  # moved in the reference, and not here
+    available: list[list[str]] = field(default_factory=list)  # after each backward
+    graphs: list[int] = field(default_factory=list)  # compiled so far, after each step
+    heard: list[str] = field(default_factory=list)  # what the patch logged
+
+    @property
+    def equal(self) -> bool:
+        return not self.error and self.moved > 1e-3 and self.difference <= EXACT
+
+
+class Trainer(trainers.EngineTrainer):
+    """Also looks at what has been compiled."""
+
+    def __init__(self, engine: Any, style: str = "engine") -> None:
+        super().__init__(engine, style)
+        self.graphs: list[int] = []
+
+    def step(self) -> None:
+        super().step()
+        self.graphs.append(stand_in.native.compiled)
+
+
+Script = Callable[[Any], None]
+
+
+def inputs(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return patterns.batch(step, part, dist.get_rank())
+
+
+def steps(trainer: Any, *, steps: int = 3, micro_steps: int = 1, forwards: int = 1) -> None:
+    """`forwards`: how many come before one backward over their sum."""
+    for step in range(steps):
+        for micro in range(micro_steps):
+            losses = [trainer.forward(*inputs(step, 3 * micro + part)) for part in range(forwards)]
+            trainer.backward(sum(losses[1:], losses[0]))
+            trainer.step()
+
+
+@contextmanager
+def patched(**options: str) -> Iterator[None]:
+    """dc_fallback applied for the length of a block, and really live in it."""
+    ds_patches.apply("dc_fallback", **options)
+    assert ds_patches.is_applied("dc_fallback")
+    try:
+        yield
+    finally:
+        ds_patches.unapply("dc_fallback")
+
+
+def engine_of(start: torch.nn.Module, settings: dict[str, Any]) -> Any:
+    """An engine under DeepCompile."""
+    engine = trainers.build_engine(deepcopy(start), {**settings, "compile": {"deepcompile": True}})
+    engine.compile(backend="eager")
+    return engine
+
+
+def run(
+    pattern: str,
+    script: Script = steps,
+    *,
+    style: str = "engine",
+    micro_steps: int = 1,
+    patch: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> Outcome:
+    """`script`, by an engine and by plain PyTorch, from the same start. Runs on every rank."""
+    start = patterns.build(pattern)
+    expected = trainers.plain(start, script, micro_steps)
+    origin = {name: p.detach().clone() for name, p in start.named_parameters()}
+    with (
+        stand_in.deep_compile(),
+        patched() if patch else nullcontext(),
+        listening() as heard,
+    ):
+        wanted = trainers.config(3, micro_steps=micro_steps, **(settings or {}))
+        trainer = Trainer(engine_of(start, wanted), style)
+        outcome = Outcome(
+            available=trainer.available_after_backward, graphs=trainer.graphs, heard=heard
+        )
+        trainers.run_into(outcome, script, trainer, expected, origin)
+        if not outcome.error:
+            outcome.untrained = untrained(trainer.parameters(), expected, origin)
+        return outcome
+
+
+def untrained(found: Any, expected: Any, origin: Any) -> list[str]:
+    """Names of parameters that should have moved and did not, or only by rounding."""
+    return [
+        name
+        for name, start in origin.items()
+        if (found[name] - start).norm() < 0.1 * (expected[name] - start).norm()
+    ]
+
+
+def train(pattern: str, *, forwards: int = 1, micro_steps: int = 1, **case: Any) -> Outcome:
+    """Three steps of `pattern`."""
+    script = partial(steps, forwards=forwards, micro_steps=micro_steps)
+    return run(pattern, script, micro_steps=micro_steps, **case)

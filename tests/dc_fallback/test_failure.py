@@ -1,0 +1,119 @@
+"""D6: after an exception the next step is right, and nothing stays gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ds_patches
+from tests.dc_fallback import cases, patterns, stand_in
+from tests.dc_fallback.cases import Outcome, inputs
+from tests.world import World
+from tests.zero3_retain import trainers
+
+
+class _Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("refused in the backward")
+
+
+@torch.compiler.disable
+def refuse(module: Any, args: Any, output: Tensor) -> Tensor:
+    if getattr(module, "refuses", None) == "forward":
+        raise RuntimeError("refused in the forward")
+    if getattr(module, "refuses", None) == "backward":
+        return _Refuses.apply(output)  # type: ignore[no-any-return]
+    return output
+
+
+def refusing(where: str, layer: int, at_step: int) -> Any:
+    """A script with a batch that fails and is left out, on every rank."""
+
+    def script(trainer: Any) -> None:
+        module = trainer.engine.module if hasattr(trainer, "engine") else trainer.model
+        module.layers[layer].register_forward_hook(refuse)
+        for step in range(4):
+            if step == at_step:
+                module.layers[layer].refuses = where
+                with pytest.raises(RuntimeError, match="refused"):
+                    trainer.backward(trainer.forward(*inputs(step, 1)))
+                module.layers[layer].refuses = None
+                module.zero_grad()
+            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.step()
+
+    return script
+
+
+def run(pattern: str, where: str, layer: int, at_step: int) -> Outcome:
+    return cases.run(pattern, refusing(where, layer, at_step))
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("pattern", ["Disabled", "Whole", "Mixed"])
+def test_the_next_step_is_right(
+    world: World, pattern: str, where: str, layer: int, at_step: int
+) -> None:
+    found = world.run(run, pattern, where, layer, at_step)[0]
+    assert found.equal and not found.untrained, found
+    assert not any(found.available)
+    told = any("A backward raised" in line for line in found.heard)
+    assert told == (where == "backward")
+
+
+def applied_late() -> list[float]:
+    """Applied when the engine has been compiled and has run; taken back, and applied again."""
+    start = patterns.build("Compiled")
+    expected = trainers.plain(start, cases.steps)
+    with stand_in.deep_compile():
+        trainer = trainers.EngineTrainer(cases.engine_of(start, trainers.config(3)))
+        for step in range(3):
+            if step == 1:
+                notes = ds_patches.apply("dc_fallback").notes
+                assert any("compiled before" in note for note in notes), notes
+            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.step()
+            if step == 1:
+                ds_patches.unapply("dc_fallback")
+        return [trainers.worst_difference(trainer.parameters(), expected)[0]]
+
+
+def test_applied_late_and_taken_back(world: World) -> None:
+    assert max(world.run(applied_late)[0]) <= cases.EXACT
+
+
+def what_is_left() -> dict[str, Any]:
+    with stand_in.deep_compile():
+        start = patterns.build("Disabled")
+        with cases.patched():
+            engine = cases.engine_of(start, trainers.config(3))
+            inside = {type(module._parameters).__name__ for module in engine.module.modules()}
+            engine.backward(engine(*inputs(0, 0)))
+            engine.step()
+        modules = list(engine.module.modules())
+        return {
+            "inside": inside,
+            "containers": {type(module._parameters).__name__ for module in modules},
+            "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+            "attributes": [name for name in vars(engine) if "ds_patches" in name],
+            "native": getattr(engine, "_deepcompile_z3_eager_fallback", "none") is not None,
+        }
+
+
+def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
+    left = world.run(what_is_left)[0]
+    assert left["inside"] == {"WatchedParameters"}
+    assert "WatchedParameters" not in left["containers"]
+    assert left["hooks"] == 0
+    assert not left["attributes"]
+    assert left["native"]

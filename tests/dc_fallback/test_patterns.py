@@ -1,0 +1,29 @@
+"""D1, D3, D4: whatever Dynamo skips, the engine trains as plain PyTorch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dc_fallback import patterns
+from tests.dc_fallback.cases import Outcome, train
+from tests.world import World
+
+NAMES = [pattern.__name__ for pattern in patterns.ALL]
+
+
+def outcome(world: World, pattern: str, **case: Any) -> Outcome:
+    """The outcome of `case`, which must be the same on both ranks."""
+    first, second = world.run(train, pattern, **case)
+    assert (first.difference, first.error) == (second.difference, second.error)
+    return first
+
+
+@pytest.mark.parametrize("pattern", NAMES)
+def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
+    found = outcome(world, pattern)
+    assert not found.untrained, found
+    assert found.equal, found
+    assert not any(found.available), "a parameter stayed gathered"
+    assert len(set(found.graphs)) == 1, "something was compiled again"

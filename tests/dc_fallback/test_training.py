@@ -1,0 +1,138 @@
+"""D2: accumulation, several forwards, evaluation, clipping, loss scale, two engines."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dc_fallback import cases, patterns, stand_in
+from tests.dc_fallback.cases import Outcome, inputs
+from tests.dc_fallback.test_patterns import outcome
+from tests.world import World
+from tests.zero3_retain import releases, trainers
+from tests.zero3_retain.cases import half_precision_allowed
+
+MIXED = ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
+
+
+def assert_like_pytorch(found: Outcome) -> None:
+    assert found.equal and not found.untrained, found
+    assert not any(found.available), found
+
+
+@pytest.mark.parametrize("style", ["engine", "torch"])
+@pytest.mark.parametrize("pattern", MIXED)
+def test_micro_steps(world: World, pattern: str, style: str) -> None:
+    releases.needs_torch_style(style)
+    assert_like_pytorch(outcome(world, pattern, micro_steps=2, style=style))
+
+
+@pytest.mark.parametrize("pattern", MIXED)
+def test_two_forwards_before_one_backward(world: World, pattern: str) -> None:
+    assert_like_pytorch(outcome(world, pattern, forwards=2))
+
+
+def evaluates(trainer: Any) -> None:
+    """A forward without gradients before each that has them, and one that nothing follows."""
+    for step in range(3):
+        with torch.no_grad():
+            trainer.forward(*inputs(step, 1))
+        trainer.forward(*inputs(step, 2))
+        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer.step()
+
+
+def twice_a_step(trainer: Any) -> None:
+    """Two backwards at the boundary, each of a forward of its own."""
+    for step in range(3):
+        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer.backward(trainer.forward(*inputs(step, 1)))
+        trainer.step()
+
+
+def run(script: Any, pattern: str, **case: Any) -> Outcome:
+    return cases.run(pattern, script, **case)
+
+
+@pytest.mark.parametrize("script", [evaluates, twice_a_step], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("pattern", MIXED)
+def test_scripts(world: World, pattern: str, script: Any) -> None:
+    assert_like_pytorch(world.run(run, script, pattern)[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage3_param_persistence_threshold": 100},
+        {"reduce_bucket_size": 100},
+        {"offload_param": {"device": "cpu"}},
+        {"overlap_comm": True},
+    ],
+    ids=["persistent", "small buckets", "offloaded", "overlap"],
+)
+@pytest.mark.parametrize("pattern", ["Disabled", "LoopOfBlocks", "TiedToSkipped"])
+def test_settings(world: World, pattern: str, settings: dict[str, Any]) -> None:
+    assert_like_pytorch(outcome(world, pattern, settings={"zero": settings}))
+
+
+def against_eager(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Held against eager ZeRO-3, for what plain PyTorch has no name for."""
+    start = patterns.build(pattern)
+    wanted = trainers.config(3, **settings)
+    with half_precision_allowed():
+        eager = trainers.EngineTrainer(trainers.build_engine(deepcopy(start), wanted))
+        cases.steps(eager, steps=4)
+        with stand_in.deep_compile(), cases.patched():
+            trainer = trainers.EngineTrainer(cases.engine_of(start, wanted))
+            cases.steps(trainer, steps=4)
+            found, expected = trainer.parameters(), eager.parameters()
+            origin = {name: p.detach().clone() for name, p in start.named_parameters()}
+            return {
+                "difference": trainers.worst_difference(found, expected)[0],
+                "moved": trainers.worst_difference(expected, origin)[0],
+                "skipped": (eager.engine.skipped_steps, trainer.engine.skipped_steps),
+                "norm": abs(
+                    trainer.engine.get_global_grad_norm() - eager.engine.get_global_grad_norm()
+                ),
+            }
+
+
+@pytest.mark.parametrize("pattern", ["Disabled", "TiedToSkipped", "Whole"])
+def test_clipping(world: World, pattern: str) -> None:
+    found = world.run(against_eager, pattern, {"gradient_clipping": 0.05})[0]
+    assert found["moved"] > 1e-3
+    assert found["difference"] <= cases.EXACT
+    assert found["norm"] <= 1e-4
+
+
+@pytest.mark.parametrize("pattern", ["Disabled", "Whole"])
+def test_overflow_skips_the_step(world: World, pattern: str) -> None:
+    scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    found = world.run(against_eager, pattern, {"fp16": scale})[0]
+    assert found["skipped"][0] == found["skipped"][1] > 0
+    assert found["moved"] > 1e-3
+    assert found["difference"] <= 2e-3
+
+
+def beside_another() -> float:
+    """An engine under DeepCompile trains while a plain ZeRO-3 engine is used too."""
+    start = patterns.build("Mixed")
+    settings = trainers.config(3)
+    expected = trainers.plain(start, cases.steps)
+    with stand_in.deep_compile(), cases.patched():
+        other = trainers.EngineTrainer(trainers.build_engine(patterns.build("Mixed"), settings))
+        trainer = trainers.EngineTrainer(cases.engine_of(start, settings))
+        for step in range(3):
+            other.backward(other.forward(*inputs(step, 0)))
+            trainer.backward(trainer.forward(*inputs(step, 0)))
+            other.step()
+            trainer.step()
+        assert trainers.worst_difference(other.parameters(), expected)[0] <= cases.EXACT
+        return trainers.worst_difference(trainer.parameters(), expected)[0]
+
+
+def test_two_engines(world: World) -> None:
+    assert max(world.run(beside_another)) <= cases.EXACT
