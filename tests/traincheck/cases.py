@@ -180,19 +180,23 @@ def check(
             ds_patches.unapply_all()
 
 
-def lose_gradients(steps_before: int) -> Outcome:
-    """Stage 3 without the hooks that reduce gradients, which DeepCompile takes away."""
-    engine, module = engine_of("TwoHeads", 3)
-    for index in range(steps_before):
-        step(engine, index)
+def lose(engine: Any) -> None:
+    """Take the hooks away that reduce gradients at stage 3, as DeepCompile does."""
     for hook in engine.optimizer._grad_acc_hooks:
         hook.remove()
     zero_grad = engine.optimizer.zero_grad
 
     def clear(*args: Any, **kwargs: Any) -> None:
-        for param in module.parameters():
+        for param in engine.module.parameters():
             param.grad = None  # stock notes streams on it first, which a CPU has not
         zero_grad(*args, **kwargs)
 
     engine.optimizer.zero_grad = clear
+
+
+def after_losing(steps_before: int) -> Outcome:
+    engine, _ = engine_of("TwoHeads", 3)
+    for index in range(steps_before):
+        step(engine, index)
+    lose(engine)
     return outcome_of(engine, lambda: step(engine, 9))

@@ -90,7 +90,7 @@ def test_every_parameter_whose_gradient_is_not_reduced_is_named(
     world: World, steps_before: int
 ) -> None:
     """What DeepCompile's start leaves of an engine: gradients are computed, and stay behind."""
-    found = agreed(world.run(cases.lose_gradients, steps_before))
+    found = agreed(world.run(cases.after_losing, steps_before))
     assert list(found.untrained) == [name for name, _ in models.TwoHeads().named_parameters()]
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
 
