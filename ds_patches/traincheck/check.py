@@ -36,7 +36,7 @@ def checking(engine: Any, action: str) -> Iterator[TrainReport]:
         [key in steps.trained for key in keys],
         [key in steps.stale for key in keys],
         [key in steps.left for key in keys],
-        [key in steps.held() for key in keys],
+        [key in steps.held for key in keys],
         [has_run(trainable) for trainable in found],
         [not steps.taken + steps.skipped, not steps.taken],
     )

@@ -32,15 +32,19 @@ class Diagnosis:
         yield f"train check: 4 parameters, ZeRO-3, one process on {stock.get('device', '?')}"
         yield f"  eager, stock: {_said(stock)}"
         yield self._patched("eager")
-        if why_not := stock.get("deepcompile", "the first trial said nothing of it"):
+        why_not = stock.get("deepcompile", "the first trial said nothing of it")
+        if not why_not:
+            compiled = self._trial("--compiled")
+            why_not = compiled.get("deepcompile")
+        if why_not:
             yield f"  DeepCompile: not checked, {why_not}; the lines above are of eager ZeRO-3"
             return
-        yield f"  DeepCompile, stock: {_said(self._trial('--compiled'))}"
+        yield f"  DeepCompile, stock: {_said(compiled)}"
         yield self._patched("DeepCompile", "--compiled")
 
     def _patched(self, name: str, *options: str) -> str:
         found = self._trial("--patched", *options)
-        self.trains &= not found.get("error") and not found["untrained"]
+        self.trains &= not found["error"] and not found["untrained"]
         return f"  {name}, {', '.join(found['live']) or 'no patch'} live: {_said(found)}"
 
     def _trial(self, *options: str) -> dict[str, Any]:

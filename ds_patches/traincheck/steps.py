@@ -22,7 +22,8 @@ from ds_patches.traincheck import upstream
 class Steps:
     """The steps of one DeepSpeed optimizer, while `watched`.
 
-    What it finds are ids of parameters, as this rank sees them. `trained`: stepped with a gradient.
+    What it finds are ids of parameters, as this rank sees them. `held`: it steps at least a part of
+    it. `trained`: stepped with a gradient.
     `stale`: with one that had been there before. `left`: on the parameter lay one when the step
     began, which is fine where the step takes it from there.
     """
@@ -35,13 +36,10 @@ class Steps:
         self._unchanged: set[int] = set()
         self._stepped = False
         self.taken = self.skipped = 0
+        self.held = set(self._slices)
         self.trained: set[int] = set()
         self.stale: set[int] = set()
         self.left: set[int] = set()
-
-    def held(self) -> set[int]:
-        """Return the parameters that this rank steps at least a part of."""
-        return set(self._slices)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

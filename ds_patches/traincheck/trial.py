@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_patches
+from ds_patches.core import engines
 
 WIDTH, BATCH = 32, 4
 
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             result["live"] = [name for name, status in statuses.items() if status.live]
         _train(chosen.compiled, result)
     except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        result["error"] = _first_line(error)
         raise
     finally:
         chosen.result.write_text(json.dumps(result), encoding="utf-8")
@@ -79,8 +80,8 @@ def _train(compiled: bool, result: dict[str, Any]) -> None:
             optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
             config=_config(compiled),
         )
-        if compiled:
-            engine.compile()
+        if compiled and not _compile(engine, result):
+            return
         # The first one compiles, and is outside: a hook that comes later compiles nothing again.
         _step(engine, device)
         with ds_patches.train_check(engine, action="report") as report:
@@ -88,6 +89,24 @@ def _train(compiled: bool, result: dict[str, Any]) -> None:
                 _step(engine, device)
         dist.destroy_process_group()
     result["untrained"] = [one.name for one in (*report.untrained, *report.idle)]
+
+
+def _compile(engine: Any, result: dict[str, Any]) -> bool:
+    """Whether DeepCompile is on now. Some releases refuse, or leave it to torch.compile."""
+    try:
+        engine.compile()
+    except Exception as error:
+        result["error"] = _first_line(error)
+    else:
+        if engines.is_deep_compiled(engine):
+            return True
+        result["error"] = "engine.compile() has left it to torch.compile"
+    result["deepcompile"] = result["error"]
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _step(engine: Any, device: torch.device) -> None:
@@ -115,18 +134,21 @@ def _begin(folder: str) -> None:
         # On CPU, DeepSpeed builds this op for half a minute; without it, it takes gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = get_accelerator().communication_backend_name()
-    backend = "gloo" if backend == "ccl" else backend
+    backend = "gloo" if backend == "ccl" else backend  # DeepSpeed's own of CPUs, to be built too
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False)
 
 
 def _deepcompile() -> str:
     """Return why DeepCompile cannot run here, or nothing if it can."""
+    from deepspeed.accelerator import get_accelerator
+
     try:
         from deepspeed.compile.util import is_deepcompile_supported
     except ImportError:
         return "this DeepSpeed has none"
-    return "" if is_deepcompile_supported() else "this DeepSpeed supports it on CUDA only"
+    here = f"{get_accelerator().device_name()} and torch {torch.__version__}"
+    return "" if is_deepcompile_supported() else f"this DeepSpeed has none for {here}"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,17 @@ def test_lost_gradients_are_named_and_decide(monkeypatch: pytest.MonkeyPatch, wh
     assert found.trains is (where == "stock")
 
 
+def test_deepcompile_that_does_not_come_up_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TRIAL", ("tests.traincheck.losing_trial", "compiled"))
+    found = doctor.Diagnosis(environment(), seconds=120)
+    *_, last = found.lines()
+    assert last == (
+        "  DeepCompile: not checked, engine.compile() has left it to torch.compile; "
+        "the lines above are of eager ZeRO-3"
+    )
+    assert found.trains
+
+
 def test_a_trial_that_hangs_is_ended() -> None:
     began = time.monotonic()
     found = doctor.Diagnosis(environment(), seconds=0.2)
