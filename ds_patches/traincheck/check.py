@@ -80,13 +80,13 @@ def _judge(report: TrainReport, found: Sequence[Trainable], *agreed: Sequence[bo
         notes = []
         if not held:
             notes.append("not in the optimizer")
-        elif not ran and trainable.compiled:
-            notes.append("in a compiled module, where it is not seen to run")
         elif left:
             notes.append("its gradient stayed on the parameter and was not reduced")
+        elif not ran and trainable.compiled:
+            notes.append("in a compiled module, where it is not seen to run")
         if stale:
             notes.append("stepped with the gradient of an earlier step")
-        accused = held and (ran or trainable.compiled)
+        accused = held and (ran or left or trainable.compiled)
         (untrained if accused else idle).append(
             Untrained(trainable.name, trainable.owner, ", ".join(notes))
         )

@@ -26,7 +26,7 @@ class TrainReport:
     steps: int = 0
     skipped: int = 0  # for overflow; they tell nothing
     parameters: int = 0  # trainable ones
-    #: Their modules ran, or cannot be seen to run since they are compiled.
+    #: Their modules ran, or a gradient came, or they are compiled and are not seen to run.
     untrained: tuple[Untrained, ...] = ()
     #: Their modules did not run, or the optimizer does not have them.
     idle: tuple[Untrained, ...] = ()

@@ -23,9 +23,8 @@ class Steps:
     """The steps of one DeepSpeed optimizer, while `watched`.
 
     What it finds are ids of parameters, as this rank sees them. `held`: it steps at least a part of
-    it. `trained`: stepped with a gradient.
-    `stale`: with one that had been there before. `left`: on the parameter lay one when the step
-    began, which is fine where the step takes it from there.
+    them. `trained`: stepped with a gradient. `stale`: with one that had been there before. `left`:
+    one lay on the parameter when the step began, which is fine where the step takes it from there.
     """
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_patches
@@ -94,6 +95,14 @@ class Frozen(CutOff):
         self.cut.requires_grad_(False)
 
 
+class NeverCalled(CutOff):
+    """A layer whose parameters are used, and which is not called."""
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = models.TwoHeads.trunk(self, tokens)
+        return x + F.linear(x, self.cut.weight, self.cut.bias)
+
+
 class HeldByAList(models.TwoHeads):
     """Parameters in a container without a forward; the second one is of no use."""
 
@@ -115,6 +124,7 @@ MODELS: dict[str, type[nn.Module]] = {
         RunsOnOneRank,
         OnAndOff,
         Frozen,
+        NeverCalled,
         HeldByAList,
     )
 }
@@ -194,8 +204,8 @@ def lose(engine: Any) -> None:
     engine.optimizer.zero_grad = clear
 
 
-def after_losing(steps_before: int) -> Outcome:
-    engine, _ = engine_of("TwoHeads", 3)
+def after_losing(model: str, steps_before: int) -> Outcome:
+    engine, _ = engine_of(model, 3)
     for index in range(steps_before):
         step(engine, index)
     lose(engine)

@@ -32,7 +32,8 @@ def agreed(results: list[cases.Outcome]) -> cases.Outcome:
 @pytest.mark.core_case(patches=False, model="TwoHeads")
 @pytest.mark.parametrize("patches", [False, True], ids=["", "patched"])
 @pytest.mark.parametrize(
-    "model", ["TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant", "Frozen"]
+    "model",
+    ["TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant", "Frozen", "NeverCalled"],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_trains_passes_in_silence(world: World, stage: int, model: str, patches: bool) -> None:
@@ -85,13 +86,17 @@ def test_a_container_runs_with_the_module_above(world: World) -> None:
 
 
 @pytest.mark.core_case(steps_before=1)
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    ("model", "steps_before"), [("TwoHeads", 0), ("TwoHeads", 1), ("NeverCalled", 0)]
+)
 def test_every_parameter_whose_gradient_is_not_reduced_is_named(
-    world: World, steps_before: int
+    world: World, model: str, steps_before: int
 ) -> None:
     """What DeepCompile's start leaves of an engine: gradients are computed, and stay behind."""
-    found = agreed(world.run(cases.after_losing, steps_before))
-    assert list(found.untrained) == [name for name, _ in models.TwoHeads().named_parameters()]
+    found = agreed(world.run(cases.after_losing, model, steps_before))
+    build = cases.MODELS.get(model, models.TwoHeads)
+    assert list(found.untrained) == [name for name, _ in build().named_parameters()]
+    assert not found.idle
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
 
 
