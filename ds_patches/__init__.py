@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         UnknownPatch,
     )
     from ds_patches.core.state import PatchStatus, State
+    from ds_patches.traincheck import NotChecked, NotTrained, TrainReport, train_check
 
 __version__ = "0.1.0"
 
@@ -37,10 +38,13 @@ __all__ = [
     "AlreadyApplied",
     "DsPatchesError",
     "FlagError",
+    "NotChecked",
+    "NotTrained",
     "PatchNotApplied",
     "PatchStatus",
     "RanksDisagree",
     "State",
+    "TrainReport",
     "UnknownPatch",
     "__version__",
     "apply",
@@ -48,6 +52,7 @@ __all__ = [
     "is_applied",
     "names",
     "status",
+    "train_check",
     "unapply",
     "unapply_all",
 ]
@@ -57,9 +62,10 @@ def __getattr__(name: str) -> Any:
     """Load the public names on first use, so that importing the package costs nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ds_patches import traincheck
     from ds_patches.core import api, errors, state
 
-    for home in (api, errors, state):
+    for home in (api, errors, state, traincheck):
         if hasattr(home, name):
             return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from ds_patches.core.errors import DsPatchesError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 if `doctor` found drift, 2 for a flag that means nothing."""
+    """Run one command. Returns 0, 1 if `doctor` found a fault, 2 for a flag that means nothing."""
     chosen = _parser().parse_args(arguments)
     try:
         return int(_COMMANDS[chosen.command](chosen) or 0)
@@ -35,7 +35,17 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
     text, drifted = report.doctor()
     print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
-    return int(drifted)
+    return int(drifted or not (_trains(chosen.timeout) if chosen.train_check else True))
+
+
+def _trains(seconds: float) -> bool:
+    from ds_patches.traincheck import doctor
+
+    trial = doctor.Diagnosis(os.environ, seconds)
+    print(flush=True)
+    for line in trial.lines():
+        print(line, flush=True)
+    return trial.trains
 
 
 def _table(chosen: argparse.Namespace) -> None:
@@ -90,7 +100,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     status = commands.add_parser("status", help="one line per patch: state, release, why, links")
     status.add_argument("--json", action="store_true", help="the same as JSON")
-    commands.add_parser("doctor", help="environment, what would apply and why not, drift")
+    doctor = commands.add_parser("doctor", help="environment, what would apply and why not, drift")
+    doctor.add_argument(
+        "--train-check",
+        action="store_true",
+        help="train a small model too, and name parameters that get no gradient",
+    )
+    doctor.add_argument(
+        "--timeout",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="for each training of it (default: %(default)s)",
+    )
     commands.add_parser("table", help="the patches as a markdown table")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")

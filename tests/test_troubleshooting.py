@@ -24,6 +24,8 @@ ON_REQUEST = {
     "__main__.py": "help, and the answers of the commands",
     "core/report.py": "status, doctor and table",
     "startup/diagnosis.py": "the end of doctor",
+    "traincheck/doctor.py": "doctor --train-check",
+    "traincheck/trial.py": "doctor --train-check",
     "core/state.py": "the states, which are in using.md",
 }
 #: Single texts that need no answer.

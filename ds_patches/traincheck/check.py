@@ -1,0 +1,93 @@
+"""The block: watch, let the ranks agree, say what was found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_patches.traincheck import upstream
+from ds_patches.traincheck.modules import Trainable, trainables, watched
+from ds_patches.traincheck.report import NotChecked, NotTrained, TrainReport, Untrained
+from ds_patches.traincheck.steps import Steps
+
+log = logging.getLogger("ds_patches")
+
+ACTIONS = ("raise", "warn", "report")
+
+
+@contextmanager
+def checking(engine: Any, action: str) -> Iterator[TrainReport]:
+    """See `ds_patches.train_check`."""
+    if action not in ACTIONS:
+        raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
+    report = TrainReport()
+    found = trainables(engine.module)
+    steps = Steps(engine.optimizer, [trainable.param for trainable in found])
+    with watched(engine.module, found) as has_run, steps.watched():
+        yield report
+    keys = [id(trainable.param) for trainable in found]
+    trained, stale, left, held, ran, (no_step, no_inner_step) = _agreed(
+        engine,
+        [key in steps.trained for key in keys],
+        [key in steps.stale for key in keys],
+        [key in steps.left for key in keys],
+        [key in steps.held for key in keys],
+        [has_run(trainable) for trainable in found],
+        [not steps.taken + steps.skipped, not steps.taken],
+    )
+    report.parameters, report.skipped = len(found), steps.skipped
+    if no_step:
+        raise NotChecked(
+            "no optimizer step was taken inside train_check(): a whole gradient accumulation, up "
+            "to the engine.step() at its boundary, has to be in the block, on every rank"
+        )
+    speaks = action != "report" and dist.get_rank(upstream.reduction_group(engine)) == 0
+    if no_inner_step:
+        if speaks:
+            log.warning("every step inside train_check() was skipped for overflow: no verdict")
+        return
+    report.steps = steps.taken
+    _judge(report, found, trained, stale, left, held, ran)
+    if report.idle and speaks:
+        log.warning("%s", report.remark())
+    if report.untrained and action == "raise":
+        raise NotTrained(report)
+    if report.untrained and speaks:
+        log.warning("%s", report.accusation())
+
+
+def _agreed(engine: Any, *flags: Sequence[bool]) -> list[list[bool]]:
+    """Return each row as true where it is true on any rank."""
+    flat = [flag for row in flags for flag in row]
+    told = torch.tensor(flat, dtype=torch.uint8, device=engine.device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=upstream.reduction_group(engine))
+    values = iter(told.tolist())
+    return [[bool(next(values)) for _ in row] for row in flags]
+
+
+def _judge(report: TrainReport, found: Sequence[Trainable], *agreed: Sequence[bool]) -> None:
+    """Sort parameters without a gradient: accused, or with an excuse."""
+    untrained: list[Untrained] = []
+    idle: list[Untrained] = []
+    for trainable, trained, stale, left, held, ran in zip(found, *agreed, strict=True):
+        if trained:
+            continue
+        notes = []
+        if not held:
+            notes.append("not in the optimizer")
+        elif left:
+            notes.append("its gradient stayed on the parameter and was not reduced")
+        elif not ran and trainable.compiled:
+            notes.append("in a compiled module, where it is not seen to run")
+        if stale:
+            notes.append("stepped with the gradient of an earlier step")
+        accused = held and (ran or left or trainable.compiled)
+        (untrained if accused else idle).append(
+            Untrained(trainable.name, trainable.owner, ", ".join(notes))
+        )
+    report.untrained, report.idle = tuple(untrained), tuple(idle)

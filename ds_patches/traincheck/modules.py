@@ -1,0 +1,94 @@
+"""Which trainable parameters a model has, and which of their modules run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A parameter with `requires_grad`, and the modules whose forward would use it."""
+
+    name: str
+    param: nn.Parameter
+    owner: str  # class of the module that has it
+    users: tuple[nn.Module, ...]  # more than one where it is tied
+    compiled: bool  # some user is compiled, or below one that is: no hook of it runs
+
+
+def trainables(model: nn.Module) -> list[Trainable]:
+    """Return them in the model's order, which is the same on every rank."""
+    owners: dict[int, list[str]] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), []).append(name)
+    found = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            homes = owners[id(param)]
+            users = [_user(modules, home) for home in homes]
+            found.append(
+                Trainable(
+                    name=name,
+                    param=param,
+                    owner=type(modules[homes[0]]).__name__,
+                    users=tuple(modules[user] for user in users),
+                    compiled=any(_is_compiled(modules, user) for user in users),
+                )
+            )
+    return found
+
+
+@contextmanager
+def watched(model: nn.Module, found: Sequence[Trainable]) -> Iterator[Callable[[Trainable], bool]]:
+    """Yield whether a module of this parameter has run in the block so far.
+
+    A module that runs inside a compiled frame is not seen.
+    """
+    ran: set[nn.Module] = set()
+    users = {user for trainable in found for user in trainable.users}
+    # In the model's order: what runs first is then the same from run to run.
+    hooks = [m.register_forward_pre_hook(_noting(ran)) for m in model.modules() if m in users]
+    try:
+        yield lambda trainable: not ran.isdisjoint(trainable.users)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _noting(ran: set[nn.Module]) -> Callable[[nn.Module, Any], None]:
+    def note(module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # traced as nothing: no side effect, no graph break
+            return
+        ran.add(module)
+
+    return note
+
+
+def _user(modules: dict[str, nn.Module], name: str) -> str:
+    """Of a container without a forward of its own, as ParameterList, what uses it is above."""
+    while name and not _has_forward(modules[name]):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _is_compiled(modules: dict[str, nn.Module], name: str) -> bool:
+    while True:
+        module = modules[name]
+        # `module.compile()`, which is also `engine.compile()`; `torch.compile(module)`.
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            return True
+        if not name:
+            return False
+        name = name.rpartition(".")[0]

@@ -1,0 +1,155 @@
+"""One process that trains a small model under ZeRO-3 and writes down what did not train.
+
+    python -m ds_patches.traincheck.trial RESULT [--patched] [--compiled]
+
+`doctor --train-check` runs it; see doctor.py. RESULT is a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_patches
+from ds_patches.core import engines
+
+WIDTH, BATCH = 32, 4
+
+
+class HalfSkipped(nn.Module):
+    """Two layers, of which Dynamo skips one: its frame runs eagerly in a compiled model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Linear(WIDTH, WIDTH)
+        self.skipped = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.eagerly(torch.tanh(self.seen(x)))
+        return out.square().mean()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def eagerly(self, x: Tensor) -> Tensor:
+        out: Tensor = self.skipped(x)
+        return out
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write what came of it; an error of the training is a result too."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--patched", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
+    chosen = parser.parse_args(arguments)
+    result: dict[str, Any] = {"live": []}
+    try:
+        if chosen.patched:
+            statuses = ds_patches.apply_all()
+            result["live"] = [name for name, status in statuses.items() if status.live]
+        _train(chosen.compiled, result)
+    except Exception as error:
+        result["error"] = _first_line(error)
+        raise
+    finally:
+        chosen.result.write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _train(compiled: bool, result: dict[str, Any]) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    result |= {"device": device.type, "deepcompile": _deepcompile()}
+    with tempfile.TemporaryDirectory() as folder:
+        _begin(folder)
+        torch.manual_seed(0)
+        model = HalfSkipped().to(device)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            config=_config(compiled),
+        )
+        if compiled and not _compile(engine, result):
+            return
+        # The first one compiles, and is outside: a hook that comes later compiles nothing again.
+        _step(engine, device)
+        with ds_patches.train_check(engine, action="report") as report:
+            for _ in range(2):
+                _step(engine, device)
+        dist.destroy_process_group()
+    result["untrained"] = [one.name for one in (*report.untrained, *report.idle)]
+
+
+def _compile(engine: Any, result: dict[str, Any]) -> bool:
+    """Whether DeepCompile is on now. Some releases refuse, or leave it to torch.compile."""
+    try:
+        engine.compile()
+    except Exception as error:
+        result["error"] = _first_line(error)
+    else:
+        if engines.is_deep_compiled(engine):
+            return True
+        result["error"] = "engine.compile() has left it to torch.compile"
+    result["deepcompile"] = result["error"]
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _step(engine: Any, device: torch.device) -> None:
+    engine.backward(engine(torch.randn(BATCH, WIDTH, device=device)))
+    engine.step()
+
+
+def _config(compiled: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        **({"compile": {"deepcompile": True}} if compiled else {}),
+    }
+
+
+def _begin(folder: str) -> None:
+    """Bring a process group of one up, without a port."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    with suppress(AttributeError):
+        # On CPU, DeepSpeed builds this op for half a minute; without it, it takes gloo.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = get_accelerator().communication_backend_name()
+    backend = "gloo" if backend == "ccl" else backend  # DeepSpeed's own of CPUs, to be built too
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+
+
+def _deepcompile() -> str:
+    """Return why DeepCompile cannot run here, or nothing if it can."""
+    from deepspeed.accelerator import get_accelerator
+
+    try:
+        from deepspeed.compile.util import is_deepcompile_supported
+    except ImportError:
+        return "this DeepSpeed has none"
+    here = f"{get_accelerator().device_name()} and torch {torch.__version__}"
+    return "" if is_deepcompile_supported() else f"this DeepSpeed has none for {here}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,258 @@
+"""What a block has to hold, what it leaves behind, and what else is said."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_patches
+from tests.traincheck import cases
+from tests.traincheck.test_verdicts import CUT, STAGES, agreed
+from tests.world import World
+from tests.zero3_retain import models, trainers
+from tests.zero3_retain.cases import half_precision_allowed
+
+
+@pytest.mark.parametrize("action", ["warn", "report"])
+def test_actions_other_than_an_error(world: World, action: str) -> None:
+    found = agreed(world.run(cases.check, "CutOff", 2, action=action))
+    assert list(found.untrained) == CUT
+    assert not found.error
+    assert [text.partition(":")[0][-20:] for text in found.warnings] == (
+        ["though their modules ran"[-20:]] if action == "warn" else []
+    )
+
+
+def test_another_action_is_an_error() -> None:
+    check = ds_patches.train_check(None, action="shout")
+    with pytest.raises(ValueError, match="'shout', not one of raise, warn, report"), check:
+        pass
+
+
+def without_a_step(stage: int, what: str) -> cases.Outcome:
+    engine, _ = cases.engine_of("TwoHeads", stage, micro_steps=2)
+    if what == "a micro step":
+        return cases.outcome_of(engine, lambda: cases.step(engine))
+    if what == "nothing on one rank" and torch.distributed.get_rank():
+        return cases.outcome_of(engine, lambda: None)
+    return cases.outcome_of(engine, lambda: engine(models.batch(0)[0]) and None)
+
+
+@pytest.mark.core_case(stage=3)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", ["a micro step", "a forward"])
+def test_a_block_without_a_step_is_an_error(world: World, stage: int, what: str) -> None:
+    found = agreed(world.run(without_a_step, stage, what))
+    assert found.error.startswith("NotChecked: no optimizer step was taken inside train_check()")
+
+
+def test_that_is_no_hang_where_one_rank_does_nothing(world: World) -> None:
+    found = agreed(world.run(without_a_step, 2, "nothing on one rank"))
+    assert "NotChecked" in found.error
+
+
+def overflowing(stage: int, good: int) -> cases.Outcome:
+    """A step that overflows on one rank, and `good` ones."""
+    settings = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    with half_precision_allowed():
+        engine, _ = cases.engine_of("CutOff", stage, dtype="float16", **settings)
+
+        def block() -> None:
+            tokens, classes = models.batch(0)
+            loss = sum(models.losses(engine(tokens), classes))
+            engine.backward(loss * (float("inf") if torch.distributed.get_rank() else 1.0))
+            engine.step()
+            for index in range(good):
+                cases.step(engine, 1 + index)
+
+        return cases.outcome_of(engine, block)
+
+
+@pytest.mark.core_case(stage=3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_overflow_skips_gives_no_verdict(world: World, stage: int) -> None:
+    found = agreed(world.run(overflowing, stage, 0))
+    assert (found.steps, found.skipped, found.error) == (0, 1, "")
+    assert not found.untrained
+    assert found.warnings == [
+        "every step inside train_check() was skipped for overflow: no verdict"
+    ]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_good_step_beside_it_gives_one(world: World, stage: int) -> None:
+    found = agreed(world.run(overflowing, stage, 1))
+    assert (found.steps, found.skipped) == (1, 1)
+    assert list(found.untrained) == CUT
+
+
+def traces(engine: Any) -> list[Any]:
+    """What a check might leave on an engine."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return [
+        vars(optimizer).get("step"),
+        vars(optimizer).get("step") or optimizer.step.__func__,
+        list(inner._optimizer_step_pre_hooks.values()),
+        [list(module._forward_pre_hooks.values()) for module in engine.module.modules()],
+    ]
+
+
+def left_behind(stage: int, how: str) -> bool:
+    """Whether all is as it was, after a block that ends well or with an error."""
+    engine, _ = cases.engine_of("CutOff" if how == "untrained" else "TwoHeads", stage)
+    cases.step(engine)
+    if how == "scheduler":  # puts a step of its own on the optimizer
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+    before = traces(engine)
+    with suppress(KeyError, ds_patches.NotTrained), ds_patches.train_check(engine):
+        assert traces(engine) != before
+        cases.step(engine, 1)
+        if how == "exception":
+            raise KeyError
+    after = traces(engine)
+    return before[0] is after[0] and before[1] is after[1] and before == after
+
+
+@pytest.mark.core_case(stage=3, how="exception")
+@pytest.mark.parametrize("how", ["", "exception", "untrained", "scheduler"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_is_left_behind(world: World, stage: int, how: str) -> None:
+    assert world.run(left_behind, stage, how) == [True, True]
+
+
+def same_training(stage: int) -> bool:
+    """Whether checked steps end at the very parameters that unchecked ones end at."""
+    ends = []
+    for checked in (False, True):
+        engine, _ = cases.engine_of("TwoHeads", stage)
+        for index in range(2):
+            if checked:
+                with ds_patches.train_check(engine):
+                    cases.step(engine, index)
+            else:
+                cases.step(engine, index)
+        ends.append(trainers.EngineTrainer(engine).parameters())
+    return all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_check_changes_no_number(world: World, stage: int) -> None:
+    assert world.run(same_training, stage) == [True, True]
+
+
+class LowRank(models.TwoHeads):
+    """As LoRA begins: the second matrix is zero, and so is the first one's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(models.WIDTH, 2, bias=False)
+        self.second = nn.Linear(2, models.WIDTH, bias=False)
+        nn.init.zeros_(self.second.weight)
+
+    def trunk(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().trunk(tokens)
+        return x + self.second(self.first(x))
+
+
+def low_rank(steps: int) -> cases.Outcome:
+    engine = trainers.build_engine(models.build(LowRank), trainers.config(2))
+    return cases.outcome_of(engine, lambda: [cases.step(engine, i) for i in range(steps)])
+
+
+def test_several_steps_give_a_late_gradient_its_time(world: World) -> None:
+    assert list(agreed(world.run(low_rank, 1)).untrained) == ["first.weight"]
+    assert agreed(world.run(low_rank, 2)) == cases.Outcome(steps=2)
+
+
+def half_of_the_parameters(stage: int) -> cases.Outcome:
+    import deepspeed
+
+    model = models.build(models.TwoHeads)
+    rest = [param for name, param in model.named_parameters() if not name.startswith("rebuild")]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(rest, lr=trainers.RATE),
+        config=trainers.config(stage),
+    )
+    return cases.outcome_of(engine, lambda: cases.step(engine))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_parameters_that_the_optimizer_was_not_given(world: World, stage: int) -> None:
+    found = agreed(world.run(half_of_the_parameters, stage))
+    assert found.idle == dict.fromkeys(["rebuild.weight", "rebuild.bias"], "not in the optimizer")
+    assert not found.error
+
+
+def refused() -> str:
+    engine, _ = cases.engine_of("TwoHeads", 2)
+    engine.optimizer.zenflow = True
+    return cases.outcome_of(engine, lambda: cases.step(engine)).error
+
+
+def test_an_optimizer_that_cannot_be_looked_into_is_refused(world: World) -> None:
+    for error in world.run(refused):
+        assert error == ("NotChecked: train_check() does not cover DeepSpeedZeroOptimizer, zenflow")
+
+
+class HalfCompiled(cases.CutOff):
+    """The layer runs in a frame that Dynamo skips."""
+
+    def trunk(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = models.TwoHeads.trunk(self, tokens)
+        return x + self.skipped(x)
+
+    @torch.compiler.disable
+    def skipped(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cut(x).detach()
+
+
+class WhollyCompiled(cases.CutOff):
+    """The layer runs in a compiled frame."""
+
+
+def compiled(model: type[nn.Module], how: str) -> tuple[cases.Outcome, list[int]]:
+    """What is said of a compiled model, and its compilations before, in and after the block."""
+    torch._dynamo.reset()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    count = 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal count
+        count += 1
+        return graph
+
+    module = models.build(model)
+    if how == "module":
+        module = torch.compile(module, backend=backend)
+    engine = trainers.build_engine(module, trainers.config(1))
+    if how == "engine":
+        engine.compile(backend=backend)
+    counts = []
+    for index in range(3):
+        cases.step(engine, index)
+    counts.append(count)
+    outcome = cases.outcome_of(engine, lambda: cases.step(engine, 3))
+    counts.append(count)
+    cases.step(engine, 4)
+    return outcome, [*counts, count]
+
+
+@pytest.mark.parametrize("how", ["engine", "module"])
+@pytest.mark.parametrize("model", [HalfCompiled, WhollyCompiled])
+def test_what_does_not_train_is_named_in_a_compiled_model_too(
+    world: World, model: type[nn.Module], how: str
+) -> None:
+    for outcome, counts in world.within(200).run(compiled, model, how):
+        names = {name.removeprefix("_orig_mod."): note for name, note in outcome.untrained.items()}
+        unseen = "in a compiled module, where it is not seen to run"
+        assert names == dict.fromkeys(CUT, "" if model is HalfCompiled else unseen)
+        assert counts[0] > 0
+        assert len(set(counts)) == 1, "the check has made Dynamo compile again"

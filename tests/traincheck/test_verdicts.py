@@ -1,0 +1,156 @@
+"""Who is named, who is not, and that all ranks say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.traincheck import cases
+from tests.world import World
+from tests.zero3_retain import models
+
+STAGES = [0, 1, 2, 3]
+CUT = ["cut.weight", "cut.bias"]
+LEFT = "its gradient stayed on the parameter and was not reduced"
+OLD = "stepped with the gradient of an earlier step"
+
+
+def agreed(results: list[cases.Outcome]) -> cases.Outcome:
+    """What all ranks say; only the first warns."""
+    first, *others = results
+    for other in others:
+        assert (other.untrained, other.idle, other.error) == (
+            first.untrained,
+            first.idle,
+            first.error,
+        )
+        assert other.warnings == []
+    return first
+
+
+@pytest.mark.core_case(patches=False, model="TwoHeads")
+@pytest.mark.parametrize("patches", [False, True], ids=["", "patched"])
+@pytest.mark.parametrize(
+    "model",
+    ["TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant", "Frozen", "NeverCalled"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_trains_passes_in_silence(world: World, stage: int, model: str, patches: bool) -> None:
+    found = agreed(world.run(cases.check, model, stage, patches=patches))
+    assert found == cases.Outcome(steps=1)
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_runs_and_is_cut_off_is_named_on_every_rank(world: World, stage: int) -> None:
+    found = agreed(world.run(cases.check, "CutOff", stage))
+    assert list(found.untrained) == CUT
+    assert found.error.startswith("NotTrained: 2 of ")
+    for name in CUT:
+        assert f"\n  {name} (Linear)" in found.error
+    assert not found.idle
+    assert not found.warnings
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zeros_are_no_gradient(world: World, stage: int) -> None:
+    assert list(agreed(world.run(cases.check, "ZeroedByAHook", stage)).untrained) == CUT
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])  # at 3 all ranks gather, and so run, the same modules
+def test_a_run_on_one_rank_is_one(world: World, stage: int) -> None:
+    assert list(agreed(world.run(cases.check, "RunsOnOneRank", stage)).untrained) == CUT
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_of_one_rank_is_one(world: World, stage: int) -> None:
+    assert agreed(world.run(cases.check, "CutOffOnOneRank", stage)) == cases.Outcome(steps=1)
+
+
+@pytest.mark.core_case(stage=3)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_unused_branch_is_reported_and_no_error(world: World, stage: int) -> None:
+    found = agreed(world.run(cases.check, "UnusedBranch", stage))
+    assert found.idle == {"spare.weight": "", "spare.bias": ""}
+    assert not found.error
+    assert not found.untrained
+    (warning,) = found.warnings
+    assert "their modules were not seen to run:\n  spare.weight (Linear)\n" in warning
+
+
+def test_a_container_runs_with_the_module_above(world: World) -> None:
+    found = agreed(world.run(cases.check, "HeldByAList", 2))
+    assert found.untrained == {"scales.1": ""}
+    assert "scales.1 (ParameterList)" in found.error
+
+
+@pytest.mark.core_case(steps_before=1)
+@pytest.mark.parametrize(
+    ("model", "steps_before"), [("TwoHeads", 0), ("TwoHeads", 1), ("NeverCalled", 0)]
+)
+def test_every_parameter_whose_gradient_is_not_reduced_is_named(
+    world: World, model: str, steps_before: int
+) -> None:
+    """What DeepCompile's start leaves of an engine: gradients are computed, and stay behind."""
+    found = agreed(world.run(cases.after_losing, model, steps_before))
+    build = cases.MODELS.get(model, models.TwoHeads)
+    assert list(found.untrained) == [name for name, _ in build().named_parameters()]
+    assert not found.idle
+    assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
+
+
+OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def old_gradient(stage: int, settings: dict[str, Any]) -> cases.Outcome:
+    engine, module = cases.engine_of("OnAndOff", stage, **settings)
+    cases.step(engine)
+    module.on = False
+    return cases.outcome_of(engine, lambda: [cases.step(engine, 1 + index) for index in range(2)])
+
+
+@pytest.mark.core_case(stage=3, settings={})
+@pytest.mark.parametrize("settings", [{}, OFFLOAD], ids=["", "offload"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_gradient_of_an_earlier_step_is_none(
+    world: World, stage: int, settings: dict[str, Any]
+) -> None:
+    """Stage 3 and offload step again with what was there; that does not make it a new gradient."""
+    found = agreed(world.run(old_gradient, stage, settings))
+    assert list(found.untrained) == CUT
+    notes = set(found.untrained.values())
+    assert notes == {OLD if stage == 3 or settings else ""}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_accumulation_is_one_step(world: World, stage: int) -> None:
+    trains, cut = (
+        agreed(world.run(cases.check, model, stage, steps=2, micro_steps=2))
+        for model in ("TwoHeads", "CutOff")
+    )
+    assert trains == cases.Outcome(steps=2)
+    assert list(cut.untrained) == CUT
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "settings"),
+    [
+        (1, "bfloat16", {"bf16": {"enabled": True}}),
+        (3, "bfloat16", {"bf16": {"enabled": True}}),
+        (2, "float32", {"zero": {"round_robin_gradients": True}}),
+        (2, "float32", {"gradient_clipping": 1e-3}),
+        (3, "float32", {"gradient_clipping": 1e-3, "zero": {"sub_group_size": 300}}),
+        (2, "float32", OFFLOAD),
+        (3, "float32", OFFLOAD),
+    ],
+)
+def test_other_layouts_of_the_optimizer(
+    world: World, stage: int, dtype: str, settings: dict[str, Any]
+) -> None:
+    trains, cut = (
+        agreed(world.run(cases.check, model, stage, dtype=dtype, settings=settings))
+        for model in ("TwoHeads", "CutOff")
+    )
+    assert trains == cases.Outcome(steps=1)
+    assert list(cut.untrained) == CUT
