@@ -1,4 +1,4 @@
-"""A pattern trained by an engine under DeepCompile and by its reference, and how far apart they end."""
+"""A pattern trained by an engine under DeepCompile and by plain PyTorch, held together."""
 
 from __future__ import annotations
 
@@ -54,13 +54,32 @@ Script = Callable[[Any], None]
 
 
 def inputs(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return patterns.batch(step, part, dist.get_rank())
+    """This rank's tokens and targets, on the device that it trains on."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().current_device_name()
+    tokens, targets = patterns.batch(step, part, dist.get_rank())
+    return tokens.to(device), targets.to(device)
 
 
-def steps(trainer: Any, *, steps: int = 3, micro_steps: int = 1, forwards: int = 1) -> None:
-    """`forwards`: how many come before one backward over their sum."""
+def steps(
+    trainer: Any,
+    *,
+    steps: int = 3,
+    micro_steps: int = 1,
+    forwards: int = 1,
+    evaluates: bool = False,
+) -> None:
+    """`forwards`: how many come before one backward over their sum.
+
+    evaluates: a forward without gradients comes before, and one that no backward follows.
+    """
     for step in range(steps):
         for micro in range(micro_steps):
+            if evaluates:
+                with torch.no_grad():
+                    trainer.forward(*inputs(step, 7))
+                trainer.forward(*inputs(step, 8))
             losses = [trainer.forward(*inputs(step, 3 * micro + part)) for part in range(forwards)]
             trainer.backward(sum(losses[1:], losses[0]))
             trainer.step()
@@ -77,10 +96,10 @@ def patched(**options: str) -> Iterator[None]:
         ds_patches.unapply("dc_fallback")
 
 
-def engine_of(start: torch.nn.Module, settings: dict[str, Any]) -> Any:
+def engine_of(start: torch.nn.Module, settings: dict[str, Any], backend: str = "eager") -> Any:
     """An engine under DeepCompile."""
     engine = trainers.build_engine(deepcopy(start), {**settings, "compile": {"deepcompile": True}})
-    engine.compile(backend="eager")
+    engine.compile(backend=backend)
     return engine
 
 
@@ -122,7 +141,14 @@ def untrained(found: Any, expected: Any, origin: Any) -> list[str]:
     ]
 
 
-def train(pattern: str, *, forwards: int = 1, micro_steps: int = 1, **case: Any) -> Outcome:
+def train(
+    pattern: str,
+    *,
+    forwards: int = 1,
+    micro_steps: int = 1,
+    evaluates: bool = False,
+    **case: Any,
+) -> Outcome:
     """Three steps of `pattern`."""
-    script = partial(steps, forwards=forwards, micro_steps=micro_steps)
+    script = partial(steps, forwards=forwards, micro_steps=micro_steps, evaluates=evaluates)
     return run(pattern, script, micro_steps=micro_steps, **case)

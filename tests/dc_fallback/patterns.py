@@ -252,6 +252,34 @@ class Gathers(Disabled):
         return x
 
 
+class QwenMoe(nn.Module):
+    """A small Qwen2-MoE of transformers, whose experts run in a loop over those that were hit."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+        config = Qwen2MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=width,
+            moe_intermediate_size=width,
+            shared_expert_intermediate_size=width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+        config._experts_implementation = "eager"
+        self.model = Qwen2MoeForCausalLM(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 #: Every pattern that the patch promises; the stand-in and real GPUs run them all.
 ALL = [
     Compiled,

@@ -1,10 +1,10 @@
 """DeepCompile without CUDA: everything of it but its C++ and its compiler.
 
-DeepSpeed's own ``engine.compile()`` and ``init_z3`` run, and Dynamo cuts the model into frames as it
-does on a GPU. What is stood in for is what each graph then does: here a graph gathers its parameters
-when it is called, and its backward reduces their gradients by the rules of the C++ (a mark per graph
-and parameter says whether the next gradient is written or added; marks go at the end of a backward
-at the boundary).
+DeepSpeed's own ``engine.compile()`` and ``init_z3`` run, and Dynamo cuts the model into frames as
+it does on a GPU. What is stood in for is what each graph then does: here a graph gathers its
+parameters when it is called, and its backward reduces their gradients by the rules of the C++ (a
+mark per graph and parameter says whether the next gradient is written or added; marks go at the
+end of a backward at the boundary).
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def test_the_next_step_is_right(
     world: World, pattern: str, where: str, layer: int, at_step: int
 ) -> None:
     found = world.run(run, pattern, where, layer, at_step)[0]
-    assert found.equal and not found.untrained, found
+    assert not found.untrained, found
+    assert found.equal, found
     assert not any(found.available)
     told = any("A backward raised" in line for line in found.heard)
     assert told == (where == "backward")

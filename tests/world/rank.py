@@ -44,6 +44,14 @@ def join() -> None:
     import deepspeed
     import deepspeed.ops
 
+    if os.environ["DS_ACCELERATOR"] == "cuda":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        deepspeed.init_distributed("nccl")
+        gc.freeze()
+        return
     # On CPU, DeepSpeed compiles a shared-memory all-reduce with g++ (half a minute per release)
     # that serves tensor-parallel inference only. This table is its own switch for it: without
     # the op it uses gloo, as it does off Linux.

@@ -33,7 +33,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(rank: int, size: int, port: int, path: Path | None) -> dict[str, str]:
+def environment(
+    rank: int, size: int, port: int, path: Path | None, accelerator: str
+) -> dict[str, str]:
     """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too.
 
     path: comes before all of it.
@@ -41,7 +43,7 @@ def environment(rank: int, size: int, port: int, path: Path | None) -> dict[str,
     inherited = os.environ.get("PYTHONPATH", "")
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), inherited])),
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # the output of a killed rank is on file
         "MASTER_ADDR": "127.0.0.1",
@@ -107,7 +109,7 @@ class Rank:
 class Ranks:
     """`size` ranks in one process group. After an error they are ended and not asked again."""
 
-    def __init__(self, size: int, path: Path | None) -> None:
+    def __init__(self, size: int, path: Path | None, accelerator: str) -> None:
         port = free_port()
         # Only this process holds the writing end: the ranks read its end of file, and so the
         # end of this process, however that came about.
@@ -115,7 +117,9 @@ class Ranks:
         self.ranks: list[Rank] = []
         try:
             for rank in range(size):
-                self.ranks.append(Rank(rank, environment(rank, size, port, path), reading))
+                self.ranks.append(
+                    Rank(rank, environment(rank, size, port, path, accelerator), reading)
+                )
             self.gather(START_SECONDS)
         except BaseException:
             self.end()

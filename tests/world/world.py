@@ -31,11 +31,13 @@ class World:
     """`size` ranks, started by the first case and replaced after one that failed.
 
     path: a folder whose packages the ranks have in place of the environment's.
+    accelerator: DeepSpeed's name of what they run on; "cuda" takes a GPU for each.
     """
 
-    def __init__(self, size: int = 2, path: Path | None = None) -> None:
+    def __init__(self, size: int = 2, path: Path | None = None, accelerator: str = "cpu") -> None:
         self.size = size
         self.path = path
+        self.accelerator = accelerator
         self._ranks: Ranks | None = None
 
     def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -52,7 +54,7 @@ class World:
     @contextmanager
     def fresh(self) -> Iterator[World]:
         """A world of its own: interpreters that no case has touched, ended with the block."""
-        other = World(self.size, self.path)
+        other = World(self.size, self.path, self.accelerator)
         try:
             yield other
         finally:
@@ -63,10 +65,13 @@ class World:
         if ranks is not None:
             ranks.leave()
 
+    def _start(self) -> Ranks:
+        return Ranks(self.size, self.path, self.accelerator)
+
     def _run(self, call: wire.Call, seconds: float) -> list[Any]:
         # Taken off for the time of the call: ranks that failed a case are ended, and the next
         # case finds none and starts new ones.
-        ranks, self._ranks = self._ranks or Ranks(self.size, self.path), None
+        ranks, self._ranks = self._ranks or self._start(), None
         results = ranks.run(call, seconds)
         self._ranks = ranks
         return results

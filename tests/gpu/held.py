@@ -1,0 +1,129 @@
+"""A pattern trained by DeepCompile and by eager ZeRO-3, and how far apart they end."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import ds_patches
+from tests.dc_fallback import cases, patterns
+from tests.zero3_retain import trainers
+from tests.zero3_retain.cases import listening
+
+BFLOAT16 = {"bf16": {"enabled": True}}
+WIDTH = 64
+STEPS = 8  # DeepCompile compiles again at the sixth
+NEAR = 0.02  # of a parameter's update norm: eager ZeRO-3 in bfloat16 is no nearer to itself
+
+
+@dataclass
+class Held:
+    """What DeepCompile came to, against eager ZeRO-3."""
+
+    losses: tuple[list[float], list[float]] = ([], [])  # eager, DeepCompile
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of all updates
+    apart: dict[str, float] = field(default_factory=dict)  # relative distance of the updates
+    available: list[list[str]] = field(default_factory=list)
+    skipped: tuple[int, int] = (0, 0)
+    graphs: int = 0
+    peaks: tuple[int, int] = (0, 0)  # bytes, from the first step on
+    heard: list[str] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def wrong(self) -> dict[str, tuple[float, float]]:
+        """Parameters whose update norms are apart: eager's and DeepCompile's."""
+        return {
+            name: (eager, ours)
+            for name, (eager, ours) in self.norms.items()
+            if not abs(ours - eager) <= NEAR * eager
+        }
+
+    @property
+    def untrained(self) -> list[str]:
+        return [name for name, (eager, ours) in self.norms.items() if ours < 0.1 * eager]
+
+
+class Trainer(trainers.EngineTrainer):
+    """Keeps its losses, and reads the fp32 parameters."""
+
+    def __init__(self, engine: Any, style: str) -> None:
+        super().__init__(engine, style)
+        self.losses: list[float] = []
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph)
+        self.losses.append(round(loss.item(), 4))
+
+    def parameters(self) -> trainers.Parameters:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        named = self.engine.module.named_parameters()
+        return {
+            name: safe_get_full_fp32_param(param).float().cpu().clone()
+            for name, param in named
+            if param.requires_grad
+        }
+
+
+def hold(
+    pattern: str,
+    *,
+    patch: bool = True,
+    style: str = "engine",
+    micro_steps: int = 1,
+    forwards: int = 1,
+    evaluates: bool = False,
+    width: int = WIDTH,
+    backend: str = "inductor",
+    settings: dict[str, Any] | None = None,
+) -> Held:
+    """Train twice from one start. Runs on every rank."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    start = patterns.build(pattern, width)
+    chosen = settings or BFLOAT16
+    wanted = trainers.config(3, micro_steps=micro_steps, **chosen)
+    script = partial(
+        cases.steps, steps=STEPS, micro_steps=micro_steps, forwards=forwards, evaluates=evaluates
+    )
+    eager = Trainer(trainers.build_engine(deepcopy(start), wanted), style)
+    before = eager.parameters()
+    peak_eager = _peak_of(script, eager)
+    expected, losses = eager.parameters(), eager.losses
+    skipped = eager.engine.skipped_steps
+    eager.engine.destroy()
+    del eager
+    held = Held()
+    with listening() as held.heard:
+        if patch:
+            ds_patches.apply("dc_fallback")
+        try:
+            trainer = Trainer(cases.engine_of(start, wanted, backend), style)
+            peak = _peak_of(script, trainer)
+        except Exception as error:
+            held.error = f"{type(error).__name__}: {error}"
+            return held
+    held.losses, held.peaks = (losses, trainer.losses), (peak_eager, peak)
+    held.skipped = (skipped, trainer.engine.skipped_steps)
+    held.available = trainer.available_after_backward
+    held.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for name, now in trainer.parameters().items():
+        eagers, ours = expected[name] - before[name], now - before[name]
+        held.norms[name] = (eagers.norm().item(), ours.norm().item())
+        held.apart[name] = ((ours - eagers).norm() / eagers.norm()).item()
+    return held
+
+
+def _peak_of(script: cases.Script, trainer: Any) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    script(trainer)
+    return int(torch.cuda.max_memory_allocated() - held)
