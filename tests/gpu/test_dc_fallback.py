@@ -52,7 +52,7 @@ def test_trains_as_eager_does(gpus: World, pattern: str) -> None:
 )
 @pytest.mark.parametrize("pattern", SOME)
 def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
-    assert_like_eager(held(gpus, pattern, **case))
+    assert_like_eager(held(gpus, pattern, backend="eager", **case))
 
 
 def test_overflow(gpus: World) -> None:

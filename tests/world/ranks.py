@@ -117,9 +117,8 @@ class Ranks:
         self.ranks: list[Rank] = []
         try:
             for rank in range(size):
-                self.ranks.append(
-                    Rank(rank, environment(rank, size, port, path, accelerator), reading)
-                )
+                env = environment(rank, size, port, path, accelerator)
+                self.ranks.append(Rank(rank, env, reading))
             self.gather(START_SECONDS)
         except BaseException:
             self.end()
