@@ -29,7 +29,7 @@ def leave_alone(function: _Function) -> _Function:
 
 def look_again(function: Callable[..., Any]) -> None:
     """Take `leave_alone` back."""
-    from torch._dynamo.eval_frame import reset_code
+    from torch._C._dynamo.eval_frame import reset_code
 
     reset_code(function.__code__)
 
@@ -55,6 +55,38 @@ def switch(callback: Any) -> None:
     from torch._C._dynamo.eval_frame import set_eval_frame
 
     set_eval_frame(callback)
+
+
+class SavedTensorsHooks:
+    """``torch.autograd.graph.saved_tensors_hooks`` for eager code alone.
+
+    What a compiled graph saves must come back as the object that it was: of a parameter, hooks give
+    back a tensor without its attributes, and DeepCompile asks for those.
+    """
+
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self._hooks = pack, unpack
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+    def __exit__(self, *raised: Any) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def without(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+        """`graph`, a compiled one, with these hooks out of the way where they are innermost."""
+
+        def run(*inputs: Any) -> Any:
+            innermost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if innermost is None or innermost[0] is not self._hooks[0]:
+                return graph(*inputs)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            try:
+                return graph(*inputs)
+            finally:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+        return run
 
 
 def is_compiling_a_frame() -> bool:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_patches.core import engines
 
@@ -27,9 +26,13 @@ Hook = Callable[..., None]
 
 
 class Fallback:
-    """Gathers what eager frames read, and adds their gradients to what the optimizer steps with."""
+    """Gathers what eager frames read, and adds their gradients to what the optimizer steps with.
 
-    def __init__(self, engine: Any) -> None:
+    graphs_step_aside: compiled graphs run without `saving`. Where they do not, it stays away
+        altogether, and what eager frames gather stays gathered until their backward.
+    """
+
+    def __init__(self, engine: Any, graphs_step_aside: bool) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self._graphs = Graphs(engine.device)
         self._reduction = Reduction(
@@ -47,6 +50,8 @@ class Fallback:
         self._of_graphs_too: dict[int, torch.Tensor] = {}
         self._graphs_ids: set[int] = set()
         self._new_step, self._in_backward = True, False
+        self.saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
+        self._may_save = graphs_step_aside
         self._saves = True  # whether the last forward had eager frames; unknown before the first
         self._undo: list[Any] = []
         self._install()
@@ -63,8 +68,11 @@ class Fallback:
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
-            self._undo.append(module.register_forward_pre_hook(before_call).remove)
-            self._undo.append(module.register_forward_hook(after_call).remove)
+            for handle in (
+                module.register_forward_pre_hook(before_call),
+                module.register_forward_hook(after_call),
+            ):
+                self._undo.append(handle.remove)
             before = parameters.watch(module, see)
             self._undo.append(partial(parameters.unwatch, module, before))
 
@@ -120,9 +128,9 @@ class Fallback:
             partition.release(upstream_engine.persistent(self._engine))
             self.uses.gathered_any = False
         calls.open(None)
-        saving = saved_tensors_hooks(self.uses.pack, self.uses.unpack)
+        saves = self._may_save and self._saves and records and not depth
         try:
-            with saving if self._saves and records and not depth else nullcontext():
+            with self.saving if saves else nullcontext():
                 yield
         finally:
             self.uses.close(calls.cut(depth))

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from ds_patches.core import engines
 
@@ -23,6 +23,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 _taken_in: WeakSet[Any] = WeakSet()
+_compiled_here: WeakSet[Any] = WeakSet()
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -68,7 +69,7 @@ def _take_in(engine: Any) -> Fallback | None:
         if reason:
             logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
         return None
-    state = Fallback(engine)
+    state = Fallback(engine, graphs_step_aside=engine in _compiled_here)
     vars(engine.optimizer)[_KEY] = state
     return state
 
@@ -77,7 +78,21 @@ def _take_in(engine: Any) -> Fallback | None:
 
 
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    result = wrapped(*args, **kwargs)
+    if not upstream_engine.wants_deep_compile(engine):
+        return wrapped(*args, **kwargs)
+    known = ref(engine)
+
+    def stepping_aside(compile_graph: Wrapped) -> Wrapped:
+        def backend(gm: Any, inputs: Any) -> Any:
+            graph = compile_graph(gm, inputs)
+            state: Fallback | None = vars(known()).get(_KEY)
+            return graph if state is None else state.saving.without(graph)
+
+        return backend
+
+    with upstream_engine.compiling(engine, stepping_aside):
+        result = wrapped(*args, **kwargs)
+    _compiled_here.add(engine)
     _state(engine)
     return result
 

@@ -106,7 +106,7 @@ class Reduction:
     def _arrive(self) -> None:
         bucket = self._in_flight.pop(0)
         bucket.work.wait()
-        for param, part in zip(bucket.params, bucket.out.split(bucket.widths), strict=True):
+        for param, part in zip(bucket.params, torch.split(bucket.out, bucket.widths), strict=True):
             self._receive(param, part)
 
 

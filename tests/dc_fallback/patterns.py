@@ -244,7 +244,8 @@ class Gathers(Disabled):
 
         layer = self.layers[0]
         partitioned = hasattr(next(self.parameters()), "ds_id")
-        for params in ([layer.weight], list(layer.parameters())):
+        # One parameter each: up to 0.19.7 several at a time are not awaited on gloo.
+        for params in ([layer.weight], layer.bias):
             with GatheredParameters(params, enabled=partitioned):
                 x = F.gelu(layer(x))
         for layer in self.layers[1:]:

@@ -87,6 +87,7 @@ class _Graph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph_id: int, ds_ids: dict[int, int], *inputs: Any) -> Any:
         ctx.graph_id, ctx.ds_ids = graph_id, ds_ids
+        ctx.save_for_backward(*(inputs[index] for index in ds_ids))
         return tuple(
             _gather(one) if index in ds_ids else one.view_as(one)
             for index, one in enumerate(inputs)
@@ -94,6 +95,8 @@ class _Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        # DeepCompile measures a backward graph at its first run, and gathers what the graph saved.
+        assert all(hasattr(param, "ds_id") for param in ctx.saved_tensors)
         passed: list[Any] = []
         for index, grad in enumerate(grads):
             reduced = index in ctx.ds_ids

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+
+from . import partition
 
 _NATIVE = "_deepcompile_z3_eager_fallback"
 
@@ -26,6 +31,33 @@ def why_not_covered(engine: Any) -> str | None:
     if getattr(config.offload_param, "device", None) == "nvme":
         return "parameters on NVMe are swapped in by ZeRO's hooks, which DeepCompile removes"
     return None
+
+
+def wants_deep_compile(engine: Any) -> bool:
+    """Whether ``engine.compile()`` is going to take gathers and reductions into graphs."""
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    partitions = engine.zero_optimization_partition_weights()
+    return enabled is not None and bool(enabled() and partitions and not engine.is_compiled)
+
+
+@contextmanager
+def compiling(engine: Any, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Around ``engine.compile()``: hand the module a changed backend, and give frozen parameters
+    the empty gradient partitions that DeepCompile looks for, up to 0.19.2 or so in vain.
+    """
+    module = engine.module
+    found = partition.partitions(engine.optimizer)
+    frozen = [p.ds_id for p in module.parameters() if p.ds_id not in found]
+    found.update((ds_id, torch.Tensor()) for ds_id in frozen)
+    module.compile = lambda **given: type(module).compile(
+        module, **{**given, "backend": change(given["backend"])}
+    )
+    try:
+        yield
+    finally:
+        del module.compile
+        for ds_id in frozen:
+            del found[ds_id]
 
 
 def disown(engine: Any) -> Any:

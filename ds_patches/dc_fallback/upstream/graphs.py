@@ -1,10 +1,10 @@
 """The gradients that DeepCompile's graphs reduce by themselves, in C++.
 
 Each graph writes the first gradient that it has of a parameter into the partition and adds those
-that follow, by a mark of its own per parameter, which it takes back when a backward at the boundary
-ends in it. So gradients are lost wherever that is not all: the graph runs twice in that backward, as
-after two forwards; or two graphs use the parameter. Here the marks are taken back when a step has
-been made and never else; and what two graphs share is marked before either writes.
+that follow, by a mark of its own per parameter, which it takes back when a backward at the
+boundary ends in it. So gradients are lost wherever that is not all: the graph runs twice in that
+backward, as after two forwards; or two graphs use the parameter. Here the marks are taken back when
+a step has been made and never else; and what two graphs share is marked before either writes.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def _watched() -> type:
             self._see = see
 
         def __getitem__(self, key: str) -> Any:
-            param = OrderedDict.__getitem__(self, key)
+            param = super(ZeROOrderedDict, self).__getitem__(key)
             if torch.compiler.is_compiling():
                 return param  # a graph gathers by itself
             return self._see(param)
