@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ SKIPPED = {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.we
 
 def held(gpus: World, pattern: str, **case: Any) -> Held:
     found: Held = gpus.within(SECONDS).run(hold, pattern, **case)[0]
-    print(pattern, case, found.error, found.losses, found.wrong, f"graphs {found.graphs}")
+    # To stderr, which pytest-xdist passes on at once with --capture=no.
+    seen = f"{pattern} {case} {found.error} losses {found.losses} wrong {found.wrong}"
+    print(seen, f"peaks {found.peaks} graphs {found.graphs}", file=sys.stderr)
     return found
 
 
