@@ -34,7 +34,8 @@ class Fallback:
 
     def __init__(self, engine: Any, graphs_step_aside: bool) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
-        self._graphs = Graphs(engine.device)
+        trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
+        self._graphs = Graphs(trained, engine.device)
         self._reduction = Reduction(
             partition.group_of,
             lambda grad: partition.dtype_to_send(self._optimizer, grad),
@@ -49,7 +50,9 @@ class Fallback:
         )
         self._of_graphs_too: dict[int, torch.Tensor] = {}
         self._graphs_ids: set[int] = set()
-        self._new_step, self._in_backward = True, False
+        self._new_step = self._graphs_write_anew = True
+        self._before: torch.Tensor | None = None
+        self._forwards, self._in_backward = 0, False
         self.saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
         self._may_save = graphs_step_aside
         self._saves = True  # whether the last forward had eager frames; unknown before the first
@@ -127,6 +130,7 @@ class Fallback:
             self._recover()
             partition.release(upstream_engine.persistent(self._engine))
             self.uses.gathered_any = False
+            self._forwards += records
         calls.open(None)
         saves = self._may_save and self._saves and records and not depth
         try:
@@ -142,21 +146,27 @@ class Fallback:
         if self._in_backward:
             return  # the second output of a forward
         self._in_backward = True
-        if self._new_step:
-            self._new_step = False
-            trained = [param for group in self._optimizer.fp16_groups for param in group]
-            self._graphs.mark_shared(param for param in trained if param.requires_grad)
-            partition.clear_partitions(self._optimizer)
-        self._graphs.begin_backward()
         self._graphs_ids = self._graphs.param_ids()
+        if self._graphs_write_anew:
+            # What they write must not be lost in what there is, nor that in what they write.
+            self._before = None if self._new_step else partition.saved(self._optimizer)
+            self._graphs.mark_shared()
+            partition.clear(self._optimizer)
+            self._new_step = self._graphs_write_anew = False
+        if self._forwards > 1:
+            self._graphs.keep_marks()
 
     def end_backward(self) -> None:
         """Right before the engine's own epilogue."""
         self._reduction.finish()
         self.uses.forget_backward()
+        if self._before is not None:
+            partition.add(self._optimizer, self._before)
+            self._before = None
         if self._engine.is_gradient_accumulation_boundary():
             self._hand_over()
-        self._in_backward = False
+            self._graphs_write_anew = not self._graphs.kept_marks
+        self._forwards, self._in_backward = 0, False
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
@@ -164,10 +174,10 @@ class Fallback:
         self._hand_over()
         partition.order_step_behind(self._optimizer)
 
-    def after_step(self) -> None:
+    def after_step(self, failed: bool = False) -> None:
         """The optimizer has stepped, or skipped a step after an overflow."""
-        self._graphs.stepped()
-        self._new_step = True
+        self._graphs.stepped(failed)
+        self._new_step = self._graphs_write_anew = True
 
     def _receive(self, param: Any, part: torch.Tensor) -> None:
         """Add to the partition; what a graph may overwrite waits for the boundary."""
@@ -195,5 +205,6 @@ class Fallback:
         )
         self._reduction.abandon()
         self._of_graphs_too.clear()
+        self._before, self._forwards = None, 0
         engines.forget_backward(self._engine)
-        self.after_step()
+        self.after_step(failed=True)

@@ -23,7 +23,8 @@ class Native:
     def __init__(self) -> None:
         self.params: dict[int, Any] = {}
         self.marks: dict[int, dict[int, bool]] = {}  # by graph, by ds_id
-        self.tasks: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self.tasks: dict[int, dict[torch.dtype, list[tuple[int, torch.Tensor]]]] = {}
+        self.buckets: set[torch.dtype] = set()
         self.at_boundary = False
         self.compiled = 0
 
@@ -45,27 +46,33 @@ class Native:
 
     def register_graph(self, graph_id: int, ds_ids: list[int]) -> None:
         self.marks[graph_id] = dict.fromkeys(ds_ids, False)
-        self.tasks[graph_id] = []
+        self.tasks[graph_id] = {}
         self.compiled += 1
 
     def start_backward(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
 
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> None:
-        self.tasks[graph_id].append((ds_id, grad.detach().clone()))
+        self.buckets.add(grad.dtype)
+        tasks = self.tasks[graph_id].setdefault(grad.dtype, [])
+        tasks.append((ds_id, grad.detach().clone()))
 
-    def end_backward(self, graph_id: int) -> None:
-        marks, tasks = self.marks[graph_id], self.tasks[graph_id]
-        for ds_id, grad in tasks:
-            part = _average(grad, self.params[ds_id][2].numel())
-            if marks[ds_id]:
-                self.params[ds_id][2].add_(part)
-            else:
-                self.params[ds_id][2].copy_(part)
-            marks[ds_id] = True
-        tasks.clear()
+    def end_backward(self, graph_id: int, release: bool) -> None:
+        marks = self.marks[graph_id]
+        for dtype, tasks in self.tasks[graph_id].items():
+            assert dtype in self.buckets, "the C++ aborts the process here"
+            for ds_id, grad in tasks:
+                part = _average(grad, self.params[ds_id][2].numel())
+                if marks[ds_id]:
+                    self.params[ds_id][2].add_(part)
+                else:
+                    self.params[ds_id][2].copy_(part)
+                marks[ds_id] = True
+            tasks.clear()
         if self.at_boundary:
             marks.update(dict.fromkeys(marks, False))
+        if release:
+            self.buckets.clear()
 
 
 def _average(grad: torch.Tensor, width: int) -> torch.Tensor:
@@ -161,7 +168,7 @@ def _define_operators() -> None:
         return grad.new_empty(0)
 
     def end_backward(deps: Any, graph_id: int, release_reduce_buckets: bool) -> None:
-        native.end_backward(graph_id)
+        native.end_backward(graph_id, release_reduce_buckets)
 
     library.impl("reduce_grad", reduce_grad, "CPU")
     library.impl("end_backward", end_backward, "CompositeExplicitAutograd")
@@ -169,7 +176,7 @@ def _define_operators() -> None:
 
 
 def _end_backward(graph_id: int) -> None:
-    torch.ops.dc.end_backward([torch.empty(0)], graph_id, False)
+    torch.ops.dc.end_backward([], graph_id, graph_id == next(iter(native.marks)))
 
 
 @contextmanager

@@ -75,9 +75,19 @@ def partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     return found
 
 
-def clear_partitions(optimizer: Any) -> None:
-    """Zero what the last step was made with."""
+def clear(optimizer: Any) -> None:
+    """Zero all partitions of gradients."""
     optimizer.grad_partitions_flat_buffer.zero_()
+
+
+def saved(optimizer: Any) -> torch.Tensor:
+    """A copy of all of them."""
+    return optimizer.grad_partitions_flat_buffer.clone()  # type: ignore[no-any-return]
+
+
+def add(optimizer: Any, saved: torch.Tensor) -> None:
+    """Add what was saved."""
+    optimizer.grad_partitions_flat_buffer.add_(saved)
 
 
 def dtype_to_send(optimizer: Any, grad: torch.Tensor) -> torch.dtype:
