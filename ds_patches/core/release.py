@@ -43,7 +43,8 @@ def installed() -> Release | None:
     found = _distribution_of(init)
     if found is None:
         return Release("unknown", None, init.parent)
-    return Release(found.version, Version(Version(found.version).public), init.parent)
+    text = found.version  # asked once: each time, all the metadata is parsed
+    return Release(text, Version(Version(text).public), init.parent)
 
 
 def covers(specifier: str, version: Version) -> bool:

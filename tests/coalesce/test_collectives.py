@@ -32,17 +32,24 @@ def sent_in(stage: int, backwards: int, settings: dict[str, Any], flush: str, **
 
 
 OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+OVERLAP = {"zero": {"overlap_comm": True}}
+SETTINGS: list[dict[str, Any]] = [{}, OFFLOADED, OVERLAP]
 
 
 @pytest.mark.core_case(settings={}, flush="reduce_scatter", stage=3)
-@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
-@pytest.mark.parametrize("settings", [{}, OFFLOADED, {"zero": {"overlap_comm": True}}], ids=str)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "settings", "flush"),
+    [  # the option has no say at stage 3, nor with an offloaded optimizer
+        *((stage, settings, "reduce_scatter") for stage in (1, 2, 3) for settings in SETTINGS),
+        *((stage, settings, "upstream") for stage in (1, 2) for settings in ({}, OVERLAP)),
+    ],
+    ids=str,
+)
 def test_reductions_do_not_depend_on_the_number_of_backwards(
     world: World, stage: int, settings: dict[str, Any], flush: str
 ) -> None:
     ends = []
-    for backwards in (2, 4, 8):
+    for backwards in (2, 8):
         for inside, at_end, _ in world.run(sent_in, stage, backwards, settings, flush):
             assert not any("reduce" in name for name in inside), inside
             ends.append(Counter(at_end))

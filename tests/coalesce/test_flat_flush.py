@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,6 @@ from ds_patches.coalesce.flat_flush import Flush
 from tests.coalesce import cases, flat, flat_engines
 from tests.world import World
 from tests.zero3_retain import releases
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[World]:
-    """Three ranks: divisors that are no power of two, partitions that end in odd places."""
-    world = World(3)
-    yield world
-    world.close()
-
 
 # --- Plain tensors ------------------------------------------------------------------------------
 

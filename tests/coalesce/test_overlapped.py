@@ -14,10 +14,8 @@ import torch.distributed as dist
 from ds_patches.coalesce.overlapped import BucketPlan, OverlappedReduction
 from ds_patches.coalesce.upstream.streams import SideStream
 from tests.coalesce import cases, flat, flat_engines
-from tests.coalesce.test_flat_flush import BF16, FP32_SUMS, three
+from tests.coalesce.test_flat_flush import BF16, FP32_SUMS
 from tests.world import World
-
-__all__ = ["three"]  # a fixture
 
 # --- Plain tensors ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ applies, or nothing if the patch was taken back before.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -311,5 +312,8 @@ def _report(word: str, trouble: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # in a child it would copy most of what the fork shares
+    if not sys.argv[2:]:
+        import_module("torch")  # once, not in each child that imports DeepSpeed
     ds_patches.__path__.extend(sys.argv[2:])
     walk_all(Walk(sys.argv[1]), "", orderings())

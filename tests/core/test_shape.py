@@ -112,52 +112,84 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
-def test_every_python_gives_the_same_digests(version: str) -> None:
-    """Over every function and class of the installed DeepSpeed, against the running Python."""
+def runtime_folder() -> str:
     installed = release.installed()
     assert installed is not None
+    return str(installed.folder / "runtime")
+
+
+@pytest.fixture(scope="module")
+def ours() -> str:
+    """The digest of digests, by the running Python."""
+    arguments = ("-W", "ignore", "-c", EVERY_DIGEST, runtime_folder())
+    done = fake.run("", arguments=arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_every_python_gives_the_same_digests(ours: str, version: str) -> None:
+    """Over every function and class of the installed DeepSpeed, against the running Python."""
     other = interpreter(version)
     if other is None:
         pytest.skip(f"no Python {version} on this machine")
-    folder = str(installed.folder / "runtime")
-    ours = fake.run("", arguments=("-W", "ignore", "-c", EVERY_DIGEST, folder))
-    assert ours.returncode == 0, ours.stderr
     theirs = subprocess.run(
-        [other, "-W", "ignore", "-c", EVERY_DIGEST, folder],
+        [other, "-W", "ignore", "-c", EVERY_DIGEST, runtime_folder()],
         env=os.environ | {"PYTHONPATH": str(fake.REPOSITORY)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     assert int(theirs.split()[0]) > 1000
-    assert theirs == ours.stdout
+    assert theirs == ours
+
+
+Digests = dict[str, str]
+
+
+def no_business(name: str) -> str:
+    """Why a patch is not for the installed release; "" if it is."""
+    verdict = gate.check(registry.patch(name))
+    absent = verdict.state in (State.OUT_OF_RANGE, State.FIXED_UPSTREAM)
+    return f"{name} has no business here: {verdict.reason}" if absent else ""
+
+
+@pytest.fixture(scope="module")
+def digests() -> tuple[dict[str, Digests], dict[str, Digests]]:
+    """Of each patch's places: from the sources, and live after one import of all of them."""
+    code = f"""
+        import importlib, json
+        from ds_patches.core import gate, registry, release, shape
+        installed, places = release.installed(), {{}}
+        for name in {[name for name in ds_patches.names() if not no_business(name)]}:
+            of = registry.patch(name), installed.version
+            places[name] = (*gate.targets(*of), *gate.facts(*of))
+        def digests(look):
+            return {{n: {{p.key: look(p, installed.folder) for p in places[n]}} for n in places}}
+        before = digests(shape.of_source)
+        for name in places:
+            for place in places[name]:
+                if before[name][place.key] != shape.ABSENT:
+                    importlib.import_module(place.module)
+        print("digests", json.dumps([before, digests(shape.of)]))
+    """
+    (line,) = (x for x in fake.output(code).splitlines() if x.startswith("digests "))
+    source, live = json.loads(line.removeprefix("digests "))
+    return source, live
 
 
 @pytest.mark.core_case
 @pytest.mark.parametrize("name", ds_patches.names())
-def test_source_and_live_object_agree_and_are_known(name: str) -> None:
+def test_source_and_live_object_agree_and_are_known(
+    digests: tuple[dict[str, Digests], dict[str, Digests]], name: str
+) -> None:
     """DRIFT: fails, naming the place, when the installed DeepSpeed is not what was recorded."""
-    verdict = gate.check(registry.patch(name))
-    if verdict.state in (State.OUT_OF_RANGE, State.FIXED_UPSTREAM):
-        pytest.skip(f"{name} has no business here: {verdict.reason}")
-    code = f"""
-        import importlib, json
-        from ds_patches.core import gate, registry, release, shape
-        patch, installed = registry.patch({name!r}), release.installed()
-        places = (*gate.targets(patch, installed.version), *gate.facts(patch, installed.version))
-        before = {{p.key: shape.of_source(p, installed.folder) for p in places}}
-        for place in places:
-            if before[place.key] != shape.ABSENT:
-                importlib.import_module(place.module)
-        after = {{p.key: shape.of(p, installed.folder) for p in places}}
-        print("digests", json.dumps([before, after]))
-    """
-    (line,) = (x for x in fake.output(code).splitlines() if x.startswith("digests "))
-    source, live = json.loads(line.removeprefix("digests "))
+    if reason := no_business(name):
+        pytest.skip(reason)
+    source, live = (found[name] for found in digests)
+    assert source
     assert source == live
     known = shape.known(registry.patch(name))
-    assert source
     for place, found in source.items():
         assert found in known.get(place, {}), f"DRIFT: {name} relies on {place}, found {found}"
 

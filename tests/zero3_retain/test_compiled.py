@@ -39,10 +39,16 @@ def train_compiled(patch: bool, backwards: int) -> tuple[float, dict[str, int]]:
     return difference, compiled
 
 
+@pytest.fixture(scope="module")
+def stock(world: World) -> list[tuple[float, dict[str, int]]]:
+    return world.within(300).run(train_compiled, False, 1)
+
+
 @pytest.mark.skipif(not releases.TORCH_STYLE, reason="tried on 0.18.3 and later only")
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_compiled_blocks(world: World, backwards: int) -> None:
-    stock = world.within(300).run(train_compiled, False, 1)
+def test_compiled_blocks(
+    world: World, stock: list[tuple[float, dict[str, int]]], backwards: int
+) -> None:
     for (_, before), (difference, after) in zip(
         stock, world.within(300).run(train_compiled, True, backwards), strict=True
     ):

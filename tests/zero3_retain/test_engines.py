@@ -185,7 +185,8 @@ def one_head_rests(trainer: Any) -> None:
         trainer.step()
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(script=parts_then_whole, settings={})
+@pytest.mark.core_case(script=one_head_rests, settings=OFFLOADED_OPTIMIZER)
 @pytest.mark.parametrize("settings", [{}, OFFLOADED_OPTIMIZER], ids=["", "offloaded"])
 @pytest.mark.parametrize("script", [parts_then_whole, one_head_rests])
 @pytest.mark.parametrize("stage", [1, 2, 3])

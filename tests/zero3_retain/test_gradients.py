@@ -45,7 +45,8 @@ def assert_like_pytorch(result: Outcome) -> None:
     assert result.equal, result
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(zero=False)
+@pytest.mark.core_case(zero=True, style="engine")
 @pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
 @pytest.mark.parametrize("style", ["engine", "scale", "torch"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -109,7 +110,7 @@ def test_graphs_on_every_release(world: World, graph: str) -> None:
     assert_like_pytorch(outcome(world, model=graph))
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(zero=False)
 @pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradient_accumulation(world: World, stage: int, zero: bool) -> None:
@@ -118,7 +119,7 @@ def test_gradient_accumulation(world: World, stage: int, zero: bool) -> None:
     assert_like_pytorch(outcome(world, stage=stage, micro_steps=2, zero=zero))
 
 
-@pytest.mark.core_case(zero=False)
+@pytest.mark.core_case(zero=False, micro_steps=2)
 @pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
