@@ -73,20 +73,16 @@ class SavedTensorsHooks:
     def __exit__(self, *raised: Any) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def without(self, graph: Callable[..., Any]) -> Callable[..., Any]:
-        """`graph`, a compiled one, with these hooks out of the way where they are innermost."""
-
-        def run(*inputs: Any) -> Any:
-            innermost = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if innermost is None or innermost[0] is not self._hooks[0]:
-                return graph(*inputs)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            try:
-                return graph(*inputs)
-            finally:
-                torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-
-        return run
+    def run_without(self, graph: Callable[..., Any], inputs: Any) -> Any:
+        """Run a compiled graph with these hooks out of its way, where they are the innermost."""
+        innermost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if innermost is None or innermost[0] is not self._hooks[0]:
+            return graph(*inputs)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            return graph(*inputs)
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
 
 
 def is_compiling_a_frame() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from ds_patches.core import engines
 
 from . import dynamo
 from .reduction import Reduction
-from .units import Units
+from .units import Call, Units
 from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
 from .upstream.graphs import Graphs
@@ -28,11 +29,12 @@ Hook = Callable[..., None]
 class Fallback:
     """Gathers what eager frames read, and adds their gradients to what the optimizer steps with.
 
-    graphs_step_aside: compiled graphs run without `saving`. Where they do not, it stays away
-        altogether, and what eager frames gather stays gathered until their backward.
+    watches_graphs: compiled graphs run by way of `run_graph`. Where they do not, as in an engine
+        compiled before the patch was applied, what eager frames gather stays gathered until their
+        backward, and what two graphs share is left to stock.
     """
 
-    def __init__(self, engine: Any, graphs_step_aside: bool) -> None:
+    def __init__(self, engine: Any, watches_graphs: bool) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
         self._graphs = Graphs(trained, engine.device)
@@ -53,8 +55,9 @@ class Fallback:
         self._new_step = self._graphs_write_anew = True
         self._before: torch.Tensor | None = None
         self._forwards, self._in_backward = 0, False
-        self.saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
-        self._may_save = graphs_step_aside
+        self._saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
+        self._watches_graphs = watches_graphs
+        self._ran: Counter[int] = Counter()  # graphs, since the last backward
         self._saves = True  # whether the last forward had eager frames; unknown before the first
         self._undo: list[Any] = []
         self._install()
@@ -83,7 +86,7 @@ class Fallback:
         """Hooks before and after each call of a module that eager code makes."""
         calls, root = self.uses.calls, self._engine.module
         begin = dynamo.disabled(calls.open)
-        end = dynamo.disabled(lambda module: self.uses.close(calls.close(module)))
+        end = dynamo.disabled(self._end_call)
         compiles_within = upstream_engine.tells_layers_apart()
 
         def before_call(module: torch.nn.Module, args: Any) -> None:
@@ -103,6 +106,9 @@ class Fallback:
         for function in (before_call, after_call, dynamo.switch_off, dynamo.switch):
             dynamo.leave_alone(function)
         return before_call, after_call
+
+    def _end_call(self, module: torch.nn.Module) -> Sequence[Call]:
+        return self.uses.close(self.uses.calls.close(module))
 
     def remove(self) -> None:
         """Leave the engine as DeepCompile made it."""
@@ -132,14 +138,20 @@ class Fallback:
             self.uses.gathered_any = False
             self._forwards += records
         calls.open(None)
-        saves = self._may_save and self._saves and records and not depth
+        saves = self._watches_graphs and self._saves and records and not depth
         try:
-            with self.saving if saves else nullcontext():
+            with self._saving if saves else nullcontext():
                 yield
         finally:
             self.uses.close(calls.cut(depth))
         if records and not depth:
             self._saves = self.uses.gathered_any
+
+    def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:
+        """Run a compiled graph, in a forward."""
+        if torch.is_grad_enabled():
+            self._ran[graph_id] += 1
+        return self._saving.run_without(graph, inputs)
 
     def begin_backward(self) -> None:
         """Right after the engine's own prologue."""
@@ -150,10 +162,11 @@ class Fallback:
         if self._graphs_write_anew:
             # What they write must not be lost in what there is, nor that in what they write.
             self._before = None if self._new_step else partition.saved(self._optimizer)
-            self._graphs.mark_shared()
+            self._graphs.mark_shared(self._ran)
             partition.clear(self._optimizer)
             self._new_step = self._graphs_write_anew = False
-        if self._forwards > 1:
+        runs = max(self._ran.values(), default=0) if self._watches_graphs else self._forwards
+        if runs > 1:
             self._graphs.keep_marks()
 
     def end_backward(self) -> None:
@@ -166,6 +179,7 @@ class Fallback:
         if self._engine.is_gradient_accumulation_boundary():
             self._hand_over()
             self._graphs_write_anew = not self._graphs.kept_marks
+        self._ran.clear()
         self._forwards, self._in_backward = 0, False
 
     def before_step(self) -> None:
@@ -206,5 +220,6 @@ class Fallback:
         self._reduction.abandon()
         self._of_graphs_too.clear()
         self._before, self._forwards = None, 0
+        self._ran.clear()
         engines.forget_backward(self._engine)
         self.after_step(failed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -12,6 +13,7 @@ from ds_patches.core import engines
 
 from .fallback import Fallback
 from .upstream import engine as upstream_engine
+from .upstream import graphs as upstream_graphs
 from .upstream import partition
 
 logger = logging.getLogger("ds_patches.dc_fallback")
@@ -69,7 +71,7 @@ def _take_in(engine: Any) -> Fallback | None:
         if reason:
             logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
         return None
-    state = Fallback(engine, graphs_step_aside=engine in _compiled_here)
+    state = Fallback(engine, watches_graphs=engine in _compiled_here)
     vars(engine.optimizer)[_KEY] = state
     return state
 
@@ -80,21 +82,26 @@ def _take_in(engine: Any) -> Fallback | None:
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if not upstream_engine.wants_deep_compile(engine):
         return wrapped(*args, **kwargs)
-    known = ref(engine)
-
-    def stepping_aside(compile_graph: Wrapped) -> Wrapped:
-        def backend(gm: Any, inputs: Any) -> Any:
-            graph = compile_graph(gm, inputs)
-            state: Fallback | None = vars(known()).get(_KEY)
-            return graph if state is None else state.saving.without(graph)
-
-        return backend
-
-    with upstream_engine.compiling(engine, stepping_aside):
+    with upstream_engine.compiling(engine, partial(_watched_backend, ref(engine))):
         result = wrapped(*args, **kwargs)
     _compiled_here.add(engine)
     _state(engine)
     return result
+
+
+def _watched_backend(engine: Callable[[], Any], compile_graph: Wrapped) -> Wrapped:
+    """DeepCompile's backend, whose graphs run by way of what the patch knows of the engine."""
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graph, graph_id = compile_graph(gm, inputs), upstream_graphs.id_of(gm)
+
+        def run(*inputs: Any) -> Any:
+            state: Fallback | None = vars(engine()).get(_KEY)
+            return graph(*inputs) if state is None else state.run_graph(graph_id, graph, inputs)
+
+        return run
+
+    return backend
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -176,7 +176,7 @@ def _define_operators() -> None:
 
 
 def _end_backward(graph_id: int) -> None:
-    torch.ops.dc.end_backward([], graph_id, graph_id == next(iter(native.marks)))
+    torch.ops.dc.end_backward([torch.empty(0)], graph_id, graph_id == next(iter(native.marks)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ set beforehand in the second.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,13 @@ class Graphs:
         """The ``ds_id`` of each parameter that some graph uses."""
         return {ds_id for ids in _by_graph().values() for ds_id in ids}
 
-    def mark_shared(self) -> None:
-        """Of what several graphs use, have all of them add. The partitions must be zeroed after.
+    def mark_shared(self, ran: Collection[int]) -> None:
+        """Of what several of these graphs use, have all of them add.
 
-        The only way to a mark is a gradient, so each graph reduces zeros: a collective, and one
-        more reduction of each parameter that is shared by graphs.
+        The partitions must be zeroed after. The only way to a mark is a gradient, so each graph
+        reduces zeros: a collective, and one more reduction of each parameter that they share.
         """
-        by_graph = _by_graph()
+        by_graph = {graph: ids for graph, ids in _by_graph().items() if graph in ran}
         graphs_of = Counter(ds_id for ids in by_graph.values() for ds_id in ids)
         shared = [param for param in self._trained if graphs_of[param.ds_id] > 1]
         if not shared or not _can_end_backward():
@@ -89,13 +89,19 @@ class Graphs:
                 self._reduce_zeros(self._trained[at], graph_id)
         end = torch.ops.dc.end_backward
         named = [argument.name for argument in end.default._schema.arguments]
+        deps = [torch.empty(0, device=self._device)]  # an empty list has no type for an operator
         for last, graph_id in enumerate(by_graph, 1 - len(by_graph)):
-            given = {"deps": [], "graph_id": graph_id, "release_reduce_buckets": not last}
+            given = {"deps": deps, "graph_id": graph_id, "release_reduce_buckets": not last}
             end(*(given[name] for name in named))
 
     def _reduce_zeros(self, param: Any, graph_id: int) -> None:
         zeros = torch.zeros(tuple(param.ds_shape), dtype=param.dtype, device=self._device)
         torch.ops.dc.reduce_grad(zeros, graph_id, param.ds_id)
+
+
+def id_of(gm: Any) -> int:
+    """By what DeepCompile knows the graph that it is given to compile."""
+    return id(gm.graph)
 
 
 def _by_graph() -> dict[int, set[int]]:
