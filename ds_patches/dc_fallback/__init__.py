@@ -1,1 +1,52 @@
-"""DeepCompile ZeRO-3 with frames that Dynamo skips."""
+"""DeepCompile ZeRO-3 with frames that Dynamo skips: they gather, and they train.
+
+What
+    ``"compile": {"deepcompile": true}`` with ZeRO-3, and a model that Dynamo cannot compile whole:
+    a graph break inside a loop, a loop over data, a function under ``torch.compiler.disable``, a
+    frame that was compiled too often. What is not compiled runs eagerly, with eager ZeRO-3's
+    results; what is compiled stays DeepCompile's.
+
+Why
+    DeepCompile gathers and reduces inside its graphs, and removes every hook that does so
+    elsewhere. Up to 0.19.2 a skipped frame fails with ``'weight' must be 2-D``. From 0.19.3
+    DeepSpeed gathers there, and reduces nothing: parameters used in skipped frames silently do not
+    train, up to 0.19.8; and in a loop with a graph break it still fails, because Dynamo compiles
+    the very getter that should gather.
+
+How
+    - Inside a call of a module, eager code that reads a parameter sees a gathered tensor in its
+      place, gathered once per call. The parameter itself stays partitioned, so Dynamo's guards
+      never see it change, and nothing has to be released: the tensor is freed with its last user.
+    - What autograd saves of such a tensor is saved as a note; the backward gathers it again, for
+      one module call at a time. Its gradient is summed over all uses, averaged over the ranks in
+      buckets, and added to the partition that the optimizer steps with.
+    - ZeRO-3 leaf modules are gathered, and reduced, whole: ranks may use other experts.
+    - DeepSpeed's own fallback is put aside for the engine, and given back by ``unapply``.
+    - Compiled graphs lose gradients of their own in stock: of all but one forward where several
+      come before one backward, of all but one backward where a step has several, and of parameters
+      that two graphs share. Those add up too. A parameter that two graphs share is reduced once
+      more per graph and step.
+
+What to know
+    - Up to 0.19.6 nothing tells Dynamo that a frame which it compiled for one layer is not for the
+      next. There, what a skipped frame calls runs eagerly as a whole. From 0.19.7 Dynamo compiles
+      it for each layer, up to its limit of 8.
+    - Under ``loss.backward()`` and ``engine.backward()`` alike. If a backward raises, every
+      gradient reduced since the last step is dropped, with a warning.
+    - An engine compiled before the patch was applied is taken in at its next forward; there, what
+      eager frames gather stays gathered until their backward.
+    - A function of yours that Dynamo compiles and that returns a parameter as it is returns the
+      partitioned one, of shape [0]; so does a parameter handed from a compiled frame to a skipped
+      one. Read it where it is used.
+    - ``torch.func.grad`` and its like cannot run in a skipped frame: PyTorch does not let them
+      while tensors are saved as notes.
+    - Left to stock, with a warning: an offloaded optimizer, ZeRO++ quantization and secondary
+      partitions, MiCS, parameters on NVMe.
+    - ``with ds_patches.train_check(engine):`` around a step says what did not train.
+
+Upstream
+    issue 7942, pull requests 8059 and 8157 (merged; they gather, and reduce nothing).
+
+Remove it when
+    your release trains parameters that DeepCompile's graphs do not hold.
+"""

@@ -110,10 +110,16 @@ def run(
     style: str = "engine",
     micro_steps: int = 1,
     patch: bool = True,
+    whole: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> Outcome:
-    """`script`, by an engine and by plain PyTorch, from the same start. Runs on every rank."""
+    """`script`, by an engine and by plain PyTorch, from the same start. Runs on every rank.
+
+    whole: nothing of the model is compiled, as on a release whose graphs this torch cannot trace.
+    """
     start = patterns.build(pattern)
+    if whole:
+        patterns.skip_whole(start)
     expected = trainers.plain(start, script, micro_steps)
     origin = {name: p.detach().clone() for name, p in start.named_parameters()}
     with (

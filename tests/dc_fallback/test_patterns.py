@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.dc_fallback import patterns
+from tests.dc_fallback import patterns, releases
 from tests.dc_fallback.cases import Outcome, train
 from tests.world import World
 
@@ -20,10 +20,26 @@ def outcome(world: World, pattern: str, **case: Any) -> Outcome:
     return first
 
 
-@pytest.mark.parametrize("pattern", NAMES)
-def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
-    found = outcome(world, pattern)
+def assert_trained(found: Outcome) -> None:
     assert not found.untrained, found
     assert found.equal, found
     assert not any(found.available), "a parameter stayed gathered"
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    "pattern", ["Disabled", "TiedToSkipped", "Shared", "Frozen", "Leaf", "FusedExperts"]
+)
+def test_nothing_is_compiled(world: World, pattern: str) -> None:
+    assert_trained(outcome(world, pattern, whole=True))
+
+
+@pytest.mark.core_case(pattern="Mixed")
+@pytest.mark.core_case(pattern="TiedGraphs")
+@pytest.mark.core_case(pattern="LoopOfBlocks")
+@pytest.mark.parametrize("pattern", NAMES)
+def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
+    releases.needs_graphs()
+    found = outcome(world, pattern)
+    assert_trained(found)
     assert len(set(found.graphs)) == 1, "something was compiled again"

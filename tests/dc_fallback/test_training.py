@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.dc_fallback import cases, patterns, stand_in
-from tests.dc_fallback.cases import Outcome, inputs
-from tests.dc_fallback.test_patterns import outcome
+from tests.dc_fallback import releases as here
+from tests.dc_fallback.cases import inputs
+from tests.dc_fallback.test_patterns import assert_trained, outcome
 from tests.world import World
 from tests.zero3_retain import releases, trainers
 from tests.zero3_retain.cases import half_precision_allowed
@@ -17,22 +18,21 @@ from tests.zero3_retain.cases import half_precision_allowed
 MIXED = ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
 
 
-def assert_like_pytorch(found: Outcome) -> None:
-    assert not found.untrained, found
-    assert found.equal, found
-    assert not any(found.available), found
+@pytest.fixture(autouse=True)
+def _needs_graphs() -> None:
+    here.needs_graphs()
 
 
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("pattern", MIXED)
 def test_micro_steps(world: World, pattern: str, style: str) -> None:
     releases.needs_torch_style(style)
-    assert_like_pytorch(outcome(world, pattern, micro_steps=2, style=style))
+    assert_trained(outcome(world, pattern, micro_steps=2, style=style))
 
 
 @pytest.mark.parametrize("pattern", MIXED)
 def test_two_forwards_before_one_backward(world: World, pattern: str) -> None:
-    assert_like_pytorch(outcome(world, pattern, forwards=2))
+    assert_trained(outcome(world, pattern, forwards=2))
 
 
 def twice_a_step(trainer: Any) -> None:
@@ -45,12 +45,12 @@ def twice_a_step(trainer: Any) -> None:
 
 @pytest.mark.parametrize("pattern", MIXED)
 def test_evaluations_between(world: World, pattern: str) -> None:
-    assert_like_pytorch(outcome(world, pattern, evaluates=True))
+    assert_trained(outcome(world, pattern, evaluates=True))
 
 
 @pytest.mark.parametrize("pattern", MIXED)
 def test_two_backwards_a_step(world: World, pattern: str) -> None:
-    assert_like_pytorch(world.run(cases.run, pattern, twice_a_step)[0])
+    assert_trained(world.run(cases.run, pattern, twice_a_step)[0])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_two_backwards_a_step(world: World, pattern: str) -> None:
 )
 @pytest.mark.parametrize("pattern", ["Disabled", "LoopOfBlocks", "TiedToSkipped"])
 def test_settings(world: World, pattern: str, settings: dict[str, Any]) -> None:
-    assert_like_pytorch(outcome(world, pattern, settings={"zero": settings}))
+    assert_trained(outcome(world, pattern, settings={"zero": settings}))
 
 
 def against_eager(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def why_not_covered(engine: Any) -> str | None:
         return ""  # no optimizer: nothing is trained, and what is read is gathered by ZeRO
     if getattr(optimizer, "offload_optimizer", False):
         return (
-            "with an offloaded optimizer DeepCompile's gradients do not reach the step, so neither "
-            "would those of frames that run eagerly"
+            "an offloaded optimizer steps with gradients that ZeRO's own reduction brings to the "
+            "host, and DeepCompile has removed that"
         )
     config = engine._config.zero_config
     if config.zero_quantized_weights or config.zero_quantized_gradients:
