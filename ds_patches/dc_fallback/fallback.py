@@ -69,8 +69,11 @@ class Fallback:
         self._undo.append(lambda: upstream_engine.give_back(self._engine, native))
         upstream_engine.keep_shapes_static(self._engine)
         upstream_engine.drop_leaf_hooks(self._engine)
-        dynamo.leave_alone(torch.nn.Module.__getattr__)  # or it is compiled, and gathers nothing
-        self._undo.append(lambda: dynamo.look_again(torch.nn.Module.__getattr__))
+        getter = torch.nn.Module.__getattr__
+        dynamo.leave_alone(getter)  # or it is compiled, and gathers nothing
+        self._undo.append(lambda: dynamo.look_again(getter))
+        again = partial(dynamo.leave_alone, getter)
+        self._undo.append(upstream_engine.after_compile_passes(self._engine, again))
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():

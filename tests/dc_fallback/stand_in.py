@@ -179,6 +179,10 @@ def _end_backward(graph_id: int) -> None:
     torch.ops.dc.end_backward([torch.empty(0)], graph_id, graph_id == next(iter(native.marks)))
 
 
+def no_passes(*args: Any, **kwargs: Any) -> None:
+    """In place of DeepCompile's passes, which rewrite real graphs."""
+
+
 @contextmanager
 def deep_compile() -> Iterator[Native]:
     """Engines with ``"compile": {"deepcompile": true}`` compile by the stand-in."""
@@ -196,7 +200,7 @@ def deep_compile() -> Iterator[Native]:
     handle, make = util.dc_handle, init_z3.make_backend
     util.dc_handle, init_z3.make_backend = native, _make_backend
     launch = init_z3.launch_compile_passes
-    init_z3.launch_compile_passes = lambda *args, **kwargs: None  # its passes rewrite real graphs
+    init_z3.launch_compile_passes = no_passes
     try:
         yield native
     finally:

@@ -106,12 +106,13 @@ def what_is_left() -> dict[str, Any]:
             inside = {type(module._parameters).__name__ for module in engine.module.modules()}
             engine.backward(engine(*inputs(0, 0)))
             engine.step()
-        modules = list(engine.module.modules())
+        modules, launch = list(engine.module.modules()), engine.launch_compile_passes
         return {
             "inside": inside,
             "containers": {type(module._parameters).__name__ for module in modules},
             "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
             "attributes": [name for name in vars(engine) if "ds_patches" in name],
+            "launch": getattr(launch, "func", launch).__name__,
             "native": getattr(engine, "_deepcompile_z3_eager_fallback", "none") is not None,
         }
 
@@ -122,4 +123,5 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
     assert "WatchedParameters" not in left["containers"]
     assert left["hooks"] == 0
     assert not left["attributes"]
+    assert left["launch"] == "no_passes"
     assert left["native"]

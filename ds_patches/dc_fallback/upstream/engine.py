@@ -87,6 +87,21 @@ def keep_shapes_static(engine: Any) -> None:
         put_back()
 
 
+def after_compile_passes(engine: Any, action: Callable[[], Any]) -> Callable[[], None]:
+    """Have `action` run whenever DeepCompile has looked for new passes, which resets Dynamo.
+
+    Returns what undoes that.
+    """
+    launch = engine.launch_compile_passes
+
+    def launch_and_act(*args: Any, **kwargs: Any) -> None:
+        launch(*args, **kwargs)
+        action()
+
+    engine.launch_compile_passes = launch_and_act
+    return lambda: setattr(engine, "launch_compile_passes", launch)
+
+
 def drop_leaf_hooks(engine: Any) -> None:
     """Remove the hooks that reduce a leaf module's gradients.
 
