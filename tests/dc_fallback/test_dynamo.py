@@ -1,0 +1,262 @@
+"""What is relied on in TorchDynamo, and in autograd's hooks for saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+from ds_patches.dc_fallback import dynamo
+from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
+
+COMPILED, EAGER = 1.0, 2.0
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A backend that runs what it gets, and counts it. `boxed`: as AOTAutograd wants it."""
+
+    def __init__(self, boxed: bool = False) -> None:
+        self.graphs, self.boxed = 0, boxed
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return make_boxed_func(gm.forward) if self.boxed else gm.forward
+
+
+def asking() -> Callable[[Tensor], Tensor]:
+    """A function of its own code: what Dynamo knows of one stays with its code."""
+
+    def ask(x: Tensor) -> Tensor:
+        return x + COMPILED if torch.compiler.is_compiling() else x + EAGER
+
+    ask.__code__ = ask.__code__.replace()
+    return ask
+
+
+def told_in_a_skipped_frame(ask: Callable[[Tensor], Tensor]) -> float:
+    def loop(x: Tensor) -> Tensor:
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            x = ask(x)
+        return x
+
+    return float(torch.compile(loop, backend=Counting())(torch.zeros(())))
+
+
+def told_in_a_compiled_frame(ask: Callable[[Tensor], Tensor]) -> float:
+    backend = Counting()
+    whole = torch.compile(lambda x: ask(x), backend=backend, fullgraph=True)
+    told = float(whole(torch.zeros(())))
+    assert backend.graphs == 1
+    return told
+
+
+# --- leave_alone ----------------------------------------------------------------------------------
+
+
+def test_a_function_called_from_a_skipped_frame_is_compiled_by_itself() -> None:
+    """Why there is `leave_alone`."""
+    assert told_in_a_skipped_frame(asking()) == COMPILED
+
+
+def test_left_alone_it_runs_eagerly() -> None:
+    ask = asking()
+    assert dynamo.leave_alone(ask) is ask
+    assert told_in_a_skipped_frame(ask) == EAGER
+
+
+def test_left_alone_after_it_was_compiled() -> None:
+    ask = asking()
+    assert told_in_a_skipped_frame(ask) == COMPILED
+    dynamo.leave_alone(ask)
+    assert told_in_a_skipped_frame(ask) == EAGER
+
+
+def test_left_alone_it_is_still_traced_in_a_compiled_frame() -> None:
+    ask = dynamo.leave_alone(asking())
+    assert told_in_a_compiled_frame(ask) == COMPILED
+    assert told_in_a_skipped_frame(ask) == EAGER
+
+
+def test_left_alone_again_after_a_reset() -> None:
+    """A reset forgets it for functions that had been compiled, and only for those."""
+    ask = asking()
+    assert told_in_a_skipped_frame(ask) == COMPILED
+    dynamo.leave_alone(ask)
+    torch._dynamo.reset()
+    assert told_in_a_skipped_frame(ask) == COMPILED
+    torch._dynamo.reset()
+    dynamo.leave_alone(ask)
+    assert told_in_a_skipped_frame(ask) == EAGER
+
+
+def test_look_again_takes_it_back() -> None:
+    ask = dynamo.leave_alone(asking())
+    assert told_in_a_skipped_frame(ask) == EAGER
+    dynamo.look_again(ask)
+    assert told_in_a_skipped_frame(ask) == COMPILED
+
+
+def test_disabled_nothing_that_it_calls_is_compiled() -> None:
+    ask = asking()
+
+    def calls(x: Tensor) -> Tensor:
+        return ask(x)
+
+    assert told_in_a_skipped_frame(dynamo.disabled(calls)) == EAGER
+    assert told_in_a_skipped_frame(dynamo.leave_alone(calls)) == COMPILED
+
+
+def test_switched_off_until_switched_back() -> None:
+    ask, before = asking(), []
+
+    def off() -> None:
+        before.append(dynamo.switch_off())
+
+    def on() -> None:
+        dynamo.switch(before.pop())
+
+    for function in (off, on, dynamo.switch_off, dynamo.switch):
+        dynamo.leave_alone(function)
+
+    def loop(x: Tensor) -> list[Tensor]:
+        told = []
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            told.append(ask(x))
+            off()
+            told.append(ask(x))
+            on()
+            told.append(ask(x))
+        return told
+
+    told = torch.compile(loop, backend=Counting())(torch.zeros(()))
+    assert [float(one) for one in told] == [COMPILED, EAGER, COMPILED]
+
+
+def test_is_compiling_a_frame() -> None:
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        seen.append(dynamo.is_compiling_a_frame())
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(()))
+    assert seen == [True]
+    assert not dynamo.is_compiling_a_frame()
+
+
+# --- SavedTensorsHooks ----------------------------------------------------------------------------
+
+
+class Seen:
+    """Hooks, and how many tensors they were given."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+        self.hooks = SavedTensorsHooks(self.pack, lambda saved: saved)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.packed += 1
+        return tensor
+
+
+def graph(x: Tensor) -> Tensor:
+    return x.exp()  # saves one tensor
+
+
+def fails(x: Tensor) -> Tensor:
+    graph(x)
+    raise RuntimeError("refused")
+
+
+def test_a_graph_runs_without_the_hooks() -> None:
+    seen, x = Seen(), torch.ones(3, requires_grad=True)
+    with seen.hooks:
+        graph(x)
+        assert seen.packed == 1
+        y = seen.hooks.run_without(graph, (x,))
+        assert seen.packed == 1
+        graph(x)
+        assert seen.packed == 2
+    graph(x)
+    assert seen.packed == 2
+    assert torch.equal(y, x.exp())
+
+
+def test_others_within_them_are_left_as_they_are() -> None:
+    seen, others, x = Seen(), Seen(), torch.ones(3, requires_grad=True)
+    with seen.hooks:
+        with others.hooks:
+            seen.hooks.run_without(graph, (x,))
+            assert (seen.packed, others.packed) == (0, 1)
+            graph(x)
+            assert (seen.packed, others.packed) == (0, 2)
+        graph(x)
+        assert (seen.packed, others.packed) == (1, 2)
+
+
+def test_others_around_them_are_the_graphs() -> None:
+    seen, others, x = Seen(), Seen(), torch.ones(3, requires_grad=True)
+    with others.hooks, seen.hooks:
+        seen.hooks.run_without(graph, (x,))
+        assert (seen.packed, others.packed) == (0, 1)
+        graph(x)
+        assert (seen.packed, others.packed) == (1, 1)
+
+
+def test_a_graph_runs_where_they_are_not_in_use() -> None:
+    seen, x = Seen(), torch.ones(3, requires_grad=True)
+    seen.hooks.run_without(graph, (x,))
+    assert seen.packed == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_after_a_graph_that_raised_they_are_back() -> None:
+    seen, x = Seen(), torch.ones(3, requires_grad=True)
+    with seen.hooks:
+        with pytest.raises(RuntimeError, match="refused"):
+            seen.hooks.run_without(fails, (x,))
+        assert seen.packed == 0
+        graph(x)
+        assert seen.packed == 1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_after_a_forward_that_raised_they_are_gone() -> None:
+    seen = Seen()
+    with pytest.raises(RuntimeError, match="refused"), seen.hooks:
+        fails(torch.ones(3, requires_grad=True))
+    assert seen.packed == 1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("on_first", [True, False])
+def test_on_and_off_compiles_nothing_again(on_first: bool) -> None:
+    seen, forward, backward = Seen(), Counting(boxed=True), Counting(boxed=True)
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    compiled = torch.compile(graph, backend=backend)
+    packed = []
+    for on in (on_first, not on_first, True, False):
+        x = torch.ones(3, requires_grad=True)
+        if on:
+            with seen.hooks:
+                compiled(x).sum().backward()
+        else:
+            compiled(x).sum().backward()
+        assert torch.equal(x.grad, x.exp().detach())
+        packed.append(seen.packed)
+    assert packed[-1] == 2, "they were in use"
+    assert (forward.graphs, backward.graphs) == (1, 1)
