@@ -18,6 +18,7 @@ from tests.dc_fallback.partitioned import (
     equal,
     nested,
     read_often,
+    seen_as_complex,
     transposed,
     with_and_without,
     without_and_with,
@@ -48,6 +49,16 @@ def test_alive_can_tell(model: Any) -> None:
     assert there.alive > 0
     del loss
     assert there.alive == 0
+
+
+def test_a_view_of_another_dtype() -> None:
+    """Is kept as it is: the notes are in strides of the parameter."""
+    there = Partitioned()
+    x, again = there.x.clone().requires_grad_(), there.x.clone().requires_grad_()
+    _, expected = there.plain(seen_as_complex, again)
+    there.backward(there.forward(seen_as_complex, x))
+    assert equal(there.grads(), expected)
+    assert torch.equal(x.grad, again.grad)
 
 
 def test_a_frozen_one_gets_no_gradient() -> None:
