@@ -151,7 +151,7 @@ class Uses:
         if not self._origins:
             return tensor
         origin = self._origins.get(_storage(tensor))
-        if origin is None:
+        if origin is None or tensor.dtype != origin[1].dtype:  # a complex view has other strides
             return tensor
         return _Note(*origin, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -160,6 +160,12 @@ def viewed(see: See, call: Any, x: Tensor) -> Tensor:
     return (x.repeat(1, 4) * see("a").view(16)).sum() + (x @ see("b").view(2, 2, 4)[1].t()).sum()
 
 
+def seen_as_complex(see: See, call: Any, x: Tensor) -> Tensor:
+    """A filter, as in GFNet: one parameter with a last dimension of two."""
+    y = torch.view_as_complex(x.sum(0).view(2, 2)) * torch.view_as_complex(see("a").view(4, 2, 2))
+    return torch.view_as_real(torch.fft.fft(y)).square().sum()
+
+
 def itself(see: See, call: Any, x: Tensor) -> Tensor:
     return (see("a") * see("a")).sum() + x.sum()
 

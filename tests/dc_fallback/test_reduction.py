@@ -36,11 +36,16 @@ class Sent:
 class Watched:
     """A reduction that notes what comes out of it, and each collective that it starts."""
 
-    def __init__(self, dtype_of: Callable[[Tensor], torch.dtype], capacity: int) -> None:
+    def __init__(
+        self,
+        dtype_of: Callable[[Tensor], torch.dtype],
+        capacity: int,
+        group_of: Callable[[Any], Any] = lambda param: None,
+    ) -> None:
         self.parts: list[tuple[Any, Tensor]] = []
         self.buckets: list[int] = []
         self.arrived = self.most_in_flight = 0
-        self.reduction = Reduction(lambda param: None, dtype_of, self.receive, capacity)
+        self.reduction = Reduction(group_of, dtype_of, self.receive, capacity)
         self._start = dist.reduce_scatter_tensor
 
     def receive(self, param: Any, part: Tensor) -> None:
@@ -183,6 +188,30 @@ def test_another_dtype_begins_a_bucket(world: World) -> None:
         assert sent.received == sent.expected
 
 
+def groups() -> tuple[list[int], list[list[float]], list[list[float]]]:
+    """The second of three gradients is this rank's own, as that of an expert."""
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    params = [torch.nn.Parameter(torch.empty(0)) for _ in range(3)]
+    grads = gradients([(4,), (5,), (6,)], (F32,), seed=4)
+    expected = [part_of(grads[0], F32), grads[1], part_of(grads[2], F32)]
+
+    def group_of(param: Any) -> Any:
+        return own if param is params[1] else None
+
+    with Watched(lambda grad: grad.dtype, 1000, group_of) as watched:
+        for param, grad in zip(params, grads, strict=True):
+            watched.reduction.add(param, grad)
+        watched.reduction.finish()
+    received = [part.tolist() for _, part in watched.parts]
+    return watched.buckets, received, [part.tolist() for part in expected]
+
+
+def test_another_group_begins_a_bucket(world: World) -> None:
+    for buckets, received, expected in world.run(groups):
+        assert buckets == [2, 5, 3]
+        assert received == expected
+
+
 @pytest.mark.parametrize(("dtype", "send_as"), [(BF16, F32), (F32, BF16)])
 def test_sent_in_another_dtype(world: World, dtype: torch.dtype, send_as: torch.dtype) -> None:
     for sent in world.run(reduce, [(4,), (5,)], 1000, (dtype,), send_as):
@@ -215,3 +244,23 @@ def test_abandoned_gradients_are_not_in_the_next_ones(world: World, adds: int) -
     for pending, received, expected in world.run(abandon, adds):
         assert pending == [True, False, True]
         assert received == expected
+
+
+def refused() -> list[bool]:
+    """What arrives is refused; nothing waits then, but a bucket is under way."""
+
+    def refuse(param: Any, part: Tensor) -> None:
+        raise RuntimeError("refused")
+
+    dropping = Reduction(lambda param: None, lambda grad: grad.dtype, refuse, capacity=1)
+    for grad in gradients([(5,), (5,)], (F32,), seed=5):
+        dropping.add(torch.nn.Parameter(torch.empty(0)), grad)
+    with pytest.raises(RuntimeError, match="refused"):
+        dropping.finish()
+    pending = [dropping.pending]
+    dropping.abandon()
+    return [*pending, dropping.pending]
+
+
+def test_what_is_under_way_is_pending(world: World) -> None:
+    assert world.run(refused) == [[True, False]] * 2

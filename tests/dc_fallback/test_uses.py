@@ -18,6 +18,7 @@ from tests.dc_fallback.partitioned import (
     equal,
     nested,
     read_often,
+    seen_as_complex,
     transposed,
     with_and_without,
     without_and_with,
@@ -48,6 +49,16 @@ def test_alive_can_tell(model: Any) -> None:
     assert there.alive > 0
     del loss
     assert there.alive == 0
+
+
+def test_a_view_of_another_dtype() -> None:
+    """Is kept as it is: the notes are in strides of the parameter."""
+    there = Partitioned()
+    x, again = there.x.clone().requires_grad_(), there.x.clone().requires_grad_()
+    _, expected = there.plain(seen_as_complex, again)
+    there.backward(there.forward(seen_as_complex, x))
+    assert equal(there.grads(), expected)
+    assert torch.equal(x.grad, again.grad)
 
 
 def test_a_frozen_one_gets_no_gradient() -> None:
@@ -124,8 +135,9 @@ def test_the_backward_of_an_embedding_gathers_nothing() -> None:
     assert equal(there.grads(), expected)
 
 
-def test_the_backward_holds_one_call_at_a_time() -> None:
-    there, most = Partitioned(), 0
+@pytest.mark.parametrize("frozen", [[], ["a"]])
+def test_the_backward_holds_one_call_at_a_time(frozen: list[str]) -> None:
+    there, most = Partitioned(frozen), 0
 
     def watched(grad: Tensor) -> None:
         nonlocal most
@@ -141,6 +153,19 @@ def test_the_backward_holds_one_call_at_a_time() -> None:
     there.backward(there.forward(model, there.x.clone().requires_grad_()))
     assert len(there.gathers) == 6
     assert most <= 1
+
+
+def test_the_backward_lets_go_of_what_it_is_done_with() -> None:
+    there, alive = Partitioned(), []
+
+    def model(see: See, call: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ see("a"))
+        x.register_hook(lambda grad: alive.append(there.alive))  # between the two uses
+        return (x @ see("b")).sum()
+
+    there.backward(there.forward(model, there.x.clone().requires_grad_()))
+    assert there.gathers == [["a"], ["b"], ["b"], ["a"]]
+    assert alive == [0]
 
 
 def test_after_a_backward_that_raised_nothing_stays() -> None:
@@ -176,6 +201,15 @@ def test_of_a_unit_all_are_gathered_and_delivered() -> None:
     assert equal(there.grads(), {**expected, "c": torch.zeros_like(expected["a"])})
     assert torch.equal(x.grad, again.grad)
     assert there.alive == 0
+
+
+def test_of_a_unit_one_that_is_thawed_is_delivered_from_the_next_forward_on() -> None:
+    there = Partitioned(frozen=["c"], unit=["a", "b", "c"])
+    there.backward(there.forward(transposed, there.x))
+    assert sorted(there.grads()) == ["a", "b"]
+    there.params["c"].requires_grad_()
+    there.backward(there.forward(transposed, there.x))
+    assert sorted(there.grads()) == ["a", "b", "c"]
 
 
 def test_of_a_unit_those_that_are_here_are_not_gathered() -> None:
