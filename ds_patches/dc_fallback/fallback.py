@@ -79,7 +79,7 @@ class Fallback:
         for module in self._engine.module.modules():
             for handle in (
                 module.register_forward_pre_hook(before_call),
-                module.register_forward_hook(after_call),
+                module.register_forward_hook(after_call, always_call=True),
             ):
                 self._undo.append(handle.remove)
             before = parameters.watch(module, see)
