@@ -54,7 +54,7 @@ class Fallback:
         self._graphs_ids: set[int] = set()
         self._new_step = self._graphs_write_anew = True
         self._before: torch.Tensor | None = None
-        self._forwards, self._in_backward = 0, False
+        self._forwards, self._in_forward, self._in_backward = 0, False, False
         self._saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
         self._watches_graphs = watches_graphs
         self._ran: Counter[int] = Counter()  # graphs, since the last backward
@@ -134,20 +134,23 @@ class Fallback:
     def forward(self) -> Iterator[None]:
         """Around ``engine.forward``."""
         calls, records = self.uses.calls, torch.is_grad_enabled()
-        depth = len(calls)
-        if not depth:
+        outermost, self._in_forward = not self._in_forward, True
+        if outermost:
+            self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
             self._recover()
             partition.release(upstream_engine.persistent(self._engine))
             self.uses.gathered_any = False
             self._forwards += records
+        depth = len(calls)
         calls.open(None)
-        saves = self._watches_graphs and self._saves and records and not depth
+        saves = self._watches_graphs and self._saves and records and outermost
         try:
             with self._saving if saves else nullcontext():
                 yield
         finally:
             self.uses.close(calls.cut(depth))
-        if records and not depth:
+            self._in_forward = not outermost
+        if records and outermost:
             self._saves = self.uses.gathered_any
 
     def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 CAPACITY = 2**24
 _IN_FLIGHT = 2
 
-#: Takes this rank's part of the averaged gradient of a parameter, 1-D and without padding.
+#: Takes this rank's part of the averaged gradient of a parameter: 1-D, padded with zeros.
 Receive = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 

@@ -51,14 +51,16 @@ class Units:
 class Call:
     """One call of a module, and what was gathered for it.
 
-    full: the gathered values, by parameter. `uses`: what the code got to see of them, which has a
-        gradient or not, by parameter and by whether gradients were being recorded.
+    full: the gathered values, by parameter; `version`: PyTorch's count of writes to them.
+    uses: what the code got to see of them, which has a gradient or not, by parameter and by whether
+        gradients were being recorded.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.dynamo: Any = None  # what to switch back on at its end
         self.full: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.version: dict[torch.nn.Parameter, int] = {}
         self.uses: dict[tuple[torch.nn.Parameter, bool], torch.Tensor] = {}
 
 

@@ -124,7 +124,7 @@ class Uses:
                 return
             absent = [one for one in self._units.of(param).params if not self._is_here(one)]
             for one, full in zip(absent, self._gather(absent), strict=True):
-                call.full[one] = full
+                call.full[one], call.version[one] = full, full._version
                 self._origins[_storage(full)] = call, one
         self.gathered_any = True
 
@@ -153,7 +153,10 @@ class Uses:
         origin = self._origins.get(_storage(tensor))
         if origin is None or tensor.dtype != origin[1].dtype:  # a complex view has other strides
             return tensor
-        return _Note(*origin, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        call, param = origin
+        if call.full[param]._version != call.version[param]:
+            return tensor  # the code has written to it, and a gather would not know
+        return _Note(call, param, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """What `pack` was given, gathered again."""

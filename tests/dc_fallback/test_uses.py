@@ -61,6 +61,23 @@ def test_a_view_of_another_dtype() -> None:
     assert torch.equal(x.grad, again.grad)
 
 
+def halves_it(see: See, call: Any, x: Tensor) -> Tensor:
+    """Code that writes to a parameter before it uses it."""
+    weight = see("a")
+    with torch.no_grad():
+        weight.mul_(0.5)
+    return (x @ weight).square().sum()
+
+
+def test_one_that_was_written_to_is_kept() -> None:
+    """A gather would bring what it was before."""
+    there = Partitioned()
+    x = there.x.clone().requires_grad_()
+    there.backward(there.forward(halves_it, x))
+    weight = 0.5 * there.values["a"]
+    assert torch.allclose(x.grad, 2 * (there.x @ weight) @ weight.T)
+
+
 def test_a_frozen_one_gets_no_gradient() -> None:
     there = Partitioned(frozen=["a"])
     x, again = there.x.clone().requires_grad_(), there.x.clone().requires_grad_()
