@@ -168,7 +168,8 @@ class Fallback:
         if self._graphs_write_anew:
             # What they write must not be lost in what there is, nor that in what they write.
             self._before = None if self._new_step else partition.saved(self._optimizer)
-            self._graphs.mark_shared(self._ran)
+            boundary = self._engine.is_gradient_accumulation_boundary()
+            self._graphs.mark_shared(self._ran, bool(boundary))
             partition.clear(self._optimizer)
             self._new_step = self._graphs_write_anew = False
         runs = max(self._ran.values(), default=0) if self._watches_graphs else self._forwards

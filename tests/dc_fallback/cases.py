@@ -111,10 +111,12 @@ def run(
     micro_steps: int = 1,
     patch: bool = True,
     whole: bool = False,
+    keeps: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> Outcome:
     """`script`, by an engine and by plain PyTorch, from the same start. Runs on every rank.
 
+    keeps: graphs keep parameters gathered until the step, as DeepCompile's selective_gather does.
     whole: nothing of the model is compiled, as on a release whose graphs this torch cannot trace.
     """
     start = patterns.build(pattern)
@@ -123,12 +125,13 @@ def run(
     expected = trainers.plain(start, script, micro_steps)
     origin = {name: p.detach().clone() for name, p in start.named_parameters()}
     with (
-        stand_in.deep_compile(),
+        stand_in.deep_compile() as native,
         patched() if patch else nullcontext(),
         listening() as heard,
     ):
         wanted = trainers.config(3, micro_steps=micro_steps, **(settings or {}))
         trainer = Trainer(engine_of(start, wanted), style)
+        native.keeps = keeps
         outcome = Outcome(
             available=trainer.available_after_backward, graphs=trainer.graphs, heard=heard
         )

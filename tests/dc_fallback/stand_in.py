@@ -25,6 +25,8 @@ class Native:
         self.marks: dict[int, dict[int, bool]] = {}  # by graph, by ds_id
         self.tasks: dict[int, dict[torch.dtype, list[tuple[int, torch.Tensor]]]] = {}
         self.buckets: set[torch.dtype] = set()
+        self.keeps = False  # as selective_gather has it: parameters stay gathered until a step
+        self.kept: dict[int, torch.Tensor] = {}
         self.at_boundary = False
         self.compiled = 0
 
@@ -70,6 +72,8 @@ class Native:
                 marks[ds_id] = True
             tasks.clear()
         if self.at_boundary:
+            for ds_id in (ds_id for ds_id, marked in marks.items() if marked):
+                self.kept.pop(ds_id, None)
             marks.update(dict.fromkeys(marks, False))
         if release:
             self.buckets.clear()
@@ -115,11 +119,16 @@ class _Graph(torch.autograd.Function):
 
 
 def _gather(param: Any) -> torch.Tensor:
+    if param.ds_id in native.kept:
+        return native.kept[param.ds_id].clone()
     shape, shard, _ = native.params[param.ds_id]
     assert param.shape == (0,), "a graph was traced for partitioned parameters"
     full = torch.empty(shard.numel() * dist.get_world_size(), dtype=shard.dtype)
     dist.all_gather_into_tensor(full, shard.detach())
-    return full[: torch.Size(shape).numel()].view(shape)
+    whole = full[: torch.Size(shape).numel()].view(shape)
+    if native.keeps:
+        native.kept[param.ds_id] = whole.clone()
+    return whole
 
 
 def _make_backend(*args: Any, **kwargs: Any) -> Any:

@@ -43,6 +43,12 @@ def twice_a_step(trainer: Any) -> None:
         trainer.step()
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("pattern", ["Compiled", "TiedToSkipped", "TiedGraphs"])
+def test_what_graphs_keep_gathered_is_renewed(world: World, pattern: str, forwards: int) -> None:
+    assert_trained(outcome(world, pattern, forwards=forwards, keeps=True))
+
+
 @pytest.mark.parametrize("pattern", MIXED)
 def test_evaluations_between(world: World, pattern: str) -> None:
     assert_trained(outcome(world, pattern, evaluates=True))

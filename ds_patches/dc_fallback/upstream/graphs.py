@@ -30,9 +30,10 @@ class Graphs:
         """The ``ds_id`` of each parameter that some graph uses."""
         return {ds_id for ids in _by_graph().values() for ds_id in ids}
 
-    def mark_shared(self, ran: Collection[int]) -> None:
+    def mark_shared(self, ran: Collection[int], at_boundary: bool) -> None:
         """Of what several of these graphs use, have all of them add.
 
+        at_boundary: what DeepCompile has told the graphs of this backward.
         The partitions must be zeroed after. The only way to a mark is a gradient, so each graph
         reduces zeros: a collective, and one more reduction of each parameter that they share.
         """
@@ -47,6 +48,7 @@ class Graphs:
                 if param.ds_id in ids:
                     self._reduce_zeros(param, graph_id)
         self._end_backward(by_graph)
+        _handle().start_backward(at_boundary)
 
     def keep_marks(self) -> None:
         """Right after DeepCompile's own prologue: a graph may run twice in this backward."""
