@@ -81,7 +81,6 @@ def hold(
     forwards: int = 1,
     evaluates: bool = False,
     width: int = WIDTH,
-    backend: str = "inductor",
     settings: dict[str, Any] | None = None,
 ) -> Held:
     """Train twice from one start. Runs on every rank."""
@@ -105,7 +104,7 @@ def hold(
         if patch:
             ds_patches.apply("dc_fallback")
         try:
-            trainer = Trainer(cases.engine_of(start, wanted, backend), style)
+            trainer = Trainer(cases.engine_of(start, wanted, "inductor"), style)
             peak = _peak_of(script, trainer)
         except Exception as error:
             held.error = f"{type(error).__name__}: {error}"

@@ -38,11 +38,6 @@ def assert_like_eager(found: Held) -> None:
 
 @pytest.mark.parametrize("pattern", NAMES)
 def test_trains_as_eager_does(gpus: World, pattern: str) -> None:
-    assert_like_eager(held(gpus, pattern, backend="eager"))
-
-
-@pytest.mark.parametrize("pattern", ["Compiled", "Disabled", "Loop", "Mixed", "TiedGraphs"])
-def test_inductor(gpus: World, pattern: str) -> None:
     assert_like_eager(held(gpus, pattern))
 
 
@@ -61,7 +56,7 @@ def test_inductor(gpus: World, pattern: str) -> None:
 )
 @pytest.mark.parametrize("pattern", SOME)
 def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
-    assert_like_eager(held(gpus, pattern, backend="eager", **case))
+    assert_like_eager(held(gpus, pattern, **case))
 
 
 def test_overflow(gpus: World) -> None:
@@ -101,7 +96,9 @@ def checked(patch: bool) -> list[str]:
     """What `train_check` says of one step."""
     if patch:
         ds_patches.apply("dc_fallback")
-    engine = cases.engine_of(patterns.build("Disabled", 64), trainers.config(3, **BFLOAT16))
+    engine = cases.engine_of(
+        patterns.build("Disabled", 64), trainers.config(3, **BFLOAT16), "inductor"
+    )
     for step in range(2):
         engine.backward(engine(*cases.inputs(step, 0)))
         engine.step()
