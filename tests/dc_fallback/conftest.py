@@ -10,14 +10,10 @@ from tests.dc_fallback import releases
 from tests.world import World
 
 
-@pytest.fixture(autouse=True)
-def _needs_deepcompile() -> None:
-    if not releases.has_deepcompile():
-        pytest.skip("no DeepCompile before 0.16.6")
-
-
 @pytest.fixture(scope="package")
 def world() -> Iterator[World]:
+    if not releases.has_deepcompile():
+        pytest.skip("no DeepCompile before 0.16.6")
     living = World()
     yield living
     living.close()
