@@ -28,6 +28,8 @@ How
       more per graph and step.
 
 What to know
+    - Not proven on GPUs yet, but for models whose whole forward is skipped. The rest is tested on
+      CPU, with DeepCompile's C++ and its graphs stood in for; ``tests/gpu`` is the real thing.
     - Up to 0.19.6 nothing tells Dynamo that a frame which it compiled for one layer is not for the
       next. There, what a skipped frame calls runs eagerly as a whole. From 0.19.7 Dynamo compiles
       it for each layer, up to its limit of 8.
