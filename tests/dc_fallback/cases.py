@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import ds_patches
 from tests.dc_fallback import patterns, stand_in
 from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import listening
+from tests.zero3_retain.cases import applied, listening
 
 EXACT = 2e-6
 
@@ -85,15 +84,7 @@ def steps(
             trainer.step()
 
 
-@contextmanager
-def patched(**options: str) -> Iterator[None]:
-    """dc_fallback applied for the length of a block, and really live in it."""
-    ds_patches.apply("dc_fallback", **options)
-    assert ds_patches.is_applied("dc_fallback")
-    try:
-        yield
-    finally:
-        ds_patches.unapply("dc_fallback")
+patched = partial(applied, "dc_fallback")
 
 
 def engine_of(start: torch.nn.Module, settings: dict[str, Any], backend: str = "eager") -> Any:

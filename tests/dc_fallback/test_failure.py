@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ds_patches
+from ds_patches.dc_fallback.upstream import engine as upstream_engine
 from tests.dc_fallback import cases, patterns, releases, stand_in
 from tests.dc_fallback.cases import Outcome, inputs
 from tests.world import World
@@ -77,8 +78,8 @@ def test_the_next_step_is_right(
     assert told == (where == "backward")
 
 
-def applied_late() -> list[float]:
-    """Applied when the engine has been compiled and has run; taken back, and applied again."""
+def applied_late() -> float:
+    """Applied when the engine has been compiled and has run, and taken back before it is done."""
     start = patterns.build("Compiled")
     expected = trainers.plain(start, cases.steps)
     with stand_in.deep_compile():
@@ -91,11 +92,25 @@ def applied_late() -> list[float]:
             trainer.step()
             if step == 1:
                 ds_patches.unapply("dc_fallback")
-        return [trainers.worst_difference(trainer.parameters(), expected)[0]]
+        return trainers.worst_difference(trainer.parameters(), expected)[0]
 
 
 def test_applied_late_and_taken_back(world: World) -> None:
-    assert max(world.run(applied_late)[0]) <= cases.EXACT
+    assert max(world.run(applied_late)) <= cases.EXACT
+
+
+def without_optimizer() -> bool:
+    """An engine that trains nothing is left to stock."""
+    import deepspeed
+
+    settings = {**trainers.config(3), "compile": {"deepcompile": True}}
+    with stand_in.deep_compile(), cases.patched():
+        engine, *_ = deepspeed.initialize(model=patterns.build("Compiled"), config=settings)
+        return upstream_engine.wants_deep_compile(engine)
+
+
+def test_an_engine_without_an_optimizer(world: World) -> None:
+    assert world.run(without_optimizer) == [False, False]
 
 
 def what_is_left() -> dict[str, Any]:

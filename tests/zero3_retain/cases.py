@@ -34,14 +34,17 @@ class Outcome:
 
 
 @contextmanager
-def patched(**options: str) -> Iterator[None]:
-    """zero3_retain applied for the length of a block, and really live in it."""
-    ds_patches.apply("zero3_retain", **options)
-    assert ds_patches.is_applied("zero3_retain")
+def applied(patch: str, **options: str) -> Iterator[None]:
+    """A patch applied for the length of a block, and really live in it."""
+    ds_patches.apply(patch, **options)
+    assert ds_patches.is_applied(patch)
     try:
         yield
     finally:
-        ds_patches.unapply("zero3_retain")
+        ds_patches.unapply(patch)
+
+
+patched = partial(applied, "zero3_retain")
 
 
 @contextmanager

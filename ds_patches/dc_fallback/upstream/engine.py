@@ -34,10 +34,11 @@ def why_not_covered(engine: Any) -> str | None:
 
 
 def wants_deep_compile(engine: Any) -> bool:
-    """Whether ``engine.compile()`` is going to take gathers and reductions into graphs."""
+    """Whether ``engine.compile()`` is going to make graphs of an engine that the patch covers."""
     enabled = getattr(engine, "is_deepcompile_enabled", None)
-    partitions = engine.zero_optimization_partition_weights()
-    return enabled is not None and bool(enabled() and partitions and not engine.is_compiled)
+    if enabled is None or not enabled() or engine.is_compiled:
+        return False
+    return engine.zero_optimization_partition_weights() and why_not_covered(engine) is None
 
 
 @contextmanager
