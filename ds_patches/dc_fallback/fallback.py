@@ -18,7 +18,7 @@ from .reduction import Reduction
 from .units import Call, Units
 from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
-from .upstream.graphs import Graphs
+from .upstream.graphs import Graphs, keep_nothing_gathered
 from .uses import Uses
 
 logger = logging.getLogger("ds_patches.dc_fallback")
@@ -37,7 +37,8 @@ class Fallback:
     def __init__(self, engine: Any, watches_graphs: bool) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
-        self._graphs = Graphs(trained, engine.device)
+        every = [p for p in engine.module.parameters() if partition.is_partitioned(p)]
+        self._graphs = Graphs(trained, every, engine.device)
         self._reduction = Reduction(
             partition.group_of,
             lambda grad: partition.dtype_to_send(self._optimizer, grad),
@@ -72,7 +73,11 @@ class Fallback:
         getter = torch.nn.Module.__getattr__
         dynamo.leave_alone(getter)  # or it is compiled, and gathers nothing
         self._undo.append(lambda: dynamo.look_again(getter))
-        again = partial(dynamo.leave_alone, getter)
+
+        def again() -> None:
+            dynamo.leave_alone(getter)
+            keep_nothing_gathered()
+
         self._undo.append(upstream_engine.after_compile_passes(self._engine, again))
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)

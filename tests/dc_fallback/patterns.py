@@ -54,6 +54,16 @@ class Compiled(nn.Module):
         return F.cross_entropy(self.logits(x).float().flatten(0, 1), targets.flatten())
 
 
+class Broken(Compiled):
+    """Nothing is skipped, and there are two graphs."""
+
+    layer_class: Any = Block
+
+    def logits(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().logits(x)
+
+
 class Disabled(Compiled):
     """A method under ``torch.compiler.disable``; the first and the last layer are compiled."""
 
@@ -88,6 +98,13 @@ class While(Compiled):
             x = F.gelu(self.layers[turn % 2](x))
             turn += 1
         return self.layers[3](self.layers[2](x))
+
+
+class Evaluated(Disabled):
+    """Compiled whole in evaluations, and not in training."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x) if self.training else Compiled.trunk(self, x)
 
 
 class Whole(Compiled):
@@ -284,6 +301,7 @@ class QwenMoe(nn.Module):
 #: Every pattern that the patch promises; the stand-in and real GPUs run them all.
 ALL = [
     Compiled,
+    Broken,
     Disabled,
     Loop,
     LoopOfBlocks,

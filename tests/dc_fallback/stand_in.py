@@ -24,14 +24,18 @@ class Native:
         self.params: dict[int, Any] = {}
         self.marks: dict[int, dict[int, bool]] = {}  # by graph, by ds_id
         self.tasks: dict[int, dict[torch.dtype, list[tuple[int, torch.Tensor]]]] = {}
-        self.buckets: set[torch.dtype] = set()
+        self.bucket_size = 0
+        self.buckets: dict[torch.dtype, list[int]] = {}  # elements: of its memory, and in use
         self.keeps = False  # as selective_gather has it: parameters stay gathered until a step
+        self.chosen: set[int] = set()  # those parameters
         self.kept: dict[int, torch.Tensor] = {}
         self.at_boundary = False
         self.compiled = 0
+        self.with_backward: list[int] = []  # graphs that need one, in the order of their forwards
 
     def init(self, *args: Any) -> None:
         self.__init__()  # type: ignore[misc]
+        self.bucket_size = next(arg for arg in args if type(arg) is int)
 
     def cleanup(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -39,6 +43,7 @@ class Native:
     def reset(self) -> None:
         self.marks.clear()
         self.tasks.clear()
+        self.with_backward.clear()
 
     def register_z3_param(
         self, ds_id: int, shape: Any, shard: torch.Tensor, grad_buffer: torch.Tensor, *rest: Any
@@ -46,33 +51,67 @@ class Native:
         grad_buffer.zero_()
         self.params[ds_id] = (tuple(shape), shard, grad_buffer)
 
-    def register_graph(self, graph_id: int, ds_ids: list[int]) -> None:
+    def register_graph_z3(self, graph_id: int, ds_ids: list[int]) -> None:
         self.marks[graph_id] = dict.fromkeys(ds_ids, False)
         self.tasks[graph_id] = {}
-        self.compiled += 1
 
     def start_backward(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
 
+    def choose_what_to_keep(self, graph_id: int) -> None:
+        """In the backward of the first graph, which is the last to have one, as it is compiled."""
+        if self.keeps and not self.chosen and graph_id == self.with_backward[0]:
+            from deepspeed.compile import backend
+
+            backend.opt_pass_times.append(("bwd", 0, graph_id, 0.0))
+            self.chosen = {ds_id for marks in self.marks.values() for ds_id in marks}
+            for ds_id in sorted(self.chosen):
+                self.gather(ds_id)
+
+    def gather(self, ds_id: int) -> torch.Tensor:
+        if ds_id in self.kept:
+            return self.kept[ds_id].clone()
+        shape, shard, _ = self.params[ds_id]
+        full = torch.empty(shard.numel() * dist.get_world_size(), dtype=shard.dtype)
+        dist.all_gather_into_tensor(full, shard.detach())
+        whole = full[: torch.Size(shape).numel()].view(shape)
+        if ds_id in self.chosen:
+            self.kept[ds_id] = whole.clone()
+        return whole
+
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> None:
-        self.buckets.add(grad.dtype)
+        bucket = self.buckets.setdefault(grad.dtype, [self.bucket_size, 0])
+        if 0 < bucket[1] and bucket[1] + grad.numel() > bucket[0]:
+            self._flush(graph_id, grad.dtype)
+        bucket[0] = max(bucket[0], grad.numel())
+        if bucket[1] + grad.numel() > bucket[0]:
+            raise RuntimeError("Buffer size exceeds the reduce bucket size")
+        bucket[1] += grad.numel()
         tasks = self.tasks[graph_id].setdefault(grad.dtype, [])
         tasks.append((ds_id, grad.detach().clone()))
 
+    def _flush(self, graph_id: int, dtype: torch.dtype) -> None:
+        """Reduce what this graph has in the bucket: of another graph's, nothing is known."""
+        if dtype not in self.tasks[graph_id]:
+            return
+        assert dtype in self.buckets, "the C++ aborts the process here"
+        marks, tasks = self.marks[graph_id], self.tasks[graph_id][dtype]
+        for ds_id, grad in tasks:
+            part = _average(grad, self.params[ds_id][2].numel())
+            if marks[ds_id]:
+                self.params[ds_id][2].add_(part)
+            else:
+                self.params[ds_id][2].copy_(part)
+            marks[ds_id] = True
+        tasks.clear()
+        self.buckets[dtype][1] = 0
+
     def end_backward(self, graph_id: int, release: bool) -> None:
-        marks = self.marks[graph_id]
-        for dtype, tasks in self.tasks[graph_id].items():
-            assert dtype in self.buckets, "the C++ aborts the process here"
-            for ds_id, grad in tasks:
-                part = _average(grad, self.params[ds_id][2].numel())
-                if marks[ds_id]:
-                    self.params[ds_id][2].add_(part)
-                else:
-                    self.params[ds_id][2].copy_(part)
-                marks[ds_id] = True
-            tasks.clear()
+        for dtype in self.tasks[graph_id]:
+            self._flush(graph_id, dtype)
         if self.at_boundary:
-            for ds_id in (ds_id for ds_id, marked in marks.items() if marked):
+            marks = self.marks[graph_id]
+            for ds_id in marks:
                 self.kept.pop(ds_id, None)
             marks.update(dict.fromkeys(marks, False))
         if release:
@@ -108,6 +147,7 @@ class _Graph(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # DeepCompile measures a backward graph at its first run, and gathers what the graph saved.
         assert all(hasattr(param, "ds_id") for param in ctx.saved_tensors)
+        native.choose_what_to_keep(ctx.graph_id)
         passed: list[Any] = []
         for index, grad in enumerate(grads):
             reduced = index in ctx.ds_ids
@@ -115,20 +155,15 @@ class _Graph(torch.autograd.Function):
                 torch.ops.dc.reduce_grad(grad, ctx.graph_id, ctx.ds_ids[index])
             passed.append(None if reduced else grad)
         _end_backward(ctx.graph_id)
+        # What is only handed on may be computed after the end, which waits for gradients alone.
+        for ds_id in sorted(native.chosen.intersection(ctx.ds_ids.values())):
+            native.gather(ds_id)
         return (None, None, *passed)
 
 
 def _gather(param: Any) -> torch.Tensor:
-    if param.ds_id in native.kept:
-        return native.kept[param.ds_id].clone()
-    shape, shard, _ = native.params[param.ds_id]
     assert param.shape == (0,), "a graph was traced for partitioned parameters"
-    full = torch.empty(shard.numel() * dist.get_world_size(), dtype=shard.dtype)
-    dist.all_gather_into_tensor(full, shard.detach())
-    whole = full[: torch.Size(shape).numel()].view(shape)
-    if native.keeps:
-        native.kept[param.ds_id] = whole.clone()
-    return whole
+    return native.gather(param.ds_id)
 
 
 def _make_backend(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +175,8 @@ def _make_backend(*args: Any, **kwargs: Any) -> Any:
         if not found:
             return gm.forward
         graph_id = id(gm.graph)
-        native.register_graph(graph_id, [param.ds_id for param in found.values()])
+        native.register_graph_z3(graph_id, [param.ds_id for param in found.values()])
+        native.compiled += 1
         indices = [(i, param.ds_id, param.ds_shape) for i, param in found.items()]
         deepcompile.param_manager[graph_id] = DSGraphParamManager(gm.graph, inputs, indices)
         ds_ids = {i: param.ds_id for i, param in found.items()}
@@ -150,6 +186,8 @@ def _make_backend(*args: Any, **kwargs: Any) -> Any:
             at = {i: place for place, i in enumerate(tensors)}
             ids = {at[i]: ds_id for i, ds_id in ds_ids.items()}
             inner = list(given)
+            if torch.is_grad_enabled() and graph_id not in native.with_backward:
+                native.with_backward.append(graph_id)
             taken = _Graph.apply(graph_id, ids, *(given[i] for i in tensors))
             for i, one in zip(tensors, taken, strict=True):
                 inner[i] = one
@@ -185,7 +223,7 @@ def _define_operators() -> None:
 
 
 def _end_backward(graph_id: int) -> None:
-    torch.ops.dc.end_backward([torch.empty(0)], graph_id, graph_id == next(iter(native.marks)))
+    torch.ops.dc.end_backward([torch.empty(0)], graph_id, graph_id == native.with_backward[0])
 
 
 def no_passes(*args: Any, **kwargs: Any) -> None:

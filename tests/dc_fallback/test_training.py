@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dc_fallback import cases, patterns, stand_in
 from tests.dc_fallback import releases as here
@@ -35,6 +36,32 @@ def test_two_forwards_before_one_backward(world: World, pattern: str) -> None:
     assert_trained(outcome(world, pattern, forwards=2))
 
 
+def evaluated() -> list[tuple[float, float]]:
+    """Losses of evaluations between steps: an engine's and plain PyTorch's."""
+    start = patterns.build("Evaluated")
+    plain = trainers.PlainTrainer(deepcopy(start))
+    with stand_in.deep_compile() as native, cases.patched():
+        trainer = cases.Trainer(cases.engine_of(start, trainers.config(3)))
+        native.keeps = True
+        losses: list[list[float]] = [[], []]
+        for step in range(3):
+            for found, one in zip(losses, (trainer, plain), strict=True):
+                module = one.model if one is plain else one.engine.module
+                module.eval()
+                with torch.no_grad():
+                    found.append(one.forward(*inputs(step, 1)).item())
+                module.train()
+                one.backward(one.forward(*inputs(step, 0)))
+                one.step()
+    return list(zip(*losses, strict=True))
+
+
+def test_an_evaluation_does_not_see_older_parameters(world: World) -> None:
+    found = world.run(evaluated)[0]
+    assert len({expected for _, expected in found}) == len(found)
+    assert all(abs(ours - expected) < 1e-5 for ours, expected in found), found
+
+
 def twice_a_step(trainer: Any) -> None:
     """Two backwards at the boundary, each of a forward of its own."""
     for step in range(3):
@@ -43,10 +70,16 @@ def twice_a_step(trainer: Any) -> None:
         trainer.step()
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("pattern", ["Compiled", "TiedToSkipped", "TiedGraphs"])
-def test_what_graphs_keep_gathered_is_renewed(world: World, pattern: str, forwards: int) -> None:
-    assert_trained(outcome(world, pattern, forwards=forwards, keeps=True))
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"forwards": 2}, {"micro_steps": 2}, {"evaluates": True}],
+    ids=["plain", "forwards", "micro steps", "evaluates"],
+)
+@pytest.mark.parametrize("pattern", ["Compiled", "Disabled", "TiedToSkipped", "TiedGraphs"])
+def test_what_graphs_keep_gathered_is_renewed(
+    world: World, pattern: str, case: dict[str, Any]
+) -> None:
+    assert_trained(outcome(world, pattern, keeps=True, **case))
 
 
 @pytest.mark.parametrize("pattern", MIXED)

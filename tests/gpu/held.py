@@ -87,7 +87,7 @@ def hold(
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     start = patterns.build(pattern, width)
-    chosen = settings or BFLOAT16
+    chosen = BFLOAT16 if settings is None else settings
     wanted = trainers.config(3, micro_steps=micro_steps, **chosen)
     script = partial(
         cases.steps, steps=STEPS, micro_steps=micro_steps, forwards=forwards, evaluates=evaluates
