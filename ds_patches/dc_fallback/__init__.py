@@ -24,19 +24,18 @@ How
     - DeepSpeed's own fallback is put aside for the engine, and given back by ``unapply``.
     - Compiled graphs lose gradients of their own in stock: of all but one forward where several
       come before one backward, of all but one backward where a step has several, and of parameters
-      that two graphs share. Those add up too. A parameter that two graphs share is reduced once
-      more per graph and step.
+      that two graphs share. Those add up too.
+    - Where a model has two graphs or more, stock runs with weights that are one step behind, from
+      the seventh step on, when DeepCompile keeps parameters gathered. Here none outlives a step.
 
 What to know
-    - Not proven on GPUs yet, but for models whose whole forward is skipped. The rest is tested on
-      CPU, with DeepCompile's C++ and its graphs stood in for; ``tests/gpu`` is the real thing.
     - Up to 0.19.6 nothing tells Dynamo that a frame which it compiled for one layer is not for the
       next. There, what a skipped frame calls runs eagerly as a whole. From 0.19.7 Dynamo compiles
       it for each layer, up to its limit of 8.
     - Under ``loss.backward()`` and ``engine.backward()`` alike. If a backward raises, every
       gradient reduced since the last step is dropped, with a warning.
-    - An engine compiled before the patch was applied is taken in at its next forward; there, what
-      eager frames gather stays gathered until their backward.
+    - Apply it before ``engine.compile()``: an engine compiled before is left to stock, with a
+      warning.
     - A function of yours that Dynamo compiles and that returns a parameter as it is returns the
       partitioned one, of shape [0]; so does a parameter handed from a compiled frame to a skipped
       one. Read it where it is used.

@@ -18,7 +18,7 @@ from .reduction import Reduction
 from .units import Call, Units
 from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
-from .upstream.graphs import Graphs, keep_nothing_gathered
+from .upstream.graphs import Graphs, after_backward, keep_nothing_gathered
 from .uses import Uses
 
 logger = logging.getLogger("ds_patches.dc_fallback")
@@ -29,12 +29,10 @@ Hook = Callable[..., None]
 class Fallback:
     """Gathers what eager frames read, and adds their gradients to what the optimizer steps with.
 
-    watches_graphs: compiled graphs run by way of `run_graph`. Where they do not, as in an engine
-        compiled before the patch was applied, what eager frames gather stays gathered until their
-        backward, and what two graphs share is left to stock.
+    The engine's compiled graphs run by way of `run_graph`.
     """
 
-    def __init__(self, engine: Any, watches_graphs: bool) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
         every = [p for p in engine.module.parameters() if partition.is_partitioned(p)]
@@ -51,14 +49,14 @@ class Fallback:
             partition.is_here,
             Units(upstream_engine.leaves(engine)),
         )
-        self._of_graphs_too: dict[int, torch.Tensor] = {}
+        self._aside: dict[int, torch.Tensor] = {}  # gradients that a graph would overwrite
         self._graphs_ids: set[int] = set()
         self._new_step = self._graphs_write_anew = True
         self._before: torch.Tensor | None = None
-        self._forwards, self._in_forward, self._in_backward = 0, False, False
+        self._records, self._in_forward, self._in_backward = False, False, False
         self._saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
-        self._watches_graphs = watches_graphs
         self._ran: Counter[int] = Counter()  # graphs, since the last backward
+        self._overwritten: dict[int, set[int]] = {}
         self._saves = True  # whether the last forward had eager frames; unknown before the first
         self._undo: list[Any] = []
         self._install()
@@ -138,31 +136,43 @@ class Fallback:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around ``engine.forward``."""
-        calls, records = self.uses.calls, torch.is_grad_enabled()
+        calls = self.uses.calls
         outermost, self._in_forward = not self._in_forward, True
         if outermost:
+            self._records = torch.is_grad_enabled()
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
             self._recover()
             partition.release(upstream_engine.persistent(self._engine))
             self.uses.gathered_any = False
-            self._forwards += records
         depth = len(calls)
         calls.open(None)
-        saves = self._watches_graphs and self._saves and records and outermost
+        saves = self._saves and self._records and outermost
         try:
             with self._saving if saves else nullcontext():
                 yield
         finally:
             self.uses.close(calls.cut(depth))
             self._in_forward = not outermost
-        if records and outermost:
+        if self._records and outermost:
             self._saves = self.uses.gathered_any
 
     def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:
-        """Run a compiled graph, in a forward."""
-        if torch.is_grad_enabled():
+        """Run a compiled graph, in a forward or for a recomputation in the backward."""
+        outputs = self._saving.run_without(graph, inputs)
+        if self._records:
             self._ran[graph_id] += 1
-        return self._saving.run_without(graph, inputs)
+            after_backward(outputs, partial(self._set_aside, graph_id))
+            if self._in_backward:
+                self._overwritten = self._graphs.overwritten(self._ran)
+        return outputs
+
+    def _set_aside(self, graph_id: int) -> None:
+        """The backward of a graph has run: move what another may overwrite out of its way."""
+        found = partition.partitions(self._optimizer)
+        for ds_id in self._overwritten.get(graph_id, ()):
+            if ds_id in found and found[ds_id].numel():
+                self._add_aside(ds_id, found[ds_id], found[ds_id])
+                found[ds_id].zero_()
 
     def begin_backward(self) -> None:
         """Right after the engine's own prologue."""
@@ -173,13 +183,9 @@ class Fallback:
         if self._graphs_write_anew:
             # What they write must not be lost in what there is, nor that in what they write.
             self._before = None if self._new_step else partition.saved(self._optimizer)
-            boundary = self._engine.is_gradient_accumulation_boundary()
-            self._graphs.mark_shared(self._ran, bool(boundary))
             partition.clear(self._optimizer)
             self._new_step = self._graphs_write_anew = False
-        runs = max(self._ran.values(), default=0) if self._watches_graphs else self._forwards
-        if runs > 1:
-            self._graphs.keep_marks()
+        self._overwritten = self._graphs.overwritten(self._ran)
 
     def end_backward(self) -> None:
         """Right before the engine's own epilogue."""
@@ -190,9 +196,10 @@ class Fallback:
             self._before = None
         if self._engine.is_gradient_accumulation_boundary():
             self._hand_over()
-            self._graphs_write_anew = not self._graphs.kept_marks
+            self._graphs_write_anew = True
         self._ran.clear()
-        self._forwards, self._in_backward = 0, False
+        self._overwritten.clear()
+        self._in_backward = False
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
@@ -207,18 +214,21 @@ class Fallback:
 
     def _receive(self, param: Any, part: torch.Tensor) -> None:
         """Add to the partition; what a graph may overwrite waits for the boundary."""
-        ds_id = param.ds_id
-        target = partition.partitions(self._optimizer)[ds_id]
-        if ds_id in self._graphs_ids:
-            if ds_id not in self._of_graphs_too:
-                self._of_graphs_too[ds_id] = torch.zeros_like(target)
-            target = self._of_graphs_too[ds_id]
-        target.add_(part)
+        target = partition.partitions(self._optimizer)[param.ds_id]
+        if param.ds_id in self._graphs_ids:
+            self._add_aside(param.ds_id, part, target)
+        else:
+            target.add_(part)
+
+    def _add_aside(self, ds_id: int, part: torch.Tensor, like: torch.Tensor) -> None:
+        if ds_id not in self._aside:
+            self._aside[ds_id] = torch.zeros_like(like)
+        self._aside[ds_id].add_(part)
 
     def _hand_over(self) -> None:
-        for ds_id, part in self._of_graphs_too.items():
+        for ds_id, part in self._aside.items():
             partition.partitions(self._optimizer)[ds_id].add_(part)
-        self._of_graphs_too.clear()
+        self._aside.clear()
 
     def _recover(self) -> None:
         """After a backward that raised: drop the gradients of the step that it was part of."""
@@ -230,8 +240,9 @@ class Fallback:
             "A backward raised: every gradient reduced since the last optimizer step was dropped."
         )
         self._reduction.abandon()
-        self._of_graphs_too.clear()
-        self._before, self._forwards = None, 0
+        self._aside.clear()
+        self._before = None
         self._ran.clear()
+        self._overwritten.clear()
         engines.forget_backward(self._engine)
         self.after_step(failed=True)

@@ -39,7 +39,7 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     )
     if not compiled:
         return []
-    return [f"{compiled} engine(s) compiled before: patched from their next forward on"]
+    return [f"{compiled} engine(s) compiled before: left to stock DeepSpeed"]
 
 
 def deactivate() -> Sequence[str]:
@@ -67,11 +67,13 @@ def _state(engine: Any) -> Fallback | None:
 def _take_in(engine: Any) -> Fallback | None:
     _taken_in.add(engine)
     reason = upstream_engine.why_not_covered(engine)
+    if reason is None and engine not in _compiled_here:
+        reason = "it was compiled before the patch was applied"
     if reason is not None:
         if reason:
             logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
         return None
-    state = Fallback(engine, watches_graphs=engine in _compiled_here)
+    state = Fallback(engine)
     vars(engine.optimizer)[_KEY] = state
     return state
 

@@ -59,7 +59,7 @@ class Native:
         self.at_boundary = at_boundary
 
     def choose_what_to_keep(self, graph_id: int) -> None:
-        """In the backward of the first graph, which is the last to have one, as it is compiled."""
+        """In the backward of the first graph, which is the last to have one."""
         if self.keeps and not self.chosen and graph_id == self.with_backward[0]:
             from deepspeed.compile import backend
 
@@ -81,7 +81,7 @@ class Native:
 
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> None:
         bucket = self.buckets.setdefault(grad.dtype, [self.bucket_size, 0])
-        if 0 < bucket[1] and bucket[1] + grad.numel() > bucket[0]:
+        if bucket[1] > 0 and bucket[1] + grad.numel() > bucket[0]:
             self._flush(graph_id, grad.dtype)
         bucket[0] = max(bucket[0], grad.numel())
         if bucket[1] + grad.numel() > bucket[0]:
@@ -131,7 +131,7 @@ def _average(grad: torch.Tensor, width: int) -> torch.Tensor:
 native = Native()
 
 
-class _Graph(torch.autograd.Function):
+class CompiledFunction(torch.autograd.Function):  # as PyTorch's is called
     """The inputs of a graph, its parameters gathered; their gradients, reduced."""
 
     @staticmethod
@@ -147,6 +147,7 @@ class _Graph(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # DeepCompile measures a backward graph at its first run, and gathers what the graph saved.
         assert all(hasattr(param, "ds_id") for param in ctx.saved_tensors)
+        _compile_backward(ctx.graph_id)
         native.choose_what_to_keep(ctx.graph_id)
         passed: list[Any] = []
         for index, grad in enumerate(grads):
@@ -178,6 +179,7 @@ def _make_backend(*args: Any, **kwargs: Any) -> Any:
         native.register_graph_z3(graph_id, [param.ds_id for param in found.values()])
         native.compiled += 1
         indices = [(i, param.ds_id, param.ds_shape) for i, param in found.items()]
+        deepcompile.profiling_results[graph_id] = deepcompile.ProfilingResult()
         deepcompile.param_manager[graph_id] = DSGraphParamManager(gm.graph, inputs, indices)
         ds_ids = {i: param.ds_id for i, param in found.items()}
 
@@ -188,7 +190,7 @@ def _make_backend(*args: Any, **kwargs: Any) -> Any:
             inner = list(given)
             if torch.is_grad_enabled() and graph_id not in native.with_backward:
                 native.with_backward.append(graph_id)
-            taken = _Graph.apply(graph_id, ids, *(given[i] for i in tensors))
+            taken = CompiledFunction.apply(graph_id, ids, *(given[i] for i in tensors))
             for i, one in zip(tensors, taken, strict=True):
                 inner[i] = one
             return gm.forward(*inner)
@@ -220,6 +222,16 @@ def _define_operators() -> None:
     library.impl("reduce_grad", reduce_grad, "CPU")
     library.impl("end_backward", end_backward, "CompositeExplicitAutograd")
     _library.append(library)
+
+
+def _compile_backward(graph_id: int) -> None:
+    """DeepCompile does so at the first one, and measures it, with its end and the end's buckets."""
+    from deepspeed.compile import backend
+
+    known = backend.profiling_results[graph_id]
+    if known.bwd_graph is None:
+        assert not native.tasks[graph_id], "the C++ aborts the process here"
+        known.bwd_graph = torch.fx.Graph()
 
 
 def _end_backward(graph_id: int) -> None:
@@ -266,4 +278,5 @@ def deep_compile() -> Iterator[Native]:
         for one, old in zip(hooks, before, strict=True):
             one[:] = old
         backend.param_manager.clear()
+        backend.profiling_results.clear()
         torch._dynamo.reset()

@@ -14,6 +14,7 @@ from tests.dc_fallback import cases, patterns, releases, stand_in
 from tests.dc_fallback.cases import Outcome, inputs
 from tests.world import World
 from tests.zero3_retain import trainers
+from tests.zero3_retain.cases import listening
 
 
 @pytest.fixture(autouse=True)
@@ -78,25 +79,46 @@ def test_the_next_step_is_right(
     assert told == (where == "backward")
 
 
-def applied_late() -> float:
-    """Applied when the engine has been compiled and has run, and taken back before it is done."""
+def applied_late() -> tuple[float, Any, list[str]]:
+    """Applied when the engine has been compiled and has run."""
     start = patterns.build("Compiled")
     expected = trainers.plain(start, cases.steps)
-    with stand_in.deep_compile():
+    with stand_in.deep_compile(), listening() as heard:
         trainer = trainers.EngineTrainer(cases.engine_of(start, trainers.config(3)))
         for step in range(3):
             if step == 1:
                 notes = ds_patches.apply("dc_fallback").notes
-                assert any("compiled before" in note for note in notes), notes
             trainer.backward(trainer.forward(*inputs(step, 0)))
             trainer.step()
+        ds_patches.unapply("dc_fallback")
+        return trainers.worst_difference(trainer.parameters(), expected)[0], notes, heard
+
+
+def test_applied_late(world: World) -> None:
+    difference, notes, heard = world.run(applied_late)[0]
+    assert difference <= cases.EXACT
+    assert list(notes) == ["1 engine(s) compiled before: left to stock DeepSpeed"]
+    assert any("it was compiled before the patch was applied" in line for line in heard)
+
+
+def taken_back() -> float:
+    """Taken back when the engine has run, and applied again."""
+    start = patterns.build("Compiled")
+    expected = trainers.plain(start, cases.steps)
+    with stand_in.deep_compile(), cases.patched():
+        trainer = trainers.EngineTrainer(cases.engine_of(start, trainers.config(3)))
+        for step in range(3):
             if step == 1:
                 ds_patches.unapply("dc_fallback")
+            if step == 2:
+                ds_patches.apply("dc_fallback")
+            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.step()
         return trainers.worst_difference(trainer.parameters(), expected)[0]
 
 
-def test_applied_late_and_taken_back(world: World) -> None:
-    assert max(world.run(applied_late)) <= cases.EXACT
+def test_taken_back_and_applied_again(world: World) -> None:
+    assert max(world.run(taken_back)) <= cases.EXACT
 
 
 def without_optimizer() -> bool:

@@ -3,8 +3,8 @@
 Each graph writes the first gradient that it has of a parameter into the partition and adds those
 that follow, by a mark of its own per parameter, which it takes back when a backward at the
 boundary ends in it. That loses gradients where the graph runs twice in such a backward, as after
-two forwards, and where two graphs use the parameter. So the marks are kept in the first case, and
-set beforehand in the second.
+two forwards, and where two graphs use the parameter. So what may be overwritten is to be moved
+away whenever a graph's backward has ended.
 
 With the end of such a backward a graph also takes what it keeps gathered, from the sixth step on,
 for stale. But the end waits for the graph's gradients alone: where a parameter is gathered for what
@@ -16,12 +16,14 @@ at each step all of it is taken for stale.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 _OURS = -1  # a graph of ours in DeepCompile's books; its own are known by their addresses
+_NODE = "CompiledFunctionBackward"  # in autograd, a graph's backward
+_NODES = 100  # to look at for it; it is the first where an output is not a view
 
 
 class Graphs:
@@ -33,39 +35,23 @@ class Graphs:
     def __init__(self, trained: Sequence[Any], params: Iterable[Any], device: Any) -> None:
         self._trained, self._device = trained, device
         self._ds_ids = [param.ds_id for param in params]
-        self._kept = False
         self._compiled = -1  # what our own graph was registered after
 
     def param_ids(self) -> set[int]:
         """The ``ds_id`` of each parameter that some graph uses."""
         return {ds_id for ids in _by_graph().values() for ds_id in ids}
 
-    def mark_shared(self, ran: Collection[int], at_boundary: bool) -> None:
-        """Of what several of these graphs use, have all of them add.
+    def overwritten(self, ran: Mapping[int, int]) -> dict[int, set[int]]:
+        """By graph, the parameters whose gradient another run of a graph may overwrite.
 
-        at_boundary: what DeepCompile has told the graphs of this backward.
-        The partitions must be zeroed after. The only way to a mark is a gradient, so each graph
-        reduces zeros: a collective, and one more reduction of each parameter that they share.
+        ran: how often each graph did.
         """
         by_graph = {graph: ids for graph, ids in _by_graph().items() if graph in ran}
         graphs_of = Counter(ds_id for ids in by_graph.values() for ds_id in ids)
-        shared = {ds_id for ds_id, graphs in graphs_of.items() if graphs > 1}
-        if not any(param.ds_id in shared for param in self._trained) or not can_end_backward():
-            return
-        _handle().start_backward(False)
-        self._end_backward(by_graph, shared)
-        _handle().start_backward(at_boundary)
-
-    def keep_marks(self) -> None:
-        """Right after DeepCompile's own prologue: a graph may run twice in this backward."""
-        if can_end_backward():
-            _handle().start_backward(False)
-            self._kept = True
-
-    @property
-    def kept_marks(self) -> bool:
-        """Whether graphs still add."""
-        return self._kept
+        return {
+            graph: {ds_id for ds_id in ids if ran[graph] > 1 or graphs_of[ds_id] > 1}
+            for graph, ids in by_graph.items()
+        }
 
     def stepped(self, failed: bool = False) -> None:
         """After a step: the next gradients are new, and what is kept gathered is stale.
@@ -73,36 +59,38 @@ class Graphs:
         `failed`: graphs may hold gradients of a backward that raised; on every rank, as this sends
         them off.
         """
-        by_graph = _by_graph()
-        if by_graph and can_end_backward():
-            _handle().start_backward(True)
-            if self._kept or failed:
-                self._end_backward(by_graph)
+        if _by_graph() and _can_end_backward():
+            if failed:
+                self._end_backward()
             self._forget_gathered()
-        self._kept = False
 
     def _forget_gathered(self) -> None:
         """End the backward of a graph that uses every parameter and has no gradient."""
         if self._compiled != (compiled := _compilations()):  # DeepCompile may have begun anew
             _handle().register_graph_z3(_OURS, self._ds_ids)
             self._compiled = compiled
+        _handle().start_backward(True)
         self._end_one(_OURS, release=False)
 
-    def _end_backward(self, by_graph: dict[int, set[int]], zeros_of: Collection[int] = ()) -> None:
-        """End the backward of each graph.
+    def _end_backward(self) -> None:
+        """End the backward of each graph that has one.
 
         It needs a bucket of each dtype that it has ever had a gradient of. Buckets go when the last
         graph of a backward ends, and come with a gradient: here zeros, of the graph's smallest
-        parameter of each dtype, or of all those in `zeros_of`. One graph after the other, as a
-        graph that finds another's gradients in a full bucket fails.
+        parameter of each dtype. One graph after the other, as one that finds another's gradients in
+        a full bucket fails.
         """
-        for last, (graph_id, ids) in enumerate(by_graph.items(), 1 - len(by_graph)):
-            smallest: dict[torch.dtype, Any] = {}
-            for param in sorted(self._trained, key=lambda param: int(param.ds_numel)):
+        _handle().start_backward(True)
+        smallest_first = sorted(self._trained, key=lambda param: int(param.ds_numel))
+        by_graph = [ids_of for ids_of in _by_graph().items() if _has_backward(ids_of[0])]
+        for last, (graph_id, ids) in enumerate(by_graph, 1 - len(by_graph)):
+            of_dtype: dict[torch.dtype, Any] = {}
+            for param in smallest_first:
                 if param.ds_id in ids:
-                    first = smallest.setdefault(param.dtype, param) is param
-                    if first or param.ds_id in zeros_of:
-                        self._reduce_zeros(param, graph_id)
+                    of_dtype.setdefault(param.dtype, param)
+            for param in of_dtype.values():
+                zeros = torch.zeros(tuple(param.ds_shape), dtype=param.dtype, device=self._device)
+                torch.ops.dc.reduce_grad(zeros, graph_id, param.ds_id)
             self._end_one(graph_id, release=not last)
 
     def _end_one(self, graph_id: int, release: bool) -> None:
@@ -111,9 +99,20 @@ class Graphs:
         given = {"deps": deps, "graph_id": graph_id, "release_reduce_buckets": release}
         end(*(given[argument.name] for argument in end.default._schema.arguments))
 
-    def _reduce_zeros(self, param: Any, graph_id: int) -> None:
-        zeros = torch.zeros(tuple(param.ds_shape), dtype=param.dtype, device=self._device)
-        torch.ops.dc.reduce_grad(zeros, graph_id, param.ds_id)
+
+def after_backward(outputs: Any, action: Callable[[], None]) -> None:
+    """Have `action` run when the backward of the graph that these are of has run."""
+    tensors = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    nodes = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # which grows
+        if node.name() == _NODE:
+            node.register_hook(lambda *grads: action())
+            return
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen and len(nodes) < _NODES:
+                seen.add(before)
+                nodes.append(before)
 
 
 def id_of(gm: Any) -> int:
@@ -134,14 +133,24 @@ def _compilations() -> int:
     return len(backend.opt_pass_times)
 
 
+def _has_backward(graph_id: int) -> bool:
+    """Whether it was compiled: before, a graph has no gradients, and must not, as DeepCompile then
+    measures a backward that ends without a bucket.
+    """
+    from deepspeed.compile import backend
+
+    known = backend.profiling_results.get(graph_id)
+    return known is not None and known.bwd_graph is not None
+
+
 def keep_nothing_gathered() -> None:
-    """Take the pass away that keeps parameters gathered between steps, where `can_end_backward` is
-    false: nothing tells the graphs there that what they keep is stale.
+    """Take the pass away that keeps parameters gathered between steps, up to 0.17.6: nothing tells
+    the graphs there that what they keep is stale.
     """
     from deepspeed.compile import backend
     from deepspeed.compile.passes import selective_gather
 
-    if backend.next_passes and not can_end_backward():
+    if backend.next_passes and not _can_end_backward():
         keeps = selective_gather.selective_gather
         backend.next_passes = [one for one in backend.next_passes if one is not keeps]
 
@@ -152,7 +161,7 @@ def _handle() -> Any:
     return get_deepcompile_handle()
 
 
-def can_end_backward() -> bool:
+def _can_end_backward() -> bool:
     """Whether the end of a graph's backward can be asked for from here: 0.18.0 and later."""
     _handle()  # registers the operators
     return hasattr(torch.ops.dc, "end_backward")
