@@ -1,0 +1,86 @@
+"""What stream_safety is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+
+from __future__ import annotations
+
+from ds_patches.core.patch import Fact, Link, Option, Patch, Target
+
+_FLAT = "deepspeed.runtime.zero.stage_1_and_2"
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_HOOKS = "ds_patches.stream_safety.hooks"
+
+#: Each part, and the releases that lack its fix.
+LACKS = {
+    "ping_pong": ">=0.17.2,<=0.18.4",
+    "zero3_producer": ">=0.16.0,<=0.18.7",
+    "record_stream": ">=0.16.0",
+    "producer_streams": ">=0.16.0,<=0.19.2",
+    "buffer_reuse": ">=0.16.0",
+}
+
+
+def _flat(method: str, wrapper: str) -> Target:
+    return Target(_FLAT, f"DeepSpeedZeroOptimizer.{method}", f"{_HOOKS}:{wrapper}")
+
+
+def _fact(method: str, why: str, releases: str = "") -> Fact:
+    return Fact(_FLAT, f"DeepSpeedZeroOptimizer.{method}", why, releases=releases)
+
+
+_TARGETS = (
+    _flat("reduce_independent_p_g_buckets_and_remove_grads", "around_gradient"),
+    _flat("reduce_ipg_grads", "around_reduce"),
+    _flat("average_tensor", "around_average"),
+    _flat("allreduce_and_copy", "around_allreduce"),
+    _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    Target(_FLAT, "IPGBucket.clear", f"{_HOOKS}:around_clear", releases=LACKS["ping_pong"]),
+    Target(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket",
+        f"{_HOOKS}:around_stage3_gradient",
+        releases=LACKS["zero3_producer"],
+    ),
+)
+
+_FACTS = (
+    _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
+    _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
+    _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
+)
+
+PATCH = Patch(
+    name="stream_safety",
+    summary="overlap_comm without races, and without needless waits",
+    why=(
+        "Gradients that cross streams are overwritten, read too early or freed while they are "
+        "reduced, in one release or another; and the backward waits for more than it has to."
+    ),
+    how=(
+        "The reduction waits for every stream that gradients come from, what it reads is recorded "
+        "on its stream, and a buffer waits for its own last reduction only."
+    ),
+    remove_when="your release is 0.19.3 or later and issue 8364 is closed in it",
+    upstream=(
+        Link("issue 8364", "https://github.com/deepspeedai/DeepSpeed/issues/8364"),
+        Link("PR 7805", "https://github.com/deepspeedai/DeepSpeed/pull/7805"),
+        Link("PR 7898", "https://github.com/deepspeedai/DeepSpeed/pull/7898"),
+        Link("PR 7965", "https://github.com/deepspeedai/DeepSpeed/pull/7965"),
+        Link("PR 8080", "https://github.com/deepspeedai/DeepSpeed/pull/8080"),
+    ),
+    supported=">=0.16.0,<=0.19.8",
+    fixed_in=None,
+    targets=_TARGETS,
+    facts=_FACTS,
+    options=(
+        Option(
+            "parts",
+            default="all",
+            choices=tuple(LACKS),
+            help="which fixes; each where the release lacks it",
+            first=True,
+            several=True,
+        ),
+    ),
+    collectives=False,
+    activate=f"{_HOOKS}:activate",
+    deactivate=f"{_HOOKS}:deactivate",
+)

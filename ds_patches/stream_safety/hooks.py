@@ -1,0 +1,147 @@
+"""The wrappers around DeepSpeed's functions, and the optimizers they have met."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+from ds_patches.core import release as releases
+
+from .binding import LACKS
+from .order import Order
+from .upstream import flat, stage3
+
+logger = logging.getLogger("ds_patches.stream_safety")
+
+_KEY = "_ds_patches_stream_safety"
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Which of them are live."""
+
+    ping_pong: bool = False
+    zero3_producer: bool = False
+    record_stream: bool = False
+    producer_streams: bool = False
+    buffer_reuse: bool = False
+
+
+_parts = _Parts()
+_taken_in: WeakSet[Any] = WeakSet()
+
+
+def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+    """Turn the parts on that are asked for and that this release lacks; name the others."""
+    global _parts
+    asked = options["parts"].split(",")
+    lacked = [part for part in asked if releases.covers(LACKS[part], release)]
+    _parts = _Parts(**dict.fromkeys(lacked, True))
+    if len(asked) == len(LACKS):
+        return []
+    return [f"{part} is fixed in DeepSpeed {release}" for part in asked if part not in lacked]
+
+
+def deactivate() -> Sequence[str]:
+    """Leave every optimizer as DeepSpeed made it."""
+    global _parts
+    _parts = _Parts()
+    for optimizer in _taken_in:
+        order: Order | None = vars(optimizer).pop(_KEY, None)
+        if order is not None:
+            flat.unwatch(optimizer)
+    _taken_in.clear()
+    return []
+
+
+def _order(optimizer: Any) -> Order | None:
+    """The order of its streams; None if there is none to keep, or it is left to stock."""
+    here = vars(optimizer)
+    if _KEY not in here:
+        here[_KEY] = flat.order_of(optimizer)
+        _taken_in.add(optimizer)
+    order: Order | None = here[_KEY]
+    return order
+
+
+# --- ZeRO stages 1 and 2 ------------------------------------------------------------------------
+
+
+def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A gradient goes into its bucket, which may be reduced before."""
+    order = _order(optimizer)
+    if order is None:
+        return wrapped(*args, **kwargs)
+    reuses = _parts.buffer_reuse and flat.watch(optimizer, order)
+    with order.one_way() if reuses else nullcontext():
+        result = wrapped(*args, **kwargs)
+    order.produced()
+    return result
+
+
+def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Buckets are reduced."""
+    order = _order(optimizer)
+    if order is None:
+        return wrapped(*args, **kwargs)
+    order.reducing = True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        order.reducing = False
+        for buffers in flat.watched(optimizer):
+            buffers.reduced()
+
+
+def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """One tensor of gradients is: of a bucket, or a gradient that fits none."""
+    order = _order(optimizer)
+    if order is not None:
+        if _parts.producer_streams:
+            order.before_reduction()
+        if _parts.record_stream or _parts.buffer_reuse:
+            order.keep(args[0] if args else kwargs["tensor"])
+    return wrapped(*args, **kwargs)
+
+
+def around_allreduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Gradients that are not contiguous are."""
+    order = _order(optimizer)
+    if order is not None and _parts.record_stream:
+        for gradient in args[0] if args else kwargs["small_bucket"]:
+            order.keep(gradient)
+    return wrapped(*args, **kwargs)
+
+
+def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = wrapped(*args, **kwargs)
+    if (order := _order(optimizer)) is not None:
+        order.backward_is_over()
+    return result
+
+
+def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A bucket begins anew, in the other buffer."""
+    index = bucket.index
+    result = wrapped(*args, **kwargs)
+    if _parts.ping_pong:
+        bucket.index = index
+    return result
+
+
+# --- ZeRO stage 3 -------------------------------------------------------------------------------
+
+
+def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A gradient goes into its bucket, on the stream that reduces."""
+    if _parts.zero3_producer:
+        stage3.wait_for_current(optimizer)
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,54 @@
+"""The optimizer of ZeRO stages 1 and 2, and the buffers of its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..buffers import Buffers
+from ..order import Order
+from . import streams
+
+
+def order_of(optimizer: Any) -> Order | None:
+    """None where nothing overlaps, where the device keeps order, and for ZenFlow's optimizers."""
+    if not optimizer.overlap_comm or streams.keeps_order() or getattr(optimizer, "zenflow", False):
+        return None
+    return Order(streams.accelerator(), optimizer.reduction_stream)
+
+
+def watch(optimizer: Any, order: Order) -> bool:
+    """Have its buffers see who takes them. False where there are none, or the host has a part."""
+    if not optimizer.contiguous_gradients or optimizer.cpu_offload:
+        return False
+    for holder, name in _places(optimizer):
+        buffers = getattr(holder, name)
+        if type(buffers) is list:
+            setattr(holder, name, Buffers(buffers, order))
+    return True
+
+
+def watched(optimizer: Any) -> Iterator[Buffers]:
+    """Those that do."""
+    for holder, name in _places(optimizer):
+        buffers = getattr(holder, name)
+        if isinstance(buffers, Buffers):
+            yield buffers
+
+
+def unwatch(optimizer: Any) -> None:
+    """Put plain lists back."""
+    for holder, name in _places(optimizer):
+        buffers = getattr(holder, name)
+        if isinstance(buffers, Buffers):
+            setattr(holder, name, buffers.plain())
+
+
+def _places(optimizer: Any) -> Iterator[tuple[Any, str]]:
+    """Where the buffers are: from 0.17.2 on in a bucket for each dtype, before that in one."""
+    buckets = getattr(optimizer, "ipg_buckets", None)
+    if buckets is not None:
+        for bucket in buckets.values():
+            yield bucket, "buffer"
+    elif hasattr(optimizer, "ipg_buffer"):
+        yield optimizer, "ipg_buffer"
