@@ -163,6 +163,22 @@ def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
     assert "DS_PATCHES_LOUD_SCALE_MOVES" in _text(tmp_path / "site/flags.html")
 
 
+def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
+    copy = copy_of(SOURCES, tmp_path)
+    write_sample(copy)
+    binding = copy / "ds_patches/loud_scale/binding.py"
+    option = '("both", "down"), "which moves are said"'
+    several = '("up", "down"), "which moves are said", first=True, several=True'
+    text = binding.read_text(encoding="utf-8").replace(option, several)
+    binding.write_text(text.replace('"both"', '"all"'), encoding="utf-8")
+    done = build(copy, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    for page in ("flags", "patches/loud_scale"):
+        found = _text(tmp_path / f"site/{page}.html")
+        assert "one or more of up, down, all (default): which moves are said" in found
+        assert "whatever the lists say; one or more of up, down, all: apply it so" in found
+
+
 def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
     """The page's files, command and test, and the tests that a patch gets without a line."""
     copy = copy_of(("ds_patches", "tools", "tests", "pyproject.toml"), tmp_path)

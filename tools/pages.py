@@ -23,7 +23,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from ds_patches.core import flags, registry, report
-from ds_patches.core.patch import Fact, Patch, Place
+from ds_patches.core.patch import Fact, Option, Patch, Place
 
 _FOLDER = "patches"
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
@@ -112,18 +112,20 @@ def _variables(patch: Patch) -> Iterator[tuple[str, str]]:
     """Return the patch's own variables with their values and meaning."""
     own = flags.variables({patch.name: patch})[len(flags.variables({})) :]
     meanings = [_switch(patch)]
-    for option in patch.options:
-        values = [f"`{c}`" + " (default)" * (c == option.default) for c in option.choices]
-        meanings.append(f"{', '.join(values)}: {option.help}")
+    meanings += [f"{_values(option, option.default)}: {option.help}" for option in patch.options]
     return zip(own, meanings, strict=True)
 
 
 def _switch(patch: Patch) -> str:
     meaning = "`1` or `0`: apply it or do not, whatever the lists say"
-    choices = [
-        f"`{choice}`" for option in patch.options if option.first for choice in option.choices
-    ]
-    return f"{meaning}; {', '.join(choices)}: apply it so" if choices else meaning
+    choices = [_values(option) for option in patch.options if option.first]
+    return "; ".join([meaning, *(f"{values}: apply it so" for values in choices)])
+
+
+def _values(option: Option, default: str = "") -> str:
+    usual = re.split("[,+]", default)
+    values = ", ".join(f"`{word}`" + " (default)" * (word in usual) for word in option.words)
+    return f"one or more of {values}" if option.several else values
 
 
 def _touches(patch: Patch) -> Iterator[str]:

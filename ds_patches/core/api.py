@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ds_patches.core import agreement, flags, lifecycle, registry
 from ds_patches.core.errors import PatchNotApplied
-from ds_patches.core.flags import Names, Options, Wish, Wishes
+from ds_patches.core.flags import Names, Options, Value, Wish, Wishes
 from ds_patches.core.gate import Force
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import PatchStatus, State
@@ -40,7 +40,7 @@ def apply_all(
     only: names to apply; all others are left out. skip: names to leave out.
     strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
     force: names to apply in spite of the gate; "all" overrides an unknown version only.
-    options: `{patch: {option: value}}`.
+    options: `{patch: {option: value}}`; the value may be a list where several choices may.
 
     Returns the status of every patch. A wanted patch that is not live is warned of once.
     Raises PatchNotApplied after all were tried: in strict mode for any of them, else only for
@@ -78,7 +78,7 @@ def unapply_all() -> dict[str, PatchStatus]:
     return {name: unapply(name) for name in registry.patches()}
 
 
-def apply(name: str, *, force: bool = False, **options: str) -> PatchStatus:
+def apply(name: str, *, force: bool = False, **options: Value) -> PatchStatus:
     """Apply one patch now, whatever the environment's lists say.
 
     force: override an unknown version and a changed shape.

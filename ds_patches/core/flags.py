@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_patches.core import log
 from ds_patches.core.errors import FlagError, UnknownPatch
 from ds_patches.core.gate import Force
-from ds_patches.core.patch import Option, Patch
+from ds_patches.core.patch import ALL, Option, Patch
 
 PREFIX = "DS_PATCHES"
 _GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_RANK_TIMEOUT", "_PREFIX")
@@ -18,7 +18,9 @@ RANK_TIMEOUT = 120.0
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 Names = Iterable[str] | str
-Options = Mapping[str, Mapping[str, str]]
+#: Of an option; a sequence where it takes several choices.
+Value = Sequence[str] | str
+Options = Mapping[str, Mapping[str, Value]]
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,9 @@ def _wanted(
         return name in only, "the call's choice"
     variable = _variable(patches[name])
     if variable in env:
-        value, choices = env[variable], _first_choices(patches[name])
-        wanted = value in choices or _switch(variable, value, choices)
+        value, first = env[variable], _first(patches[name])
+        chosen = first and _chosen(first, value)
+        wanted = bool(chosen) or _switch(variable, value, first.words if first else ())
         return wanted, f"{variable}={value}"
     if name in _split(env.get(f"{PREFIX}_SKIP", "")):
         return False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}"
@@ -137,7 +140,7 @@ def _force(name: str, force: tuple[str, ...], env: Mapping[str, str]) -> Force:
     return Force.SHAPE if name in asked else Force.VERSION if "all" in asked else Force.NO
 
 
-def _options(patch: Patch, asked: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+def _options(patch: Patch, asked: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
     known = {option.name: option for option in patch.options}
     for name in asked:
         if name not in known:
@@ -147,23 +150,32 @@ def _options(patch: Patch, asked: Mapping[str, str], env: Mapping[str, str]) -> 
     for name, option in known.items():
         variable = _variable(patch, option)
         where = f"{patch.name}({name}=...)" if name in asked else variable
-        default = (_chosen(patch, env) if option.first else None) or option.default
-        value = asked.get(name, env.get(variable, default))
-        if value not in option.choices:
-            valid = ", ".join(option.choices)
+        # The variable of the patch itself makes no choice where it is a mere 0 or 1.
+        short = _chosen(option, env.get(_variable(patch), "")) if option.first else None
+        value = asked.get(name, env.get(variable, short or option.default))
+        if (choice := _chosen(option, value)) is None:
+            valid = ", ".join(option.words)
             raise FlagError(f"{where} is {value!r}; the choices are: {valid}")
-        chosen[name] = value
+        chosen[name] = choice
     return chosen
 
 
-def _first_choices(patch: Patch) -> tuple[str, ...]:
-    return next((option.choices for option in patch.options if option.first), ())
+def _first(patch: Patch) -> Option | None:
+    return next((option for option in patch.options if option.first), None)
 
 
-def _chosen(patch: Patch, env: Mapping[str, str]) -> str | None:
-    """Return the choice that the variable of the patch itself makes, if it is not a mere 0 or 1."""
-    value = env.get(_variable(patch))
-    return value if value in _first_choices(patch) else None
+def _chosen(option: Option, value: Value) -> str | None:
+    """Return what the option is with this value, in its one spelling; None if that is no choice."""
+    if not option.several:
+        return value if isinstance(value, str) and value in option.choices else None
+    if isinstance(value, str):
+        value = _split(value)
+    elif not isinstance(value, Sequence):
+        return None  # True, or a dict: anything may come from a call
+    words = tuple(value)
+    if not words or not all(word in option.words for word in words):
+        return None
+    return ",".join(choice for choice in option.choices if choice in words or ALL in words)
 
 
 def _variable(patch: Patch, option: Option | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -37,14 +37,15 @@ class Life:
 _lives: dict[str, Life] = {}
 
 
-def apply(patch: Patch, wish: Wish, asked: Mapping[str, str]) -> PatchStatus:
+def apply(patch: Patch, wish: Wish, asked: Iterable[str]) -> PatchStatus:
     """Apply one patch if the gate lets it, wholly or not at all; the outcome is in the status.
 
-    asked: the options named by the call itself; a live patch with others raises AlreadyApplied.
+    asked: names of the options that the call itself chooses; a live patch that has them otherwise
+        raises AlreadyApplied.
     """
     life = _lives.setdefault(patch.name, Life())
     if life.journal.active:
-        _must_agree(patch, life, asked)
+        _must_agree(patch, life, {name: wish.options[name] for name in asked})
         return status(patch, wish)
     life.failure, life.reverted, life.notes = None, False, ()
     verdict = gate.check(patch, wish.force)

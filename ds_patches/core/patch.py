@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+#: Stands for every choice of an option that takes several.
+ALL = "all"
+
 
 class Kind(Enum):
     """How a target is wrapped; the wrapper's signature is wrapt's in both cases."""
@@ -70,6 +73,8 @@ class Option:
 
     first: `DS_PATCHES_<PATCH>`, which is 0 or 1, may be one of its choices too. At most one option
         of a patch is, and none of its choices means yes or no.
+    several: its value is one choice or more, separated by commas or plus signs, or `all`. The patch
+        gets them as `choices` orders them, joined by commas.
     """
 
     name: str
@@ -77,6 +82,12 @@ class Option:
     choices: tuple[str, ...]
     help: str
     first: bool = False
+    several: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a value is made of."""
+        return (*self.choices, ALL) if self.several else self.choices
 
 
 @dataclass(frozen=True)

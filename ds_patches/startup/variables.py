@@ -15,7 +15,8 @@ from ds_patches.startup.errors import CannotWrite
 #: The folder with the sitecustomize.py.
 HOOK = Path(__file__).with_name("hook")
 
-_LISTS = ("DS_PATCHES", "DS_PATCHES_SKIP", "DS_PATCHES_FORCE")
+#: Of ours the only path; a comma there joins nothing.
+_PREFIX = "DS_PATCHES_PREFIX"
 
 
 def of_program(environment: Mapping[str, str]) -> dict[str, str]:
@@ -27,7 +28,7 @@ def of_program(environment: Mapping[str, str]) -> dict[str, str]:
     chosen = {"DS_PATCHES": "all"} | {k: v for k, v in ours.items() if v}
     if not site_packages.is_enabled():
         path = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if not _is_hook(p)]
-        chosen["DS_PATCHES_PREFIX"] = sys.prefix
+        chosen[_PREFIX] = sys.prefix
         chosen["PYTHONPATH"] = os.pathsep.join([str(HOOK), *filter(None, path)])
     return chosen
 
@@ -39,8 +40,8 @@ def lines(environment: Mapping[str, str]) -> list[str]:
     `srun --export`, which splits at commas.
     """
     chosen = of_program(environment)
-    for name in _LISTS:
-        if name in chosen:
+    for name in chosen:
+        if flags.is_ours(name) and name != _PREFIX:
             chosen[name] = chosen[name].replace(" ", "").replace(",", "+")
     if "PYTHONPATH" in chosen:
         # DeepSpeed's launchers put the working directory on the path of every node. The line in

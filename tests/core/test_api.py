@@ -113,6 +113,32 @@ print("done")
     assert fake.output(code, reshaped) == "done\n"
 
 
+def test_several_choices_reach_activate_in_one_spelling(
+    tmp_path: Path, sample: tuple[str, Path]
+) -> None:
+    binding = tmp_path / "patches/sample/binding.py"
+    taken = binding.read_text().replace('"how")', '"how", several=True)')
+    fake.write(binding, taken)
+    code = sample[0] + (
+        """
+ds_patches.apply("sample", mode="hard,soft")
+from ds_patches.sample import around
+assert around.log == [("activate", "0.19.8", {"mode": "soft,hard"})]
+for mode in ("soft,hard", "hard+soft", "all", ["hard", "soft"]):
+    ds_patches.apply("sample", mode=mode)
+    ds_patches.apply_all(options={"sample": {"mode": mode}}, only="sample")
+try:
+    ds_patches.apply("sample", mode="hard")
+except ds_patches.AlreadyApplied as error:
+    assert "with mode=soft,hard; unapply it before applying it with mode=hard" in str(error)
+else:
+    raise SystemExit("silent")
+print("done")
+"""
+    )
+    assert fake.output(code, sample[1]) == "done\n"
+
+
 def test_options_reach_activate_and_cannot_change_under_way(sample: tuple[str, Path]) -> None:
     code = sample[0] + (
         """

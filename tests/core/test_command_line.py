@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import ds_patches
-from ds_patches.core import registry, report
+from ds_patches.core import flags, registry, report
+from ds_patches.core.patch import ALL
 from tests.core import fake
 
 
@@ -111,4 +112,11 @@ def test_every_patch_says_all_there_is_to_say(name: str) -> None:
     assert patch.upstream
     assert all(link.url.startswith("https://") for link in patch.upstream)
     assert all(fact.why.strip() for fact in patch.facts)
-    assert all(option.default in option.choices for option in patch.options)
+    for option in patch.options:
+        assert flags._chosen(option, option.default), "the default is a choice"
+        assert all(re.fullmatch(r"\w+", choice) for choice in option.choices), "no list of them"
+        assert ALL not in option.choices
+    first = [option for option in patch.options if option.first]
+    assert len(first) <= 1
+    for option in first:
+        assert not {word.lower() for word in option.words} & {*flags._YES, *flags._NO}

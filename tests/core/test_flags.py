@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ def patch(name: str, *options: Option) -> Patch:
 PATCHES = {
     "one": patch("one", Option("mode", "soft", ("soft", "hard"), "how", first=True)),
     "two_words": patch("two_words"),
+}
+PARTS = Option("parts", "all", ("left", "right", "top"), "which", first=True, several=True)
+OF_PARTS = {
+    "three": patch("three", PARTS, Option("sides", "b+a", ("a", "b"), "which", several=True)),
+    "other": patch("other"),
 }
 
 
@@ -94,6 +100,73 @@ def test_options(
     assert flags.read(PATCHES, **call).of["one"].options == {"mode": expected}
 
 
+SEVERAL: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({}, {}, "left,right,top"),
+    ({"DS_PATCHES_THREE_PARTS": "right"}, {}, "right"),
+    ({"DS_PATCHES_THREE_PARTS": " top , left "}, {}, "left,top"),
+    ({"DS_PATCHES_THREE_PARTS": "top+left+top"}, {}, "left,top"),
+    ({"DS_PATCHES_THREE_PARTS": "all"}, {}, "left,right,top"),
+    ({"DS_PATCHES_THREE_PARTS": "top,all"}, {}, "left,right,top"),
+    ({"DS_PATCHES_THREE_PARTS": "top"}, {"parts": "right,left"}, "left,right"),
+    ({}, {"parts": ("right", "left")}, "left,right"),
+    ({}, {"parts": ["all"]}, "left,right,top"),
+    # the patch's own variable
+    ({"DS_PATCHES_THREE": "1"}, {}, "left,right,top"),
+    ({"DS_PATCHES_THREE": "all"}, {}, "left,right,top"),
+    ({"DS_PATCHES_THREE": "right,left"}, {}, "left,right"),
+    ({"DS_PATCHES_THREE": "right+left"}, {"parts": "top"}, "top"),
+    ({"DS_PATCHES_THREE": "right", "DS_PATCHES_THREE_PARTS": "top,left"}, {}, "left,top"),
+]
+
+
+@pytest.mark.parametrize(("env", "asked", "expected"), SEVERAL)
+def test_several_choices_have_one_spelling(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], asked: dict[str, Any], expected: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    wish = flags.read(OF_PARTS, options={"three": asked}).of["three"]
+    assert wish.options == {"parts": expected, "sides": "a,b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [("top,left", True), ("top", True), ("all", True), ("1", True), ("0", False), ("", False)],
+)
+def test_several_choices_apply_the_patch(
+    monkeypatch: pytest.MonkeyPatch, value: str, on: bool
+) -> None:
+    monkeypatch.setenv("DS_PATCHES", "other" if on else "all")
+    monkeypatch.setenv("DS_PATCHES_THREE", value)
+    assert flags.read(OF_PARTS).of["three"].wanted == on
+
+
+NO_SELECTION = (",", "rigth", "left,rigth", "left,1", "Left")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("DS_PATCHES_THREE_PARTS", ""),  # which switches off where it is the patch's own
+        *itertools.product(("DS_PATCHES_THREE_PARTS", "DS_PATCHES_THREE"), NO_SELECTION),
+    ],
+)
+def test_a_variable_that_is_no_selection_is_an_error_that_lists_the_choices(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(FlagError, match=f"{variable} is {value!r}; .*left, right, top, all$"):
+        flags.read(OF_PARTS)
+
+
+@pytest.mark.parametrize(
+    "value", ["", *NO_SELECTION, (), ["rigth"], ("left,top",), True, None, {"left": False}]
+)
+def test_an_argument_that_is_no_selection_is_an_error_that_lists_the_choices(value: Any) -> None:
+    with pytest.raises(FlagError, match=r"three\(parts=...\) is .* are: left, right, top, all$"):
+        flags.read(OF_PARTS, options={"three": {"parts": value}})
+
+
 def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not flags.read(PATCHES).strict
     monkeypatch.setenv("DS_PATCHES_STRICT", "1")
@@ -145,6 +218,8 @@ MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_RANK_TIMEOUT": "2m"}, {}, "number of seconds"),
     ({"DS_PATCHES_ONE_MODE": "medium"}, {}, "soft, hard"),
     ({}, {"options": {"one": {"mode": "medium"}}}, "soft, hard"),
+    ({}, {"options": {"one": {"mode": "soft,hard"}}}, "soft, hard"),
+    ({}, {"options": {"one": {"mode": ("soft",)}}}, "soft, hard"),
     ({}, {"options": {"one": {"mood": "soft"}}}, "mode"),
 ]
 

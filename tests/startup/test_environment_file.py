@@ -41,10 +41,13 @@ def test_an_enabled_host_needs_no_path(enabled: Environment) -> None:
 def test_lists_hold_no_comma(environment: Environment) -> None:
     """Slurm's --export splits there."""
     flags = {"DS_PATCHES": "sample, sample", "DS_PATCHES_SKIP": "a,b", "DS_PATCHES_FORCE": "a,"}
+    flags["DS_PATCHES_SAMPLE_MODE"] = "soft, hard"
     found = as_launched(environment.ds_patches("env", **flags).stdout)
     assert found["DS_PATCHES"] == "sample+sample"
     assert found["DS_PATCHES_SKIP"] == "a+b"
-    readable = {k: v for k, v in found.items() if k not in ("DS_PATCHES_SKIP", "DS_PATCHES_FORCE")}
+    assert found["DS_PATCHES_SAMPLE_MODE"] == "soft+hard", "which another option might take"
+    of_others = ("DS_PATCHES_SKIP", "DS_PATCHES_FORCE", "DS_PATCHES_SAMPLE_MODE")
+    readable = {k: v for k, v in found.items() if k not in of_others}
     assert environment.start("-c", BEFORE_AND_AFTER, **readable).stdout == LIVE
 
 
