@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import pictures
 from benchmarks.coalesce.bars import AT
 from benchmarks.coalesce.modes import ANNOUNCED, GATHER_ONCE, MULTI, NO_SYNC, OURS
+from benchmarks.provenance import machine
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and what can be read on them.
 _COLOURS = {
@@ -42,7 +43,7 @@ def draw(runs: Sequence[dict[str, Any]], backwards: int, picture: Path) -> None:
     with pictures.canvas(picture, len(batches), len(runs)) as panels:
         for panel_row, batch in zip(panels, batches, strict=True):
             for panel, run, found in zip(panel_row, runs, ratios, strict=True):
-                panel.set_title(f"{_machine(run)}, batch {batch}", fontsize=10)
+                panel.set_title(f"{machine(run['provenance'])}, batch {batch}", fontsize=10)
                 _panel(panel, {key[1:]: value for key, value in found.items() if key[0] == batch})
             panel_row[0].set_ylabel("step time / native")
         pictures.legend(panels, _COLOURS)
@@ -69,14 +70,6 @@ def _ratios(run: dict[str, Any], backwards: int) -> dict[tuple[int, int, str], d
         for row in run["rows"]
         if row["backwards"] == backwards and row["mode"] in _COLOURS and "ratio_to_native" in row
     }
-
-
-def _machine(run: dict[str, Any]) -> str:
-    origin = run["provenance"]
-    if origin["backend"] != "nccl":
-        return f"{origin['ranks']} ranks, {origin['backend']}"
-    off = origin.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
-    return f"{origin['ranks']} GPUs, P2P {'off' if off else 'on'}"
 
 
 def _parse() -> argparse.Namespace:

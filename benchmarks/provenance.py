@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -34,6 +35,28 @@ def provenance(device: torch.device, commit: str | None) -> dict[str, str]:
         **_nccl_settings(),
         **(_group() if dist.is_initialized() else {}),
     }
+
+
+def p2p(origin: Mapping[str, str]) -> bool:
+    """Whether the GPUs of a run could copy directly between each other."""
+    return origin.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+
+
+def machine(origin: Mapping[str, str]) -> str:
+    """The ranks of a run, in a few words."""
+    if origin["backend"] != "nccl":
+        return f"{origin['ranks']} ranks, {origin['backend']}"
+    return f"{origin['ranks']} GPUs, P2P {'on' if p2p(origin) else 'off'}"
+
+
+def sentence(origin: Mapping[str, str]) -> str:
+    """A run's date, machine and versions, for a page."""
+    of = origin.get
+    return (
+        f"{of('date', '-')[:10]}, {of('ranks', '-')} x {of('device', '-')}, "
+        f"DeepSpeed {of('deepspeed', '-')}, torch {of('torch', '-')}, NCCL {of('nccl', '-')}, "
+        f"Python {of('python', '-')}, commit {of('commit', '-')}."
+    )
 
 
 def _group() -> dict[str, str]:

@@ -12,7 +12,7 @@ from benchmarks.timing import Spread
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio and the most it may be; `measured` is None where a part of it was not."""
+    """A ratio or a count and the most it may be; `measured` is None where a part of it was not."""
 
     name: str
     measured: float | None
@@ -38,7 +38,7 @@ def bars_table(against: str, bars: Iterable[Bar]) -> str:
     body = [
         (
             bar.name,
-            f"{number(bar.measured, 4)}{bar.detail}",
+            f"{_measured(bar)}{bar.detail}",
             "-" if bar.bar is None else f"<= {bar.bar}",
             _word(bar),
         )
@@ -63,6 +63,11 @@ def number(value: float | None, digits: int) -> str:
 def cell(text: str) -> str:
     """One line that breaks no table."""
     return " ".join(text.split()).replace("|", "/")
+
+
+def _measured(bar: Bar) -> str:
+    """A count has no digits after the point."""
+    return str(bar.measured) if isinstance(bar.measured, int) else number(bar.measured, 4)
 
 
 def _word(bar: Bar) -> str:

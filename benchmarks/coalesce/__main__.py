@@ -25,11 +25,11 @@ from benchmarks.coalesce.bars import bars
 from benchmarks.coalesce.ends import End, ends
 from benchmarks.coalesce.measure import Bench, Result, native_of, ratios
 from benchmarks.coalesce.modes import FLOOR, MODES, modes_of
-from benchmarks.coalesce.workload import Workload
 from benchmarks.collectives import REDUCTIONS
 from benchmarks.engines import free
+from benchmarks.micro_batches import Workload
 from benchmarks.options import common, filled, kept, write
-from benchmarks.provenance import provenance
+from benchmarks.provenance import p2p, provenance
 from benchmarks.ranks import join, must_be_started_by_torchrun, say
 from benchmarks.tables import Bar, bars_table
 from benchmarks.timing import Spread, median_phases
@@ -160,8 +160,7 @@ class _Run:
         self._save()
 
     def _bars(self) -> list[Bar]:
-        p2p = self._provenance.get("NCCL_P2P_DISABLE", "0") in ("", "0")
-        return bars(self.results, self._options.batches, p2p)
+        return bars(self.results, self._options.batches, p2p(self._provenance))
 
     def _save(self) -> None:
         """After every piece: what was measured stays, whatever comes next."""

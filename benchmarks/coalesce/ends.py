@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.coalesce.measure import PATCH
 from benchmarks.coalesce.modes import NATIVE, Mode
-from benchmarks.coalesce.workload import Workload
 from benchmarks.engines import free, patch
 from benchmarks.gradients import relative_error
+from benchmarks.micro_batches import Workload
 from benchmarks.timing import ignore
 
 _STEPS = 3

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks.coalesce.workload import MicroBatches, Workload, plain_backwards
 from benchmarks.engines import DTYPE
+from benchmarks.micro_batches import MicroBatches, Workload, plain_backwards
 from benchmarks.timing import Mark
 
 

@@ -12,10 +12,10 @@ import torch
 from benchmarks import collectives, probes
 from benchmarks.coalesce.floor import Floor
 from benchmarks.coalesce.modes import NATIVE, Mode
-from benchmarks.coalesce.workload import MicroBatches, Workload, plain_backwards
 from benchmarks.collectives import Sent
 from benchmarks.engines import patch
 from benchmarks.gradients import full_weights, plain_gradients
+from benchmarks.micro_batches import MicroBatches, Workload, plain_backwards
 from benchmarks.timing import Rounds, Step, StepTimes, ignore, time_block
 
 PATCH = "coalesce"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.coalesce.workload import MicroBatches, loss_of
+from benchmarks.micro_batches import MicroBatches, loss_of
 from benchmarks.timing import Mark
 
 PHASES = ("enter", "backwards", "exit", "step")

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.dc_fallback.bars import bars
 from benchmarks.dc_fallback.results import Difference, Row, find, ratios
 from benchmarks.dc_fallback.rows import EAGER, STOCK
+from benchmarks.provenance import sentence
 from benchmarks.tables import bars_table, cell, markdown, number, over
 from benchmarks.timing import Spread
 
@@ -25,12 +26,9 @@ def section(run: Mapping[str, Any]) -> str:
 
 
 def _origin(run: Mapping[str, Any]) -> str:
-    origin, options = run["provenance"], run["options"]
-    of = origin.get
+    options = run["options"]
     return (
-        f"{of('date', '-')[:10]}, {of('ranks', '-')} x {of('device', '-')}, "
-        f"DeepSpeed {of('deepspeed', '-')}, torch {of('torch', '-')}, NCCL {of('nccl', '-')}, "
-        f"Python {of('python', '-')}, commit {of('commit', '-')}. "
+        f"{sentence(run['provenance'])} "
         f"{options['layers']} x Linear({options['width']}), {options['words']} words, "
         f"{options['batch']} x {options['tokens']} tokens per rank; {options['rounds']} rounds of "
         f"{options['steps']} timed steps after {options['warmup']}."

@@ -39,6 +39,7 @@ class Workload:
     batch: int
     backwards: int
     reduce_bucket_size: int  # elements
+    overlap_comm: bool = True
 
     def model(self, device: torch.device) -> nn.Sequential:
         return mlp(self.layers, self.width, device)
@@ -69,6 +70,7 @@ class Workload:
         return config(
             self.batch,
             stage=stage,
+            overlap_comm=self.overlap_comm,
             reduce_bucket_size=self.reduce_bucket_size,
             stage3_param_persistence_threshold=0,
         )
