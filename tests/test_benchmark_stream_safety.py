@@ -21,7 +21,7 @@ from benchmarks.stream_safety.table import section
 from benchmarks.stream_safety.trace import Shares, kernels, shares
 from tests.outcome import ROOT, Outcome, outcome_of
 
-PATCH = "coalesce"  # any will do on CPU, where there are no streams
+PATCH = "stream_safety"  # any will do on CPU, where there are no streams
 ROWS = [
     [name, mode]
     for name in ("Z1", "Z1 overlap", "Z2", "Z2 overlap")

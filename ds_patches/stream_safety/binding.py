@@ -12,6 +12,7 @@ _HOOKS = "ds_patches.stream_safety.hooks"
 LACKS = {
     "ping_pong": ">=0.17.2,<=0.18.4",
     "zero3_producer": ">=0.16.0,<=0.18.7",
+    "zero3_gather": ">=0.16.0",
     "record_stream": ">=0.16.0",
     "producer_streams": ">=0.16.0,<=0.19.2",
     "buffer_reuse": ">=0.16.0",
@@ -39,12 +40,18 @@ _TARGETS = (
         f"{_HOOKS}:around_stage3_gradient",
         releases=LACKS["zero3_producer"],
     ),
+    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", f"{_HOOKS}:around_stage3_step"),
 )
 
 _FACTS = (
     _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
     _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
     _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
+    Fact(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.__all_gather_params",
+        "gathers on a stream of its own",
+    ),
 )
 
 PATCH = Patch(

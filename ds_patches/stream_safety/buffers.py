@@ -47,7 +47,7 @@ class Buffers(list[torch.Tensor]):
             self._waited[index].add(current)
 
     def reduced(self) -> None:
-        """What was taken to be reduced is queued on the reduction stream, with all that reads it."""
+        """What was taken to be reduced is queued on the reduction stream, and all that reads it."""
         for index in self._being_reduced:
             self._ready[index], self._waited[index] = self._order.reduced(), set()
         self._being_reduced.clear()

@@ -30,6 +30,7 @@ class _Parts:
 
     ping_pong: bool = False
     zero3_producer: bool = False
+    zero3_gather: bool = False
     record_stream: bool = False
     producer_streams: bool = False
     buffer_reuse: bool = False
@@ -143,5 +144,13 @@ def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> A
 def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """A gradient goes into its bucket, on the stream that reduces."""
     if _parts.zero3_producer:
-        stage3.wait_for_current(optimizer)
+        stage3.reduction_waits(optimizer)
     return wrapped(*args, **kwargs)
+
+
+def around_stage3_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The partitions are written that the next forward gathers."""
+    result = wrapped(*args, **kwargs)
+    if _parts.zero3_gather:
+        stage3.gather_waits(optimizer)
+    return result

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.stream_safety.clocks import Device, Stream
-from tests.stream_safety.races import Detector, detecting
+from tests.stream_safety.races import detecting
 from tests.zero3_retain import trainers
 from tests.zero3_retain.cases import applied
 
@@ -27,13 +28,21 @@ class Found:
 
     races: list[str] = field(default_factory=list)
     difference: float = float("inf")  # of the parameters from plain PyTorch's
-    waits: int = 0  # of the backward for the whole reduction stream
+    #: Work of the reduction stream that the backward had waited for at its last gradient.
+    seen: int = 0
+
+
+class Layers(nn.Sequential):
+    """In whatever dtype the engine has them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self[0].weight.dtype)).float()
 
 
 def model() -> nn.Module:
     torch.manual_seed(7)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+    return Layers(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
 def batch(step: int) -> torch.Tensor:
@@ -47,6 +56,26 @@ def steps(trainer: Any, count: int = 3, micro_steps: int = 1) -> None:
         trainer.step()
 
 
+def coalesced(trainer: Any, micro_steps: int = 1) -> None:
+    """Three backwards and one reduction in each step."""
+    for step in range(3):
+        engine = getattr(trainer, "engine", None)
+        with engine.coalesce_grad_reduction() if engine else nullcontext():
+            for part in range(3):
+                trainer.backward(trainer.forward(batch(3 * step + part)).square().mean())
+        trainer.step()
+
+
+def retained(trainer: Any, micro_steps: int = 1) -> None:
+    """Two backwards over one forward in each step."""
+    for step in range(3):
+        out = trainer.forward(batch(step))
+        trainer.backward(out.square().mean(), retain_graph=True)
+        trainer.backward(out.abs().mean())
+        trainer.step()
+
+
+Script = Callable[..., None]
 Around = Callable[[Device, Any], Any]
 
 
@@ -60,7 +89,8 @@ def on_a_side_stream(device: Device, engine: Any) -> Any:
 def from_several_streams(device: Device, engine: Any) -> Any:
     """Each layer's gradient is handed over on one of three streams, as compiled graphs do.
 
-    The stream waits for what made the gradient, and keeps it, as autograd has it do.
+    As autograd has it, the stream waits for what made the gradient, and keeps it; and at the end of
+    the backward, after the gradient of the first layer, the program's stream waits for them all.
     """
     streams = [device.default, Stream(name="second"), Stream(name="third")]
 
@@ -70,46 +100,66 @@ def from_several_streams(device: Device, engine: Any) -> Any:
             grad.record_stream(streams[at])
         device.current = streams[at]
 
-    def back(*grads: Any) -> None:
+    def back(*grads: Any, number: int) -> None:
         device.current = device.default
+        for stream in streams[1:] if number == 0 else []:
+            device.default.wait_stream(stream)
 
     nodes = []
     for number, param in enumerate(engine.module.parameters()):
         param.register_hook(lambda grad, at=number % 3: hand_over(grad, at))
         # Behind DeepSpeed's own hook, which is on this node or on what the node calls.
         nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
-        nodes[-1].register_hook(back)
-    return nullcontext(nodes)
+        nodes[-1].register_hook(partial(back, number=number))
+    return nullcontext(nodes)  # which must live as long as the hooks
+
+
+#: Where a program's streams are not the default one.
+AROUND: dict[str, Around] = {"side": on_a_side_stream, "several": from_several_streams}
 
 
 def train(
     stage: int,
+    parts: str = "",
     *,
-    patch: bool,
-    parts: str = "all",
-    around: Around | None = None,
+    streams: str = "",
     bucket: int = BUCKET,
     micro_steps: int = 1,
-    overlap: bool = True,
+    script: Script = steps,
+    beside: tuple[str, ...] = (),
     settings: dict[str, Any] | None = None,
-    zero: dict[str, Any] | None = None,
+    **zero: Any,
 ) -> Found:
+    """Train as plain PyTorch does, and look out for races.
+
+    parts: of the patch; stock without any. beside: other patches, applied as well.
+    """
     start = model()
-    expected = trainers.plain(start, lambda t: steps(t, micro_steps=micro_steps), micro_steps)
-    wanted = {"overlap_comm": overlap, "reduce_bucket_size": bucket, **(zero or {})}
+    run = partial(script, micro_steps=micro_steps)
+    expected = trainers.plain(start, run, micro_steps)
+    wanted = {"overlap_comm": True, "reduce_bucket_size": bucket, **zero}
     config = trainers.config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
-    with detecting() as (device, detector):
-        with applied("stream_safety", parts=parts) if patch else nullcontext():
-            engine = trainers.build_engine(start, config)
-            trainer = trainers.EngineTrainer(engine)
-            with around(device, engine) if around else nullcontext() as alive:  # noqa: F841
-                _watched(trainer, device, detector, micro_steps)
-            found = Found(detector.races)
-            device.synchronize()
-            found.difference, _ = trainers.worst_difference(trainer.parameters(), expected)
+    with detecting() as (device, detector), ExitStack() as stack:
+        for patch in beside:
+            stack.enter_context(applied(patch))
+        if parts:
+            stack.enter_context(applied("stream_safety", parts=parts))
+        engine = trainers.build_engine(start, config)
+        trainer, found = trainers.EngineTrainer(engine), Found()
+        _look(device, engine, found)
+        around = AROUND[streams](device, engine) if streams else nullcontext()
+        with around, detector:
+            run(trainer)
+        found.races = detector.races
+        device.synchronize()
+        found.difference, _ = trainers.worst_difference(trainer.parameters(), expected)
     return found
 
 
-def _watched(trainer: Any, device: Device, detector: Detector, micro_steps: int) -> None:
-    with detector:
-        steps(trainer, micro_steps=micro_steps)
+def _look(device: Device, engine: Any, found: Found) -> None:
+    reduction = getattr(engine.optimizer, "reduction_stream", None)
+
+    def look(grad: torch.Tensor) -> None:
+        found.seen = device.default.clock.get(reduction, 0)
+
+    next(engine.module.parameters()).register_hook(look)

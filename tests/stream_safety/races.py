@@ -56,16 +56,14 @@ class Detector(TorchDispatchMode):
         self._freed: dict[Stream, list[Access]] = defaultdict(list)
         self.races: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if any(word in name for word in _READ_BY_THE_HOST):
-            self._device.current.synchronize()
         read = _tensors((args, kwargs))
         if not _is_view(func):
             self._note(name, read, _written(func, args, kwargs))
+        if any(word in name for word in _READ_BY_THE_HOST):
+            self._device.current.synchronize()
         result = func(*args, **kwargs)
         known = {_key(tensor) for tensor in read}
         self._note(name, [], [tensor for tensor in _tensors(result) if _key(tensor) not in known])

@@ -1,0 +1,64 @@
+"""Applied and taken back around a living engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ds_patches
+from tests.stream_safety import cases
+from tests.stream_safety.races import detecting
+from tests.world import World
+from tests.zero3_retain import trainers
+
+
+def kinds() -> dict[str, list[str]]:
+    """Of the lists that hold the buffers: while it is applied, and afterwards."""
+    from ds_patches.stream_safety.upstream import flat
+
+    config = trainers.config(2, zero={"overlap_comm": True, "reduce_bucket_size": cases.BUCKET})
+    found: dict[str, list[str]] = {}
+    with detecting():
+        engine = trainers.build_engine(cases.model(), config)
+        optimizer = engine.optimizer
+
+        def note(when: str) -> Any:
+            places = flat._places(optimizer)
+            kinds = [type(getattr(holder, name)).__name__ for holder, name in places]
+            found.setdefault(when, kinds)
+
+        ds_patches.apply("stream_safety")
+        next(engine.module.parameters()).register_hook(lambda grad: note("applied"))
+        cases.steps(trainers.EngineTrainer(engine), 1)
+        found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
+        ds_patches.unapply("stream_safety")
+        note("after")
+        found["left"] = [name for name in vars(optimizer) if "ds_patches" in name]
+        found["left"] += [name for name in vars(optimizer.reduction_stream) if "record" in name]
+        cases.steps(trainers.EngineTrainer(engine), 1)
+    return found
+
+
+def test_nothing_is_left(world: World) -> None:
+    found = world.run(kinds)[0]
+    assert set(found["applied"]) == {"Buffers"}
+    assert found["state"]
+    assert "Buffers" not in found["after"]
+    assert not found["left"]
+
+
+def on_a_device_that_keeps_order() -> bool:
+    """The CPU as it is: nothing is taken in."""
+    ds_patches.apply("stream_safety")
+    try:
+        config = trainers.config(2, zero={"overlap_comm": True})
+        engine = trainers.build_engine(cases.model(), config)
+        cases.steps(trainers.EngineTrainer(engine), 1)
+        return all(
+            value is None for name, value in vars(engine.optimizer).items() if "ds_patches" in name
+        )
+    finally:
+        ds_patches.unapply("stream_safety")
+
+
+def test_a_device_that_keeps_order(world: World) -> None:
+    assert all(world.run(on_a_device_that_keeps_order))

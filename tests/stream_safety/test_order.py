@@ -1,0 +1,125 @@
+"""The rules, in plain PyTorch terms, on streams that run nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_patches.stream_safety.buffers import Buffers
+from ds_patches.stream_safety.order import Order
+from tests.stream_safety.clocks import Device, Stream
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+def order_on(device: Device) -> tuple[Order, Stream]:
+    reduction = Stream(name="reduction")
+    return Order(SimpleNamespace(current_stream=lambda: device.current), reduction), reduction
+
+
+def reduce(order: Order, buffers: Buffers, index: int, reduction: Stream) -> int:
+    """Queue the reduction of a buffer; return its number on the reduction stream."""
+    order.reducing = True
+    buffers[index]
+    time = reduction.tick()
+    order.reducing = False
+    buffers.reduced()
+    return time
+
+
+def test_the_reduction_waits_for_every_producer(device: Device) -> None:
+    order, reduction = order_on(device)
+    work = {}
+    for stream in (device.default, Stream(), Stream()):
+        with device.on(stream):
+            work[stream] = stream.tick()
+            order.produced()
+    order.before_reduction()
+    assert all(reduction.has_seen(stream, time) for stream, time in work.items())
+
+
+def test_producers_of_the_last_backward_are_forgotten(device: Device) -> None:
+    order, reduction = order_on(device)
+    with device.on(Stream()) as _:
+        order.produced()
+    order.backward_is_over()
+    device.current = other = Stream()
+    time = other.tick()
+    order.before_reduction()
+    assert not reduction.has_seen(other, time)
+
+
+def test_who_writes_waits_for_the_last_reduction_of_this_buffer_alone(device: Device) -> None:
+    order, reduction = order_on(device)
+    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order)
+    first = reduce(order, buffers, 0, reduction)
+    second = reduce(order, buffers, 1, reduction)
+    buffers[0]
+    assert device.default.has_seen(reduction, first)
+    assert not device.default.has_seen(reduction, second)
+    with device.on(Stream()):
+        buffers[1]
+        assert device.current.has_seen(reduction, second)
+
+
+def test_a_buffer_is_waited_for_once(device: Device) -> None:
+    order, reduction = order_on(device)
+    buffers = Buffers([torch.zeros(2)], order)
+    waits: list[object] = []
+    device.default.wait_event = waits.append  # type: ignore[method-assign]
+    buffers[0]
+    assert not waits, "it was allocated here"
+    reduce(order, buffers, 0, reduction)
+    buffers[0]
+    buffers[0]
+    assert len(waits) == 1
+    reduce(order, buffers, 0, reduction)
+    buffers[0]
+    assert len(waits) == 2
+
+
+def test_a_new_buffer_is_waited_for_on_other_streams(device: Device) -> None:
+    order, _ = order_on(device)
+    device.current = home = Stream()
+    time = home.tick()
+    buffers = Buffers([], order)
+    buffers.append(torch.zeros(2))
+    device.current = device.default
+    buffers[0]
+    assert device.default.has_seen(home, time)
+
+
+def test_nobody_waits_for_the_reduction_stream_inside(device: Device) -> None:
+    order, reduction = order_on(device)
+    time = reduction.tick()
+    with order.one_way():
+        device.default.wait_stream(reduction)
+        assert not device.default.has_seen(reduction, time)
+        event = order.reduced()
+    event.wait(device.default)
+    assert device.default.has_seen(reduction, time), "events of ours are real"
+    time = reduction.tick()
+    device.default.wait_stream(reduction)
+    assert device.default.has_seen(reduction, time)
+
+
+def test_the_real_streams_wait_by_what_one_way_changes() -> None:
+    """``Stream.wait_stream(other)`` asks ``other.record_event()`` for the event to wait for."""
+    asked = []
+    other = SimpleNamespace(record_event=lambda: asked.append("event"))
+    waiting = SimpleNamespace(wait_event=lambda event: asked.append("wait"))
+    torch.cuda.Stream.wait_stream(waiting, other)  # type: ignore[arg-type]
+    assert asked == ["event", "wait"]
+
+
+def test_a_plain_list_comes_back(device: Device) -> None:
+    order, _ = order_on(device)
+    tensors = [torch.zeros(2), torch.ones(2)]
+    plain = Buffers(tensors, order).plain()
+    assert type(plain) is list
+    assert all(one is other for one, other in zip(plain, tensors, strict=True))

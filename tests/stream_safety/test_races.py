@@ -1,0 +1,168 @@
+"""S1: each part, on a release that lacks its fix: stock races, and with the part it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import ds_patches
+from ds_patches.stream_safety.binding import LACKS
+from tests.stream_safety import cases
+from tests.world import World
+from tests.zero3_retain.releases import RELEASE
+
+NO_TIMER = {"timers": {"throughput": {"enabled": False, "synchronized": False}}}
+
+#: What shows each defect, a word of the races that it makes, and where stock has them: it lacks the
+#: fix, and nothing hides that.
+SHOWN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "ping_pong": ({"stage": 2}, "then write by aten::copy_", "<=0.17.4"),
+    "zero3_producer": ({"stage": 3, "streams": "side"}, "on side, then read", ""),
+    # The throughput timer waits for the device in each step, but the first two.
+    "zero3_gather": ({"stage": 3, "settings": NO_TIMER}, "on default, then read by aten::cat", ""),
+    # 0.17.5 to 0.18.4 wait for every reduction.
+    "record_stream": ({"stage": 2, "bucket": 32}, "freed for default", "!=0.17.5,!=0.17.6,<0.19.0"),
+    "producer_streams": (
+        {"stage": 2, "streams": "several"},
+        "write by aten::copy_ on second, then",
+        "",
+    ),
+    "buffer_reuse": ({"stage": 2, "streams": "several"}, "then write by aten::copy_ on", ""),
+}
+EXACT = 1e-6
+
+
+def lacks(part: str) -> bool:
+    shows = SpecifierSet(LACKS[part]) & SpecifierSet(SHOWN[part][2])
+    if part == "record_stream" and RELEASE in SpecifierSet(">=0.18.0,<=0.18.4"):
+        return False
+    return RELEASE in shows
+
+
+def of(found: cases.Found, part: str) -> Counter[str]:
+    """Its races of this part's kind."""
+    return Counter(race for race in found.races if SHOWN[part][1] in race)
+
+
+def train(world: World, part: str, parts: str) -> list[cases.Found]:
+    given = dict(SHOWN[part][0])
+    return world.run(cases.train, given.pop("stage"), parts, **given)
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("part", SHOWN)
+def test_stock_races_where_it_lacks_the_fix(fresh_world: World, part: str) -> None:
+    if not lacks(part):
+        pytest.skip("this release has the fix, or hides that it has not")
+    found = train(fresh_world, part, "")
+    assert any(of(one, part) for one in found)
+    assert all(one.difference <= EXACT for one in found), "the CPU runs in order"
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("part", SHOWN)
+def test_none_is_left(world: World, part: str) -> None:
+    for one in train(world, part, "all"):
+        assert not one.races, Counter(one.races).most_common(5)
+        assert one.difference <= EXACT
+
+
+@pytest.mark.parametrize("part", SHOWN)
+def test_each_part_does_its_own(world: World, part: str) -> None:
+    for one in train(world, part, part):
+        assert not of(one, part), of(one, part).most_common(5)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    living = World(4)
+    yield living
+    living.close()
+
+
+def test_a_large_gradient_of_others_is_freed_too_early(four: World) -> None:
+    """0.19.0 and later record it on the ranks that own a part of it, and on no other."""
+    stock = four.run(cases.train, 2, bucket=32)
+    patched = four.run(cases.train, 2, "all", bucket=32)
+    assert any("freed for default" in race for one in stock for race in one.races)
+    assert not any(one.races for one in patched)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"streams": "side"},
+        {"micro_steps": 2},
+        {"bucket": 32},
+        {"contiguous_gradients": False},
+        {"settings": NO_TIMER},
+        {"reduce_scatter": False},
+        {"overlap_comm": False},
+        {"settings": {"bf16": {"enabled": True}}},
+    ],
+    ids=lambda case: ", ".join(case) or "plain",
+)
+def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
+    for one in world.run(cases.train, stage, "all", **case):
+        assert not one.races, Counter(one.races).most_common(5)
+
+
+@pytest.mark.parametrize("streams", ["", "side", "several"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("patch", ["coalesce", "zero3_retain"])
+def test_no_race_beside(world: World, patch: str, stage: int, streams: str) -> None:
+    """S3: what the other patches reduce obeys the same rules."""
+    if stage == 3 and streams == "several":
+        pytest.skip("the hooks of this case run no gather on the stream that they set")
+    script = cases.coalesced if patch == "coalesce" else cases.retained
+    given: dict[str, Any] = {"script": script, "beside": (patch,), "streams": streams}
+    for one in world.run(cases.train, stage, "all", **given):
+        assert not one.races, Counter(one.races).most_common(5)
+        assert one.difference <= EXACT
+
+
+@pytest.mark.core_case
+def test_the_buffers_of_a_bucket_take_turns() -> None:
+    """Where nothing else would show it: 0.17.5 to 0.18.4 wait for every reduction."""
+    if RELEASE not in SpecifierSet(LACKS["ping_pong"]):
+        pytest.skip("this release has the fix, or no such buckets")
+    from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
+
+    bucket = IPGBucket(index=1)
+    bucket.clear()
+    assert bucket.index == 0
+    ds_patches.apply("stream_safety")
+    try:
+        bucket = IPGBucket(index=1, elements=7)
+        bucket.clear()
+        assert (bucket.index, bucket.elements) == (1, 0)
+    finally:
+        ds_patches.unapply("stream_safety")
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("bucket", [cases.BUCKET, 32])
+def test_the_backward_waits_for_less(world: World, bucket: int) -> None:
+    """Of what is too large for a bucket, for nothing; before 0.18.5, not for the last bucket."""
+    stock = world.run(cases.train, 2, bucket=bucket)[0].seen
+    patched = world.run(cases.train, 2, "all", bucket=bucket)[0].seen
+    assert patched <= stock
+    if bucket == 32:
+        assert patched < stock
+
+
+def test_a_part_that_is_not_lacking_says_so() -> None:
+    fixed = [part for part in LACKS if RELEASE not in SpecifierSet(LACKS[part])]
+    try:
+        notes = ds_patches.apply("stream_safety", parts="+".join(["buffer_reuse", *fixed])).notes
+        assert list(notes) == [f"{part} is fixed in DeepSpeed {RELEASE}" for part in fixed]
+        ds_patches.unapply("stream_safety")
+        assert not ds_patches.apply("stream_safety").notes
+    finally:
+        ds_patches.unapply("stream_safety")
