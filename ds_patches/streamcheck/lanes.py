@@ -51,7 +51,7 @@ class StreamLane(Lane):
     ) -> None:
         super().__init__(stream.device)
         self.stream = stream
-        self.reader = reader or stream
+        self.reader = stream if reader is None else reader
         self._fault = fault
         self._slow = False
 
@@ -66,12 +66,12 @@ class StreamLane(Lane):
 
     def take(self, tensor: Tensor, source: Lane) -> Tensor:
         assert isinstance(source, StreamLane)
-        if self._slow:
-            _pause(self.reader)
         if self._fault != "wait":
             self.reader.wait_stream(source.stream)
         if self._fault != "record":
             tensor.record_stream(self.reader)
+        if self._slow:
+            _pause(self.reader)
         with torch.cuda.stream(self.reader), torch.cuda.stream(self.stream):
             return tensor.to(self.device)
 

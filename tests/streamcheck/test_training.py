@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -118,9 +119,32 @@ def test_every_hand_over_has_a_slow_side_in_turns(monkeypatch: pytest.MonkeyPatc
     assert set(places[:forward_and_backward]) == {1, 3}
     assert set(places[forward_and_backward:]) == {0, 2}
     assert len(places) == 2 * forward_and_backward
-    assert streams.log.index(("pause", streamed.stages[1].reader)) < streams.log.index(
-        ("wait", streamed.stages[1].reader, streamed.stages[0].stream)
-    ), "the pause comes before it reads"
+    reader = streamed.stages[1].reader
+    wait = streams.log.index(("wait", reader, streamed.stages[0].stream))
+    assert streams.log[wait : wait + 3] == [
+        ("wait", reader, streamed.stages[0].stream),
+        ("record", reader),
+        ("pause", reader),
+    ], "then it reads"
+
+
+def test_what_crosses_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its memory is free for the next chunk, while its reader has yet to begin."""
+    given, alive = [], []
+
+    def give(lane: lanes.StreamLane, tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in given))
+        given.append(weakref.ref(tensor))
+        return give_of(lane, tensor)
+
+    give_of = lanes.StreamLane.give
+    Streams(monkeypatch)
+    monkeypatch.setattr(lanes.StreamLane, "give", give)
+    training, streamed = Training(replace(WORK, batches=1), CPU), lanes.streamed(CPU)
+    training.run(streamed)
+    assert len(alive) == 3 * 4 * 4, "micro batches, chunks, stages"
+    chunks, stages = 4, 4
+    assert max(alive) <= chunks + 1 < chunks * stages, "one for each chunk, and the one being read"
 
 
 def test_stages_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
