@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds_patches.core import api, report
@@ -35,17 +35,35 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
     text, drifted = report.doctor()
     print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
-    return int(drifted or not (_trains(chosen.timeout) if chosen.train_check else True))
+    sound = [not drifted]
+    if chosen.train_check:
+        sound.append(_trains(chosen.timeout))
+    if chosen.streams:
+        sound.append(_is_equal_on_streams(chosen.timeout))
+    return int(not all(sound))
 
 
 def _trains(seconds: float) -> bool:
     from ds_patches.traincheck import doctor
 
     trial = doctor.Diagnosis(os.environ, seconds)
-    print(flush=True)
-    for line in trial.lines():
-        print(line, flush=True)
+    _say(trial.lines())
     return trial.trains
+
+
+def _is_equal_on_streams(seconds: float) -> bool:
+    from ds_patches.streamcheck import doctor
+
+    trial = doctor.Diagnosis(os.environ, seconds)
+    _say(trial.lines())
+    return trial.equal
+
+
+def _say(lines: Iterable[str]) -> None:
+    """Print a paragraph line by line, as they come."""
+    print(flush=True)
+    for line in lines:
+        print(line, flush=True)
 
 
 def _table(chosen: argparse.Namespace) -> None:
@@ -107,11 +125,16 @@ def _parser() -> argparse.ArgumentParser:
         help="train a small model too, and name parameters that get no gradient",
     )
     doctor.add_argument(
+        "--streams",
+        action="store_true",
+        help="train a small pipeline on the GPUs too, with CUDA streams and without, and compare",
+    )
+    doctor.add_argument(
         "--timeout",
         type=float,
         default=120,
         metavar="SECONDS",
-        help="for each training of it (default: %(default)s)",
+        help="for each training of --train-check, and for all of --streams (default: %(default)s)",
     )
     commands.add_parser("table", help="the patches as a markdown table")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")

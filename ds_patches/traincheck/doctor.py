@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from ds_patches.core import flags
+from ds_patches.core import flags, trials
 
 _TRIAL = ("ds_patches.traincheck.trial",)
 #: In the place of a launcher's: the trial is one process.
@@ -52,33 +45,8 @@ class Diagnosis:
         environment = self._environment
         if "--patched" not in options:
             environment = {k: v for k, v in environment.items() if not flags.is_ours(k)}
-        with tempfile.TemporaryDirectory() as folder:
-            result, output = Path(folder, "result"), Path(folder, "output")
-            with output.open("wb") as sink:
-                trial = subprocess.Popen(
-                    [sys.executable, "-m", *_TRIAL, str(result), *options],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that its compilers end with it
-                )
-                try:
-                    trial.wait(self._seconds)
-                except subprocess.TimeoutExpired:
-                    return _failed(f"not done after {self._seconds:g} s (--timeout)")
-                finally:
-                    if trial.poll() is None:
-                        os.killpg(trial.pid, signal.SIGKILL)
-                        trial.wait()
-            if result.exists():
-                return {**_failed(""), **json.loads(result.read_text(encoding="utf-8"))}
-            last = output.read_text(errors="replace").strip().rpartition("\n")[2]
-            return _failed(f"exit code {trial.returncode}, {last or 'without a word'}")
-
-
-def _failed(error: str) -> dict[str, Any]:
-    return {"live": [], "untrained": [], "error": error}
+        found = trials.run([*_TRIAL, *options], environment, self._seconds)
+        return {"live": [], "untrained": [], **found}
 
 
 def _said(found: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """One process that trains a small model under ZeRO-3 and writes down what did not train.
 
-    python -m ds_patches.traincheck.trial RESULT [--patched] [--compiled]
+    python -m ds_patches.traincheck.trial [--patched] [--compiled] RESULT
 
 `doctor --train-check` runs it; see doctor.py. RESULT is a JSON file.
 """
@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_patches
-from ds_patches.core import engines
+from ds_patches.core import engines, trials
 
 WIDTH, BATCH = 32, 4
 
@@ -51,17 +50,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--patched", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     chosen = parser.parse_args(arguments)
-    result: dict[str, Any] = {"live": []}
-    try:
+    with trials.leaving(chosen.result) as result:
         if chosen.patched:
             statuses = ds_patches.apply_all()
             result["live"] = [name for name, status in statuses.items() if status.live]
         _train(chosen.compiled, result)
-    except Exception as error:
-        result["error"] = _first_line(error)
-        raise
-    finally:
-        chosen.result.write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 
@@ -96,17 +89,13 @@ def _compile(engine: Any, result: dict[str, Any]) -> bool:
     try:
         engine.compile()
     except Exception as error:
-        result["error"] = _first_line(error)
+        result["error"] = trials.first_line(error)
     else:
         if engines.is_deep_compiled(engine):
             return True
         result["error"] = "engine.compile() has left it to torch.compile"
     result["deepcompile"] = result["error"]
     return False
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _step(engine: Any, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The trial of `doctor --train-check` with an engine that loses its gradients, patched or not.
 
-    python -m tests.traincheck.losing_trial WHERE RESULT [--patched] [--compiled]
+    python -m tests.traincheck.losing_trial WHERE [--patched] [--compiled] RESULT
 
 WHERE: "everywhere" or "stock"; with "compiled", also take DeepCompile to be there.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,16 +9,9 @@ import time
 import pytest
 
 from ds_patches.traincheck import doctor
-from tests.core import fake
+from tests.shell import environment
 
 NAMES = "NOT TRAINED: seen.weight, seen.bias, skipped.weight, skipped.bias"
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Of a user: none of pytest's flags, and a repository in the place of an installation."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
-    path = os.pathsep.join(filter(None, [str(fake.REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
 def test_the_command_says_what_was_checked_and_what_was_not() -> None:
