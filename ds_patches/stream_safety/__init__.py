@@ -15,9 +15,13 @@ Why
                          reduced (0.17.5 on: safe, and without overlap)
     ``zero3_producer``   ZeRO-3: the reduction waits for the default       up to 0.18.7
                          stream, not for the one that the backward is on
+    ``zero3_gather``     ZeRO-3: the next forward may gather before the    all; where the
+                         step has written                                  throughput timer is
+                                                                           off, and up to
+                                                                           0.17.5
     ``record_stream``    ZeRO-1/2: a gradient that fits no bucket is freed all; from 0.19.0 on
-                         while it is reduced                               on other ranks than
-                                                                           its owner
+                         while it is reduced                               only on ranks that own
+                                                                           no part of it
     ``producer_streams`` ZeRO-1/2: the reduction waits for one of several  up to 0.19.2
                          streams that gradients come from, as under
                          ``torch.compile``
@@ -31,6 +35,7 @@ How
     - Whoever writes into a bucket's buffer waits for the last reduction of this very buffer, and
       for nothing else. The buffers of a bucket sit in a list that sees who takes which.
     - What the reduction reads is recorded on its stream.
+    - ZeRO-3's gathers wait for each step, once.
 
 What to know
     - ``DS_PATCHES_STREAM_SAFETY=record_stream,producer_streams`` takes these parts alone. A part

@@ -123,8 +123,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    if func.namespace == "c10d":  # collectives write what they are given
-        return _tensors((args, kwargs))
+    if func.namespace == "c10d":  # collectives say nothing of it, and write what comes first
+        return _tensors(args[0])
     found = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
