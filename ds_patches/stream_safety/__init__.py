@@ -7,28 +7,21 @@ What
     NaN, or differs from run to run. This patch brings each fix to the releases that lack it.
 
 Why
-    ==================== ================================================= ===================
-    part                 what goes wrong                                   DeepSpeed
-    ==================== ================================================= ===================
-    ``ping_pong``        ZeRO-1/2: one of the two buffers of a bucket is   0.17.2 to 0.18.4
-                         used over and over, and overwritten while it is
-                         reduced (0.17.5 on: safe, and without overlap)
-    ``zero3_producer``   ZeRO-3: the reduction waits for the default       up to 0.18.7
-                         stream, not for the one that the backward is on
-    ``zero3_gather``     ZeRO-3: the next forward may gather before the    all; where the
-                         step has written                                  throughput timer is
-                                                                           off, and up to
-                                                                           0.17.5
-    ``record_stream``    ZeRO-1/2: a gradient that fits no bucket is freed all; from 0.19.0 on
-                         while it is reduced                               only on ranks that own
-                                                                           no part of it
-    ``producer_streams`` ZeRO-1/2: the reduction waits for one of several  up to 0.19.2
-                         streams that gradients come from, as under
-                         ``torch.compile``
-    ``buffer_reuse``     ZeRO-1/2: the backward waits for every queued     all
-                         reduction, where only the reuse of a buffer has
-                         to wait for the last reduction of it
-    ==================== ================================================= ===================
+    By part, with the releases that have the defect:
+
+    - ``ping_pong``, 0.17.2 to 0.18.4: ZeRO-1/2 use one of the two buffers of a bucket over and
+      over, and overwrite it while it is reduced. From 0.17.5 on they wait instead, and nothing
+      overlaps.
+    - ``zero3_producer``, up to 0.18.7: the reduction of ZeRO-3 waits for the default stream, not
+      for the one that the backward is on.
+    - ``zero3_gather``, all: ZeRO-3 may gather before the step has written. The throughput timer
+      hides it, where it is on, but for the first two steps; from 0.17.6 on for those, too.
+    - ``record_stream``, all: ZeRO-1/2 free a gradient that is too large for a bucket while it is
+      reduced. From 0.19.0 on, only on ranks that own no part of it.
+    - ``producer_streams``, up to 0.19.2: the reduction of ZeRO-1/2 waits for one of several streams
+      that gradients come from, as under ``torch.compile``.
+    - ``buffer_reuse``, all: of the streams that fill a bucket of ZeRO-1/2, one waits for every
+      queued reduction, and the others for none. Each has to wait for the last one of the buffer.
 
 How
     - The reduction stream waits for every stream that a gradient came from.
@@ -50,5 +43,5 @@ Upstream
     pull requests 7805, 7371, 7898, 7965, 8080 (merged), issue 8364 (open), PyTorch issue 33909.
 
 Remove it when
-    your release is 0.19.3 or later and issue 8364 is closed in it.
+    a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does.
 """

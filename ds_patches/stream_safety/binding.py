@@ -65,7 +65,7 @@ PATCH = Patch(
         "The reduction waits for every stream that gradients come from, what it reads is recorded "
         "on its stream, and a buffer waits for its own last reduction only."
     ),
-    remove_when="your release is 0.19.3 or later and issue 8364 is closed in it",
+    remove_when="a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does",
     upstream=(
         Link("issue 8364", "https://github.com/deepspeedai/DeepSpeed/issues/8364"),
         Link("PR 7805", "https://github.com/deepspeedai/DeepSpeed/pull/7805"),

@@ -120,6 +120,31 @@ def hold(
     return held
 
 
+def repeated(pattern: str, times: int) -> list[str]:
+    """What is not equal to the bit in each of many steps that change nothing, with one batch."""
+    from deepspeed.utils import safe_get_full_grad
+
+    ds_patches.apply("dc_fallback")
+    engine = cases.engine_of(
+        patterns.build(pattern, WIDTH), trainers.config(3, **BFLOAT16), "inductor"
+    )
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    first: dict[str, torch.Tensor] = {}
+    unlike: list[str] = []
+    for step in range(STEPS + times):
+        loss = engine(*cases.inputs(0, 0))
+        engine.backward(loss)
+        found = {"loss": loss.detach().clone()}
+        for name, param in engine.module.named_parameters():
+            found[name] = safe_get_full_grad(param).clone()
+        engine.step()
+        if step == STEPS:  # all is compiled
+            first = found
+        unlike += [f"{name} in run {step}" for name in first if not first[name].equal(found[name])]
+    return unlike
+
+
 def _peak_of(script: cases.Script, trainer: Any) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

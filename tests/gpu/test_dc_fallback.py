@@ -9,7 +9,7 @@ import pytest
 
 import ds_patches
 from tests.dc_fallback import cases, patterns
-from tests.gpu.held import BFLOAT16, Held, hold
+from tests.gpu.held import BFLOAT16, Held, hold, repeated
 from tests.world import World
 from tests.zero3_retain import trainers
 
@@ -74,6 +74,12 @@ def test_peak_memory_where_all_is_skipped(gpus: World) -> None:
     found = held(gpus, "Whole", width=2048)
     assert_like_eager(found)
     assert found.peaks[1] <= 1.10 * found.peaks[0], found.peaks
+
+
+@pytest.mark.parametrize("pattern", ["Whole", "Mixed"])
+def test_thirty_runs_are_one(gpus: World, pattern: str) -> None:
+    found = gpus.within(SECONDS).run(repeated, pattern, 30)
+    assert not any(found), found
 
 
 def test_stock_does_not_train_what_is_skipped(gpus: World) -> None:
