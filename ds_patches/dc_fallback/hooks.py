@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from ds_patches.core import engines
+from ds_patches.core.met import Met
 
 from .fallback import Fallback
 from .upstream import engine as upstream_engine
@@ -18,13 +19,10 @@ from .upstream import partition
 
 logger = logging.getLogger("ds_patches.dc_fallback")
 
-_KEY = "_ds_patches_dc_fallback"
-
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_taken_in: WeakSet[Any] = WeakSet()
 _compiled_here: WeakSet[Any] = WeakSet()
 
 
@@ -44,28 +42,19 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
 
 def deactivate() -> Sequence[str]:
     """Leave every engine as DeepCompile made it."""
-    for engine in _taken_in:
-        state: Fallback | None = vars(engine).pop(_KEY, None)
-        vars(engine.optimizer).pop(_KEY, None)
-        if state is not None:
-            state.remove()
-    _taken_in.clear()
+    for _, state in _engines.let_go():
+        state.remove()
     return []
 
 
 def _state(engine: Any) -> Fallback | None:
     """What the patch knows of `engine`; None if it is left to stock."""
-    here = vars(engine)
-    if _KEY not in here:
-        if not engines.is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
-            return None  # not yet, or never
-        here[_KEY] = _take_in(engine)
-    state: Fallback | None = here[_KEY]
-    return state
+    if not engines.is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
+        return None  # not yet, or never
+    return _engines(engine)
 
 
 def _take_in(engine: Any) -> Fallback | None:
-    _taken_in.add(engine)
     reason = upstream_engine.why_not_covered(engine)
     if reason is None and engine not in _compiled_here:
         reason = "it was compiled before the patch was applied"
@@ -74,8 +63,11 @@ def _take_in(engine: Any) -> Fallback | None:
             logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
         return None
     state = Fallback(engine)
-    vars(engine.optimizer)[_KEY] = state
+    _engines.shares(engine.optimizer, state)
     return state
+
+
+_engines: Met[Fallback] = Met("dc_fallback", _take_in)
 
 
 # --- DeepSpeedEngine ----------------------------------------------------------------------------
@@ -98,7 +90,7 @@ def _watched_backend(engine: Callable[[], Any], compile_graph: Wrapped) -> Wrapp
         graph, graph_id = compile_graph(gm, inputs), upstream_graphs.id_of(gm)
 
         def run(*inputs: Any) -> Any:
-            state: Fallback | None = vars(engine()).get(_KEY)
+            state = _engines.known(engine())
             return graph(*inputs) if state is None else state.run_graph(graph_id, graph, inputs)
 
         return run
@@ -131,7 +123,7 @@ def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    state: Fallback | None = vars(optimizer).get(_KEY)
+    state = _engines.known(optimizer)
     if state is None:
         return wrapped(*args, **kwargs)
     state.before_step()
@@ -153,7 +145,7 @@ def around_gathered(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) 
 
 
 def _params_of(given: Any) -> Any:
-    states = [state for engine in _taken_in if (state := vars(engine).get(_KEY)) is not None]
+    states = [state for _, state in _engines.all()]
     if not any(state.uses.calls for state in states):
         return given
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 from ds_patches.core import release as releases
+from ds_patches.core.met import Met
 
 from .binding import LACKS
 from .order import Order
 from .upstream import flat, stage3
-
-logger = logging.getLogger("ds_patches.stream_safety")
-
-_KEY = "_ds_patches_stream_safety"
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -37,7 +32,8 @@ class _Parts:
 
 
 _parts = _Parts()
-_taken_in: WeakSet[Any] = WeakSet()
+#: The order of an optimizer's streams; None if there is none to keep, or it is left to stock.
+_order: Met[Order] = Met("stream_safety", flat.order_of)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -55,22 +51,9 @@ def deactivate() -> Sequence[str]:
     """Leave every optimizer as DeepSpeed made it."""
     global _parts
     _parts = _Parts()
-    for optimizer in _taken_in:
-        order: Order | None = vars(optimizer).pop(_KEY, None)
-        if order is not None:
-            flat.unwatch(optimizer)
-    _taken_in.clear()
+    for optimizer, _ in _order.let_go():
+        flat.unwatch(optimizer)
     return []
-
-
-def _order(optimizer: Any) -> Order | None:
-    """The order of its streams; None if there is none to keep, or it is left to stock."""
-    here = vars(optimizer)
-    if _KEY not in here:
-        here[_KEY] = flat.order_of(optimizer)
-        _taken_in.add(optimizer)
-    order: Order | None = here[_KEY]
-    return order
 
 
 # --- ZeRO stages 1 and 2 ------------------------------------------------------------------------

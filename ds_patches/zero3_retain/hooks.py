@@ -11,11 +11,11 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from ds_patches.core import engines
+from ds_patches.core.met import Met
 
 from .flat_sum import FlatSum
 from .lost import OnLost
@@ -26,65 +26,36 @@ from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.zero3_retain")
 
-_KEY = "_ds_patches_zero3_retain"
-
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class _Engines:
-    """The engines taken in since the patch was applied, and the option they got."""
-
-    def __init__(self) -> None:
-        self.policy = OnLost.WARN
-        self._taken_in: WeakSet[Any] = WeakSet()
-
-    def state_of(self, engine: Any) -> RetainedEngine | None:
-        """What the patch knows of `engine`; None if it is left to stock."""
-        here = vars(engine)
-        if _KEY not in here:
-            here[_KEY] = self._take_in(engine)
-        state: RetainedEngine | None = here[_KEY]
-        return state
-
-    def _take_in(self, engine: Any) -> RetainedEngine | None:
-        self._taken_in.add(engine)
-        reason = upstream_engine.why_not_covered(engine)
-        if reason is not None:
-            if reason:
-                logger.warning("zero3_retain leaves this engine to stock DeepSpeed: %s.", reason)
-            return None
-        state = RetainedEngine(engine, self.policy)
-        vars(engine.optimizer)[_KEY] = state
-        if state.residency is not None:
-            vars(engine.optimizer.parameter_offload)[_KEY] = state
-        return state
-
-    def let_go(self) -> None:
-        """Give every engine back to stock."""
-        for engine in self._taken_in:
-            state: RetainedEngine | None = vars(engine).pop(_KEY)
-            if state is None:
-                continue
-            state.detach()
-            vars(engine.optimizer).pop(_KEY, None)
-            vars(getattr(engine.optimizer, "parameter_offload", engine)).pop(_KEY, None)
-        self._taken_in.clear()
+_policy = OnLost.WARN
 
 
-_engines = _Engines()
-
-
-def _state(owner: Any) -> RetainedEngine | None:
-    """What the patch knows of the engine that an optimizer or a parameter offload belongs to."""
-    state: RetainedEngine | None = vars(owner).get(_KEY)
+def _take_in(engine: Any) -> RetainedEngine | None:
+    reason = upstream_engine.why_not_covered(engine)
+    if reason is not None:
+        if reason:
+            logger.warning("zero3_retain leaves this engine to stock DeepSpeed: %s.", reason)
+        return None
+    state = RetainedEngine(engine, _policy)
+    _engines.shares(engine.optimizer, state)
+    if state.residency is not None:
+        _engines.shares(engine.optimizer.parameter_offload, state)
     return state
+
+
+_engines: Met[RetainedEngine] = Met("zero3_retain", _take_in)
+#: Of an engine that was taken in, or of its optimizer or its parameter offload.
+_state = _engines.known
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Choose what happens to gradients that stock would lose; name what is out of reach."""
-    _engines.policy = OnLost(options["lost_gradients"])
+    global _policy
+    _policy = OnLost(options["lost_gradients"])
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     built_before = sum(issubclass(type(thing), DeepSpeedEngine) for thing in gc.get_objects())
@@ -98,7 +69,8 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
 
 def deactivate() -> Sequence[str]:
     """Put stock's functions back at every module of every engine."""
-    _engines.let_go()
+    for _, state in _engines.let_go():
+        state.detach()
     return []
 
 
@@ -106,7 +78,7 @@ def deactivate() -> Sequence[str]:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = None if engines.is_deep_compiled(engine) else _engines.state_of(engine)
+    state = None if engines.is_deep_compiled(engine) else _engines(engine)
     if state is None:
         return wrapped(*args, **kwargs)
     state.recover()
