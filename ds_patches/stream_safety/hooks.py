@@ -91,8 +91,10 @@ def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs)
     if order is not None:
         if _parts.producer_streams:
             order.before_reduction()
-        if _parts.record_stream or _parts.buffer_reuse:
-            order.keep(args[0] if args else kwargs["tensor"])
+        tensor = args[0] if args else kwargs["tensor"]
+        # A buffer lives until all streams have met.
+        if (_parts.record_stream or _parts.buffer_reuse) and not flat.is_buffer(optimizer, tensor):
+            order.keep(tensor)
     return wrapped(*args, **kwargs)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ..buffers import Buffers
 from ..order import Order
 from . import streams
@@ -34,6 +36,16 @@ def watched(optimizer: Any) -> Iterator[Buffers]:
         buffers = getattr(holder, name)
         if isinstance(buffers, Buffers):
             yield buffers
+
+
+def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a part of a bucket's buffer."""
+    memory = tensor.untyped_storage().data_ptr()
+    return any(
+        buffer.untyped_storage().data_ptr() == memory
+        for holder, name in _places(optimizer)
+        for buffer in getattr(holder, name) or ()
+    )
 
 
 def unwatch(optimizer: Any) -> None:
