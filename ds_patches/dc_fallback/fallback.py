@@ -55,7 +55,8 @@ class Fallback:
         self._before: torch.Tensor | None = None
         self._records, self._in_forward, self._in_backward = False, False, False
         self._saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
-        self._ran: Counter[int] = Counter()  # graphs, since the last backward
+        self._ran: Counter[int] = Counter()  # graphs whose backward may come, or has come
+        self._ended: Counter[int] = Counter()  # those of this backward whose has
         self._overwritten: dict[int, set[int]] = {}
         self._saves = True  # whether the last forward had eager frames; unknown before the first
         self._undo: list[Any] = []
@@ -167,7 +168,11 @@ class Fallback:
         return outputs
 
     def _set_aside(self, graph_id: int) -> None:
-        """The backward of a graph has run: move what another may overwrite out of its way."""
+        """The backward of a graph has run: move what another may overwrite out of its way.
+
+        A forward that no backward follows counts as one to come; that only moves more.
+        """
+        self._ended[graph_id] += 1
         found = partition.partitions(self._optimizer)
         for ds_id in self._overwritten.get(graph_id, ()):
             if ds_id in found and found[ds_id].numel():
@@ -197,7 +202,8 @@ class Fallback:
         if self._engine.is_gradient_accumulation_boundary():
             self._hand_over()
             self._graphs_write_anew = True
-        self._ran.clear()
+        self._ran -= self._ended  # what is left has a backward of its own to come
+        self._ended.clear()
         self._overwritten.clear()
         self._in_backward = False
 
@@ -210,6 +216,7 @@ class Fallback:
     def after_step(self, failed: bool = False) -> None:
         """The optimizer has stepped, or skipped a step after an overflow."""
         self._graphs.stepped(failed)
+        self._ran.clear()
         self._new_step = self._graphs_write_anew = True
 
     def _receive(self, param: Any, part: torch.Tensor) -> None:
@@ -242,7 +249,7 @@ class Fallback:
         self._reduction.abandon()
         self._aside.clear()
         self._before = None
-        self._ran.clear()
+        self._ended.clear()
         self._overwritten.clear()
         engines.forget_backward(self._engine)
         self.after_step(failed=True)
