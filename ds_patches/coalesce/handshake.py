@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ds_patches.core.device import accelerator
+
 from .counters import Counters, FileCounters, StoreCounters
-from .upstream.streams import accelerator
 
 _WIDTH = 12  # bits of a field of the counter, each of which counts ranks
 _FIELD = (1 << _WIDTH) - 1

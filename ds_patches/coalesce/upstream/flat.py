@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ds_patches.core import live
-
-from .streams import accelerator, keeps_order
+from ds_patches.core.device import accelerator, keeps_order, synchronize
 
 _EPILOGUE = "_ds_patches_coalesce_epilogue"
 _BEFORE_FIRST_BACKWARD = -1  # micro_step_id, before a step's first backward
@@ -161,8 +160,7 @@ def _renew_norms(optimizer: Any) -> None:
 
 def _finish_copies() -> None:
     """Wait for gradients that still travel to the host."""
-    if not accelerator().is_synchronized_device():
-        accelerator().synchronize()
+    synchronize()
 
 
 def at_boundary(optimizer: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .streams import accelerator, keeps_order
+from ds_patches.core.device import accelerator, keeps_order, wait_for_current
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 #: In a parameter's set of the modules that it is in use by; upstream's are numbers.
@@ -46,8 +46,7 @@ def gather(offload: Any, params: Iterable[Any]) -> None:
     """
     coordinator = offload.get_param_coordinator()
     stream = _private(coordinator, "allgather_stream")
-    if not keeps_order():
-        stream.wait_stream(accelerator().current_stream())  # a step has just written the partitions
+    wait_for_current(stream)  # a step has just written the partitions
     previous = list(_private(coordinator, "inflight_param_registry"))  # prefetched
     for chunk in _chunks(params, int(_private(coordinator, "prefetch_bucket_sz"))):
         _private(coordinator, "all_gather_params")(chunk, forward=True)

@@ -14,17 +14,7 @@ from typing import Any
 
 import torch
 
-
-def accelerator() -> Any:
-    """DeepSpeed's, which stands for the kind of device."""
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
-
-
-def keeps_order() -> bool:
-    """Whether the device has no streams that would have to wait for each other, as the CPU."""
-    return bool(accelerator().resolves_data_dependency())
+from ds_patches.core.device import accelerator, keeps_order
 
 
 class SideStream:

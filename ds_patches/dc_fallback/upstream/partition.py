@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_patches.core import device
+
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
 _CONTEXTS = "_ds_patches_dc_fallback_contexts"
 
@@ -101,8 +103,4 @@ def order_step_behind(optimizer: Any) -> None:
 
     It looks at the partitions on the stream that ZeRO-3's own reductions run on.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if not accelerator.resolves_data_dependency():
-        optimizer.reduce_and_partition_stream.wait_stream(accelerator.current_stream())
+    device.wait_for_current(optimizer.reduce_and_partition_stream)

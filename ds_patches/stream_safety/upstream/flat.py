@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
+from ds_patches.core.device import accelerator, keeps_order
+
 from ..buffers import Buffers
 from ..order import Order
-from . import streams
 
 
 def order_of(optimizer: Any) -> Order | None:
     """None where nothing overlaps, where the device keeps order, and for ZenFlow's optimizers."""
-    if not optimizer.overlap_comm or streams.keeps_order() or getattr(optimizer, "zenflow", False):
+    if not optimizer.overlap_comm or keeps_order() or getattr(optimizer, "zenflow", False):
         return None
-    return Order(streams.accelerator(), optimizer.reduction_stream)
+    return Order(accelerator(), optimizer.reduction_stream)
 
 
 def watch(optimizer: Any, order: Order) -> bool:

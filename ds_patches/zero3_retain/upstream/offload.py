@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_patches.core import live
+from ds_patches.core import device, live
 
 
 def partitions(optimizer: Any) -> list[torch.Tensor]:
@@ -78,11 +78,7 @@ def zero_partitions(optimizer: Any, *, all_but: set[int]) -> None:
 
 def finish_copies() -> None:
     """Wait for gradients that still travel to the host."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if not accelerator.is_synchronized_device():
-        accelerator.synchronize()
+    device.synchronize()
 
 
 def renew_norms(optimizer: Any) -> None:
