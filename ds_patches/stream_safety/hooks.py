@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from ds_patches.core import release as releases
@@ -19,38 +18,26 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Which of them are live."""
-
-    ping_pong: bool = False
-    zero3_producer: bool = False
-    zero3_gather: bool = False
-    record_stream: bool = False
-    producer_streams: bool = False
-    buffer_reuse: bool = False
-
-
-_parts = _Parts()
+#: Which parts are.
+_live: frozenset[str] = frozenset()
 #: The order of an optimizer's streams; None if there is none to keep, or it is left to stock.
 _order: Met[Order] = Met("stream_safety", flat.order_of)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Turn the parts on that are asked for and that this release lacks; name the others."""
-    global _parts
+    global _live
     asked = options["parts"].split(",")
-    lacked = [part for part in asked if releases.covers(LACKS[part], release)]
-    _parts = _Parts(**dict.fromkeys(lacked, True))
+    _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
     if len(asked) == len(LACKS):
         return []
-    return [f"{part} is fixed in DeepSpeed {release}" for part in asked if part not in lacked]
+    return [f"{part} is fixed in DeepSpeed {release}" for part in asked if part not in _live]
 
 
 def deactivate() -> Sequence[str]:
     """Leave every optimizer as DeepSpeed made it."""
-    global _parts
-    _parts = _Parts()
+    global _live
+    _live = frozenset()
     for optimizer, _ in _order.let_go():
         flat.unwatch(optimizer)
     return []
@@ -64,10 +51,11 @@ def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     order = _order(optimizer)
     if order is None:
         return wrapped(*args, **kwargs)
-    reuses = _parts.buffer_reuse and flat.watch(optimizer, order)
+    reuses = "buffer_reuse" in _live and flat.watch(optimizer, order)
     with order.one_way() if reuses else nullcontext():
         result = wrapped(*args, **kwargs)
-    order.produced()
+    if "producer_streams" in _live:
+        order.produced()
     return result
 
 
@@ -89,11 +77,12 @@ def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs)
     """One tensor of gradients is: of a bucket, or a gradient that fits none."""
     order = _order(optimizer)
     if order is not None:
-        if _parts.producer_streams:
+        if "producer_streams" in _live:
             order.before_reduction()
         tensor = args[0] if args else kwargs["tensor"]
         # A buffer lives until all streams have met.
-        if (_parts.record_stream or _parts.buffer_reuse) and not flat.is_buffer(optimizer, tensor):
+        keeps = not _live.isdisjoint(("record_stream", "buffer_reuse"))
+        if keeps and not flat.is_buffer(optimizer, tensor):
             order.keep(tensor)
     return wrapped(*args, **kwargs)
 
@@ -101,7 +90,7 @@ def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs)
 def around_allreduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Gradients that are not contiguous are."""
     order = _order(optimizer)
-    if order is not None and _parts.record_stream:
+    if order is not None and "record_stream" in _live:
         for gradient in args[0] if args else kwargs["small_bucket"]:
             order.keep(gradient)
     return wrapped(*args, **kwargs)
@@ -118,7 +107,7 @@ def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> A
     """A bucket begins anew, in the other buffer."""
     index = bucket.index
     result = wrapped(*args, **kwargs)
-    if _parts.ping_pong:
+    if "ping_pong" in _live:
         bucket.index = index
     return result
 
@@ -128,7 +117,7 @@ def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """A gradient goes into its bucket, on the stream that reduces."""
-    if _parts.zero3_producer:
+    if "zero3_producer" in _live:
         stage3.reduction_waits(optimizer)
     return wrapped(*args, **kwargs)
 
@@ -136,6 +125,6 @@ def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs:
 def around_stage3_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The partitions are written that the next forward gathers."""
     result = wrapped(*args, **kwargs)
-    if _parts.zero3_gather:
+    if "zero3_gather" in _live:
         stage3.gather_waits(optimizer)
     return result
