@@ -35,18 +35,26 @@ class Graphs:
     def __init__(self, trained: Sequence[Any], params: Iterable[Any], device: Any) -> None:
         self._trained, self._device = trained, device
         self._ds_ids = [param.ds_id for param in params]
-        self._compiled = -1  # what our own graph was registered after
+        self._known: tuple[int, int] | None = None  # what DeepCompile had compiled when we looked
+        self._by_graph: dict[int, set[int]] = {}  # the parameters of each graph
+        self._registered: tuple[int, int] | None = None  # the same, when our own graph was
 
     def param_ids(self) -> set[int]:
         """The ``ds_id`` of each parameter that some graph uses."""
-        return {ds_id for ids in _by_graph().values() for ds_id in ids}
+        return {ds_id for ids in self._of_graphs().values() for ds_id in ids}
+
+    def _of_graphs(self) -> dict[int, set[int]]:
+        """The parameters of each graph, by ``ds_id``; looked up when something was compiled."""
+        if self._known != (now := _compiled()):
+            self._known, self._by_graph = now, _by_graph()
+        return self._by_graph
 
     def overwritten(self, ran: Mapping[int, int]) -> dict[int, set[int]]:
         """By graph, the parameters whose gradient another run of a graph may overwrite.
 
         ran: how often each graph did.
         """
-        by_graph = {graph: ids for graph, ids in _by_graph().items() if graph in ran}
+        by_graph = {graph: ids for graph, ids in self._of_graphs().items() if graph in ran}
         graphs_of = Counter(ds_id for ids in by_graph.values() for ds_id in ids)
         return {
             graph: {ds_id for ds_id in ids if ran[graph] > 1 or graphs_of[ds_id] > 1}
@@ -59,17 +67,15 @@ class Graphs:
         `failed`: graphs may hold gradients of a backward that raised; on every rank, as this sends
         them off.
         """
-        if _by_graph() and _can_end_backward():
-            if failed:
-                self._end_backward()
-            self._forget_gathered()
-
-    def _forget_gathered(self) -> None:
-        """End the backward of a graph that uses every parameter and has no gradient."""
-        if self._compiled != (compiled := _compilations()):  # DeepCompile may have begun anew
+        if not self._of_graphs() or not _can_end_backward():
+            return
+        if self._registered != (now := _compiled()):  # DeepCompile may have begun anew
             _handle().register_graph_z3(_OURS, self._ds_ids)
-            self._compiled = compiled
+            self._registered = now
         _handle().start_backward(True)
+        if failed:
+            self._end_backward()
+        # Of a graph that uses every parameter and has no gradient: what is gathered is stale.
         self._end_one(_OURS, release=False)
 
     def _end_backward(self) -> None:
@@ -80,9 +86,8 @@ class Graphs:
         parameter of each dtype. One graph after the other, as one that finds another's gradients in
         a full bucket fails.
         """
-        _handle().start_backward(True)
         smallest_first = sorted(self._trained, key=lambda param: int(param.ds_numel))
-        by_graph = [ids_of for ids_of in _by_graph().items() if _has_backward(ids_of[0])]
+        by_graph = [one for one in self._of_graphs().items() if _has_backward(one[0])]
         for last, (graph_id, ids) in enumerate(by_graph, 1 - len(by_graph)):
             of_dtype: dict[torch.dtype, Any] = {}
             for param in smallest_first:
@@ -126,11 +131,11 @@ def _by_graph() -> dict[int, set[int]]:
     return {graph: set(known.ds_ids.values()) for graph, known in backend.param_manager.items()}
 
 
-def _compilations() -> int:
-    """How many forwards and backwards of graphs have been compiled."""
+def _compiled() -> tuple[int, int]:
+    """How many forwards and backwards of graphs have been, and how many graphs there are."""
     from deepspeed.compile import backend
 
-    return len(backend.opt_pass_times)
+    return len(backend.opt_pass_times), len(backend.param_manager)
 
 
 def _has_backward(graph_id: int) -> bool:
