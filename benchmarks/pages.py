@@ -12,20 +12,25 @@ from typing import Any
 Run = Mapping[str, Any]  # as a benchmark keeps it
 
 
-def parse(program: str, description: str | None) -> argparse.Namespace:
+def main(
+    program: str,
+    description: str | None,
+    picture: str,
+    draw: Callable[[Sequence[Run], Path], None],
+    filled: Callable[[str, Mapping[str, Run]], str],
+) -> None:
+    """Draw the runs that the command line names beside its page, and write the page anew.
+
+    filled: the page's text with the runs, which come by the path that the page can link to.
+    """
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.json")
     parser.add_argument("page", type=Path, metavar="PAGE.md")
-    return parser.parse_args()
-
-
-def read(paths: Sequence[Path], page: Path) -> dict[str, Run]:
-    """The runs, by the path that `page` can link to."""
-    return {os.path.relpath(path, page.parent): json.loads(path.read_text()) for path in paths}
-
-
-def rewrite(page: Path, change: Callable[[str], str]) -> None:
-    page.write_text(change(page.read_text(encoding="utf-8")), encoding="utf-8")
+    options = parser.parse_args()
+    page = options.page
+    runs = {os.path.relpath(run, page.parent): json.loads(run.read_text()) for run in options.runs}
+    draw(list(runs.values()), page.parent / picture)
+    page.write_text(filled(page.read_text(encoding="utf-8"), runs), encoding="utf-8")
 
 
 def between_marks(text: str, name: str, parts: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from argparse import ArgumentParser
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -45,6 +46,15 @@ def join(kind: str) -> torch.device:
         torch.cuda.set_device(device)
     deepspeed.init_distributed("gloo" if kind == "cpu" else "nccl", timeout=_PATIENCE)
     return device
+
+
+def leave(failures: Iterable[str]) -> int:
+    """Say what went wrong and take the process group down; the exit status."""
+    wrong = list(failures)
+    for failure in wrong:
+        say(f"FAILED: {failure}")
+    dist.destroy_process_group()
+    return 1 if wrong else 0
 
 
 def say(*lines: str) -> None:

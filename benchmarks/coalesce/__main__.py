@@ -30,7 +30,7 @@ from benchmarks.engines import free
 from benchmarks.micro_batches import Workload
 from benchmarks.options import common, filled, kept, write
 from benchmarks.provenance import p2p, provenance
-from benchmarks.ranks import join, must_be_started_by_torchrun, say
+from benchmarks.ranks import join, leave, must_be_started_by_torchrun, say
 from benchmarks.tables import Bar, bars_table
 from benchmarks.timing import Spread, median_phases
 
@@ -67,11 +67,7 @@ def main() -> int:
     run = _Run(options, join(options.device))
     run.rows()
     run.show()
-    failures = list(run.failures())
-    for failure in failures:
-        say(f"FAILED: {failure}")
-    dist.destroy_process_group()
-    return 1 if failures else 0
+    return leave(run.failures())
 
 
 class _Run:

@@ -16,13 +16,6 @@ from benchmarks.pages import Run
 _PICTURE = "dc-fallback.svg"
 
 
-def main() -> None:
-    options = pages.parse("benchmarks.dc_fallback.page", __doc__)
-    runs = pages.read(options.runs, options.page)
-    draw(list(runs.values()), options.page.parent / _PICTURE)
-    pages.rewrite(options.page, lambda text: filled(text, runs))
-
-
 def filled(text: str, runs: Mapping[str, Run]) -> str:
     """`text` with the tables of `runs`, by the path that it can link to."""
     parts = [f"![Step time and peak memory over eager ZeRO-3's]({_PICTURE})"]
@@ -33,4 +26,4 @@ def filled(text: str, runs: Mapping[str, Run]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    pages.main("benchmarks.dc_fallback.page", __doc__, _PICTURE, draw, filled)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.engines import free
 from benchmarks.options import common, filled, kept, write
 from benchmarks.provenance import provenance
-from benchmarks.ranks import join, must_be_started_by_torchrun, say
+from benchmarks.ranks import join, leave, must_be_started_by_torchrun, say
 from benchmarks.retain import table
 from benchmarks.retain.measure import Bench, Result
 from benchmarks.retain.rows import CRASH, LOSSES, ROWS, TURNS, Row
@@ -42,11 +42,7 @@ def main() -> int:
     run = _Run(options, _bench(options, device))
     run.rows(options.only)
     run.show()
-    failures = run.failures()
-    for failure in failures:
-        say(f"FAILED: {failure}")
-    dist.destroy_process_group()
-    return 1 if failures else 0
+    return leave(run.failures())
 
 
 class _Run:

@@ -20,7 +20,7 @@ from benchmarks.engines import free
 from benchmarks.micro_batches import Workload
 from benchmarks.options import common, filled, kept, write
 from benchmarks.provenance import p2p, provenance
-from benchmarks.ranks import join, must_be_started_by_torchrun, say
+from benchmarks.ranks import join, leave, must_be_started_by_torchrun, say
 from benchmarks.stream_safety import table
 from benchmarks.stream_safety.bars import bars
 from benchmarks.stream_safety.measure import Bench
@@ -55,11 +55,7 @@ def main() -> int:
     run = _Run(options, join(options.device))
     run.rows()
     run.show()
-    wrong = list(failures(run.results))
-    for failure in wrong:
-        say(f"FAILED: {failure}")
-    dist.destroy_process_group()
-    return 1 if wrong else 0
+    return leave(failures(run.results))
 
 
 class _Run:

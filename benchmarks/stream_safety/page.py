@@ -17,13 +17,6 @@ from benchmarks.stream_safety.plot import draw
 _PICTURE = "stream-safety.svg"
 
 
-def main() -> None:
-    options = pages.parse("benchmarks.stream_safety.page", __doc__)
-    runs = pages.read(options.runs, options.page)
-    draw(list(runs.values()), options.page.parent / _PICTURE)
-    pages.rewrite(options.page, lambda text: filled(text, runs))
-
-
 def filled(text: str, runs: Mapping[str, Run]) -> str:
     """`text` with the tables of `runs`, by the path that it can link to."""
     parts = [f"![Step time, and NCCL time exposed and hidden, stock and patched]({_PICTURE})"]
@@ -35,4 +28,4 @@ def filled(text: str, runs: Mapping[str, Run]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    pages.main("benchmarks.stream_safety.page", __doc__, _PICTURE, draw, filled)
