@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -13,3 +15,17 @@ def environment(**variables: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
+
+
+def doctor(check: str, **variables: str) -> list[str]:
+    """The lines of `python -m ds_patches doctor CHECK`, which finds nothing wrong."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_patches", "doctor", check],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()

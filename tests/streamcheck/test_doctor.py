@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from ds_patches import __main__
 from ds_patches.streamcheck import doctor, trial
-from tests.shell import environment
+from tests import shell
 
 HEAD = f"streams: 4 stages on a CPU, torch {torch.__version__}"
 WHERE = "the gradient of layer 7's weight in batch 1, by 0.25 in 1 of "
@@ -23,21 +21,12 @@ def said(monkeypatch: pytest.MonkeyPatch, what: str, seconds: float = 120) -> tu
     """What the command prints last, and its exit status."""
     words = ("tests.streamcheck.cpu_trial", what, "--runs", "4")
     monkeypatch.setattr(doctor, "_TRIAL", words)
-    found = doctor.Diagnosis(environment(), seconds)
+    found = doctor.Diagnosis(shell.environment(), seconds)
     return [*found.lines()], int(not found.equal)
 
 
 def test_without_a_gpu_nothing_is_checked() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_patches", "doctor", "--streams"],
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *_, blank, last = done.stdout.splitlines()
+    *_, blank, last = shell.doctor("--streams", CUDA_VISIBLE_DEVICES="")
     here = f"torch {torch.__version__} sees no CUDA GPU"
     assert (blank, last) == ("", f"streams: not checked, {here}, and a CPU has no streams")
 
@@ -94,7 +83,7 @@ def test_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, status: int
 ) -> None:
     monkeypatch.setattr(doctor, "_TRIAL", ("tests.streamcheck.cpu_trial", what, "--runs", "2"))
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", shell.environment()["PYTHONPATH"])
     assert __main__.main(["doctor", "--streams"]) == status
     assert f"\n\n{HEAD}\n" in capsys.readouterr().out
 

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
 import pytest
 
 from ds_patches.traincheck import doctor
-from tests.shell import environment
+from tests import shell
 
 NAMES = "NOT TRAINED: seen.weight, seen.bias, skipped.weight, skipped.bias"
 
 
 def test_the_command_says_what_was_checked_and_what_was_not() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_patches", "doctor", "--train-check"],
-        env=environment(DS_PATCHES="zero3_retain"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    head, stock, patched, compiled = done.stdout.splitlines()[-4:]
+    said = shell.doctor("--train-check", DS_PATCHES="zero3_retain")
+    head, stock, patched, compiled = said[-4:]
     assert head == "train check: 4 parameters, ZeRO-3, one process on cpu"
     assert stock == "  eager, stock: all train"
     assert patched == "  eager, zero3_retain live: all train"
@@ -35,7 +25,7 @@ def test_the_command_says_what_was_checked_and_what_was_not() -> None:
 @pytest.mark.parametrize("where", ["everywhere", "stock"])
 def test_lost_gradients_are_named_and_decide(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(doctor, "_TRIAL", ("tests.traincheck.losing_trial", where))
-    found = doctor.Diagnosis(environment(), seconds=120)
+    found = doctor.Diagnosis(shell.environment(), seconds=120)
     _, stock, patched, _ = found.lines()
     assert stock == f"  eager, stock: {NAMES}"
     assert patched.endswith(NAMES if where == "everywhere" else "live: all train")
@@ -44,7 +34,7 @@ def test_lost_gradients_are_named_and_decide(monkeypatch: pytest.MonkeyPatch, wh
 
 def test_deepcompile_that_does_not_come_up_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TRIAL", ("tests.traincheck.losing_trial", "compiled"))
-    found = doctor.Diagnosis(environment(), seconds=120)
+    found = doctor.Diagnosis(shell.environment(), seconds=120)
     *_, last = found.lines()
     assert last == (
         "  DeepCompile: not checked, engine.compile() has left it to torch.compile; "
@@ -55,7 +45,7 @@ def test_deepcompile_that_does_not_come_up_is_not_claimed(monkeypatch: pytest.Mo
 
 def test_a_trial_that_hangs_is_ended() -> None:
     began = time.monotonic()
-    found = doctor.Diagnosis(environment(), seconds=0.2)
+    found = doctor.Diagnosis(shell.environment(), seconds=0.2)
     lines = list(found.lines())
     assert lines[1] == "  eager, stock: did not run: not done after 0.2 s (--timeout)"
     assert lines[-1].startswith("  DeepCompile: not checked, the first trial said nothing of it")
@@ -64,7 +54,9 @@ def test_a_trial_that_hangs_is_ended() -> None:
 
 
 def test_a_trial_that_cannot_begin_says_why() -> None:
-    found = doctor.Diagnosis(environment(DS_PATCHES="nonsense", DS_ACCELERATOR="moon"), seconds=60)
+    found = doctor.Diagnosis(
+        shell.environment(DS_PATCHES="nonsense", DS_ACCELERATOR="moon"), seconds=60
+    )
     _, stock, patched, _ = found.lines()
     assert "did not run: " in stock
     assert "moon" in stock
