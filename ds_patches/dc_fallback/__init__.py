@@ -32,6 +32,11 @@ What to know
     - Up to 0.19.6 nothing tells Dynamo that a frame which it compiled for one layer is not for the
       next. There, what a skipped frame calls runs eagerly as a whole. From 0.19.7 Dynamo compiles
       it for each layer, up to its limit of 8.
+    - DeepCompile measures each graph that it compiles on all ranks together: one rank that compiles
+      alone hangs. Ranks do where what they see differs, as in a loop over the experts that were
+      hit. So nothing within a ZeRO-3 leaf module is compiled, and graphs without parameters are
+      compiled by PyTorch alone. Have other modules whose input shapes differ by rank be leaf
+      modules (``set_z3_leaf_modules``).
     - Under ``loss.backward()`` and ``engine.backward()`` alike. If a backward raises, every
       gradient reduced since the last step is dropped, with a warning.
     - Apply it before ``engine.compile()``: an engine compiled before is left to stock, with a

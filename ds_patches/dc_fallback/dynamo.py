@@ -39,6 +39,14 @@ def disabled(function: _Function) -> _Function:
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def backend(name: str) -> Callable[..., Any]:
+    """What compiles a graph for PyTorch alone."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    found: Callable[..., Any] = lookup_backend(name)
+    return found
+
+
 def switch_off() -> Any:
     """From here on nothing is compiled on this thread; return what `switch` takes to go back.
 

@@ -35,8 +35,7 @@ class Fallback:
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
-        every = [p for p in engine.module.parameters() if partition.is_partitioned(p)]
-        self._graphs = Graphs(trained, every, engine.device)
+        self._graphs = Graphs(trained, partition.below(engine.module), engine.device)
         self._reduction = Reduction(
             partition.group_of,
             lambda grad: partition.dtype_to_send(self._optimizer, grad),
@@ -47,14 +46,16 @@ class Fallback:
             self._reduction.add,
             partition.shape_of,
             partition.is_here,
-            Units(upstream_engine.leaves(engine)),
+            Units(partition.below(leaf) for leaf in upstream_engine.leaves(engine)),
         )
         self._aside: dict[int, torch.Tensor] = {}  # gradients that a graph would overwrite
         self._graphs_ids: set[int] = set()
         self._new_step = self._graphs_write_anew = True
         self._before: torch.Tensor | None = None
         self._records, self._in_forward, self._in_backward = False, False, False
-        self._saving = dynamo.SavedTensorsHooks(self.uses.pack, self.uses.unpack)
+        self._saving = dynamo.SavedTensorsHooks(
+            dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
+        )
         self._ran: Counter[int] = Counter()  # graphs whose backward may come, or has come
         self._ended: Counter[int] = Counter()  # those of this backward whose has
         self._overwritten: dict[int, set[int]] = {}
@@ -95,12 +96,14 @@ class Fallback:
         begin = dynamo.disabled(calls.open)
         end = dynamo.disabled(self._end_call)
         compiles_within = upstream_engine.tells_layers_apart()
+        leaves = set(upstream_engine.leaves(self._engine))
 
         def before_call(module: torch.nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             call = begin(module)
-            if not compiles_within and module is not root:
+            # Ranks compile together, and what runs in a leaf differs by rank.
+            if module in leaves or not (compiles_within or module is root):
                 call.dynamo = dynamo.switch_off()
 
         def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakSet, ref
 from ds_patches.core import engines
 from ds_patches.core.met import Met
 
+from . import dynamo
 from .fallback import Fallback
 from .upstream import engine as upstream_engine
 from .upstream import graphs as upstream_graphs
@@ -76,18 +77,29 @@ _engines: Met[Fallback] = Met("dc_fallback", _take_in)
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if not upstream_engine.wants_deep_compile(engine):
         return wrapped(*args, **kwargs)
-    with upstream_engine.compiling(engine, partial(_watched_backend, ref(engine))):
+    alone = dynamo.backend(upstream_engine.backend_of(wrapped, args, kwargs))
+    with upstream_engine.compiling(engine, partial(_watched_backend, ref(engine), alone)):
         result = wrapped(*args, **kwargs)
     _compiled_here.add(engine)
     _state(engine)
     return result
 
 
-def _watched_backend(engine: Callable[[], Any], compile_graph: Wrapped) -> Wrapped:
-    """DeepCompile's backend, whose graphs run by way of what the patch knows of the engine."""
+def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: Wrapped) -> Wrapped:
+    """DeepCompile's backend, whose graphs run by way of what the patch knows of the engine.
+
+    alone: PyTorch's own. DeepCompile has all ranks compile a graph together, and only those without
+    parameters see what differs by rank: an activation function in a loop over the experts that
+    were hit, say.
+    """
+    apart = upstream_engine.tells_layers_apart()
 
     def backend(gm: Any, inputs: Any) -> Any:
-        graph, graph_id = compile_graph(gm, inputs), upstream_graphs.id_of(gm)
+        if apart and not upstream_graphs.has_parameters(inputs):
+            graph = alone(gm, inputs)
+        else:
+            graph = compile_graph(gm, inputs)
+        graph_id = upstream_graphs.id_of(gm)
 
         def run(*inputs: Any) -> Any:
             state = _engines.known(engine())

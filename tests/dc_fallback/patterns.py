@@ -182,7 +182,8 @@ class Experts(nn.Module):
         chosen[..., 0] = 0  # each rank uses some expert
         found = torch.zeros_like(x)
         for index in chosen.unique().tolist():
-            found = found + torch.where((chosen == index)[..., None], self.experts[index](x), 0.0)
+            mine = chosen == index
+            found = found.index_put((mine,), self.experts[index](x[mine]))
         return found
 
 
@@ -196,19 +197,27 @@ class Leaf(Compiled):
         self.layers[1] = Experts(width)
 
 
+class Activation(nn.Module):
+    """A function that Dynamo looks at by itself, where nothing around it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
 class Fused(nn.Module):
     """The experts in one parameter, which is read once for each expert that was hit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.act = Activation()
         self.weight = nn.Parameter(torch.randn(4, width, width) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x.detach().float().sum(-1) * 50).long().remainder(4)
         found = torch.zeros_like(x)
         for index in chosen.unique().tolist():
-            mine = (chosen == index)[..., None]
-            found = found + torch.where(mine, F.linear(x, self.weight[index]), 0.0)
+            mine = chosen == index
+            found = found.index_put((mine,), self.act(F.linear(x[mine], self.weight[index])))
         return found
 
 

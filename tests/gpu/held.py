@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -124,6 +125,9 @@ def repeated(pattern: str, times: int) -> list[str]:
     """What is not equal to the bit in each of many steps that change nothing, with one batch."""
     from deepspeed.utils import safe_get_full_grad
 
+    # Inductor sums an embedding's gradient by atomic additions otherwise, in any order.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
     ds_patches.apply("dc_fallback")
     engine = cases.engine_of(
         patterns.build(pattern, WIDTH), trainers.config(3, **BFLOAT16), "inductor"

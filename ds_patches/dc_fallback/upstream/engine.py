@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +40,13 @@ def wants_deep_compile(engine: Any) -> bool:
     if enabled is None or not enabled() or engine.is_compiled:
         return False
     return engine.zero_optimization_partition_weights() and why_not_covered(engine) is None
+
+
+def backend_of(compile: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """The name of the backend that ``engine.compile`` is called with."""
+    given = inspect.signature(compile).bind(*args, **kwargs)
+    given.apply_defaults()
+    return str(given.arguments["backend"])
 
 
 @contextmanager
@@ -130,9 +138,9 @@ def persistent(engine: Any) -> list[Any]:
     return found
 
 
-def leaves(engine: Any) -> Iterable[list[Any]]:
-    """The parameters below each ZeRO-3 leaf module."""
+def leaves(engine: Any) -> Sequence[Any]:
+    """The ZeRO-3 leaf modules, of which ranks may use other parts."""
     from deepspeed.utils import get_z3_leaf_modules
 
-    for module in get_z3_leaf_modules(engine.module):
-        yield [param for param in module.parameters() if hasattr(param, "ds_id")]
+    found: list[Any] = get_z3_leaf_modules(engine.module)
+    return found

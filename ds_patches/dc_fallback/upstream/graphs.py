@@ -125,6 +125,11 @@ def id_of(gm: Any) -> int:
     return id(gm.graph)
 
 
+def has_parameters(inputs: Any) -> bool:
+    """Whether DeepCompile has anything to gather for a graph with these inputs."""
+    return any(hasattr(one, "ds_id") for one in inputs)
+
+
 def _by_graph() -> dict[int, set[int]]:
     from deepspeed.compile import backend
 

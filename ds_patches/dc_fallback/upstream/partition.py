@@ -19,6 +19,11 @@ def is_partitioned(param: Any) -> bool:
     return hasattr(param, "ds_id")
 
 
+def below(module: torch.nn.Module) -> list[Any]:
+    """The parameters of `module` that ZeRO-3 has taken in."""
+    return [param for param in module.parameters() if is_partitioned(param)]
+
+
 def is_here(param: Any) -> bool:
     """Whether somebody has gathered `param`, as ``GatheredParameters`` does."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
