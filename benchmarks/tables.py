@@ -79,5 +79,12 @@ def _word(bar: Bar) -> str:
 def _spread(ratios: Sequence[float]) -> str:
     if not ratios:
         return ""
+    if len(ratios) == 1:
+        return f" ({rounds(1)})"
     spread = Spread.of(ratios)
-    return f" (quartiles {spread.low:.4f} to {spread.high:.4f}, {spread.count} rounds)"
+    return f" (quartiles {spread.low:.4f} to {spread.high:.4f}, {rounds(spread.count)})"
+
+
+def rounds(count: int) -> str:
+    """How often each row was measured, in words."""
+    return "one round" if count == 1 else f"{count} rounds"

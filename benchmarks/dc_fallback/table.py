@@ -10,7 +10,7 @@ from benchmarks.dc_fallback.bars import bars
 from benchmarks.dc_fallback.results import Difference, Row, find, ratios
 from benchmarks.dc_fallback.rows import EAGER, STOCK
 from benchmarks.provenance import sentence
-from benchmarks.tables import bars_table, cell, markdown, number, over
+from benchmarks.tables import bars_table, cell, markdown, number, over, rounds
 from benchmarks.timing import Spread
 
 _LOSSES = 6
@@ -30,7 +30,7 @@ def _origin(run: Mapping[str, Any]) -> str:
     return (
         f"{sentence(run['provenance'])} "
         f"{options['layers']} x Linear({options['width']}), {options['words']} words, "
-        f"{options['batch']} x {options['tokens']} tokens per rank; {options['rounds']} rounds of "
+        f"{options['batch']} x {options['tokens']} tokens per rank; {rounds(options['rounds'])} of "
         f"{options['steps']} timed steps after {options['warmup']}."
     )
 

@@ -10,7 +10,7 @@ from benchmarks.stream_safety.agreement import Agreement
 from benchmarks.stream_safety.bars import bars
 from benchmarks.stream_safety.results import Result, groups, ratios, stock_of
 from benchmarks.stream_safety.rows import PHASES
-from benchmarks.tables import bars_table, cell, markdown, number, over
+from benchmarks.tables import bars_table, cell, markdown, number, over, rounds
 from benchmarks.timing import Spread
 
 _TIMES = (
@@ -52,7 +52,7 @@ def _origin(run: Mapping[str, Any]) -> str:
     options = run["options"]
     return (
         f"{sentence(run['provenance'])} "
-        f"{options['layers']} x Linear({options['width']}); {options['rounds']} rounds of "
+        f"{options['layers']} x Linear({options['width']}); {rounds(options['rounds'])} of "
         f"{options['steps']} timed steps after {options['warmup']}."
     )
 
