@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,9 +17,14 @@ SEED = 1234
 
 def mlp(layers: int, width: int, device: torch.device) -> nn.Sequential:
     """`layers` times Linear(`width`, bias=False) + ReLU: the same weights at every call."""
+    return chain([width] * (layers + 1), device)
+
+
+def chain(widths: Sequence[int], device: torch.device) -> nn.Sequential:
+    """Linear(bias=False) + ReLU from each of `widths` to the next, as in `mlp`."""
     torch.manual_seed(SEED)
     with device:
-        linears = [nn.Linear(width, width, bias=False, dtype=DTYPE) for _ in range(layers)]
+        linears = [nn.Linear(*pair, bias=False, dtype=DTYPE) for pair in pairwise(widths)]
     for linear in linears:
         nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     return nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU())))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.engines import DTYPE, SEED, config, engine_around, mlp
+from benchmarks.engines import DTYPE, SEED, chain, config, engine_around
 from benchmarks.gradients import Forward
 
 MicroBatches = tuple[Tensor, ...]
@@ -32,7 +32,11 @@ def plain_backwards(micro_batches: MicroBatches, forward: Forward) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """`backwards` micro batches of `batch` rows a step, through ``engines.mlp``."""
+    """`backwards` micro batches of `batch` rows a step, through ``engines.chain``.
+
+    in_blocks: of six layers with a Transformer's shapes, four of `width`, one to 4 x `width` and
+        one back; otherwise all are of `width`.
+    """
 
     layers: int
     width: int
@@ -40,9 +44,12 @@ class Workload:
     backwards: int
     reduce_bucket_size: int  # elements
     overlap_comm: bool = True
+    in_blocks: bool = False
 
     def model(self, device: torch.device) -> nn.Sequential:
-        return mlp(self.layers, self.width, device)
+        wide = 4 if self.in_blocks else 1
+        factors = [wide if number % 6 == 5 else 1 for number in range(self.layers + 1)]
+        return chain([self.width * factor for factor in factors], device)
 
     def data(self, device: torch.device) -> MicroBatches:
         """This rank's inputs; every rank has its own."""

@@ -34,10 +34,10 @@ NAME = "AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     kept = tmp_path_factory.mktemp("stream_safety") / "stream-safety.json"
-    # A bucket of two layers, as gradients arrive in twos, and one that is smaller than a layer.
+    # A bucket of two small layers and less than a wide one, and one that is smaller than any.
     command = (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.stream_safety"
-        f" --device cpu --patch {PATCH} --layers 4 --width 32 --batches 4"
+        f" --device cpu --patch {PATCH} --layers 6 --width 32 --batches 4"
         " --reduce-bucket-sizes 2500 500 --warmup 1 --steps 2 --rounds 2 --commit abc --json"
     )
     return outcome_of(command, kept, OMP_NUM_THREADS="1")
@@ -56,7 +56,7 @@ def test_every_row_runs_with_the_numbers_of_overlap_off(small: Outcome, where: s
 
 
 def test_what_was_compared_are_all_gradients_and_all_parameters(small: Outcome) -> None:
-    size = 4 * 32 * 32
+    size = (4 + 4 + 4) * 32 * 32
     for row in small.kept["rows"]:
         if row["overlap"]:
             assert row["gradients"] == {"differing": 0, "of": 3 * size, "error": 0.0}
@@ -210,7 +210,7 @@ def run_of(results: list[Result], **settings: str) -> dict[str, Any]:
     origin = {"date": "2026-11-22T10:00:00", "ranks": "2", "backend": "nccl", "device": "GPU"}
     document = {
         "provenance": origin | {"deepspeed": "0.19.8"} | settings,
-        "options": {"layers": 8, "width": 4096, "warmup": 2, "steps": 1, "rounds": 2},
+        "options": {"layers": 36, "width": 2048, "warmup": 2, "steps": 1, "rounds": 2},
         "rows": [result.plain() for result in results],
     }
     return json.loads(json.dumps(document))

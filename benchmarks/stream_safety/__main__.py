@@ -29,19 +29,19 @@ from benchmarks.stream_safety.rows import MODES, OVERLAP, PATCH, PATCHED
 
 _FULL = {
     "stages": [1, 2],
-    "batches": [256, 4096],
-    "reduce_bucket_sizes": [2**22, 5 * 10**7],
-    "layers": 8,
-    "width": 4096,
+    "batches": [256, 4096, 16384],
+    "reduce_bucket_sizes": [2**22, 5 * 10**7],  # width squared, which is "auto", and large
+    "layers": 36,
+    "width": 2048,
     "warmup": 2,
-    "steps": 10,
-    "rounds": 6,
+    "steps": 8,
+    "rounds": 4,
 }
 _SMOKE = {
     "stages": [1, 2],
     "batches": [8],
     "reduce_bucket_sizes": [10**3, 10**4],
-    "layers": 4,
+    "layers": 6,
     "width": 64,
     "warmup": 1,
     "steps": 1,
@@ -77,6 +77,7 @@ class _Run:
                 batch=batch,
                 backwards=1,
                 reduce_bucket_size=bucket,
+                in_blocks=True,
             )
             self._group(workload)
 

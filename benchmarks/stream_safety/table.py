@@ -50,9 +50,11 @@ def section(run: Mapping[str, Any]) -> str:
 
 def _origin(run: Mapping[str, Any]) -> str:
     options = run["options"]
+    width, wide = options["width"], 4 * options["width"]
     return (
         f"{sentence(run['provenance'])} "
-        f"{options['layers']} x Linear({options['width']}); {rounds(options['rounds'])} of "
+        f"{options['layers']} layers: four Linear({width}), Linear({width}, {wide}), "
+        f"Linear({wide}, {width}), and again; {rounds(options['rounds'])} of "
         f"{options['steps']} timed steps after {options['warmup']}."
     )
 

@@ -22,17 +22,22 @@ Why
       that gradients come from, as under ``torch.compile``.
     - ``buffer_reuse``, all: of the streams that fill a bucket of ZeRO-1/2, one waits for every
       queued reduction, and the others for none. Each has to wait for the last one of the buffer.
+      With two buffers that is nearly the same wait: the backward stands still while a wide layer's
+      gradient is reduced.
 
 How
     - The reduction stream waits for every stream that a gradient came from.
     - Whoever writes into a bucket's buffer waits for the last reduction of this very buffer, and
-      for nothing else. The buffers of a bucket sit in a list that sees who takes which.
+      for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
+      are up to four of them.
     - What the reduction reads is recorded on its stream.
     - ZeRO-3's gathers wait for each step, once.
 
 What to know
     - ``DS_PATCHES_STREAM_SAFETY=record_stream,producer_streams`` takes these parts alone. A part
       that the release does not lack does nothing; asked for by name, it says so.
+    - The buffers beyond two take memory, each of ``reduce_bucket_size`` elements, but no more than
+      256 MiB in all. ``DS_PATCHES_STREAM_SAFETY_BUFFERS=2`` leaves it at two.
     - Devices without streams of their own, as the CPU, keep order by themselves: nothing changes
       there.
     - ZenFlow's optimizers, and ``buffer_reuse`` with CPU offload, are left to stock: they wait in a

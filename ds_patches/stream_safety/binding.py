@@ -86,6 +86,12 @@ PATCH = Patch(
             first=True,
             several=True,
         ),
+        Option(
+            "buffers",
+            default="4",
+            choices=("4", "2"),
+            help="of a bucket, at most; 2 is DeepSpeed's own number",
+        ),
     ),
     collectives=False,
     activate=f"{_HOOKS}:activate",

@@ -1,7 +1,15 @@
-"""The buffers that gradients are gathered in before they are reduced."""
+"""The buffers that gradients are gathered in before they are reduced.
+
+A bucket of DeepSpeed has two: one is filled while the other is reduced. That is enough where every
+bucket takes as long to reduce as the next takes to fill, and Transformers are not like that: the
+gradient of a wide layer fits no buffer, and the reductions of the small ones that follow queue up
+behind it. With two buffers the backward then stands still until the wide one is reduced; with four
+it goes on.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
@@ -9,27 +17,50 @@ import torch
 
 from .order import Order
 
+_SPARE_BYTES = 2**28  # for all spare buffers of a bucket: 256 MiB
+
+
+class _Buffer:
+    """ready: when it may be written. waited: the streams that have waited for that."""
+
+    def __init__(self, tensor: torch.Tensor, order: Order) -> None:
+        current = order.current()
+        self.tensor = tensor  # just allocated, on the current stream
+        self.ready = current.record_event()
+        self.waited = {current}
+
+    def reduced(self, event: Any) -> None:
+        self.ready, self.waited = event, set()
+
+    def wait(self, current: Any) -> None:
+        if current not in self.waited:
+            current.wait_event(self.ready)
+            self.waited.add(current)
+
 
 class Buffers(list[torch.Tensor]):
     """A bucket's buffers, which it takes by their index to write or to reduce.
 
     Whoever takes one to write waits, on its current stream, for the last reduction of it; before
-    there was one, for the stream that it was allocated on.
+    there was one, for the stream that it was allocated on. What stands at an index after its
+    reduction is another buffer: a new one, for `spare` times, then the one reduced longest ago.
     """
 
-    def __init__(self, buffers: Iterable[torch.Tensor], order: Order) -> None:
+    def __init__(self, buffers: Iterable[torch.Tensor], order: Order, spare: int = 0) -> None:
         super().__init__()
         self._order = order
+        self._spare = spare
+        self._at: list[_Buffer] = []  # each index
+        self._reduced: deque[_Buffer] = deque()  # longest ago first
+        self._handed_on: set[int] = set()  # indices of what is in there
         self._being_reduced: set[int] = set()
-        self._ready: dict[int, Any] = {}  # events
-        self._waited: dict[int, set[Any]] = {}  # streams, since that event
+        self._spared = 0
         for buffer in buffers:
             self.append(buffer)
 
     def append(self, buffer: torch.Tensor) -> None:
         """Just allocated, on the current stream."""
-        current = self._order.current()
-        self._ready[len(self)], self._waited[len(self)] = current.record_event(), {current}
+        self._at.append(_Buffer(buffer, self._order))
         super().append(buffer)
 
     def __getitem__(self, index: Any) -> Any:
@@ -39,24 +70,38 @@ class Buffers(list[torch.Tensor]):
 
     def _taken(self, index: int) -> None:
         if self._order.reducing:
-            self._being_reduced.add(index)
+            if index not in self._handed_on:  # else nothing has been written to it since
+                self._being_reduced.add(index)
             return
-        current = self._order.current()
-        if current not in self._waited[index]:
-            current.wait_event(self._ready[index])
-            self._waited[index].add(current)
+        if index in self._handed_on:
+            self._handed_on.remove(index)
+            self._at[index] = self._next()
+            self[index] = self._at[index].tensor
+        self._at[index].wait(self._order.current())
+
+    def _next(self) -> _Buffer:
+        like = self._reduced[0].tensor
+        if self._spared < self._spare and (self._spared + 1) * like.nbytes <= _SPARE_BYTES:
+            self._spared += 1
+            new = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            return _Buffer(new, self._order)
+        return self._reduced.popleft()
 
     def reduced(self) -> None:
         """What was taken to be reduced is queued on the reduction stream, and all that reads it."""
-        for index in self._being_reduced:
-            self._ready[index], self._waited[index] = self._order.reduced(), set()
+        for index in sorted(self._being_reduced):
+            self._at[index].reduced(self._order.reduced())
+            self._reduced.append(self._at[index])
+            self._handed_on.add(index)
         self._being_reduced.clear()
 
     def clear(self) -> None:
         """Let go of the buffers, when the backward is over and all streams have met."""
         super().clear()
-        self._ready.clear()
-        self._waited.clear()
+        self._at.clear()
+        self._reduced.clear()
+        self._handed_on.clear()
+        self._spared = 0
 
     def plain(self) -> list[torch.Tensor]:
         """The same in a list that knows nothing."""

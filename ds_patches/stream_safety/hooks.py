@@ -20,13 +20,16 @@ Kwargs = dict[str, Any]
 
 #: Which parts are.
 _live: frozenset[str] = frozenset()
+#: How many buffers more than DeepSpeed's two a bucket may have.
+_spare = 0
 #: The order of an optimizer's streams; None if there is none to keep, or it is left to stock.
 _order: Met[Order] = Met("stream_safety", flat.order_of)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Turn the parts on that are asked for and that this release lacks; name the others."""
-    global _live
+    global _live, _spare
+    _spare = int(options["buffers"]) - 2
     asked = options["parts"].split(",")
     _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
     if len(asked) == len(LACKS):
@@ -51,7 +54,7 @@ def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     order = _order(optimizer)
     if order is None:
         return wrapped(*args, **kwargs)
-    reuses = "buffer_reuse" in _live and flat.watch(optimizer, order)
+    reuses = "buffer_reuse" in _live and flat.watch(optimizer, order, _spare)
     with order.one_way() if reuses else nullcontext():
         result = wrapped(*args, **kwargs)
     if "producer_streams" in _live:

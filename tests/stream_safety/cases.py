@@ -124,6 +124,7 @@ def train(
     *,
     streams: str = "",
     bucket: int = BUCKET,
+    buffers: str = "4",
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),
@@ -143,7 +144,7 @@ def train(
         for patch in beside:
             stack.enter_context(applied(patch))
         if parts:
-            stack.enter_context(applied("stream_safety", parts=parts))
+            stack.enter_context(applied("stream_safety", parts=parts, buffers=buffers))
         engine = trainers.build_engine(start, config)
         trainer, found = trainers.EngineTrainer(engine), Found()
         _look(device, engine, found)

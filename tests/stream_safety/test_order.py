@@ -67,6 +67,50 @@ def test_who_writes_waits_for_the_last_reduction_of_this_buffer_alone(device: De
         assert device.current.has_seen(reduction, second)
 
 
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_who_writes_waits_for_the_buffer_reduced_longest_ago(device: Device, spare: int) -> None:
+    order, reduction = order_on(device)
+    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, spare)
+    reductions, memory = [], set()
+    for turn in range(9):
+        memory.add(buffers[turn % 2].data_ptr())
+        seen = [device.default.has_seen(reduction, time) for time in reductions]
+        assert seen == [at < turn - 1 - spare for at in range(turn)]
+        reductions.append(reduce(order, buffers, turn % 2, reduction))
+    assert len(memory) == 2 + spare
+
+
+def test_what_is_reduced_is_what_was_written(device: Device) -> None:
+    order, _ = order_on(device)
+    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 2)
+    for turn in range(9):
+        written = buffers[turn % 2]
+        order.reducing = True
+        assert buffers[turn % 2] is written
+        order.reducing = False
+        buffers.reduced()
+
+
+def test_an_empty_reduction_hands_nothing_on(device: Device) -> None:
+    order, reduction = order_on(device)
+    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order)
+    memory = [buffers[index].data_ptr() for index in (0, 1)]
+    for _ in range(3):
+        reduce(order, buffers, 0, reduction)  # the second time, nothing was written to it
+    assert [buffers[index].data_ptr() for index in (0, 1, 0, 1)] == memory * 2
+
+
+def test_large_buffers_stay_two(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_patches.stream_safety.buffers._SPARE_BYTES", 15)
+    order, reduction = order_on(device)
+    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 2)
+    memory = set()
+    for turn in range(9):
+        memory.add(buffers[turn % 2].data_ptr())
+        reduce(order, buffers, turn % 2, reduction)
+    assert len(memory) == 3, "one more of 8 bytes, not two"
+
+
 def test_a_buffer_is_waited_for_once(device: Device) -> None:
     order, reduction = order_on(device)
     buffers = Buffers([torch.zeros(2)], order)

@@ -20,14 +20,17 @@ def order_of(optimizer: Any) -> Order | None:
     return Order(accelerator(), optimizer.reduction_stream)
 
 
-def watch(optimizer: Any, order: Order) -> bool:
-    """Have its buffers see who takes them. False where there are none, or the host has a part."""
+def watch(optimizer: Any, order: Order, spare: int) -> bool:
+    """Have its buffers see who takes them. False where there are none, or the host has a part.
+
+    spare: how many more each bucket may have.
+    """
     if not optimizer.contiguous_gradients or optimizer.cpu_offload:
         return False
     for holder, name in _places(optimizer):
         buffers = getattr(holder, name)
         if type(buffers) is list:
-            setattr(holder, name, Buffers(buffers, order))
+            setattr(holder, name, Buffers(buffers, order, spare))
     return True
 
 
