@@ -88,9 +88,9 @@ def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: Wrapped) -> Wrapped:
     """DeepCompile's backend, whose graphs run by way of what the patch knows of the engine.
 
-    alone: PyTorch's own. DeepCompile has all ranks compile a graph together, which they do not where
-    they see different shapes: of an activation function in a loop over the experts that were hit,
-    say. It has no parameters, so there is nothing for DeepCompile to do.
+    alone: PyTorch's own. DeepCompile has all ranks compile a graph together, which they do not
+    where they see different shapes: of an activation function in a loop over the experts that were
+    hit, say. It has no parameters, so there is nothing for DeepCompile to do.
     """
     apart = upstream_engine.tells_layers_apart()
 
