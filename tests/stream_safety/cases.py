@@ -18,8 +18,8 @@ from tests.zero3_retain import trainers
 from tests.zero3_retain.cases import applied
 
 WIDTH = 8
-LAYERS = 6
-BUCKET = 2 * WIDTH * WIDTH  # elements: two layers each
+LAYERS = 11  # so that partitions end within one
+BUCKET = 2 * WIDTH * WIDTH  # elements: two layers each, and more buckets than buffers
 
 
 @dataclass
