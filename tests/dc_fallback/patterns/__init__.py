@@ -1,0 +1,76 @@
+"""Models that Dynamo cannot compile whole, one for each way of a frame to run eagerly.
+
+Each takes token ids and targets and returns its loss, and is built from a seed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.dc_fallback.patterns.experts import FusedExperts, Leaf, QwenMoe
+from tests.dc_fallback.patterns.frames import (
+    Broken,
+    Disabled,
+    Evaluated,
+    Loop,
+    LoopOfBlocks,
+    Mixed,
+    While,
+    Whole,
+)
+from tests.dc_fallback.patterns.layers import VOCABULARY, WIDTH, Compiled
+from tests.dc_fallback.patterns.parameters import (
+    External,
+    Frozen,
+    Gathers,
+    Recomputed,
+    RecomputedReentrant,
+    Shared,
+    TiedGraphs,
+    TiedToSkipped,
+)
+
+#: Every pattern that the patch promises; the stand-in and real GPUs run them all.
+ALL = [
+    Compiled,
+    Broken,
+    Disabled,
+    Loop,
+    LoopOfBlocks,
+    While,
+    Whole,
+    Mixed,
+    TiedToSkipped,
+    TiedGraphs,
+    Shared,
+    Frozen,
+    Leaf,
+    FusedExperts,
+    Recomputed,
+    RecomputedReentrant,
+    External,
+    Gathers,
+]
+
+_BY_NAME = {pattern.__name__: pattern for pattern in (*ALL, Evaluated, QwenMoe)}
+
+
+def build(pattern: str, width: int = WIDTH) -> nn.Module:
+    torch.manual_seed(1234)
+    model: nn.Module = _BY_NAME[pattern](width)
+    return model
+
+
+def skip_whole(model: nn.Module) -> None:
+    """Have the whole forward run eagerly."""
+    kind = type(model)
+    forward = torch.compiler.disable(kind.forward)
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def batch(step: int, part: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one micro batch, other ones on each rank."""
+    source = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+    tokens = torch.randint(0, VOCABULARY, (4, 6), generator=source)
+    return tokens, (3 * tokens + 1) % VOCABULARY

@@ -1,0 +1,96 @@
+"""Layers of which each rank uses other parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.dc_fallback.patterns.layers import VOCABULARY, WIDTH, Block, Compiled
+
+
+class Experts(nn.Module):
+    """Which of them run, and how often, differs by rank; a ZeRO-3 leaf module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.detach().float().sum(-1) * 50).long().remainder(4)
+        chosen[..., 0] = 0  # each rank uses some expert
+        found = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            mine = chosen == index
+            found = found.index_put((mine,), self.experts[index](x[mine]))
+        return found
+
+
+class Leaf(Compiled):
+    """Experts that are gathered together, in a frame that Dynamo cannot compile."""
+
+    leaf_classes = (Experts,)
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.layers[1] = Experts(width)
+
+
+class Activation(nn.Module):
+    """A function that Dynamo looks at by itself, where nothing around it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class Fused(nn.Module):
+    """The experts in one parameter, which is read once for each expert that was hit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.act = Activation()
+        self.weight = nn.Parameter(torch.randn(4, width, width) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.detach().float().sum(-1) * 50).long().remainder(4)
+        found = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            mine = chosen == index
+            found = found.index_put((mine,), self.act(F.linear(x[mine], self.weight[index])))
+        return found
+
+
+class FusedExperts(Compiled):
+    """As in transformers 5."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.layers[1] = Fused(width)
+
+
+class QwenMoe(nn.Module):
+    """A small Qwen2-MoE of transformers, whose experts run in a loop over those that were hit."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+        config = Qwen2MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=width,
+            moe_intermediate_size=width,
+            shared_expert_intermediate_size=width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+        config._experts_implementation = "eager"
+        self.model = Qwen2MoeForCausalLM(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
