@@ -47,13 +47,14 @@ ALL = [
     Frozen,
     Leaf,
     FusedExperts,
+    QwenMoe,
     Recomputed,
     RecomputedReentrant,
     External,
     Gathers,
 ]
 
-_BY_NAME = {pattern.__name__: pattern for pattern in (*ALL, Evaluated, QwenMoe)}
+_BY_NAME = {pattern.__name__: pattern for pattern in (*ALL, Evaluated)}
 
 
 def build(pattern: str, width: int = WIDTH) -> nn.Module:
