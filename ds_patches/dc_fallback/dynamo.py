@@ -39,11 +39,11 @@ def disabled(function: _Function) -> _Function:
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def backend(name: str) -> Callable[..., Any]:
-    """What compiles a graph for PyTorch alone."""
+def backend(wanted: Any) -> Callable[..., Any]:
+    """What compiles a graph for PyTorch alone, by its name or as it is."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    found: Callable[..., Any] = lookup_backend(name)
+    found: Callable[..., Any] = lookup_backend(wanted)
     return found
 
 

@@ -42,11 +42,11 @@ def wants_deep_compile(engine: Any) -> bool:
     return engine.zero_optimization_partition_weights() and why_not_covered(engine) is None
 
 
-def backend_of(compile: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    """The name of the backend that ``engine.compile`` is called with."""
+def backend_of(compile: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The backend that ``engine.compile`` is called with, as a rule its name."""
     given = inspect.signature(compile).bind(*args, **kwargs)
     given.apply_defaults()
-    return str(given.arguments["backend"])
+    return given.arguments["backend"]
 
 
 @contextmanager
