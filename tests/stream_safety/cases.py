@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tests.stream_safety.races import detecting
 from tests.zero3_retain import trainers
 from tests.zero3_retain.cases import applied
 
-WIDTH = 8
+BATCH, WIDTH = 4, 8
 LAYERS = 11  # so that partitions end within one
 BUCKET = 2 * WIDTH * WIDTH  # elements: two layers each, and more buckets than buffers
 
@@ -28,6 +29,7 @@ class Found:
 
     races: list[str] = field(default_factory=list)
     difference: float = float("inf")  # of the parameters from plain PyTorch's
+    end: float = 0.0  # of all that was given a length
     #: Work of the reduction stream that the backward had waited for at its last gradient.
     seen: int = 0
 
@@ -39,15 +41,15 @@ class Layers(nn.Sequential):
         return super().forward(x.to(self[0].weight.dtype)).float()
 
 
-def model() -> nn.Module:
+def model(widths: Sequence[int] = (WIDTH,) * (LAYERS + 1)) -> nn.Module:
     torch.manual_seed(7)
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
     return Layers(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
 def batch(step: int) -> torch.Tensor:
     source = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=source)
+    return torch.randn(BATCH, WIDTH, generator=source)
 
 
 def steps(trainer: Any, count: int = 3, micro_steps: int = 1) -> None:
@@ -128,19 +130,22 @@ def train(
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),
+    widths: Sequence[int] = (WIDTH,) * (LAYERS + 1),
+    reduction: float = 0.0,
     settings: dict[str, Any] | None = None,
     **zero: Any,
 ) -> Found:
     """Train as plain PyTorch does, and look out for races.
 
-    parts: of the patch; stock without any. beside: other patches, applied as well.
+    parts: of the patch; stock without any. beside: other patches, applied as well. reduction: how
+    long that of a gradient takes, if what computes it takes 1.
     """
-    start = model()
+    start = model(widths)
     run = partial(script, micro_steps=micro_steps)
     expected = trainers.plain(start, run, micro_steps)
     wanted = {"overlap_comm": True, "reduce_bucket_size": bucket, **zero}
     config = trainers.config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
-    with detecting() as (device, detector), ExitStack() as stack:
+    with detecting(partial(_length, reduction)) as (device, detector), ExitStack() as stack:
         for patch in beside:
             stack.enter_context(applied(patch))
         if parts:
@@ -153,8 +158,19 @@ def train(
             run(trainer)
         found.races = detector.races
         device.synchronize()
+        found.end = device.end
         found.difference, _ = trainers.worst_difference(trainer.parameters(), expected)
     return found
+
+
+def _length(reduction: float, name: str, args: Any) -> float:
+    """Of matrix products and all-reduces; a weight's backward is two products."""
+    if name == "aten::mm":
+        left, right = args
+        return float(left.numel() * right.shape[1])
+    if name == "c10d::allreduce_":
+        return reduction * sum(2 * BATCH * tensor.numel() for tensor in args[0])
+    return 0.0
 
 
 def _look(device: Device, engine: Any, found: Found) -> None:

@@ -173,6 +173,23 @@ def test_the_backward_waits_for_less(world: World, bucket: int) -> None:
     assert two == four if bucket == 32 else four < two <= stock
 
 
+TRANSFORMER = (*(4 * (8, 8, 8, 8, 8, 32)), 8)  # a wide layer, one back, four small ones, and again
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("reduction", [0.8, 1.25])
+def test_the_backward_ends_earlier(world: World, reduction: float) -> None:
+    """S2, by the lengths of products and reductions: none of the wide layers fits a buffer."""
+
+    def end(parts: str, buffers: str = "4") -> float:
+        case = {"bucket": 64, "widths": TRANSFORMER, "reduction": reduction, "buffers": buffers}
+        return float(world.run(cases.train, 2, parts, **case)[0].end)
+
+    stock = end("")
+    assert end("all") <= 0.87 * stock
+    assert end("all", buffers="2") <= stock
+
+
 def test_a_part_that_is_not_lacking_says_so() -> None:
     fixed = [part for part in LACKS if RELEASE not in SpecifierSet(LACKS[part])]
     try:
