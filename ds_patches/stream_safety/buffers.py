@@ -50,10 +50,9 @@ class Buffers(list[torch.Tensor]):
         super().__init__()
         self._order = order
         self._spare = spare
-        self._at: list[_Buffer] = []  # each index
+        self._at: list[_Buffer | None] = []  # each index; None after a reduction, until it is taken
         self._reduced: deque[_Buffer] = deque()  # longest ago first
-        self._handed_on: set[int] = set()  # indices of what is in there
-        self._being_reduced: set[int] = set()
+        self._being_reduced: dict[int, _Buffer] = {}
         self._spared = 0
         for buffer in buffers:
             self.append(buffer)
@@ -69,15 +68,15 @@ class Buffers(list[torch.Tensor]):
         return super().__getitem__(index)
 
     def _taken(self, index: int) -> None:
+        buffer = self._at[index]
         if self._order.reducing:
-            if index not in self._handed_on:  # else nothing has been written to it since
-                self._being_reduced.add(index)
+            if buffer is not None:  # else nothing has been written since
+                self._being_reduced[index] = buffer
             return
-        if index in self._handed_on:
-            self._handed_on.remove(index)
-            self._at[index] = self._next()
-            self[index] = self._at[index].tensor
-        self._at[index].wait(self._order.current())
+        if buffer is None:
+            buffer = self._at[index] = self._next()
+            self[index] = buffer.tensor
+        buffer.wait(self._order.current())
 
     def _next(self) -> _Buffer:
         like = self._reduced[0].tensor
@@ -89,10 +88,10 @@ class Buffers(list[torch.Tensor]):
 
     def reduced(self) -> None:
         """What was taken to be reduced is queued on the reduction stream, and all that reads it."""
-        for index in sorted(self._being_reduced):
-            self._at[index].reduced(self._order.reduced())
-            self._reduced.append(self._at[index])
-            self._handed_on.add(index)
+        for index, buffer in self._being_reduced.items():
+            buffer.reduced(self._order.reduced())
+            self._reduced.append(buffer)
+            self._at[index] = None
         self._being_reduced.clear()
 
     def clear(self) -> None:
@@ -100,7 +99,6 @@ class Buffers(list[torch.Tensor]):
         super().clear()
         self._at.clear()
         self._reduced.clear()
-        self._handed_on.clear()
         self._spared = 0
 
     def plain(self) -> list[torch.Tensor]:
