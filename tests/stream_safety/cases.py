@@ -20,6 +20,7 @@ from tests.zero3_retain.cases import applied
 
 BATCH, WIDTH = 4, 8
 LAYERS = 11  # so that partitions end within one
+WIDTHS = (WIDTH,) * (LAYERS + 1)
 BUCKET = 2 * WIDTH * WIDTH  # elements: two layers each, and more buckets than buffers
 
 
@@ -41,7 +42,7 @@ class Layers(nn.Sequential):
         return super().forward(x.to(self[0].weight.dtype)).float()
 
 
-def model(widths: Sequence[int] = (WIDTH,) * (LAYERS + 1)) -> nn.Module:
+def model(widths: Sequence[int] = WIDTHS) -> nn.Module:
     torch.manual_seed(7)
     layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
     return Layers(*(part for layer in layers for part in (layer, nn.Tanh())))
@@ -130,7 +131,7 @@ def train(
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),
-    widths: Sequence[int] = (WIDTH,) * (LAYERS + 1),
+    widths: Sequence[int] = WIDTHS,
     reduction: float = 0.0,
     settings: dict[str, Any] | None = None,
     **zero: Any,

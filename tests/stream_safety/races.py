@@ -49,7 +49,7 @@ class Access:
 class Detector(TorchDispatchMode):
     """Notes every access; `races` says what is wrong.
 
-    length: of an operator's work, by its name and arguments; none has any without.
+    length: of an operator's work, by its name and arguments.
     """
 
     def __init__(self, device: Device, length: Length) -> None:
