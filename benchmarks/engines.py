@@ -31,7 +31,7 @@ def chain(widths: Sequence[int], device: torch.device) -> nn.Sequential:
 
 
 def config(batch: int, **zero_optimization: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for `mlp`, with all that has moved between releases."""
+    """Return DeepSpeed's configuration for `chain`, with all that has moved between releases."""
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,

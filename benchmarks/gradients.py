@@ -38,7 +38,7 @@ def full_gradients(engine: Any) -> list[Tensor]:
 def plain_gradients(weights: Sequence[Tensor], train: Callable[[Forward], None]) -> list[Tensor]:
     """What PyTorch accumulates while `train` runs backwards, averaged over the ranks; float32.
 
-    `train` is given the forward of ``engines.mlp`` with these weights, spelled out in functions:
+    `train` is given the forward of ``engines.chain`` with these weights, spelled out in functions:
     DeepSpeed replaces ``torch.nn.functional.linear``.
     """
     leaves = [weight.detach().requires_grad_() for weight in weights]

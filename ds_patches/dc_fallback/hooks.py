@@ -92,7 +92,7 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
     where they see different shapes: of an activation function in a loop over the experts that were
     hit, say. It has no parameters, so there is nothing for DeepCompile to do.
     """
-    apart = upstream_engine.tells_layers_apart()
+    apart = upstream_engine.tells_layers_apart()  # else nothing that such a loop calls is compiled
 
     def backend(gm: Any, inputs: Any) -> Any:
         if apart and not upstream_graphs.has_parameters(inputs):
