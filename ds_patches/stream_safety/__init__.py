@@ -24,6 +24,8 @@ Why
       queued reduction, and the others for none. Each has to wait for the last one of the buffer.
       With two buffers that is nearly the same wait: the backward stands still while a wide layer's
       gradient is reduced.
+    - ``host_wait``, all: at the end of a backward of ZeRO-1/2 the host waits until the device has
+      nothing left to do, and only then begins to queue the step.
 
 How
     - The reduction stream waits for every stream that a gradient came from.
@@ -31,6 +33,7 @@ How
       for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
       are up to four of them.
     - What the reduction reads is recorded on its stream.
+    - At the end of a backward the streams wait for each other, and the host goes on.
     - ZeRO-3's gathers wait for each step, once.
 
 What to know
@@ -40,8 +43,8 @@ What to know
       256 MiB in all. ``DS_PATCHES_STREAM_SAFETY_BUFFERS=2`` leaves it at two.
     - Devices without streams of their own, as the CPU, keep order by themselves: nothing changes
       there.
-    - ZenFlow's optimizers, and ``buffer_reuse`` with CPU offload, are left to stock: they wait in a
-      way of their own.
+    - ZenFlow's optimizers are left to stock, and with CPU offload ``buffer_reuse`` and
+      ``host_wait`` are: they wait in a way of their own.
     - ``python -m ds_patches doctor --streams`` checks your torch and your GPUs.
 
 Upstream

@@ -16,6 +16,8 @@ LACKS = {
     "record_stream": ">=0.16.0",
     "producer_streams": ">=0.16.0,<=0.19.2",
     "buffer_reuse": ">=0.16.0",
+    "bucket_ready": ">=0.16.0",
+    "host_wait": ">=0.16.0",
 }
 
 
@@ -47,6 +49,7 @@ _FACTS = (
     _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
     _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
     _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
+    _fact("_clear_previous_reduced_grads", "has nothing to clear where gradients are contiguous"),
     Fact(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.__all_gather_params",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from ds_patches.core import release as releases
@@ -18,7 +17,11 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-#: Which parts are.
+#: Parts that have to know where gradients come from, and parts after which a gradient may be freed
+#: while it is reduced.
+_PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
+_KEEPS = ("record_stream", "buffer_reuse", "host_wait")
+#: Which parts are live.
 _live: frozenset[str] = frozenset()
 #: How many buffers more than DeepSpeed's two a bucket may have.
 _spare = 0
@@ -54,11 +57,18 @@ def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     order = _order(optimizer)
     if order is None:
         return wrapped(*args, **kwargs)
-    reuses = "buffer_reuse" in _live and flat.watch(optimizer, order, _spare)
-    with order.one_way() if reuses else nullcontext():
+    by_stock = flat.has_waits_of_its_own(optimizer)
+    ready = "bucket_ready" in _live and not by_stock
+    reuses = "buffer_reuse" in _live and not by_stock
+    if reuses:
+        flat.watch(optimizer, order, _spare)
+    if ready:
+        order.backward_begins()
+    with order.without_waits(backward=reuses, reduction=ready):
         result = wrapped(*args, **kwargs)
-    if "producer_streams" in _live:
-        order.produced()
+    if not _live.isdisjoint(_PRODUCERS):
+        param = args[0] if args else kwargs["param"]
+        order.produced(settled=ready and not flat.may_be_touched(param))
     return result
 
 
@@ -74,17 +84,20 @@ def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
         order.reducing = False
         for buffers in flat.watched(optimizer):
             buffers.reduced()
+        if order.ending:
+            order.meet()
+            flat.has_waited(optimizer, already=True)
 
 
 def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """One tensor of gradients is: of a bucket, or a gradient that fits none."""
     order = _order(optimizer)
     if order is not None:
-        if "producer_streams" in _live:
+        if not _live.isdisjoint(("producer_streams", "bucket_ready")):
             order.before_reduction()
         tensor = args[0] if args else kwargs["tensor"]
         # A buffer lives until all streams have met.
-        keeps = not _live.isdisjoint(("record_stream", "buffer_reuse"))
+        keeps = not _live.isdisjoint(_KEEPS)
         if keeps and not flat.is_buffer(optimizer, tensor):
             order.keep(tensor)
     return wrapped(*args, **kwargs)
@@ -100,10 +113,18 @@ def around_allreduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwarg
 
 
 def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    result = wrapped(*args, **kwargs)
-    if (order := _order(optimizer)) is not None:
+    """The last buckets are, and then the host waits for the device."""
+    order = _order(optimizer)
+    if order is None:
+        return wrapped(*args, **kwargs)
+    order.ending = "host_wait" in _live and not flat.has_waits_of_its_own(optimizer)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        if order.ending:
+            flat.has_waited(optimizer, already=False)
+        order.ending = False
         order.backward_is_over()
-    return result
 
 
 def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> Any:

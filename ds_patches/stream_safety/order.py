@@ -1,9 +1,9 @@
 """Who waits for whom around the stream that gradients are reduced on.
 
-Three rules. The reduction waits for every stream that a gradient came from. What it reads is
-recorded on its stream, or the allocator hands the memory on as soon as the backward lets go of it
-(PyTorch issue 33909). And the backward waits for the reduction of a buffer only where it writes
-into this buffer again.
+Three rules. The reduction waits for every stream that a gradient came from, until the gradient is
+there and no longer. What it reads is recorded on its stream, or the allocator hands the memory on
+as soon as the backward lets go of it (PyTorch issue 33909). And the backward waits for the
+reduction of a buffer only where it writes into this buffer again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,33 @@ class Order:
 
     def __init__(self, accelerator: Any, reduction: Any) -> None:
         self._accelerator, self._reduction = accelerator, reduction
-        self._producers: dict[Any, None] = {}  # in the order met
+        #: With what their gradients are ready after; None if that is not known.
+        self._producers: dict[Any, Any] = {}
         self.reducing = False
+        self.ending = False  # the backward is over once what is reduced now is
 
-    def produced(self) -> None:
-        """The current stream has queued work on a gradient."""
-        self._producers[self._accelerator.current_stream()] = None
+    def backward_begins(self) -> None:
+        """Let the reduction wait for the step before, which has read what it allocated."""
+        if not self._producers:
+            self.produced(settled=True)
+
+    def produced(self, settled: bool) -> None:
+        """The current stream has queued work on a gradient; if that is settled, all of it."""
+        current = self.current()
+        self._producers[current] = current.record_event() if settled else None
 
     def before_reduction(self) -> None:
-        """Let the reduction wait for all of them."""
-        for producer in self._producers:
-            self._reduction.wait_stream(producer)
+        """Let the reduction wait for all of them: as far as that is settled, and else for more."""
+        for producer, event in self._producers.items():
+            self._reduction.wait_event(event or producer.record_event())
+
+    def meet(self) -> None:
+        """Let the current stream wait for all others, and the producers for it."""
+        current = self.current()
+        for stream in (*self._producers, self._reduction):
+            current.wait_stream(stream)
+        for stream in self._producers:
+            stream.wait_stream(current)
 
     def backward_is_over(self) -> None:
         """Its streams need not be those of the next."""
@@ -58,11 +74,16 @@ class Order:
         return type(self._reduction).record_event(self._reduction)
 
     @contextmanager
-    def one_way(self) -> Iterator[None]:
-        """Let whoever waits for the whole reduction stream inside go on at once."""
+    def without_waits(self, *, backward: bool, reduction: bool) -> Iterator[None]:
+        """Let nobody wait for a whole stream inside: not the backward for the reduction, or not
+        the reduction for the backward. What they have to wait for is told here, above."""
         here = vars(self._reduction)
-        here["record_event"] = lambda event=None: _Over()
+        if backward:
+            here["record_event"] = lambda event=None: _Over()
+        if reduction:
+            here["wait_stream"] = lambda stream: None
         try:
             yield
         finally:
-            del here["record_event"]
+            here.pop("record_event", None)
+            here.pop("wait_stream", None)

@@ -13,14 +13,21 @@ from tests.stream_safety import cases
 from tests.zero3_retain import trainers
 from tests.zero3_retain.cases import applied
 
-CYCLES = 40_000_000  # about 20 ms: far more than a whole backward takes
+CYCLES = 100_000_000  # about 50 ms: far more than a whole backward takes
+
+_LAYER = cases.WIDTH**2  # elements of its gradient
 
 
 class Trainer(trainers.EngineTrainer):
-    """Brings the batch to its device."""
+    """Has its batches on the device from the start: the host would wait for a copy, and for all
+    that is late before it."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._batches = iter([cases.batch(number).to(engine.device) for number in range(9)])
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.engine(*(one.to(self.engine.device) for one in inputs))
+        return self.engine(next(self._batches))
 
 
 def _after_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,3 +134,48 @@ def repeated(stage: int, times: int, **given: Any) -> list[list[str]]:
     plain = {name: given[name] for name in ("beside", "script") if name in given}
     expected = train(stage, overlap_comm=False, **plain)
     return [unlike(train(stage, "all", **given), expected) for _ in range(times)]
+
+
+def host_is_ahead(stage: int, parts: str) -> bool:
+    """Whether a backward returns while its reductions are still to come."""
+    ahead = []
+
+    def look(trainer: Trainer) -> None:
+        for step in range(3):
+            trainer.backward(trainer.forward(cases.batch(step)).square().mean())
+            ahead.append(not trainer.engine.optimizer.reduction_stream.query())
+            trainer.step()
+
+    train(stage, parts, late=late_reductions, script=look)
+    return all(ahead)
+
+
+def reduces_before_the_next_gradient(stage: int, parts: str) -> bool:
+    """Whether each bucket is, where each gradient is late and fills one."""
+    begins: list[torch.cuda.Event] = []
+    ready: list[torch.cuda.Event] = []
+
+    def note(kept: list[torch.cuda.Event]) -> None:
+        kept.append(torch.cuda.Event(enable_timing=True))
+        kept[-1].record()
+
+    def look(engine: Any) -> None:
+        optimizer = engine.optimizer
+        reduce = optimizer.allreduce_bucket
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            note(begins)
+            return reduce(*args, **kwargs)
+
+        def late(grad: torch.Tensor) -> None:
+            torch.cuda._sleep(CYCLES)
+            note(ready)
+
+        optimizer.allreduce_bucket = noted
+        for param in engine.module.parameters():
+            param.register_hook(late)
+
+    train(stage, parts, late=look, script=partial(cases.steps, count=1), reduce_bucket_size=_LAYER)
+    assert len(begins) == len(ready) == cases.LAYERS
+    pairs = zip(begins, ready[1:], strict=False)
+    return all(begin.elapsed_time(after) > 0 for begin, after in pairs)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from ds_patches.stream_safety.binding import LACKS
 from tests.gpu import delayed
 from tests.stream_safety import cases
-from tests.stream_safety.test_races import NO_TIMER, shows
+from tests.stream_safety.test_races import NO_TIMER, SHOWN, shows
 from tests.world import World
 
 SECONDS = 300.0
@@ -25,6 +24,13 @@ LATE: dict[str, dict[str, Any]] = {
 }
 
 
+#: What nobody has to wait for, and stock does.
+WAITS = {
+    "bucket_ready": delayed.reduces_before_the_next_gradient,
+    "host_wait": delayed.host_is_ahead,
+}
+
+
 def unlike(gpus: World, parts: str, part: str) -> list[list[str]]:
     given = dict(LATE[part])
     found: list[list[str]] = gpus.within(SECONDS).run(
@@ -35,16 +41,23 @@ def unlike(gpus: World, parts: str, part: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("part", LACKS)
+@pytest.mark.parametrize("part", SHOWN)
 def test_stock_is_wrong_where_it_lacks_the_fix(gpus: World, part: str) -> None:
     if not shows(part):
         pytest.skip("this release has the fix, or hides that it has not")
     assert any(unlike(gpus, "", part))
 
 
-@pytest.mark.parametrize("part", LACKS)
+@pytest.mark.parametrize("part", LATE)
 def test_equal_to_no_overlap_to_the_bit(gpus: World, part: str) -> None:
     assert not any(unlike(gpus, "all", part))
+
+
+@pytest.mark.parametrize("part", WAITS)
+def test_nobody_waits_for_more(gpus: World, part: str) -> None:
+    found = [gpus.within(SECONDS).run(WAITS[part], 2, parts) for parts in ("", part, "all")]
+    print(part, "goes on", found, file=sys.stderr)
+    assert found == [[False, False], [True, True], [True, True]]
 
 
 SCRIPTS: dict[str, dict[str, Any]] = {

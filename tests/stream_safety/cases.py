@@ -31,6 +31,7 @@ class Found:
     races: list[str] = field(default_factory=list)
     difference: float = float("inf")  # of the parameters from plain PyTorch's
     end: float = 0.0  # of all that was given a length
+    syncs: int = 0  # how often the host waited for the device
     #: Work of the reduction stream that the backward had waited for at its last gradient.
     seen: int = 0
 
@@ -117,15 +118,31 @@ def from_several_streams(device: Device, engine: Any) -> Any:
     return nullcontext(nodes)  # which must live as long as the hooks
 
 
-#: Where a program's streams are not the default one.
-AROUND: dict[str, Around] = {"side": on_a_side_stream, "several": from_several_streams}
+def with_hooks_behind(device: Device, engine: Any) -> Any:
+    """The program comes to each gradient after DeepSpeed, and writes it again."""
+
+    def touch(param: torch.Tensor) -> None:
+        if param.grad is not None:
+            param.grad.mul_(1)
+
+    for param in engine.module.parameters():
+        param.register_post_accumulate_grad_hook(touch)
+    return nullcontext()
+
+
+#: What the program does of its own.
+AROUND: dict[str, Around] = {
+    "side": on_a_side_stream,
+    "several": from_several_streams,
+    "hooks": with_hooks_behind,
+}
 
 
 def train(
     stage: int,
     parts: str = "",
     *,
-    streams: str = "",
+    around: str = "",
     bucket: int = BUCKET,
     buffers: str = "4",
     micro_steps: int = 1,
@@ -154,10 +171,11 @@ def train(
         engine = trainers.build_engine(start, config)
         trainer, found = trainers.EngineTrainer(engine), Found()
         _look(device, engine, found)
-        around = AROUND[streams](device, engine) if streams else nullcontext()
-        with around, detector:
+        inside = AROUND[around](device, engine) if around else nullcontext()
+        before = device.syncs
+        with inside, detector:
             run(trainer)
-        found.races = detector.races
+        found.races, found.syncs = detector.races, device.syncs - before
         device.synchronize()
         found.end = device.end
         found.difference, _ = trainers.worst_difference(trainer.parameters(), expected)

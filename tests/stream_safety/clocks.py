@@ -93,6 +93,7 @@ class Device:
         self.streams: list[Stream] = []
         self.host: Clock = {}
         self.end = 0.0  # of what the host has waited for
+        self.syncs = 0  # how often the host has waited for everything
         Stream.device = self
         self.default = self.current = Stream(name="default")
 
@@ -104,6 +105,7 @@ class Device:
             stream.end = max(stream.end, self.end)
 
     def synchronize(self, *args: Any) -> None:
+        self.syncs += 1
         for stream in self.streams:
             self.host_waits_for(stream.clock, stream.end)
 

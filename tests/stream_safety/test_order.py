@@ -38,15 +38,53 @@ def test_the_reduction_waits_for_every_producer(device: Device) -> None:
     for stream in (device.default, Stream(), Stream()):
         with device.on(stream):
             work[stream] = stream.tick()
-            order.produced()
+            order.produced(settled=False)
     order.before_reduction()
     assert all(reduction.has_seen(stream, time) for stream, time in work.items())
+
+
+def test_it_waits_for_no_more_than_the_gradient(device: Device) -> None:
+    order, reduction = order_on(device)
+    gradient = device.default.tick()
+    order.produced(settled=True)
+    later = device.default.tick()
+    order.before_reduction()
+    assert reduction.has_seen(device.default, gradient)
+    assert not reduction.has_seen(device.default, later)
+
+
+def test_what_is_not_settled_yet_is_waited_for(device: Device) -> None:
+    order, reduction = order_on(device)
+    order.produced(settled=True)
+    order.produced(settled=False)
+    later = device.default.tick()
+    order.before_reduction()
+    assert reduction.has_seen(device.default, later)
+
+
+def test_the_first_reduction_comes_after_the_step_before(device: Device) -> None:
+    order, reduction = order_on(device)
+    step = device.default.tick()
+    order.backward_begins()
+    order.before_reduction()
+    assert reduction.has_seen(device.default, step)
+
+
+def test_all_streams_meet(device: Device) -> None:
+    order, reduction = order_on(device)
+    other = Stream()
+    with device.on(other):
+        order.produced(settled=True)
+    times = {stream: stream.tick() for stream in (device.default, other, reduction)}
+    order.meet()
+    for waiting in (device.default, other):
+        assert all(waiting.has_seen(stream, time) for stream, time in times.items())
 
 
 def test_producers_of_the_last_backward_are_forgotten(device: Device) -> None:
     order, reduction = order_on(device)
     with device.on(Stream()) as _:
-        order.produced()
+        order.produced(settled=False)
     order.backward_is_over()
     device.current = other = Stream()
     time = other.tick()
@@ -141,7 +179,7 @@ def test_a_new_buffer_is_waited_for_on_other_streams(device: Device) -> None:
 def test_nobody_waits_for_the_reduction_stream_inside(device: Device) -> None:
     order, reduction = order_on(device)
     time = reduction.tick()
-    with order.one_way():
+    with order.without_waits(backward=True, reduction=False):
         device.default.wait_stream(reduction)
         assert not device.default.has_seen(reduction, time)
         event = order.reduced()
@@ -152,7 +190,17 @@ def test_nobody_waits_for_the_reduction_stream_inside(device: Device) -> None:
     assert device.default.has_seen(reduction, time)
 
 
-def test_the_real_streams_wait_by_what_one_way_changes() -> None:
+def test_the_reduction_stream_waits_for_nobody_inside(device: Device) -> None:
+    order, reduction = order_on(device)
+    time = device.default.tick()
+    with order.without_waits(backward=False, reduction=True):
+        reduction.wait_stream(device.default)
+        assert not reduction.has_seen(device.default, time)
+    reduction.wait_stream(device.default)
+    assert reduction.has_seen(device.default, time)
+
+
+def test_the_real_streams_wait_by_what_is_changed_here() -> None:
     """``Stream.wait_stream(other)`` asks ``other.record_event()`` for the event to wait for."""
     asked = []
     other = SimpleNamespace(record_event=lambda: asked.append("event"))

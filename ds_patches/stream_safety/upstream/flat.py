@@ -20,18 +20,23 @@ def order_of(optimizer: Any) -> Order | None:
     return Order(accelerator(), optimizer.reduction_stream)
 
 
-def watch(optimizer: Any, order: Order, spare: int) -> bool:
-    """Have its buffers see who takes them. False where there are none, or the host has a part.
+def has_waits_of_its_own(optimizer: Any) -> bool:
+    """With CPU offload, where the host has a part, and for gradients that are not contiguous."""
+    return bool(optimizer.cpu_offload or not optimizer.contiguous_gradients)
 
-    spare: how many more each bucket may have.
-    """
-    if not optimizer.contiguous_gradients or optimizer.cpu_offload:
-        return False
+
+def may_be_touched(param: torch.Tensor) -> bool:
+    """Whether a hook of the program's may come to the gradient after DeepSpeed's."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)  # torch 2.1
+    return hooks is not None and len(hooks) > 1
+
+
+def watch(optimizer: Any, order: Order, spare: int) -> None:
+    """Have its buffers see who takes them. spare: how many more each bucket may have."""
     for holder, name in _places(optimizer):
         buffers = getattr(holder, name)
         if type(buffers) is list:
             setattr(holder, name, Buffers(buffers, order, spare))
-    return True
 
 
 def watched(optimizer: Any) -> Iterator[Buffers]:
@@ -50,6 +55,11 @@ def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
         for holder, name in _places(optimizer)
         for buffer in getattr(holder, name) or ()
     )
+
+
+def has_waited(optimizer: Any, *, already: bool) -> None:
+    """`already`: the end of the backward, where the host waits if anything overlaps, need not."""
+    optimizer.overlap_comm = not already
 
 
 def unwatch(optimizer: Any) -> None:
