@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,17 +16,32 @@ SEED = 1234
 
 def mlp(layers: int, width: int, device: torch.device) -> nn.Sequential:
     """`layers` times Linear(`width`, bias=False) + ReLU: the same weights at every call."""
-    return chain([width] * (layers + 1), device)
+    return chain([(width, width)] * layers, device)
 
 
-def chain(widths: Sequence[int], device: torch.device) -> nn.Sequential:
-    """Linear(bias=False) + ReLU from each of `widths` to the next, as in `mlp`."""
+def blocks(count: int, width: int, device: torch.device) -> nn.Sequential:
+    """`count` times what a layer of a Transformer has to reduce, without its attention.
+
+    RMSNorm, four Linear(`width`), RMSNorm, one Linear to 4 x `width` and one back, as in `mlp`.
+    """
+    wide = 4 * width
+    block = [(width,), *[(width, width)] * 4, (width,), (width, wide), (wide, width)]
+    return chain(block * count, device)
+
+
+def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequential:
+    """Of each `(n, m)` Linear(n, m, bias=False) + ReLU, of each `(n,)` RMSNorm(n); one for each."""
     torch.manual_seed(SEED)
     with device:
-        linears = [nn.Linear(*pair, bias=False, dtype=DTYPE) for pair in pairwise(widths)]
-    for linear in linears:
-        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-    return nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU())))
+        return nn.Sequential(*(module for shape in shapes for module in _layer(shape)))
+
+
+def _layer(shape: tuple[int, ...]) -> list[nn.Module]:
+    if len(shape) == 1:
+        return [nn.RMSNorm(shape[0], dtype=DTYPE)]
+    linear = nn.Linear(*shape, bias=False, dtype=DTYPE)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    return [linear, nn.ReLU()]
 
 
 def config(batch: int, **zero_optimization: Any) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def plain_gradients(weights: Sequence[Tensor], train: Callable[[Forward], None])
 
     def forward(inputs: Tensor) -> Tensor:
         for leaf in leaves:
-            inputs = torch.relu(inputs @ leaf.t())
+            if leaf.dim() == 1:
+                inputs = torch.rms_norm(inputs, leaf.shape, leaf)
+            else:
+                inputs = torch.relu(inputs @ leaf.t())
         return inputs
 
     train(forward)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.engines import DTYPE, SEED, chain, config, engine_around
+from benchmarks.engines import DTYPE, SEED, blocks, config, engine_around, mlp
 from benchmarks.gradients import Forward
 
 MicroBatches = tuple[Tensor, ...]
@@ -32,10 +32,9 @@ def plain_backwards(micro_batches: MicroBatches, forward: Forward) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """`backwards` micro batches of `batch` rows a step, through ``engines.chain``.
+    """`backwards` micro batches of `batch` rows a step, through `layers` Linear layers.
 
-    in_blocks: of six layers with a Transformer's shapes, four of `width`, one to 4 x `width` and
-        one back; otherwise all are of `width`.
+    in_blocks: ``engines.blocks`` of six layers each; otherwise ``engines.mlp``.
     """
 
     layers: int
@@ -47,9 +46,9 @@ class Workload:
     in_blocks: bool = False
 
     def model(self, device: torch.device) -> nn.Sequential:
-        wide = 4 if self.in_blocks else 1
-        factors = [wide if number % 6 == 5 else 1 for number in range(self.layers + 1)]
-        return chain([self.width * factor for factor in factors], device)
+        if self.in_blocks:
+            return blocks(self.layers // 6, self.width, device)
+        return mlp(self.layers, self.width, device)
 
     def data(self, device: torch.device) -> MicroBatches:
         """This rank's inputs; every rank has its own."""
