@@ -29,13 +29,13 @@ from benchmarks.stream_safety.rows import MODES, OVERLAP, PATCH, PATCHED
 
 _FULL = {
     "stages": [1, 2],
-    "batches": [256, 4096, 8192],
+    "batches": [256, 4096, 16384],
     "reduce_bucket_sizes": [2**24, 5 * 10**7],  # width squared, which is "auto", and large
-    "layers": 18,
+    "layers": 24,
     "width": 4096,
     "warmup": 2,
-    "steps": 8,
-    "rounds": 4,
+    "steps": 6,
+    "rounds": 3,
 }
 _SMOKE = {
     "stages": [1, 2],

@@ -24,11 +24,14 @@ Why
       queued reduction, and the others for none. Each has to wait for the last one of the buffer.
       With two buffers that is nearly the same wait: the backward stands still while a wide layer's
       gradient is reduced.
+    - ``bucket_ready``, all: a full bucket of ZeRO-1/2 is reduced when the next gradient is there,
+      and not when its own are. The reduction stands still for the backward of one layer more.
     - ``host_wait``, all: at the end of a backward of ZeRO-1/2 the host waits until the device has
       nothing left to do, and only then begins to queue the step.
 
 How
-    - The reduction stream waits for every stream that a gradient came from.
+    - The reduction stream waits for every stream that a gradient came from, as far as its last
+      gradient; where a hook of yours comes to it after DeepSpeed's, for what this does, too.
     - Whoever writes into a bucket's buffer waits for the last reduction of this very buffer, and
       for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
       are up to four of them.
@@ -43,8 +46,11 @@ What to know
       256 MiB in all. ``DS_PATCHES_STREAM_SAFETY_BUFFERS=2`` leaves it at two.
     - Devices without streams of their own, as the CPU, keep order by themselves: nothing changes
       there.
-    - ZenFlow's optimizers are left to stock, and with CPU offload ``buffer_reuse`` and
-      ``host_wait`` are: they wait in a way of their own.
+    - ZenFlow's optimizers are left to stock; with CPU offload, or gradients that are not
+      contiguous, ``buffer_reuse``, ``bucket_ready`` and ``host_wait`` are. They wait in a way of
+      their own.
+    - The device may still reduce when ``backward`` returns. A stream of your own that reads
+      gradients has to wait for the current one, as ever in PyTorch; or leave ``host_wait`` out.
     - ``python -m ds_patches doctor --streams`` checks your torch and your GPUs.
 
 Upstream

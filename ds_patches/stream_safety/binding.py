@@ -62,11 +62,13 @@ PATCH = Patch(
     summary="overlap_comm without races, and without needless waits",
     why=(
         "Gradients that cross streams are overwritten, read too early or freed while they are "
-        "reduced, in one release or another; and the backward waits for more than it has to."
+        "reduced, in one release or another; and backward, reduction and host wait for more than "
+        "they have to."
     ),
     how=(
-        "The reduction waits for every stream that gradients come from, what it reads is recorded "
-        "on its stream, and a buffer waits for its own last reduction only."
+        "The reduction waits for every stream that gradients come from, until they are there, and "
+        "what it reads is recorded on its stream; a buffer waits for its own last reduction only, "
+        "and the host for none."
     ),
     remove_when="a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does",
     upstream=(
