@@ -6,6 +6,7 @@ left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,11 +112,12 @@ def legend(panels: Any, order: Iterable[str]) -> None:
         for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     shown = [name for name in order if name in named]
+    lines = math.ceil(len(shown) / (3 * panels.shape[1]))  # of as many as fit below the panels
     panels.flat[0].figure.legend(
         [named[name] for name in shown],
         shown,
         loc="outside lower center",
-        ncols=len(shown),
+        ncols=math.ceil(len(shown) / lines),
         frameon=False,
         fontsize=9,
     )

@@ -17,9 +17,9 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-#: Parts that have to know where gradients come from, and parts after which a gradient may be freed
-#: while it is reduced.
+#: Parts that have to know which streams gradients come from.
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
+#: Parts that have to keep what is reduced: the first is for it, the others let it go earlier.
 _KEEPS = ("record_stream", "buffer_reuse", "host_wait")
 #: Which parts are live.
 _live: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
             buffers.reduced()
         if order.ending:
             order.meet()
-            flat.has_waited(optimizer, already=True)
+            flat.overlaps(optimizer, still=False)
 
 
 def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -122,7 +122,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
         return wrapped(*args, **kwargs)
     finally:
         if order.ending:
-            flat.has_waited(optimizer, already=False)
+            flat.overlaps(optimizer, still=True)
         order.ending = False
         order.backward_is_over()
 

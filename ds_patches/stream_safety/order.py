@@ -30,7 +30,7 @@ class Order:
 
     def __init__(self, accelerator: Any, reduction: Any) -> None:
         self._accelerator, self._reduction = accelerator, reduction
-        #: With what their gradients are ready after; None if that is not known.
+        # Each with an event after which its gradients are there; None if that is not known yet.
         self._producers: dict[Any, Any] = {}
         self.reducing = False
         self.ending = False  # the backward is over once what is reduced now is
@@ -46,7 +46,7 @@ class Order:
         self._producers[current] = current.record_event() if settled else None
 
     def before_reduction(self) -> None:
-        """Let the reduction wait for all of them: as far as that is settled, and else for more."""
+        """Let the reduction wait for all of them, and where that is not settled, for the stream."""
         for producer, event in self._producers.items():
             self._reduction.wait_event(event or producer.record_event())
 
@@ -75,8 +75,11 @@ class Order:
 
     @contextmanager
     def without_waits(self, *, backward: bool, reduction: bool) -> Iterator[None]:
-        """Let nobody wait for a whole stream inside: not the backward for the reduction, or not
-        the reduction for the backward. What they have to wait for is told here, above."""
+        """Inside, nobody waits for a whole stream.
+
+        backward: does not wait for the reduction. reduction: does not wait for the backward. What
+        they have to wait for they are told by `Buffers`, and by `before_reduction`.
+        """
         here = vars(self._reduction)
         if backward:
             here["record_event"] = lambda event=None: _Over()

@@ -57,9 +57,9 @@ def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
     )
 
 
-def has_waited(optimizer: Any, *, already: bool) -> None:
-    """`already`: the end of the backward, where the host waits if anything overlaps, need not."""
-    optimizer.overlap_comm = not already
+def overlaps(optimizer: Any, *, still: bool) -> None:
+    """Whether anything does at the end of a backward, where the host waits for it."""
+    optimizer.overlap_comm = still
 
 
 def unwatch(optimizer: Any) -> None:
