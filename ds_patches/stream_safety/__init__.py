@@ -28,6 +28,8 @@ Why
       and not when its own are. The reduction stands still for the backward of one layer more.
     - ``host_wait``, all: at the end of a backward of ZeRO-1/2 the host waits until the device has
       nothing left to do, and only then begins to queue the step.
+    - ``micro_steps``, 0.17.6 and later: between two micro steps of ZeRO-2 the next forward waits
+      for all reductions, although no gradient is needed before the step.
 
 How
     - The reduction stream waits for every stream that a gradient came from, as far as its last
@@ -36,7 +38,8 @@ How
       for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
       are up to four of them.
     - What the reduction reads is recorded on its stream.
-    - At the end of a backward the streams wait for each other, and the host goes on.
+    - At the end of a backward the streams wait for each other, and the host goes on. If no step
+      follows, not even the streams wait: micro steps are added up on the reduction stream.
     - ZeRO-3's gathers wait for each step, once.
 
 What to know
@@ -47,8 +50,9 @@ What to know
     - Devices without streams of their own, as the CPU, keep order by themselves: nothing changes
       there.
     - ZenFlow's optimizers are left to stock; with CPU offload, or gradients that are not
-      contiguous, ``buffer_reuse``, ``bucket_ready`` and ``host_wait`` are. They wait in a way of
-      their own.
+      contiguous, ``buffer_reuse``, ``bucket_ready``, ``host_wait`` and ``micro_steps`` are. They
+      wait in a way of their own. So is ``micro_steps`` where the buffers of a bucket take more than
+      256 MiB, as with the default ``reduce_bucket_size``, 5e8: they would take it twice.
     - The device may still reduce when ``backward`` returns. A stream of your own that reads
       gradients has to wait for the current one, as ever in PyTorch; or leave ``host_wait`` out.
     - ``python -m ds_patches doctor --streams`` checks your torch and your GPUs.

@@ -18,6 +18,7 @@ LACKS = {
     "buffer_reuse": ">=0.16.0",
     "bucket_ready": ">=0.16.0",
     "host_wait": ">=0.16.0",
+    "micro_steps": ">=0.17.6",
 }
 
 
@@ -35,6 +36,12 @@ _TARGETS = (
     _flat("average_tensor", "around_average"),
     _flat("allreduce_and_copy", "around_allreduce"),
     _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    Target(
+        _FLAT,
+        "DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary",
+        f"{_HOOKS}:around_finalize",
+        releases=">=0.19.4",
+    ),
     Target(_FLAT, "IPGBucket.clear", f"{_HOOKS}:around_clear", releases=LACKS["ping_pong"]),
     Target(
         _STAGE3,
@@ -49,6 +56,7 @@ _FACTS = (
     _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
     _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
     _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
+    _fact("get_all_grad_tensors", "adds up micro steps where it is called", LACKS["micro_steps"]),
     _fact("_clear_previous_reduced_grads", "has nothing to clear where gradients are contiguous"),
     Fact(
         "deepspeed.runtime.zero.partitioned_param_coordinator",

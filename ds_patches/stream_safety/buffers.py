@@ -17,7 +17,7 @@ import torch
 
 from .order import Order
 
-_SPARE_BYTES = 2**28  # for all spare buffers of a bucket: 256 MiB
+SPARE_BYTES = 2**28  # for all spare buffers of a bucket: 256 MiB
 
 
 class _Buffer:
@@ -80,7 +80,7 @@ class Buffers(list[torch.Tensor]):
 
     def _next(self) -> _Buffer:
         like = self._reduced[0].tensor
-        if self._spared < self._spare and (self._spared + 1) * like.nbytes <= _SPARE_BYTES:
+        if self._spared < self._spare and (self._spared + 1) * like.nbytes <= SPARE_BYTES:
             self._spared += 1
             new = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             return _Buffer(new, self._order)
@@ -100,6 +100,13 @@ class Buffers(list[torch.Tensor]):
         self._at.clear()
         self._reduced.clear()
         self._spared = 0
+
+    @staticmethod
+    def all_of(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of a bucket, where they may be of this kind; once, or more often."""
+        if not isinstance(buffers, Buffers):
+            return buffers
+        return [*iter(buffers), *(buffer.tensor for buffer in buffers._reduced)]
 
     def plain(self) -> list[torch.Tensor]:
         """The same in a list that knows nothing."""

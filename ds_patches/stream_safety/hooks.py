@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ds_patches.core import release as releases
 from ds_patches.core.met import Met
 
 from .binding import LACKS
+from .buffers import SPARE_BYTES
 from .order import Order
 from .upstream import flat, stage3
 
@@ -18,9 +21,9 @@ Kwargs = dict[str, Any]
 
 
 #: Parts that have to know which streams gradients come from.
-_PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
+_PRODUCERS = ("producer_streams", "bucket_ready", "host_wait", "micro_steps")
 #: Parts that have to keep what is reduced: the first is for it, the others let it go earlier.
-_KEEPS = ("record_stream", "buffer_reuse", "host_wait")
+_KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
 #: Which parts are live.
 _live: frozenset[str] = frozenset()
 #: How many buffers more than DeepSpeed's two a bucket may have.
@@ -84,9 +87,8 @@ def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
         order.reducing = False
         for buffers in flat.watched(optimizer):
             buffers.reduced()
-        if order.ending:
-            order.meet()
-            flat.overlaps(optimizer, still=False)
+        if order.at_the_end is not None:
+            order.at_the_end()
 
 
 def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -117,14 +119,45 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
     order = _order(optimizer)
     if order is None:
         return wrapped(*args, **kwargs)
-    order.ending = "host_wait" in _live and not flat.has_waits_of_its_own(optimizer)
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        if order.ending:
-            flat.overlaps(optimizer, still=True)
-        order.ending = False
-        order.backward_is_over()
+    with ExitStack() as rest:
+        if not flat.has_waits_of_its_own(optimizer):
+            if "micro_steps" in _live and _may_go_on(optimizer):
+                rest.enter_context(order.without_waits(backward=True, reduction=False))
+                order.at_the_end = partial(_go_on, optimizer, order, rest)
+            elif "host_wait" in _live:
+                order.at_the_end = partial(_meet, optimizer, order, rest)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            order.at_the_end = None
+            order.backward_is_over()
+
+
+def _meet(optimizer: Any, order: Order, rest: ExitStack) -> None:
+    """Have the streams wait, and not the host. rest: of the end of the backward."""
+    order.meet()
+    rest.enter_context(flat.nothing_overlaps(optimizer))
+
+
+def _may_go_on(optimizer: Any) -> bool:
+    """Whether nobody needs the gradients yet. The buffers stay in memory for a while."""
+    kept = sum(buffer.nbytes for buffer in flat.buffers(optimizer))
+    return not flat.is_boundary(optimizer) and kept <= SPARE_BYTES
+
+
+def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:
+    """Add up the micro steps on the reduction stream, and have nobody wait for it."""
+    for buffer in flat.buffers(optimizer):  # which are given up now
+        order.keep(buffer)
+    rest.enter_context(flat.nothing_overlaps(optimizer))
+    rest.enter_context(order.on_reduction())
+
+
+def around_finalize(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A step follows, which no backward knew of."""
+    if (order := _order(optimizer)) is not None:
+        order.meet()
+    return wrapped(*args, **kwargs)
 
 
 def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> Any:

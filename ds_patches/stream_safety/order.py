@@ -8,8 +8,8 @@ reduction of a buffer only where it writes into this buffer again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Order:
         # Each with an event after which its gradients are there; None if that is not known yet.
         self._producers: dict[Any, Any] = {}
         self.reducing = False
-        self.ending = False  # the backward is over once what is reduced now is
+        #: What to do once the last reduction of a backward is queued; None for what stock does.
+        self.at_the_end: Callable[[], None] | None = None
 
     def backward_begins(self) -> None:
         """Let the reduction wait for the step before, which has read what it allocated."""
@@ -57,6 +58,11 @@ class Order:
             current.wait_stream(stream)
         for stream in self._producers:
             stream.wait_stream(current)
+
+    def on_reduction(self) -> AbstractContextManager[Any]:
+        """What is queued inside comes after all reductions."""
+        inside: AbstractContextManager[Any] = self._accelerator.stream(self._reduction)
+        return inside
 
     def backward_is_over(self) -> None:
         """Its streams need not be those of the next."""

@@ -93,13 +93,14 @@ def train(
     late: Callable[[Any], None] | None = None,
     aside: bool = False,
     script: Callable[..., None] = cases.steps,
+    micro_steps: int = 1,
     beside: tuple[str, ...] = (),
     settings: dict[str, Any] | None = None,
     **zero: Any,
 ) -> trainers.Parameters:
     """The parameters after some steps. aside: all of it on a stream of the program's own."""
     wanted = {"overlap_comm": True, "reduce_bucket_size": cases.BUCKET, **zero}
-    config = trainers.config(stage, zero=wanted, **(settings or {}))
+    config = trainers.config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
     with ExitStack() as stack:
         for patch in beside:
             stack.enter_context(applied(patch))
@@ -109,7 +110,7 @@ def train(
         if late is not None:
             late(trainer.engine)
         with _aside() if aside else nullcontext():
-            script(trainer)
+            script(trainer, micro_steps=micro_steps)
         torch.cuda.synchronize()
         found = {name: param.cpu() for name, param in trainer.parameters().items()}
         trainer.engine.destroy()
@@ -121,18 +122,21 @@ def unlike(found: trainers.Parameters, expected: trainers.Parameters) -> list[st
     return [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
+def _plain(given: dict[str, Any]) -> dict[str, Any]:
+    """What a run to compare with has of it."""
+    return {name: given[name] for name in ("beside", "script", "micro_steps") if name in given}
+
+
 def against_no_overlap(stage: int, parts: str, late: str = "", **given: Any) -> list[str]:
     """What differs from the same training without overlap, where nothing is late."""
-    beside, script = given.get("beside", ()), given.get("script", cases.steps)
-    expected = train(stage, beside=beside, script=script, overlap_comm=False)
+    expected = train(stage, overlap_comm=False, **_plain(given))
     found = train(stage, parts, late=globals()[late] if late else None, **given)
     return unlike(found, expected)
 
 
 def repeated(stage: int, times: int, **given: Any) -> list[list[str]]:
     """S3: what differs from the run without overlap, in each of many runs with it."""
-    plain = {name: given[name] for name in ("beside", "script") if name in given}
-    expected = train(stage, overlap_comm=False, **plain)
+    expected = train(stage, overlap_comm=False, **_plain(given))
     return [unlike(train(stage, "all", **given), expected) for _ in range(times)]
 
 
@@ -140,13 +144,30 @@ def host_is_ahead(stage: int, parts: str) -> bool:
     """Whether a backward returns while its reductions are still to come."""
     ahead = []
 
-    def look(trainer: Trainer) -> None:
+    def look(trainer: Trainer, micro_steps: int) -> None:
         for step in range(3):
             trainer.backward(trainer.forward(cases.batch(step)).square().mean())
             ahead.append(not trainer.engine.optimizer.reduction_stream.query())
             trainer.step()
 
     train(stage, parts, late=late_reductions, script=look)
+    return all(ahead)
+
+
+def forward_is_ahead(stage: int, parts: str) -> bool:
+    """Whether a forward is done while the micro step before it is still reduced."""
+    ahead = []
+
+    def look(trainer: Trainer, micro_steps: int) -> None:
+        for number in range(3 * micro_steps):
+            output = trainer.forward(cases.batch(number))
+            if number % micro_steps:
+                torch.cuda.current_stream().synchronize()
+                ahead.append(not trainer.engine.optimizer.reduction_stream.query())
+            trainer.backward(output.square().mean())
+            trainer.step()
+
+    train(stage, parts, late=late_reductions, script=look, micro_steps=3)
     return all(ahead)
 
 

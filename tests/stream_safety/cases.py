@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
@@ -79,6 +80,14 @@ def retained(trainer: Any, micro_steps: int = 1) -> None:
         trainer.step()
 
 
+def unmanaged(trainer: Any, micro_steps: int = 1) -> None:
+    """Three backwards and a step that comes when it comes."""
+    for step in range(3):
+        for part in range(3):
+            trainer.backward(trainer.forward(batch(3 * step + part)).square().mean())
+        trainer.step()
+
+
 Script = Callable[..., None]
 Around = Callable[[Device, Any], Any]
 
@@ -130,11 +139,26 @@ def with_hooks_behind(device: Device, engine: Any) -> Any:
     return nullcontext()
 
 
+def in_checkpoints(device: Device, engine: Any) -> Any:
+    """Two layers in each, and what is between them is computed again in the backward."""
+    layers = list(engine.module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(layers[0].weight.dtype).requires_grad_()
+        for at in range(0, len(layers), 4):
+            x = checkpoint(nn.Sequential(*layers[at : at + 4]), x, use_reentrant=True)
+        return x.float()
+
+    engine.module.forward = forward
+    return nullcontext()
+
+
 #: What the program does of its own.
 AROUND: dict[str, Around] = {
     "side": on_a_side_stream,
     "several": from_several_streams,
     "hooks": with_hooks_behind,
+    "checkpoints": in_checkpoints,
 }
 
 

@@ -139,7 +139,7 @@ def test_an_empty_reduction_hands_nothing_on(device: Device) -> None:
 
 
 def test_large_buffers_stay_two(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_patches.stream_safety.buffers._SPARE_BYTES", 15)
+    monkeypatch.setattr("ds_patches.stream_safety.buffers.SPARE_BYTES", 15)
     order, reduction = order_on(device)
     buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 2)
     memory = set()

@@ -16,6 +16,7 @@ from tests.stream_safety import cases
 from tests.world import World
 from tests.zero3_retain.releases import RELEASE
 
+FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 NO_TIMER = {"timers": {"throughput": {"enabled": False, "synchronized": False}}}
 
 #: 0.17.5 to 0.18.4 wait for every reduction at once, which hides what may happen meanwhile.
@@ -113,7 +114,9 @@ def test_a_large_gradient_of_others_is_freed_too_early(four: World) -> None:
     [
         {},
         {"around": "side"},
-        {"micro_steps": 2},
+        {"micro_steps": 3},
+        {"micro_steps": 3, "bucket": 32},
+        {"micro_steps": 3, "settings": FP32_SUMS},
         {"bucket": 32},
         {"contiguous_gradients": False},
         {"settings": NO_TIMER},
@@ -219,6 +222,70 @@ def test_the_host_goes_on(world: World, stage: int) -> None:
         return int(world.run(cases.train, stage, parts, settings=NO_TIMER)[0].syncs)
 
     assert syncs("") - syncs("host_wait") == 3
+
+
+def lives(part: str) -> bool:
+    return RELEASE in SpecifierSet(LACKS[part])
+
+
+@pytest.mark.core_case
+def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> None:
+    """Where reductions take longer than the backward, as they do without direct copies."""
+    case = {"bucket": 64, "widths": TRANSFORMER, "reduction": 1.6, "micro_steps": 4}
+
+    def train(parts: str) -> list[cases.Found]:
+        return list(world.run(cases.train, 2, parts, settings=NO_TIMER, **case))
+
+    stock, patched = train(""), train("all")
+    others = train("+".join(part for part in LACKS if part != "micro_steps"))
+    assert not any(one.races for one in patched)
+    assert [one.difference for one in patched] == [one.difference for one in stock]
+    if lives("micro_steps"):
+        assert patched[0].end <= 0.77 * stock[0].end
+        assert patched[0].end <= 0.9 * others[0].end
+    else:
+        assert patched[0].end == others[0].end
+
+
+def test_micro_steps_wait_for_nothing_but_a_step(world: World) -> None:
+    if not lives("micro_steps"):
+        pytest.skip("older releases let gradients be read between micro steps")
+    found = world.run(cases.train, 2, "micro_steps", micro_steps=3, settings=NO_TIMER)[0]
+    assert found.syncs == 3, "of nine backwards, three come before a step"
+
+
+def test_large_buckets_are_not_kept_for_it(world: World) -> None:
+    """Of 256 MiB and a bit, for its two buffers."""
+    case = {"micro_steps": 3, "settings": NO_TIMER, "bucket": 2**25 + 1}
+    found, stock = (world.run(cases.train, 2, parts, **case)[0] for parts in ("micro_steps", ""))
+    assert found.syncs == stock.syncs == 9
+
+
+@pytest.mark.parametrize("around", ["side", "several", "hooks"])
+def test_no_race_between_micro_steps(world: World, around: str) -> None:
+    for one in world.run(cases.train, 2, "all", micro_steps=3, around=around):
+        assert not one.races, Counter(one.races).most_common(5)
+
+
+@pytest.mark.parametrize("parts", ["micro_steps", "all"])
+def test_a_step_that_no_backward_knew_of(world: World, parts: str) -> None:
+    """``"managed_gradient_accumulation": false``: it is the program that says when to step."""
+    if Version("0.19.4") > RELEASE:
+        pytest.skip("this release knows of every step")
+    settings = {"managed_gradient_accumulation": False, **NO_TIMER}
+    for one in world.run(cases.train, 2, parts, script=cases.unmanaged, settings=settings):
+        assert not one.races, Counter(one.races).most_common(5)
+        assert one.difference <= EXACT
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_a_backward_in_parts(world: World, micro_steps: int) -> None:
+    """Checkpointing that is reentrant ends a backward in each of them, from 0.18.5 on."""
+    given = {"micro_steps": micro_steps, "around": "checkpoints", "settings": FP32_SUMS}
+    stock = world.run(cases.train, 2, "", **given)
+    for one, other in zip(world.run(cases.train, 2, "all", **given), stock, strict=True):
+        assert not one.races, Counter(one.races).most_common(5)
+        assert one.difference == other.difference
 
 
 def test_a_part_that_is_not_lacking_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,9 +58,29 @@ def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
     )
 
 
-def overlaps(optimizer: Any, *, still: bool) -> None:
-    """Whether anything does at the end of a backward, where the host waits for it."""
-    optimizer.overlap_comm = still
+def buffers(optimizer: Any) -> list[torch.Tensor]:
+    """All of them."""
+    return [
+        buffer
+        for holder, name in _places(optimizer)
+        for buffer in Buffers.all_of(getattr(holder, name))
+    ]
+
+
+@contextmanager
+def nothing_overlaps(optimizer: Any) -> Iterator[None]:
+    """Tell the end of a backward so, where the host waits if anything does."""
+    optimizer.overlap_comm = False
+    try:
+        yield
+    finally:
+        optimizer.overlap_comm = True
+
+
+def is_boundary(optimizer: Any) -> bool:
+    """Whether a step follows the micro step that it is in."""
+    found = optimizer.is_gradient_accumulation_boundary  # a method from 0.19.5 on
+    return bool(found() if callable(found) else found)
 
 
 def unwatch(optimizer: Any) -> None:
