@@ -44,11 +44,11 @@ def _layer(shape: tuple[int, ...]) -> list[nn.Module]:
     return [linear, nn.ReLU()]
 
 
-def config(batch: int, **zero_optimization: Any) -> dict[str, Any]:
+def config(batch: int, micro_steps: int = 1, **zero_optimization: Any) -> dict[str, Any]:
     """Return DeepSpeed's configuration for `chain`, with all that has moved between releases."""
     return {
         "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": micro_steps,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,

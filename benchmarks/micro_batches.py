@@ -35,6 +35,7 @@ class Workload:
     """`backwards` micro batches of `batch` rows a step, through `layers` Linear layers.
 
     in_blocks: ``engines.blocks`` of six layers each; otherwise ``engines.mlp``.
+    micro_steps: what DeepSpeed calls gradient accumulation steps.
     """
 
     layers: int
@@ -44,6 +45,7 @@ class Workload:
     reduce_bucket_size: int  # elements
     overlap_comm: bool = True
     in_blocks: bool = False
+    micro_steps: int = 1
 
     def model(self, device: torch.device) -> nn.Sequential:
         if self.in_blocks:
@@ -75,6 +77,7 @@ class Workload:
     def _config(self, stage: int) -> dict[str, Any]:
         return config(
             self.batch,
+            self.micro_steps,
             stage=stage,
             overlap_comm=self.overlap_comm,
             reduce_bucket_size=self.reduce_bucket_size,

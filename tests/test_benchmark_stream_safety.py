@@ -38,12 +38,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     command = (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.stream_safety"
         f" --device cpu --patch {PATCH} --layers 6 --width 32 --batches 4"
-        " --reduce-bucket-sizes 2500 500 --warmup 1 --steps 2 --rounds 2 --commit abc --json"
+        " --reduce-bucket-sizes 2500 500 --micro-steps 2"
+        " --warmup 1 --steps 2 --rounds 2 --commit abc --json"
     )
     return outcome_of(command, kept, OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize("where", [WHERE, "batch 4, bucket 500"])
+@pytest.mark.parametrize("where", [f"{WHERE}, 2 micro steps", "batch 4, bucket 500, 2 micro steps"])
 def test_every_row_runs_with_the_numbers_of_overlap_off(small: Outcome, where: str) -> None:
     table = small.table(where)
     assert [cells[:2] for cells in table] == ROWS

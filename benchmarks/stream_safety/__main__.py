@@ -31,6 +31,7 @@ _FULL = {
     "stages": [1, 2],
     "batches": [256, 4096, 16384],
     "reduce_bucket_sizes": [2**24, 5 * 10**7],  # width squared, which is "auto", and large
+    "micro_steps": [1, 4],
     "layers": 24,
     "width": 4096,
     "warmup": 2,
@@ -41,6 +42,7 @@ _SMOKE = {
     "stages": [1, 2],
     "batches": [8],
     "reduce_bucket_sizes": [10**3, 10**4],
+    "micro_steps": [1],
     "layers": 6,
     "width": 64,
     "warmup": 1,
@@ -59,7 +61,7 @@ def main() -> int:
 
 
 class _Run:
-    """The batch and bucket sizes one after another, and what came of them."""
+    """The sizes one after another, and what came of them."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._options = options
@@ -70,14 +72,17 @@ class _Run:
 
     def rows(self) -> None:
         say(", ".join(f"{key} {value}" for key, value in self._provenance.items()))
-        for batch, bucket in product(self._options.batches, self._options.reduce_bucket_sizes):
+        options = self._options
+        sizes = product(options.micro_steps, options.batches, options.reduce_bucket_sizes)
+        for micro_steps, batch, bucket in sizes:
             workload = Workload(
-                layers=self._options.layers,
-                width=self._options.width,
+                layers=options.layers,
+                width=options.width,
                 batch=batch,
-                backwards=1,
+                backwards=micro_steps,
                 reduce_bucket_size=bucket,
                 in_blocks=True,
+                micro_steps=micro_steps,
             )
             self._group(workload)
 
@@ -87,11 +92,12 @@ class _Run:
             say("On CPU these times mean nothing; on GPUs the bars do.")
 
     def _group(self, workload: Workload) -> None:
-        """The rows of one batch and bucket size; what ends them all begins anew with the next."""
+        """The rows of one of each; what ends them all begins anew with the next."""
         options = self._options
+        sizes = (workload.batch, workload.reduce_bucket_size, workload.micro_steps)
         # In an order of ours: what the others are compared with comes first.
         results = [
-            Result(stage, overlap, mode, workload.batch, workload.reduce_bucket_size)
+            Result(stage, overlap, mode, *sizes)
             for stage in sorted(options.stages)
             for name, overlap in OVERLAP.items()
             for mode in MODES

@@ -1,4 +1,4 @@
-"""Measure the rows of a batch size and a bucket size, in turn, each on an engine of its own."""
+"""Measure the rows of one size, in turn, each on an engine of its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks import probes
 from benchmarks.engines import patch
-from benchmarks.gradients import full_weights, plain_gradients
-from benchmarks.micro_batches import Workload, loss_of, plain_backwards
+from benchmarks.gradients import Forward, full_weights, plain_gradients
+from benchmarks.micro_batches import MicroBatches, Workload, loss_of
 from benchmarks.stream_safety import agreement
 from benchmarks.stream_safety.agreement import Agreement
 from benchmarks.stream_safety.results import Result
@@ -25,13 +25,24 @@ from benchmarks.timing import Mark, Step, StepTimes, ignore, time_block
 _PEAK_STEPS = 3
 
 
-def one_step(engine: Any, inputs: Tensor, mark: Mark) -> None:
-    loss = loss_of(engine(inputs))
+def one_step(engine: Any, micro_batches: MicroBatches, mark: Mark) -> None:
+    """Every micro step; all that comes before the last backward counts as forward."""
+    *others, last = micro_batches
+    for inputs in others:
+        engine.backward(loss_of(engine(inputs)))
+        engine.step()
+    loss = loss_of(engine(last))
     mark("forward")
     engine.backward(loss)
     mark("backward")
     engine.step()
     mark("step")
+
+
+def plain_step(micro_batches: MicroBatches, forward: Forward) -> None:
+    """The same in plain PyTorch: the mean of the micro steps' losses."""
+    for inputs in micro_batches:
+        (loss_of(forward(inputs)) / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
 
 
 class Reference:
@@ -95,24 +106,24 @@ class Bench:
         self, engines: ExitStack, workload: Workload, results: Sequence[Result]
     ) -> list[_Row]:
         """Those that could be built and looked at."""
-        (inputs,) = workload.data(self.device)
+        micro_batches = workload.data(self.device)
         gradients, rows = Reference(), []
         for result in results:
             before = probes.allocated_mib(self.device)
             with _recorded(result), patch(self.patch, result.patched):
                 own = replace(workload, overlap_comm=result.overlap)
                 engine = engines.enter_context(own.engine(result.stage, self.device))
-                row = _Row(result, engine, partial(one_step, engine, inputs))
-                self._look(row, inputs, before)
+                row = _Row(result, engine, partial(one_step, engine, micro_batches))
+                self._look(row, micro_batches, before)
                 found = agreement.gradients(row.step, engine, self.device)
                 result.gradients = gradients.against(result, found)
                 rows.append(row)
         return rows
 
-    def _look(self, row: _Row, inputs: Tensor, before: float | None) -> None:
+    def _look(self, row: _Row, micro_batches: MicroBatches, before: float | None) -> None:
         for _ in range(self.warmup):
             row.step(ignore)
-        reference = plain_gradients(full_weights(row.engine), partial(plain_backwards, (inputs,)))
+        reference = plain_gradients(full_weights(row.engine), partial(plain_step, micro_batches))
         row.result.gradient_error = probes.gradient_error(
             row.step, row.engine, reference, "backward", self.device
         )

@@ -19,7 +19,7 @@ _TOLERANCE = 2e-2
 
 @dataclass
 class Result:
-    """A row of a batch size and a bucket size.
+    """A row of a batch size, a bucket size and a number of micro steps.
 
     gradient_error: to plain PyTorch's. gradients, end: against overlap_comm=false of the same
     stage; None for that row itself.
@@ -30,6 +30,7 @@ class Result:
     mode: str
     batch: int
     reduce_bucket_size: int
+    micro_steps: int = 1
     error: str | None = None  # the exception that ended it
     ms: list[list[float]] = field(default_factory=list)  # of every timed step, by round
     ms_by_phase: list[dict[str, float]] = field(default_factory=list)  # medians, by round
@@ -49,7 +50,8 @@ class Result:
 
     @property
     def where(self) -> str:
-        return f"batch {self.batch}, bucket {self.reduce_bucket_size:,}"
+        one = f"batch {self.batch}, bucket {self.reduce_bucket_size:,}"
+        return one if self.micro_steps == 1 else f"{one}, {self.micro_steps} micro steps"
 
     @property
     def patched(self) -> bool:
@@ -109,7 +111,7 @@ class Result:
 
 
 def groups(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """Those of a batch size and a bucket size, by their name."""
+    """Those of a batch size, a bucket size and a number of micro steps, by their name."""
     for where in dict.fromkeys(result.where for result in results):
         yield where, [result for result in results if result.where == where]
 

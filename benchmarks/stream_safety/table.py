@@ -53,9 +53,9 @@ def _origin(run: Mapping[str, Any]) -> str:
     width, wide = options["width"], 4 * options["width"]
     return (
         f"{sentence(run['provenance'])} "
-        f"{options['layers']} layers: four Linear({width}), Linear({width}, {wide}), "
-        f"Linear({wide}, {width}), and again; {rounds(options['rounds'])} of "
-        f"{options['steps']} timed steps after {options['warmup']}."
+        f"{options['layers']} layers: RMSNorm, four Linear({width}), RMSNorm, "
+        f"Linear({width}, {wide}), Linear({wide}, {width}), and again; "
+        f"{rounds(options['rounds'])} of {options['steps']} timed steps after {options['warmup']}."
     )
 
 
