@@ -5,7 +5,7 @@ Each takes a step of its own, so that reading never stands in a timed one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ def max_allocated_mib(device: torch.device) -> float:
     return float(torch.cuda.max_memory_allocated(device)) / _MIB
 
 
+def max_active_mib(device: torch.device) -> float:
+    """The same, with memory that was given up and that a stream has still to get done with."""
+    wait_for(device)
+    return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / _MIB
+
+
 def allocated_after(
     step: Step, phase: str, device: torch.device, before: float | None
 ) -> float | None:
@@ -41,7 +47,13 @@ def allocated_after(
     return None if now is None or before is None else now - before
 
 
-def peak_mib(step: Step, device: torch.device, before: float | None, steps: int) -> float | None:
+def peak_mib(
+    step: Step,
+    device: torch.device,
+    before: float | None,
+    steps: int,
+    most: Callable[[torch.device], float] = max_allocated_mib,
+) -> float | None:
     """The most MiB allocated at any moment of `steps` steps that nothing interrupts."""
     if before is None:
         return None
@@ -49,7 +61,7 @@ def peak_mib(step: Step, device: torch.device, before: float | None, steps: int)
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(steps):
         step(ignore)
-    return max_allocated_mib(device) - before
+    return most(device) - before
 
 
 def gradient_error(

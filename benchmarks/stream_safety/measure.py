@@ -128,7 +128,9 @@ class Bench:
             row.step, row.engine, reference, "backward", self.device
         )
         del reference
-        row.result.peak_mib = probes.peak_mib(row.step, self.device, before, _PEAK_STEPS)
+        row.result.peak_mib = probes.peak_mib(
+            row.step, self.device, before, _PEAK_STEPS, probes.max_active_mib
+        )
 
     def _time(self, step: Step) -> list[StepTimes]:
         return time_block(step, self.device, self.warmup, self.steps)

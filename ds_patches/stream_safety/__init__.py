@@ -38,8 +38,9 @@ How
       for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
       are up to four of them.
     - What the reduction reads is recorded on its stream.
-    - At the end of a backward the streams wait for each other, and the host goes on. If no step
-      follows, not even the streams wait: micro steps are added up on the reduction stream.
+    - At the end of a backward the streams wait for each other, and the host goes on, until the
+      memory of one backward's gradients is still to be reduced. If no step follows, not even the
+      streams wait: micro steps are added up on the reduction stream.
     - ZeRO-3's gathers wait for each step, once.
 
 What to know

@@ -87,6 +87,7 @@ def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
         order.reducing = False
         for buffers in flat.watched(optimizer):
             buffers.reduced()
+        order.queued()
         if order.at_the_end is not None:
             order.at_the_end()
 
@@ -149,6 +150,7 @@ def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:
     """Add up the micro steps on the reduction stream, and have nobody wait for it."""
     for buffer in flat.buffers(optimizer):  # which are given up now
         order.keep(buffer)
+    order.queued()
     rest.enter_context(flat.nothing_overlaps(optimizer))
     rest.enter_context(order.on_reduction())
 

@@ -8,6 +8,7 @@ reduction of a buffer only where it writes into this buffer again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,6 +21,34 @@ class _Over:
 
     def wait(self, stream: Any) -> None:
         pass
+
+
+class _Kept:
+    """Bytes that nobody holds any more, and that are still to be reduced.
+
+    The host may run ahead of the device over many backwards, each of which would find the memory of
+    the one before taken. As long as it waited at the end of each, as DeepSpeed has it, there were
+    never more of them than one backward keeps: so many there may be.
+    """
+
+    def __init__(self) -> None:
+        self.new = 0
+        self._pending: deque[tuple[Any, int]] = deque()  # oldest first
+        self._bytes = self._of_this = self._most = 0
+
+    def until(self, event: Any) -> None:
+        """The new ones; and have the host wait if there are too many."""
+        self._pending.append((event, self.new))
+        self._bytes += self.new
+        self._of_this += self.new
+        self.new = 0
+        while self._bytes > max(self._most, self._of_this):
+            event, count = self._pending.popleft()
+            event.synchronize()
+            self._bytes -= count
+
+    def backward_is_over(self) -> None:
+        self._most, self._of_this = max(self._most, self._of_this), 0
 
 
 class Order:
@@ -35,6 +64,7 @@ class Order:
         self.reducing = False
         #: What to do once the last reduction of a backward is queued; None for what stock does.
         self.at_the_end: Callable[[], None] | None = None
+        self._kept = _Kept()
 
     def backward_begins(self) -> None:
         """Let the reduction wait for the step before, which has read what it allocated."""
@@ -67,10 +97,17 @@ class Order:
     def backward_is_over(self) -> None:
         """Its streams need not be those of the next."""
         self._producers.clear()
+        self._kept.backward_is_over()
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of `tensor` until the reduction stream has got there."""
         tensor.record_stream(self._reduction)
+        self._kept.new += tensor.nbytes
+
+    def queued(self) -> None:
+        """All that reads what was kept is."""
+        if self._kept.new:
+            self._kept.until(self.reduced())
 
     def current(self) -> Any:
         return self._accelerator.current_stream()

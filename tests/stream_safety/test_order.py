@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,28 @@ def test_producers_of_the_last_backward_are_forgotten(device: Device) -> None:
     time = other.tick()
     order.before_reduction()
     assert not reduction.has_seen(other, time)
+
+
+def test_the_host_keeps_no_more_than_one_backward_keeps(device: Device) -> None:
+    order, reduction = order_on(device)
+    gradient: Any = SimpleNamespace(nbytes=8, record_stream=lambda stream: None)
+    done = []
+
+    def backward(count: int) -> list[int]:
+        """How many reductions the host has waited for, after each."""
+        waited = []
+        for _ in range(count):
+            order.keep(gradient)
+            done.append(reduction.tick())
+            order.queued()
+            waited.append(sum(device.host.get(reduction, 0) >= time for time in done))
+        order.backward_is_over()
+        return waited
+
+    assert backward(2) == [0, 0]
+    assert backward(2) == [1, 2]
+    assert backward(3) == [3, 4, 4], "and now it is three"
+    assert backward(1) == [5]
 
 
 def test_who_writes_waits_for_the_last_reduction_of_this_buffer_alone(device: Device) -> None:
