@@ -56,6 +56,8 @@ What to know
       256 MiB, as with the default ``reduce_bucket_size``, 5e8: they would take it twice.
     - The device may still reduce when ``backward`` returns. A stream of your own that reads
       gradients has to wait for the current one, as ever in PyTorch; or leave ``host_wait`` out.
+    - Collectives of your forward, as of experts or sequence parallelism, then run beside
+      reductions, as those of the backward do in stock; or leave ``micro_steps`` out.
     - ``python -m ds_patches doctor --streams`` checks your torch and your GPUs.
 
 Upstream

@@ -103,10 +103,10 @@ class Buffers(list[torch.Tensor]):
 
     @staticmethod
     def all_of(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of a bucket, where they may be of this kind; once, or more often."""
-        if not isinstance(buffers, Buffers):
-            return buffers
-        return [*iter(buffers), *(buffer.tensor for buffer in buffers._reduced)]
+        """Those of a bucket, which may be of this kind."""
+        reduced = buffers._reduced if isinstance(buffers, Buffers) else ()
+        found = [*iter(buffers), *(buffer.tensor for buffer in reduced)]
+        return list({id(buffer): buffer for buffer in found}.values())
 
     def plain(self) -> list[torch.Tensor]:
         """The same in a list that knows nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +15,8 @@ from .binding import LACKS
 from .buffers import SPARE_BYTES
 from .order import Order
 from .upstream import flat, stage3
+
+logger = logging.getLogger("ds_patches.stream_safety")
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -122,7 +125,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
         return wrapped(*args, **kwargs)
     with ExitStack() as rest:
         if not flat.has_waits_of_its_own(optimizer):
-            if "micro_steps" in _live and _may_go_on(optimizer):
+            if "micro_steps" in _live and _may_go_on(optimizer, order):
                 rest.enter_context(order.without_waits(backward=True, reduction=False))
                 order.at_the_end = partial(_go_on, optimizer, order, rest)
             elif "host_wait" in _live:
@@ -140,10 +143,16 @@ def _meet(optimizer: Any, order: Order, rest: ExitStack) -> None:
     rest.enter_context(flat.nothing_overlaps(optimizer))
 
 
-def _may_go_on(optimizer: Any) -> bool:
+def _may_go_on(optimizer: Any, order: Order) -> bool:
     """Whether nobody needs the gradients yet. The buffers stay in memory for a while."""
+    if not flat.adds_up(optimizer):
+        return False
     kept = sum(buffer.nbytes for buffer in flat.buffers(optimizer))
-    return not flat.is_boundary(optimizer) and kept <= SPARE_BYTES
+    if kept > SPARE_BYTES and not order.told:
+        order.told = True
+        mib = kept >> 20
+        logger.info("micro steps wait: a bucket's buffers take %d MiB, more than 256", mib)
+    return kept <= SPARE_BYTES
 
 
 def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:

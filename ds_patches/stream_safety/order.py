@@ -1,9 +1,10 @@
 """Who waits for whom around the stream that gradients are reduced on.
 
-Three rules. The reduction waits for every stream that a gradient came from, until the gradient is
-there and no longer. What it reads is recorded on its stream, or the allocator hands the memory on
-as soon as the backward lets go of it (PyTorch issue 33909). And the backward waits for the
-reduction of a buffer only where it writes into this buffer again.
+The reduction waits for every stream that a gradient came from, until the gradient is there and no
+longer. What it reads is recorded on its stream, or the allocator hands the memory on as soon as the
+backward lets go of it (PyTorch issue 33909). The backward waits for the reduction of a buffer only
+where it writes into this buffer again. All of them wait before a step, and not between micro steps,
+which are added up where they are reduced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class _Kept:
     def __init__(self) -> None:
         self.new = 0
         self._pending: deque[tuple[Any, int]] = deque()  # oldest first
-        self._bytes = self._of_this = self._most = 0
+        self._bytes = 0  # of the pending ones
+        self._of_this = self._most = 0  # backward, of all before
 
     def until(self, event: Any) -> None:
         """The new ones; and have the host wait if there are too many."""
@@ -64,6 +66,7 @@ class Order:
         self.reducing = False
         #: What to do once the last reduction of a backward is queued; None for what stock does.
         self.at_the_end: Callable[[], None] | None = None
+        self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
 
     def backward_begins(self) -> None:

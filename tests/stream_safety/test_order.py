@@ -135,6 +135,9 @@ def test_who_writes_waits_for_the_buffer_reduced_longest_ago(device: Device, spa
     reductions, memory = [], set()
     for turn in range(9):
         memory.add(buffers[turn % 2].data_ptr())
+        found = Buffers.all_of(buffers)
+        assert {buffer.data_ptr() for buffer in found} == memory | {found[1].data_ptr()}
+        assert len(found) == max(2, len(memory))
         seen = [device.default.has_seen(reduction, time) for time in reductions]
         assert seen == [at < turn - 1 - spare for at in range(turn)]
         reductions.append(reduce(order, buffers, turn % 2, reduction))

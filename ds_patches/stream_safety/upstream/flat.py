@@ -77,10 +77,12 @@ def nothing_overlaps(optimizer: Any) -> Iterator[None]:
         optimizer.overlap_comm = True
 
 
-def is_boundary(optimizer: Any) -> bool:
-    """Whether a step follows the micro step that it is in."""
-    found = optimizer.is_gradient_accumulation_boundary  # a method from 0.19.5 on
-    return bool(found() if callable(found) else found)
+def adds_up(optimizer: Any) -> bool:
+    """Whether a micro step that is reduced is added to others, and no step follows it."""
+    boundary = optimizer.is_gradient_accumulation_boundary  # a method from 0.19.5 on
+    return bool(optimizer.partition_gradients) and not (
+        boundary() if callable(boundary) else boundary
+    )
 
 
 def unwatch(optimizer: Any) -> None:
