@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from ds_patches.core import claims
+from ds_patches.core import claims, engines
 
 from .upstream import flat
 from .upstream.engine import is_flushing
@@ -44,7 +44,7 @@ class LostGradients:
         now = optimizer.averaged_gradients
         replaced = any(old is not None and now.get(at) is not old for at, old in before.items())
         self._backwards += 1
-        boundary = flat.at_boundary(optimizer)
+        boundary = engines.at_boundary(optimizer)
         if not is_flushing(optimizer) and (
             replaced
             or (boundary and flat.offload_loses(optimizer, self._backwards, self._boundaries))

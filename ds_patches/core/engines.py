@@ -1,4 +1,4 @@
-"""What several patches ask of a DeepSpeed engine. Releases are told apart by what they have."""
+"""What several patches ask of a DeepSpeed engine or its optimizer, told apart by what they have."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def is_deep_compiled(engine: Any) -> bool:
         return bool(active())
     enabled = getattr(engine, "is_deepcompile_enabled", None)
     return enabled is not None and bool(enabled() and engine.is_compiled)
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
 
 
 def forget_backward(engine: Any) -> None:

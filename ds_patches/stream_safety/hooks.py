@@ -24,7 +24,7 @@ Kwargs = dict[str, Any]
 
 
 #: Parts that have to know which streams gradients come from.
-_PRODUCERS = ("producer_streams", "bucket_ready", "host_wait", "micro_steps")
+_PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
 #: Parts that have to keep what is reduced: the first is for it, the others let it go earlier.
 _KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
 #: Which parts are live.
@@ -150,8 +150,8 @@ def _may_go_on(optimizer: Any, order: Order) -> bool:
     kept = sum(buffer.nbytes for buffer in flat.buffers(optimizer))
     if kept > SPARE_BYTES and not order.told:
         order.told = True
-        mib = kept >> 20
-        logger.info("micro steps wait: a bucket's buffers take %d MiB, more than 256", mib)
+        mib = (kept >> 20, SPARE_BYTES >> 20)
+        logger.info("micro steps wait: the buffers take %d MiB, more than %d", *mib)
     return kept <= SPARE_BYTES
 
 

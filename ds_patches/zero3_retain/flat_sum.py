@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_patches.core import engines
+
 from .lost import LostGradients
 from .upstream import flat, offload
 
@@ -87,7 +89,7 @@ class FlatSum:
             self._add_back_offloaded()
         elif self._reduced and flat.replaced(optimizer, averaged):
             self._lost.warn()
-        self._reduced |= flat.at_boundary(optimizer)
+        self._reduced |= engines.at_boundary(optimizer)
         return result
 
     def copy_to_partition(self, wrapped: Callable[..., Any], param: Any, *rest: Any) -> Any:
@@ -96,7 +98,7 @@ class FlatSum:
         if not optimizer.cpu_offload:
             return wrapped(param, *rest)
         param_id = optimizer.get_param_id(param)
-        boundary = flat.at_boundary(optimizer)
+        boundary = engines.at_boundary(optimizer)
         if self._adding and param_id not in self._copied:
             # Stock never clears its host sums: an old step may have left one.
             offload.zero_host_sum(optimizer, param_id)

@@ -163,12 +163,6 @@ def _finish_copies() -> None:
     synchronize()
 
 
-def at_boundary(optimizer: Any) -> bool:
-    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
-    boundary = optimizer.is_gradient_accumulation_boundary
-    return bool(boundary() if callable(boundary) else boundary)
-
-
 @contextmanager
 def in_epilogue(optimizer: Any) -> Iterator[None]:
     """Around upstream's epilogue, which up to 0.18.4 ends with a ``zero_grad()`` of its own."""

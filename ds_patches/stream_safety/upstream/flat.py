@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_patches.core import engines
 from ds_patches.core.device import accelerator, keeps_order
 
 from ..buffers import Buffers
@@ -51,11 +52,7 @@ def watched(optimizer: Any) -> Iterator[Buffers]:
 def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a part of a bucket's buffer."""
     memory = tensor.untyped_storage().data_ptr()
-    return any(
-        buffer.untyped_storage().data_ptr() == memory
-        for holder, name in _places(optimizer)
-        for buffer in getattr(holder, name) or ()
-    )
+    return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers(optimizer))
 
 
 def buffers(optimizer: Any) -> list[torch.Tensor]:
@@ -63,7 +60,7 @@ def buffers(optimizer: Any) -> list[torch.Tensor]:
     return [
         buffer
         for holder, name in _places(optimizer)
-        for buffer in Buffers.all_of(getattr(holder, name))
+        for buffer in Buffers.all_of(getattr(holder, name) or [])
     ]
 
 
@@ -79,10 +76,7 @@ def nothing_overlaps(optimizer: Any) -> Iterator[None]:
 
 def adds_up(optimizer: Any) -> bool:
     """Whether a micro step that is reduced is added to others, and no step follows it."""
-    boundary = optimizer.is_gradient_accumulation_boundary  # a method from 0.19.5 on
-    return bool(optimizer.partition_gradients) and not (
-        boundary() if callable(boundary) else boundary
-    )
+    return bool(optimizer.partition_gradients) and not engines.at_boundary(optimizer)
 
 
 def unwatch(optimizer: Any) -> None:

@@ -19,12 +19,6 @@ def keeps_its_own_sum(optimizer: Any) -> bool:
     return hasattr(optimizer, "clear_hp_grads")
 
 
-def at_boundary(optimizer: Any) -> bool:
-    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
-    boundary = optimizer.is_gradient_accumulation_boundary
-    return bool(boundary() if callable(boundary) else boundary)
-
-
 def pending_gradients(optimizer: Any) -> Gradients:
     """Reduced gradients of micro steps before the boundary; a store of its own from 0.17.6."""
     pending: Gradients = getattr(optimizer, "all_grad_tensors", {})
