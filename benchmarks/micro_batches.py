@@ -24,10 +24,10 @@ def loss_of(outputs: Tensor) -> Tensor:
     return outputs.float().pow(2).mean()
 
 
-def plain_backwards(micro_batches: MicroBatches, forward: Forward) -> None:
-    """The backwards of one step, in plain PyTorch."""
+def plain_backwards(micro_batches: MicroBatches, forward: Forward, micro_steps: int = 1) -> None:
+    """The backwards of one step, in plain PyTorch, each of a part of its `micro_steps`."""
     for inputs in micro_batches:
-        loss_of(forward(inputs)).backward()  # type: ignore[no-untyped-call]
+        (loss_of(forward(inputs)) / micro_steps).backward()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

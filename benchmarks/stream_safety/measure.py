@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks import probes
 from benchmarks.engines import patch
-from benchmarks.gradients import Forward, full_weights, plain_gradients
-from benchmarks.micro_batches import MicroBatches, Workload, loss_of
+from benchmarks.gradients import full_weights, plain_gradients
+from benchmarks.micro_batches import MicroBatches, Workload, loss_of, plain_backwards
 from benchmarks.stream_safety import agreement
 from benchmarks.stream_safety.agreement import Agreement
 from benchmarks.stream_safety.results import Result
@@ -37,12 +37,6 @@ def one_step(engine: Any, micro_batches: MicroBatches, mark: Mark) -> None:
     mark("backward")
     engine.step()
     mark("step")
-
-
-def plain_step(micro_batches: MicroBatches, forward: Forward) -> None:
-    """The same in plain PyTorch: the mean of the micro steps' losses."""
-    for inputs in micro_batches:
-        (loss_of(forward(inputs)) / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
 
 
 class Reference:
@@ -123,7 +117,8 @@ class Bench:
     def _look(self, row: _Row, micro_batches: MicroBatches, before: float | None) -> None:
         for _ in range(self.warmup):
             row.step(ignore)
-        reference = plain_gradients(full_weights(row.engine), partial(plain_step, micro_batches))
+        backwards = partial(plain_backwards, micro_batches, micro_steps=len(micro_batches))
+        reference = plain_gradients(full_weights(row.engine), backwards)
         row.result.gradient_error = probes.gradient_error(
             row.step, row.engine, reference, "backward", self.device
         )

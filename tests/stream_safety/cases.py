@@ -61,13 +61,17 @@ def steps(trainer: Any, count: int = 3, micro_steps: int = 1) -> None:
         trainer.step()
 
 
+def three_backwards(trainer: Any, step: int) -> None:
+    for part in range(3):
+        trainer.backward(trainer.forward(batch(3 * step + part)).square().mean())
+
+
 def coalesced(trainer: Any, micro_steps: int = 1) -> None:
     """Three backwards and one reduction in each step."""
     for step in range(3):
         engine = getattr(trainer, "engine", None)
         with engine.coalesce_grad_reduction() if engine else nullcontext():
-            for part in range(3):
-                trainer.backward(trainer.forward(batch(3 * step + part)).square().mean())
+            three_backwards(trainer, step)
         trainer.step()
 
 
@@ -83,8 +87,7 @@ def retained(trainer: Any, micro_steps: int = 1) -> None:
 def unmanaged(trainer: Any, micro_steps: int = 1) -> None:
     """Three backwards and a step that comes when it comes."""
     for step in range(3):
-        for part in range(3):
-            trainer.backward(trainer.forward(batch(3 * step + part)).square().mean())
+        three_backwards(trainer, step)
         trainer.step()
 
 

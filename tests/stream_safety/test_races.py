@@ -40,13 +40,18 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
 EXACT = 1e-6
 
 
+def lives(part: str) -> bool:
+    """Whether this release lacks it."""
+    return RELEASE in SpecifierSet(LACKS[part])
+
+
 def shows(part: str) -> bool:
     """Whether stock has the defect, and nothing hides it."""
     if part in ("ping_pong", "record_stream") and WAITS_FOR_ALL:
         return False
     if part == "record_stream":  # from 0.19.0 on with more ranks only, below
         return Version("0.19.0") > RELEASE
-    return RELEASE in SpecifierSet(LACKS[part])
+    return lives(part)
 
 
 def of(found: cases.Found, part: str) -> Counter[str]:
@@ -148,7 +153,7 @@ def test_no_race_beside(world: World, patch: str, stage: int, around: str) -> No
 @pytest.mark.core_case
 def test_the_buffers_of_a_bucket_take_turns() -> None:
     """Where nothing else would show it: 0.17.5 to 0.18.4 wait for every reduction."""
-    if RELEASE not in SpecifierSet(LACKS["ping_pong"]):
+    if not lives("ping_pong"):
         pytest.skip("this release has the fix, or no such buckets")
     from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 
@@ -224,10 +229,6 @@ def test_the_host_goes_on(world: World, stage: int) -> None:
     assert syncs("") - syncs("host_wait") == 3
 
 
-def lives(part: str) -> bool:
-    return RELEASE in SpecifierSet(LACKS[part])
-
-
 @pytest.mark.core_case
 def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> None:
     """Where reductions take longer than the backward, as they do without direct copies."""
@@ -271,7 +272,7 @@ def test_no_race_between_micro_steps(world: World, around: str) -> None:
 def test_a_step_that_no_backward_knew_of(world: World, parts: str) -> None:
     """``"managed_gradient_accumulation": false``: it is the program that says when to step."""
     if Version("0.19.4") > RELEASE:
-        pytest.skip("this release knows of every step")
+        pytest.skip("managed_gradient_accumulation came with 0.19.4")
     settings = {"managed_gradient_accumulation": False, **NO_TIMER}
     for one in world.run(cases.train, 2, parts, script=cases.unmanaged, settings=settings):
         assert not one.races, Counter(one.races).most_common(5)
@@ -289,7 +290,7 @@ def test_a_backward_in_parts(world: World, micro_steps: int) -> None:
 
 
 def test_a_part_that_is_not_lacking_says_so() -> None:
-    fixed = [part for part in LACKS if RELEASE not in SpecifierSet(LACKS[part])]
+    fixed = [part for part in LACKS if not lives(part)]
     try:
         notes = ds_patches.apply("stream_safety", parts="+".join(["buffer_reuse", *fixed])).notes
         assert list(notes) == [f"{part} is fixed in DeepSpeed {RELEASE}" for part in fixed]
