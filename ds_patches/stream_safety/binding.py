@@ -26,6 +26,15 @@ def _flat(method: str, wrapper: str) -> Target:
     return Target(_FLAT, f"DeepSpeedZeroOptimizer.{method}", f"{_HOOKS}:{wrapper}")
 
 
+def _timer(method: str) -> Target:
+    return Target(
+        "deepspeed.utils.timer",
+        f"ThroughputTimer.{method}",
+        f"{_HOOKS}:around_timer",
+        releases=LACKS["micro_steps"],
+    )
+
+
 def _fact(method: str, why: str, releases: str = "") -> Fact:
     return Fact(_FLAT, f"DeepSpeedZeroOptimizer.{method}", why, releases=releases)
 
@@ -42,6 +51,14 @@ _TARGETS = (
         f"{_HOOKS}:around_finalize",
         releases=">=0.19.4",
     ),
+    Target(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.step",
+        f"{_HOOKS}:around_step",
+        releases=LACKS["micro_steps"],
+    ),
+    _timer("start"),
+    _timer("stop"),
     Target(_FLAT, "IPGBucket.clear", f"{_HOOKS}:around_clear", releases=LACKS["ping_pong"]),
     Target(
         _STAGE3,

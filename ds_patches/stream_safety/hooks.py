@@ -14,7 +14,7 @@ from ds_patches.core.met import Met
 from .binding import LACKS
 from .buffers import SPARE_BYTES
 from .order import Order
-from .upstream import flat, stage3
+from .upstream import flat, stage3, timer
 
 logger = logging.getLogger("ds_patches.stream_safety")
 
@@ -123,6 +123,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
     order = _order(optimizer)
     if order is None:
         return wrapped(*args, **kwargs)
+    order.goes_on = False
     with ExitStack() as rest:
         if not flat.has_waits_of_its_own(optimizer):
             if "micro_steps" in _live and _may_go_on(optimizer, order):
@@ -157,6 +158,7 @@ def _may_go_on(optimizer: Any, order: Order) -> bool:
 
 def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:
     """Add up the micro steps on the reduction stream, and have nobody wait for it."""
+    order.goes_on = True
     for buffer in flat.buffers(optimizer):  # which are given up now
         order.keep(buffer)
     order.queued()
@@ -169,6 +171,23 @@ def around_finalize(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     if (order := _order(optimizer)) is not None:
         order.meet()
     return wrapped(*args, **kwargs)
+
+
+def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The engine counts a micro step, and its throughput timer stops."""
+    order = None if engine.optimizer is None else _order.known(engine.optimizer)
+    if order is not None:
+        _order.shares(timer.of(engine), order)
+    return wrapped(*args, **kwargs)
+
+
+def around_timer(wrapped: Wrapped, throughput: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The timer starts or stops, and waits for the device."""
+    order = _order.known(throughput)
+    if order is None or not order.goes_on:
+        return wrapped(*args, **kwargs)
+    with timer.waits_for_nothing(throughput):
+        return wrapped(*args, **kwargs)
 
 
 def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -66,6 +66,8 @@ class Order:
         self.reducing = False
         #: What to do once the last reduction of a backward is queued; None for what stock does.
         self.at_the_end: Callable[[], None] | None = None
+        #: Whether nobody has waited for the reductions of the last backward.
+        self.goes_on = False
         self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
 
@@ -86,6 +88,7 @@ class Order:
 
     def meet(self) -> None:
         """Let the current stream wait for all others, and the producers for it."""
+        self.goes_on = False
         current = self.current()
         for stream in (*self._producers, self._reduction):
             current.wait_stream(stream)

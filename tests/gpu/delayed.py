@@ -13,7 +13,7 @@ from tests.stream_safety import cases
 from tests.zero3_retain import trainers
 from tests.zero3_retain.cases import applied
 
-CYCLES = 100_000_000  # about 50 ms: far more than a whole backward takes
+CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 
 _LAYER = cases.WIDTH**2  # elements of its gradient
 

@@ -45,8 +45,11 @@ class Layers(nn.Sequential):
 
 
 def model(widths: Sequence[int] = WIDTHS) -> nn.Module:
+    """So deep that the first layers would have next to no gradient if each made it smaller."""
     torch.manual_seed(7)
     layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
     return Layers(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 

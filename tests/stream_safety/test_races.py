@@ -255,6 +255,22 @@ def test_micro_steps_wait_for_nothing_but_a_step(world: World) -> None:
     assert found.syncs == 3, "of nine backwards, three come before a step"
 
 
+@pytest.mark.core_case
+def test_nor_does_the_throughput_timer(world: World) -> None:
+    """Which by default waits for the device twice in each micro step, from the third step on."""
+
+    def waits(parts: str) -> int:
+        case = {"micro_steps": 3, "bucket": 64}
+        timed, other = (
+            world.run(cases.train, 2, parts, settings=settings, **case)[0].syncs
+            for settings in (None, NO_TIMER)
+        )
+        return int(timed - other)
+
+    assert waits("") == waits("host_wait") == 6
+    assert waits("micro_steps") == waits("all") == (2 if lives("micro_steps") else 6)
+
+
 def test_large_buckets_are_not_kept_for_it(world: World) -> None:
     """Of 256 MiB and a bit, for its two buffers."""
     case = {"micro_steps": 3, "settings": NO_TIMER, "bucket": 2**25 + 1}

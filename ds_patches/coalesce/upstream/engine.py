@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ds_patches.core import engines
+from ds_patches.core.attributes import meanwhile
 
 _MESSAGE = "coalesce_grad_reduction() "
 _FLUSHING = "_ds_patches_coalesce_flushing"
@@ -64,20 +65,14 @@ def ranks(engine: Any) -> Sequence[int]:
     return [int(rank) for rank in dist.get_process_group_ranks(group)]
 
 
-@contextmanager
-def dividing_by_micro_steps(engine: Any) -> Iterator[None]:
+def dividing_by_micro_steps(engine: Any) -> AbstractContextManager[None]:
     """Let ``engine.backward`` divide the loss by gradient_accumulation_steps, as outside.
 
     Up to 0.18.2 it leaves that out under no_sync; from 0.18.3 it never does.
     """
     if engines.has_torch_style_backward(engine):
-        yield
-        return
-    engine.inside_no_sync_ctxt = False
-    try:
-        yield
-    finally:
-        engine.inside_no_sync_ctxt = True
+        return nullcontext()
+    return meanwhile(engine, inside_no_sync_ctxt=False)
 
 
 def steps_now(engine: Any) -> bool:

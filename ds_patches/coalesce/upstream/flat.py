@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ds_patches.core import live
+from ds_patches.core.attributes import meanwhile
 from ds_patches.core.device import accelerator, keeps_order, synchronize
 
 _EPILOGUE = "_ds_patches_coalesce_epilogue"
@@ -79,11 +80,8 @@ def _reducing_what_it_steps_with(optimizer: Any) -> Iterator[None]:
     for param in sums:
         param.grad = optimizer.get_gradient_for_reduction(param)
         param.grad_accum = None
-    optimizer.use_grad_accum_attribute = False
-    try:
+    with meanwhile(optimizer, use_grad_accum_attribute=False):
         yield
-    finally:
-        optimizer.use_grad_accum_attribute = True
 
 
 def _set_up_buckets(optimizer: Any) -> None:

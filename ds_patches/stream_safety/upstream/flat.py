@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ds_patches.core import engines
+from ds_patches.core.attributes import meanwhile
 from ds_patches.core.device import accelerator, keeps_order
 
 from ..buffers import Buffers
@@ -64,14 +65,9 @@ def buffers(optimizer: Any) -> list[torch.Tensor]:
     ]
 
 
-@contextmanager
-def nothing_overlaps(optimizer: Any) -> Iterator[None]:
+def nothing_overlaps(optimizer: Any) -> AbstractContextManager[None]:
     """Tell the end of a backward so, where the host waits if anything does."""
-    optimizer.overlap_comm = False
-    try:
-        yield
-    finally:
-        optimizer.overlap_comm = True
+    return meanwhile(optimizer, overlap_comm=False)
 
 
 def adds_up(optimizer: Any) -> bool:
