@@ -36,7 +36,7 @@ How
       gradient; where a hook of yours comes to it after DeepSpeed's, for what this does, too.
     - Whoever writes into a bucket's buffer waits for the last reduction of this very buffer, and
       for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
-      are up to four of them.
+      are up to eight of them.
     - What the reduction reads is recorded on its stream.
     - At the end of a backward the streams wait for each other, and the host goes on, until the
       memory of one backward's gradients is still to be reduced. If no step follows, not even the
@@ -48,12 +48,17 @@ What to know
       that the release does not lack does nothing; asked for by name, it says so.
     - The buffers beyond two take memory, each of ``reduce_bucket_size`` elements, but no more than
       256 MiB in all. ``DS_PATCHES_STREAM_SAFETY_BUFFERS=2`` leaves it at two.
+    - Between micro steps, gradients that are still to be reduced stay in memory while the next
+      forward runs: no more of them than of one backward. ``micro_steps`` left out, they do not.
     - Devices without streams of their own, as the CPU, keep order by themselves: nothing changes
       there.
     - ZenFlow's optimizers are left to stock; with CPU offload, or gradients that are not
       contiguous, ``buffer_reuse``, ``bucket_ready``, ``host_wait`` and ``micro_steps`` are. They
       wait in a way of their own. So is ``micro_steps`` where the buffers of a bucket take more than
-      256 MiB, as with the default ``reduce_bucket_size``, 5e8: they would take it twice.
+      512 MiB, as with the default ``reduce_bucket_size``, 5e8: they would take it twice.
+    - DeepSpeed's throughput timer waits for the device twice in each micro step. With
+      ``micro_steps`` it does so at the begin and the end of a step only; what it logs is the time
+      of all micro steps, without what the host did between them.
     - The device may still reduce when ``backward`` returns. A stream of your own that reads
       gradients has to wait for the current one, as ever in PyTorch; or leave ``host_wait`` out.
     - Collectives of your forward, as of experts or sequence parallelism, then run beside

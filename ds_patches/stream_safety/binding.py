@@ -118,8 +118,8 @@ PATCH = Patch(
         ),
         Option(
             "buffers",
-            default="4",
-            choices=("4", "2"),
+            default="8",
+            choices=("8", "4", "2"),
             help="of a bucket, at most; 2 is DeepSpeed's own number",
         ),
     ),

@@ -3,15 +3,16 @@
 A bucket of DeepSpeed has two: one is filled while the other is reduced. That is enough where every
 bucket takes as long to reduce as the next takes to fill, and Transformers are not like that: the
 gradient of a wide layer fits no buffer, and the reductions of the small ones that follow queue up
-behind it. With two buffers the backward then stands still until the wide one is reduced; with four
-it goes on.
+behind it; the gradient of a norm has a buffer to itself where the layer after it fills one. With
+two buffers the backward then stands still until the wide one is reduced. With eight it goes on, and
+leaves enough to reduce behind it for the next forward to hide.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
@@ -63,8 +64,8 @@ class Buffers(list[torch.Tensor]):
         super().append(buffer)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, SupportsIndex):
-            self._taken(index.__index__())
+        if not isinstance(index, slice):
+            self._taken(index)
         return super().__getitem__(index)
 
     def _taken(self, index: int) -> None:

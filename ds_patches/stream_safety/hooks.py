@@ -12,7 +12,6 @@ from ds_patches.core import release as releases
 from ds_patches.core.met import Met
 
 from .binding import LACKS
-from .buffers import SPARE_BYTES
 from .order import Order
 from .upstream import flat, stage3, timer
 
@@ -29,6 +28,8 @@ _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
 _KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
 #: Which parts are live.
 _live: frozenset[str] = frozenset()
+#: What the buffers may take that stay in memory while micro steps go on: 512 MiB.
+_KEPT_BYTES = 2**29
 #: How many buffers more than DeepSpeed's two a bucket may have.
 _spare = 0
 #: The order of an optimizer's streams; None if there is none to keep, or it is left to stock.
@@ -149,11 +150,11 @@ def _may_go_on(optimizer: Any, order: Order) -> bool:
     if not flat.adds_up(optimizer):
         return False
     kept = sum(buffer.nbytes for buffer in flat.buffers(optimizer))
-    if kept > SPARE_BYTES and not order.told:
+    if kept > _KEPT_BYTES and not order.told:
         order.told = True
-        mib = (kept >> 20, SPARE_BYTES >> 20)
+        mib = (kept >> 20, _KEPT_BYTES >> 20)
         logger.info("micro steps wait: the buffers take %d MiB, more than %d", *mib)
-    return kept <= SPARE_BYTES
+    return kept <= _KEPT_BYTES
 
 
 def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:

@@ -10,8 +10,9 @@ which are added up where they are reduced.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import compress, product
 from typing import Any
 
 import torch
@@ -22,6 +23,29 @@ class _Over:
 
     def wait(self, stream: Any) -> None:
         pass
+
+
+def _record_nothing(event: Any = None) -> _Over:
+    return _Over()
+
+
+def _wait_for_nobody(stream: Any) -> None:
+    pass
+
+
+class _Instead:
+    """While it is open, methods of a stream are others. There is one around every gradient, so it
+    is made once, and no generator."""
+
+    def __init__(self, stream: Any, methods: dict[str, Any]) -> None:
+        self._here, self._methods = vars(stream), methods
+
+    def __enter__(self) -> None:
+        self._here.update(self._methods)
+
+    def __exit__(self, *raised: object) -> None:
+        for name in self._methods:
+            self._here.pop(name, None)
 
 
 class _Kept:
@@ -70,6 +94,11 @@ class Order:
         self.goes_on = False
         self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
+        instead = {"record_event": _record_nothing, "wait_stream": _wait_for_nobody}
+        self._without_waits = {
+            both: _Instead(reduction, dict(compress(instead.items(), both)))
+            for both in product((False, True), repeat=2)
+        }
 
     def backward_begins(self) -> None:
         """Let the reduction wait for the step before, which has read what it allocated."""
@@ -122,20 +151,10 @@ class Order:
         """An event: what is queued on the reduction stream by now."""
         return type(self._reduction).record_event(self._reduction)
 
-    @contextmanager
-    def without_waits(self, *, backward: bool, reduction: bool) -> Iterator[None]:
+    def without_waits(self, *, backward: bool, reduction: bool) -> AbstractContextManager[None]:
         """Inside, nobody waits for a whole stream.
 
         backward: does not wait for the reduction. reduction: does not wait for the backward. What
         they have to wait for they are told by `Buffers`, and by `before_reduction`.
         """
-        here = vars(self._reduction)
-        if backward:
-            here["record_event"] = lambda event=None: _Over()
-        if reduction:
-            here["wait_stream"] = lambda stream: None
-        try:
-            yield
-        finally:
-            here.pop("record_event", None)
-            here.pop("wait_stream", None)
+        return self._without_waits[backward, reduction]

@@ -174,7 +174,7 @@ def train(
     *,
     around: str = "",
     bucket: int = BUCKET,
-    buffers: str = "4",
+    buffers: str = "8",
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),

@@ -174,11 +174,11 @@ def test_the_buffers_of_a_bucket_take_turns() -> None:
 def test_the_backward_waits_for_less(world: World, bucket: int) -> None:
     """Of what is too large for a bucket, for nothing; with four buffers, not for the last three."""
     stock = world.run(cases.train, 2, bucket=bucket)[0].seen
-    four, two = (
-        world.run(cases.train, 2, "all", bucket=bucket, buffers=count)[0].seen for count in "42"
+    eight, four, two = (
+        world.run(cases.train, 2, "all", bucket=bucket, buffers=count)[0].seen for count in "842"
     )
     assert four < stock
-    assert two == four if bucket == 32 else four < two <= stock
+    assert two == four == eight if bucket == 32 else eight < four < two <= stock
 
 
 TRANSFORMER = (*(4 * (8, 8, 8, 8, 8, 32)), 8)  # a wide layer, one back, four small ones, and again
@@ -189,7 +189,7 @@ TRANSFORMER = (*(4 * (8, 8, 8, 8, 8, 32)), 8)  # a wide layer, one back, four sm
 def test_the_backward_ends_earlier(world: World, reduction: float) -> None:
     """S2, by the lengths of products and reductions: none of the wide layers fits a buffer."""
 
-    def end(parts: str, buffers: str = "4") -> float:
+    def end(parts: str, buffers: str = "8") -> float:
         case = {"bucket": 64, "widths": TRANSFORMER, "reduction": reduction, "buffers": buffers}
         return float(world.run(cases.train, 2, parts, **case)[0].end)
 
@@ -242,7 +242,7 @@ def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> No
     assert not any(one.races for one in patched)
     assert [one.difference for one in patched] == [one.difference for one in stock]
     if lives("micro_steps"):
-        assert patched[0].end <= 0.77 * stock[0].end
+        assert patched[0].end <= 0.7 * stock[0].end
         assert patched[0].end <= 0.9 * others[0].end
     else:
         assert patched[0].end == others[0].end
@@ -272,8 +272,8 @@ def test_nor_does_the_throughput_timer(world: World) -> None:
 
 
 def test_large_buckets_are_not_kept_for_it(world: World) -> None:
-    """Of 256 MiB and a bit, for its two buffers."""
-    case = {"micro_steps": 3, "settings": NO_TIMER, "bucket": 2**25 + 1}
+    """Of 512 MiB and a bit, for its two buffers."""
+    case = {"micro_steps": 3, "settings": NO_TIMER, "bucket": 2**26 + 1}
     found, stock = (world.run(cases.train, 2, parts, **case)[0] for parts in ("micro_steps", ""))
     assert found.syncs == stock.syncs == 9
 

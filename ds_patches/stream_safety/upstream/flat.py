@@ -51,9 +51,13 @@ def watched(optimizer: Any) -> Iterator[Buffers]:
 
 
 def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a part of a bucket's buffer."""
+    """Whether `tensor` is a part of a buffer that a bucket has now."""
     memory = tensor.untyped_storage().data_ptr()
-    return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers(optimizer))
+    for holder, name in _places(optimizer):
+        for buffer in getattr(holder, name) or ():
+            if buffer.untyped_storage().data_ptr() == memory:
+                return True
+    return False
 
 
 def buffers(optimizer: Any) -> list[torch.Tensor]:
@@ -83,11 +87,9 @@ def unwatch(optimizer: Any) -> None:
             setattr(holder, name, buffers.plain())
 
 
-def _places(optimizer: Any) -> Iterator[tuple[Any, str]]:
+def _places(optimizer: Any) -> list[tuple[Any, str]]:
     """Where the buffers are: from 0.17.2 on in a bucket for each dtype, before that in one."""
     buckets = getattr(optimizer, "ipg_buckets", None)
     if buckets is not None:
-        for bucket in buckets.values():
-            yield bucket, "buffer"
-    elif hasattr(optimizer, "ipg_buffer"):
-        yield optimizer, "ipg_buffer"
+        return [(bucket, "buffer") for bucket in buckets.values()]
+    return [(optimizer, "ipg_buffer")] if hasattr(optimizer, "ipg_buffer") else []
