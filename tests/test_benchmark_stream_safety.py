@@ -15,6 +15,7 @@ from benchmarks.stream_safety import page
 from benchmarks.stream_safety.agreement import Agreement
 from benchmarks.stream_safety.bars import bars
 from benchmarks.stream_safety.measure import Reference
+from benchmarks.stream_safety.plot import draw
 from benchmarks.stream_safety.results import Result, failures, find, ratios, stock_of
 from benchmarks.stream_safety.rows import MODES, PATCHED, STOCK
 from benchmarks.stream_safety.table import section
@@ -301,3 +302,15 @@ def test_a_run_is_put_into_the_page_and_drawn_beside_it(tmp_path: Path) -> None:
     ):
         assert f">{text}<" in drawn, text
     assert page.filled(first, runs) == first, "it stands in the place of what was there"
+
+
+def test_runs_on_one_machine_share_a_column(tmp_path: Path) -> None:
+    other = [Result.read(row | {"batch": 8}) for row in run_of(recorded())["rows"]]
+    elsewhere = run_of(recorded(), NCCL_P2P_DISABLE="1")
+    draw([run_of(recorded()), run_of(other), elsewhere], tmp_path / "drawn.svg")
+    drawn = (tmp_path / "drawn.svg").read_text()
+    titles = [f"P2P on, {WHERE}", f"P2P on, {WHERE.replace('4', '8')}", f"P2P off, {WHERE}"]
+    assert [drawn.count(f">2 GPUs, {title}<") for title in titles] == [1, 1, 1]
+    assert drawn.count(">ms per step<") == len(titles)
+    with pytest.raises(ValueError, match="no row was timed"):
+        draw([run_of([Result(1, False, STOCK, 4, 2500)])], tmp_path / "empty.svg")

@@ -1,6 +1,6 @@
 """Draw runs: each row's step time, and beside it NCCL's time, exposed and hidden.
 
-A row of panels per batch and bucket size, a column per run.
+A row of panels per batch and bucket size, a column per machine.
 """
 
 from __future__ import annotations
@@ -23,17 +23,30 @@ _WIDTH = 0.2  # of a bar, where the distance of two groups is 1
 
 def draw(runs: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """`runs`: as the benchmark keeps them. Raises ValueError if no row was timed."""
-    read = [dict(groups([Result.read(row) for row in run["rows"]])) for run in runs]
-    if not any(result.spread for run in read for group in run.values() for result in group):
-        raise ValueError("no row was timed")
-    places = list(dict.fromkeys(where for run in read for where in run))
-    with pictures.canvas(picture, len(places), len(runs), sharey="row") as panels:
+    columns = _by_machine(runs)
+    places = list(dict.fromkeys(where for column in columns.values() for where in column))
+    with pictures.canvas(picture, len(places), len(columns), sharey="row") as panels:
         for panel_row, where in zip(panels, places, strict=True):
-            for panel, run, found in zip(panel_row, runs, read, strict=True):
-                panel.set_title(f"{machine(run['provenance'])}, {where}", fontsize=10)
-                _panel(panel, found.get(where, []))
-            panel_row[0].set_ylabel("ms per step")
+            for panel, (name, found) in zip(panel_row, columns.items(), strict=True):
+                if where not in found:
+                    panel.axis("off")
+                    continue
+                panel.set_title(f"{name}, {where}", fontsize=10)
+                panel.set_ylabel("ms per step")
+                _panel(panel, found[where])
         pictures.legend(panels, [*(_step_of(mode) for mode in _STEP), *_NCCL])
+
+
+def _by_machine(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Result]]]:
+    """The rows of all runs on one machine, by their sizes."""
+    columns: dict[str, dict[str, list[Result]]] = {}
+    for run in runs:
+        rows = [Result.read(row) for row in run["rows"]]
+        columns.setdefault(machine(run["provenance"]), {}).update(groups(rows))
+    timed = (row for column in columns.values() for group in column.values() for row in group)
+    if not any(row.spread for row in timed):
+        raise ValueError("no row was timed")
+    return columns
 
 
 def _panel(panel: Any, group: Sequence[Result]) -> None:
