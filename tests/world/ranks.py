@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,17 +19,12 @@ from tests.world.errors import RankError, WorldTimeout
 
 __tracebackhide__ = True  # pytest shows the test and the ranks' words, not this machinery
 
+HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0  # two imports of DeepSpeed on a busy machine
 GRACE_SECONDS = 5.0  # what a rank gets to answer in, once another one has failed
 LEAVE_SECONDS = 10.0
 TAIL_LINES = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(
@@ -46,7 +40,10 @@ def environment(
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # the output of a killed rank is on file
-        "MASTER_ADDR": "127.0.0.1",
+        # As torchrun has it: rank 0 finds the store there and does not open one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -110,14 +107,17 @@ class Ranks:
     """`size` ranks in one process group. After an error they are ended and not asked again."""
 
     def __init__(self, size: int, path: Path | None, accelerator: str) -> None:
-        port = free_port()
+        from torch.distributed import TCPStore
+
+        # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         # Only this process holds the writing end: the ranks read its end of file, and so the
         # end of this process, however that came about.
         reading, self.lifeline = os.pipe()
         self.ranks: list[Rank] = []
         try:
             for rank in range(size):
-                env = environment(rank, size, port, path, accelerator)
+                env = environment(rank, size, self.store.port, path, accelerator)
                 self.ranks.append(Rank(rank, env, reading))
             self.gather(START_SECONDS)
         except BaseException:
@@ -197,3 +197,4 @@ class Ranks:
         for rank in self.ranks:
             rank.end()
         os.close(self.lifeline)
+        del self.store
