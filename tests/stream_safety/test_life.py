@@ -32,7 +32,8 @@ def kinds() -> dict[str, list[str]]:
         found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
         ds_patches.unapply("stream_safety")
         note("after")
-        found["left"] = [name for name in vars(optimizer) if "ds_patches" in name]
+        left = {**vars(optimizer), **vars(engine.tput_timer)}
+        found["left"] = [name for name in left if "ds_patches" in name]
         found["left"] += [name for name in vars(optimizer.reduction_stream) if "record" in name]
         cases.steps(trainers.EngineTrainer(engine), 1)
     return found
