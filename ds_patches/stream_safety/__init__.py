@@ -57,8 +57,8 @@ What to know
       wait in a way of their own. So is ``micro_steps`` where the buffers of a bucket take more than
       512 MiB, as with the default ``reduce_bucket_size``, 5e8: they would take it twice.
     - DeepSpeed's throughput timer waits for the device twice in each micro step. With
-      ``micro_steps`` it does so at the begin and the end of a step only; what it logs is the time
-      of all micro steps, without what the host did between them.
+      ``micro_steps`` it does so at the beginning and the end of a step only; what it logs is the
+      time of all micro steps, without what the host did between them.
     - The device may still reduce when ``backward`` returns. A stream of your own that reads
       gradients has to wait for the current one, as ever in PyTorch; or leave ``host_wait`` out.
     - Collectives of your forward, as of experts or sequence parallelism, then run beside
