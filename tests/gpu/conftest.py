@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs, fresh for each test."""
+"""Two ranks on two GPUs: fresh for each test, or as long as the session lives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ import torch
 from tests.world import World
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A world that no test has touched, one GPU for each of its two ranks."""
+@pytest.fixture(scope="session")
+def two_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    # Streams that share one of the device's queues, of which there are 8, wait for each other by
-    # accident, and hide a race.
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+@pytest.fixture
+def gpus(two_gpus: None) -> Iterator[World]:
+    """A world that no test has touched, one GPU for each of its two ranks."""
     with World(accelerator="cuda").fresh() as own:
         yield own
+
+
+@pytest.fixture(scope="session")
+def living_gpus(two_gpus: None) -> Iterator[World]:
+    """The same, that all tests share: to start one takes longer than most of them."""
+    living = World(accelerator="cuda")
+    yield living
+    living.close()

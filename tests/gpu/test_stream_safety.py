@@ -51,15 +51,16 @@ def test_stock_is_wrong_where_it_lacks_the_fix(gpus: World, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", LATE)
-def test_equal_to_no_overlap_to_the_bit(gpus: World, part: str) -> None:
-    assert not any(unlike(gpus, "all", part))
+def test_equal_to_no_overlap_to_the_bit(living_gpus: World, part: str) -> None:
+    assert not any(unlike(living_gpus, "all", part))
 
 
 @pytest.mark.parametrize("part", WAITS)
-def test_nobody_waits_for_more(gpus: World, part: str) -> None:
+def test_nobody_waits_for_more(living_gpus: World, part: str) -> None:
     if not lives(part):
         pytest.skip("older releases let gradients be read between micro steps")
-    found = [gpus.within(SECONDS).run(WAITS[part], 2, parts) for parts in ("", part, "all")]
+    run = living_gpus.within(SECONDS).run
+    found = [run(WAITS[part], 2, parts) for parts in ("", part, "all")]
     print(part, "goes on", found, file=sys.stderr)
     assert found == [[False, False], [True, True], [True, True]]
 
@@ -74,8 +75,8 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_thirty_runs_are_one(gpus: World, script: str, stage: int) -> None:
+def test_thirty_runs_are_one(living_gpus: World, script: str, stage: int) -> None:
     """S3."""
-    found = gpus.within(SECONDS).run(delayed.repeated, stage, 30, **SCRIPTS[script])
+    found = living_gpus.within(SECONDS).run(delayed.repeated, stage, 30, **SCRIPTS[script])
     print(script, stage, "unlike", [sum(map(bool, one)) for one in found], file=sys.stderr)
     assert not any(any(runs) for runs in found)

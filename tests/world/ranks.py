@@ -35,7 +35,12 @@ def environment(
     path: comes before all of it.
     """
     inherited = os.environ.get("PYTHONPATH", "")
-    return os.environ | {
+    # Of the device's queues there are 8 by default. Streams that share one wait for each other by
+    # accident, and hide a race.
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if accelerator == "cuda" else {}
+    return {
+        **os.environ,
+        **queues,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), inherited])),
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",
