@@ -45,7 +45,7 @@ How
 
 What to know
     - ``DS_PATCHES_STREAM_SAFETY=record_stream,producer_streams`` takes these parts alone. A part
-      that the release does not lack does nothing; asked for by name, it says so.
+      that is not for the release does nothing; asked for by name, it says so.
     - The buffers beyond two take memory, each of ``reduce_bucket_size`` elements, but no more than
       256 MiB in all. ``DS_PATCHES_STREAM_SAFETY_BUFFERS=2`` leaves it at two.
     - Between micro steps, gradients that are still to be reduced stay in memory while the next

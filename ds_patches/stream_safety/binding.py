@@ -8,7 +8,7 @@ _FLAT = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _HOOKS = "ds_patches.stream_safety.hooks"
 
-#: Each part, and the releases that lack its fix.
+#: Each part, and the releases that lack its fix, and that it can be brought to.
 LACKS = {
     "ping_pong": ">=0.17.2,<=0.18.4",
     "zero3_producer": ">=0.16.0,<=0.18.7",

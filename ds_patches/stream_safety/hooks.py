@@ -37,14 +37,18 @@ _order: Met[Order] = Met("stream_safety", flat.order_of)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
-    """Turn the parts on that are asked for and that this release lacks; name the others."""
+    """Turn the parts on that are asked for and for this release; name the others."""
     global _live, _spare
     _spare = int(options["buffers"]) - 2
     asked = options["parts"].split(",")
     _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
     if len(asked) == len(LACKS):
         return []
-    return [f"{part} is fixed in DeepSpeed {release}" for part in asked if part not in _live]
+    return [
+        f"{part} is not live in DeepSpeed {release}: it is for {LACKS[part]}"
+        for part in asked
+        if part not in _live
+    ]
 
 
 def deactivate() -> Sequence[str]:
