@@ -82,9 +82,13 @@ class Buffers(list[torch.Tensor]):
     def _next(self) -> _Buffer:
         like = self._reduced[0].tensor
         if self._spared < self._spare and (self._spared + 1) * like.nbytes <= SPARE_BYTES:
-            self._spared += 1
-            new = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            return _Buffer(new, self._order)
+            try:
+                new = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            except torch.cuda.OutOfMemoryError:
+                self._spare = self._spared  # what there is has to do
+            else:
+                self._spared += 1
+                return _Buffer(new, self._order)
         return self._reduced.popleft()
 
     def reduced(self) -> None:

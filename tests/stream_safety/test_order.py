@@ -164,6 +164,25 @@ def test_an_empty_reduction_hands_nothing_on(device: Device) -> None:
     assert [buffers[index].data_ptr() for index in (0, 1, 0, 1)] == memory * 2
 
 
+def test_where_memory_is_short_they_stay_two(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(args)
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", empty)
+    order, reduction = order_on(device)
+    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 6)
+    memory = set()
+    for turn in range(6):
+        memory.add(buffers[turn % 2].data_ptr())
+        reduce(order, buffers, turn % 2, reduction)
+    assert (len(memory), len(asked)) == (2, 1)
+
+
 def test_large_buffers_stay_two(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_patches.stream_safety.buffers.SPARE_BYTES", 15)
     order, reduction = order_on(device)
