@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import compress, product
 from typing import Any
 
 import torch
@@ -33,19 +32,21 @@ def _wait_for_nobody(stream: Any) -> None:
     pass
 
 
-class _Instead:
-    """While it is open, methods of a stream are others. There is one around every gradient, so it
-    is made once, and no generator."""
+class _WithoutWaits:
+    """`Order.without_waits`; no generator, because there is one around every gradient."""
 
-    def __init__(self, stream: Any, methods: dict[str, Any]) -> None:
-        self._here, self._methods = vars(stream), methods
+    def __init__(self, stream: Any, backward: bool, reduction: bool) -> None:
+        self._here, self._backward, self._reduction = vars(stream), backward, reduction
 
     def __enter__(self) -> None:
-        self._here.update(self._methods)
+        if self._backward:
+            self._here["record_event"] = _record_nothing
+        if self._reduction:
+            self._here["wait_stream"] = _wait_for_nobody
 
     def __exit__(self, *raised: object) -> None:
-        for name in self._methods:
-            self._here.pop(name, None)
+        self._here.pop("record_event", None)
+        self._here.pop("wait_stream", None)
 
 
 class _Kept:
@@ -94,11 +95,6 @@ class Order:
         self.goes_on = False
         self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
-        instead = {"record_event": _record_nothing, "wait_stream": _wait_for_nobody}
-        self._without_waits = {
-            both: _Instead(reduction, dict(compress(instead.items(), both)))
-            for both in product((False, True), repeat=2)
-        }
 
     def backward_begins(self) -> None:
         """Let the reduction wait for the step before, which has read what it allocated."""
@@ -157,4 +153,4 @@ class Order:
         backward: does not wait for the reduction. reduction: does not wait for the backward. What
         they have to wait for they are told by `Buffers`, and by `before_reduction`.
         """
-        return self._without_waits[backward, reduction]
+        return _WithoutWaits(self._reduction, backward, reduction)

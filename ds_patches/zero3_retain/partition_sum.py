@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ds_patches.core.attributes import meanwhile
+
 from .lost import LostGradients
 from .upstream import stage3
 
@@ -72,11 +74,8 @@ class PartitionSum:
             return wrapped(params, gradients)
         self._zero_unwritten(ids)
         # Above zero means "add" to every release; the value itself means nothing else there.
-        self._optimizer.micro_step_id = max(1, micro_step_id)
-        try:
+        with meanwhile(self._optimizer, micro_step_id=max(1, micro_step_id)):
             return wrapped(params, gradients)
-        finally:
-            self._optimizer.micro_step_id = micro_step_id
 
     def _zero_unwritten(self, ids: Iterable[int]) -> None:
         partitions = stage3.gradient_partitions(self._optimizer)

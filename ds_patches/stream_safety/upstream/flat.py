@@ -53,11 +53,11 @@ def watched(optimizer: Any) -> Iterator[Buffers]:
 def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a part of a buffer that a bucket has now."""
     memory = tensor.untyped_storage().data_ptr()
-    for holder, name in _places(optimizer):
-        for buffer in getattr(holder, name) or ():
-            if buffer.untyped_storage().data_ptr() == memory:
-                return True
-    return False
+    return any(
+        buffer.untyped_storage().data_ptr() == memory
+        for holder, name in _places(optimizer)
+        for buffer in getattr(holder, name) or ()
+    )
 
 
 def buffers(optimizer: Any) -> list[torch.Tensor]:
