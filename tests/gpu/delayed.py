@@ -189,7 +189,7 @@ def reduces_before_the_next_gradient(stage: int, parts: str) -> bool:
             return reduce(*args, **kwargs)
 
         def late(grad: torch.Tensor) -> None:
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(10 * CYCLES)  # or a busy host may be later still
             note(ready)
 
         optimizer.allreduce_bucket = noted
