@@ -104,7 +104,7 @@ def _holding(patch: Patch, wish: flags.Wish) -> str:
         return "not applied"
     if not status.live:
         return f"{status.state.value} ({status.reason})"
-    chosen = ", ".join(f"{k}={v}" for k, v in lifecycle.options(patch).items())
+    chosen = ", ".join(f"{k}={v}" for k, v in status.options.items())
     return "live" + f" with {chosen}" * bool(chosen)
 
 

@@ -70,6 +70,11 @@ def read(
     return Wishes(strict, wishes)
 
 
+def defaults(patch: Patch) -> Mapping[str, str]:
+    """Return what the options are where nobody chooses."""
+    return _options(patch, {}, {})
+
+
 def is_ours(variable: str) -> bool:
     """Whether an environment variable is meant for this package, known or not."""
     return variable == PREFIX or variable.startswith(f"{PREFIX}_")

@@ -114,6 +114,7 @@ def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchSta
         upstream=patch.upstream,
         notes=life.notes,
         targets={key: standing for key, (standing, _) in standings.items()},
+        options=life.options if standings else wish.options,
     )
 
 
@@ -130,11 +131,6 @@ def is_active(patch: Patch) -> bool:
 def is_reverted(patch: Patch) -> bool:
     """Whether the patch was taken back, or refused before it could be applied by itself."""
     return _lives.get(patch.name, Life()).reverted
-
-
-def options(patch: Patch) -> Mapping[str, str]:
-    """Return the options that the patch was last applied with."""
-    return _lives.get(patch.name, Life()).options
 
 
 def failure(patch: Patch) -> BaseException | None:

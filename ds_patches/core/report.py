@@ -24,15 +24,16 @@ _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 def status(statuses: Iterable[PatchStatus], *, colour: bool = False) -> str:
-    """Return one line per patch: name, state, DeepSpeed's release, why, links; notes below."""
-    found = list(statuses)
+    """Return one line per patch: name, state, release, why, chosen options, links; notes below."""
+    found, patches = list(statuses), registry.patches()
     heads = _aligned([(s.name, s.state.value, s.installed or "-") for s in found])
     lines = []
     for one, head in zip(found, heads, strict=True):
         if colour:
             paint = _COLOURS.get(one.state, _YELLOW)
             head = head.replace(f" {one.state.value} ", f" {paint}{one.state.value}{_PLAIN} ", 1)
-        lines.append("  ".join([head, _why(one), *(link.url for link in one.upstream)]))
+        links = (link.url for link in one.upstream)
+        lines.append("  ".join([head, _why(one), *_chosen(one, patches[one.name]), *links]))
         lines += [f"  note: {note}" for note in one.notes]
     return "\n".join(lines)
 
@@ -70,6 +71,12 @@ def _why(status: PatchStatus) -> str:
     if status.state is State.READY:
         return f"not applied in this process; {status.reason}"
     return status.reason
+
+
+def _chosen(status: PatchStatus, patch: Patch) -> list[str]:
+    """Return the options that are not what they are by themselves."""
+    defaults = flags.defaults(patch)
+    return [f"{name}={v}" for name, v in status.options.items() if v != defaults[name]]
 
 
 def _diagnosis(patch: Patch, verdict: Verdict, disabled: str) -> list[str]:

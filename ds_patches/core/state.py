@@ -47,6 +47,7 @@ class PatchStatus:
     installed: version of the installed DeepSpeed as its metadata spells it, or None.
     notes: what the user should know besides, for example what a late apply cannot reach.
     targets: live standing of each target, by its key; empty while the patch is not live.
+    options: what it is applied with, or would be.
     """
 
     name: str
@@ -56,6 +57,7 @@ class PatchStatus:
     upstream: tuple[Link, ...]
     notes: tuple[str, ...]
     targets: Mapping[str, Standing]
+    options: Mapping[str, str]
 
     @property
     def live(self) -> bool:

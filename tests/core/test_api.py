@@ -155,7 +155,9 @@ for again in (lambda: ds_patches.apply("sample", mode="soft"),
         assert "unapply it" in str(error)
     else:
         raise SystemExit("silent")
+assert ds_patches.status()["sample"].options == {"mode": "hard"}
 ds_patches.unapply("sample")
+assert ds_patches.status()["sample"].options == {"mode": "soft"}
 ds_patches.unapply("sample")
 assert around.log[1:] == [("deactivate",)]
 ds_patches.apply("sample", mode="soft")

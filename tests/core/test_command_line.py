@@ -37,6 +37,14 @@ def test_status_is_one_line_per_patch(tmp_path: Path) -> None:
     assert "\033" not in done.stdout, "no colour into a pipe"
 
 
+def test_status_says_what_was_chosen(tmp_path: Path) -> None:
+    done = command(tmp_path, "status", DS_PATCHES_SAMPLE_MODE="hard")
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("sample"))
+    assert "  mode=hard  " in line
+    assert done.stdout.count("=hard") == 1
+    assert "mode=" not in command_again(tmp_path, "status").stdout
+
+
 def test_status_as_json(tmp_path: Path) -> None:
     done = command(tmp_path, "status", "--json")
     assert done.returncode == 0, done.stderr
@@ -44,6 +52,7 @@ def test_status_as_json(tmp_path: Path) -> None:
     assert sample["state"] == "not installed"
     assert sample["installed"] is None
     assert sample["live"] is False
+    assert sample["options"] == {"mode": "soft"}
     assert sample["upstream"] == [{"label": "#1", "url": "https://example.org/1"}]
 
 
@@ -72,7 +81,7 @@ def test_doctor_fails_on_drift_and_lists_all_of_it(tmp_path: Path) -> None:
 
 
 def command_again(
-    tmp_path: Path, name: str, deepspeed: Path, **variables: str
+    tmp_path: Path, name: str, deepspeed: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     again = tmp_path / "again"
     again.mkdir()
