@@ -114,7 +114,7 @@ def status(patch: Patch, wish: Wish, verdict: Verdict | None = None) -> PatchSta
         upstream=patch.upstream,
         notes=life.notes,
         targets={key: standing for key, (standing, _) in standings.items()},
-        options=life.options if standings else wish.options,
+        options=dict(life.options if standings else wish.options),
     )
 
 
