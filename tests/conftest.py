@@ -50,13 +50,12 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """Two gloo ranks that live as long as the session; see tests/world."""
-    living = World()
-    yield living
-    living.close()
+    with World() as living:
+        yield living
 
 
 @pytest.fixture
 def fresh_world() -> Iterator[World]:
     """Two ranks for this test alone: for stock behaviour, before anything was applied."""
-    with World().fresh() as own:
+    with World() as own:
         yield own

@@ -12,6 +12,5 @@ from tests.world import World
 @pytest.fixture(scope="package")
 def three() -> Iterator[World]:
     """Three ranks: divisors that are no power of two, partitions that end in odd places."""
-    world = World(3)
-    yield world
-    world.close()
+    with World(3) as living:
+        yield living

@@ -33,9 +33,8 @@ def accelerate(request: pytest.FixtureRequest, world: World) -> Iterator[World]:
     if request.param == NEWEST:
         yield world
         return
-    older = World(path=installed(f"accelerate=={request.param}"))
-    yield older
-    older.close()
+    with World(path=installed(f"accelerate=={request.param}")) as older:
+        yield older
 
 
 def installed(wanted: str) -> Path:

@@ -14,6 +14,5 @@ from tests.world import World
 def world() -> Iterator[World]:
     if not releases.has_deepcompile():
         pytest.skip("no DeepCompile before 0.16.6")
-    living = World()
-    yield living
-    living.close()
+    with World() as living:
+        yield living

@@ -19,13 +19,12 @@ def two_gpus() -> None:
 @pytest.fixture
 def gpus(two_gpus: None) -> Iterator[World]:
     """A world that no test has touched, one GPU for each of its two ranks."""
-    with World(accelerator="cuda").fresh() as own:
+    with World(accelerator="cuda") as own:
         yield own
 
 
 @pytest.fixture(scope="session")
 def living_gpus(two_gpus: None) -> Iterator[World]:
     """The same, that all tests share: to start one takes longer than most of them."""
-    living = World(accelerator="cuda")
-    yield living
-    living.close()
+    with World(accelerator="cuda") as living:
+        yield living

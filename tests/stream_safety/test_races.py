@@ -67,9 +67,8 @@ def train(world: World, part: str, parts: str) -> list[cases.Found]:
 @pytest.fixture(scope="module")
 def stock() -> Iterator[World]:
     """Ranks to which nothing is ever applied."""
-    living = World()
-    yield living
-    living.close()
+    with World() as living:
+        yield living
 
 
 @pytest.mark.core_case
@@ -98,9 +97,8 @@ def test_each_part_does_its_own(world: World, part: str) -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[World]:
-    living = World(4)
-    yield living
-    living.close()
+    with World(4) as living:
+        yield living
 
 
 def test_a_large_gradient_of_others_is_freed_too_early(four: World) -> None:

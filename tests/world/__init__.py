@@ -12,7 +12,7 @@ run one case after another:
     def test_total(world):
         assert world.run(total, 2.0) == [6.0, 6.0]              # one value per rank, in order
 
-`world.within(30).run(...)` changes the deadline of a case, `world.fresh()` and the fixture
+`world.within(30).run(...)` changes the deadline of a case. `with World() as own` and the fixture
 `fresh_world` give interpreters that no other case has touched.
 """
 

@@ -35,14 +35,12 @@ def environment(
     path: comes before all of it.
     """
     inherited = os.environ.get("PYTHONPATH", "")
-    # Of the device's queues there are 8 by default. Streams that share one wait for each other by
-    # accident, and hide a race.
-    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if accelerator == "cuda" else {}
-    return {
-        **os.environ,
-        **queues,
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), inherited])),
         "DS_ACCELERATOR": accelerator,
+        # Of a GPU's queues there are 8 by default. Streams that share one wait for each other by
+        # accident, and hide a race.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # the output of a killed rank is on file
         # As torchrun has it: rank 0 finds the store there and does not open one.

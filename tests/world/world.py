@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def reference(case: Callable[..., Any]) -> str:
 
 
 class World:
-    """`size` ranks, started by the first case and replaced after one that failed.
+    """`size` ranks, started by the first case, replaced after one that failed; a block ends them.
 
     path: a folder whose packages the ranks have in place of the environment's.
     accelerator: DeepSpeed's name of what they run on; "cuda" takes a GPU for each.
@@ -40,6 +39,12 @@ class World:
         self.accelerator = accelerator
         self._ranks: Ranks | None = None
 
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
     def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `case(*args, **kwargs)` on every rank; its return values in rank order.
 
@@ -50,15 +55,6 @@ class World:
     def within(self, seconds: float) -> Within:
         """The same world with another deadline: `world.within(30).run(case)`."""
         return Within(self, seconds)
-
-    @contextmanager
-    def fresh(self) -> Iterator[World]:
-        """A world of its own: interpreters that no case has touched, ended with the block."""
-        other = World(self.size, self.path, self.accelerator)
-        try:
-            yield other
-        finally:
-            other.close()
 
     def close(self) -> None:
         ranks, self._ranks = self._ranks, None
