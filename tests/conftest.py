@@ -21,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "core_case(**values): belongs to the subset that runs on every chosen DeepSpeed release; "
         "of a parametrised test, the cases with these values do",
     )
+    config.addinivalue_line(
+        "markers", "exhaustive: belongs to `make test-all`, and is left out of `make test`"
+    )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
         found = importlib.metadata.version("deepspeed")
