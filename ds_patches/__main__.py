@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds_patches.core import api, report
+from ds_patches.core import api, locks, report
 from ds_patches.core.errors import DsPatchesError
 
 
@@ -35,6 +35,8 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
     text, drifted = report.doctor()
     print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
+    if found := locks.lines(os.environ):
+        _say(f"warning: {line}" for line in found)
     sound = [not drifted]
     if chosen.train_check:
         sound.append(_trains(chosen.timeout))

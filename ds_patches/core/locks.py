@@ -1,0 +1,55 @@
+"""Locks of torch's extension builder that nobody will take away any more.
+
+Before torch builds an extension it makes a file `lock` beside it, and removes it afterwards. A
+process that is killed in between leaves it there, and from then on whoever needs the extension
+waits for its removal, without a word and without an end. On a CPU, DeepSpeed builds one in every
+run that finds none.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+#: Seconds. Few builds take as long.
+OLD = 600.0
+
+
+def folder(environment: Mapping[str, str]) -> Path:
+    """Return where torch builds extensions, on Linux."""
+    if chosen := environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    home = environment.get("HOME") or os.path.expanduser("~")
+    return Path(environment.get("XDG_CACHE_HOME") or f"{home}/.cache", "torch_extensions")
+
+
+def stale(environment: Mapping[str, str], older_than: float = OLD) -> Iterator[tuple[Path, float]]:
+    """Yield locks that are older than this many seconds, each with its age."""
+    root, now = folder(environment), time.time()
+    # In torch's own folder there is one more level: the Python and the device.
+    for lock in sorted((*root.glob("*/lock"), *root.glob("*/*/lock"))):
+        try:
+            age = now - lock.stat().st_mtime
+        except OSError:  # removed meanwhile: somebody built there
+            continue
+        if age > older_than:
+            yield lock, age
+
+
+def lines(environment: Mapping[str, str], older_than: float = OLD) -> list[str]:
+    """Say of each stale lock how old it is, and how to remove it."""
+    return [
+        f"{lock} is {_said(age)} old: whoever needs the extension {lock.parent.name} waits for "
+        f"its removal, in silence. If nothing is building it: rm {shlex.quote(str(lock))}"
+        for lock, age in stale(environment, older_than)
+    ]
+
+
+def _said(age: float) -> str:
+    for name, seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if age >= 2 * seconds:
+            return f"{age // seconds:.0f} {name}s"
+    return f"{age:.0f} seconds"
