@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.core.test_locks import MINUTE, lock_of
 from tests.world import RankError, World, WorldTimeout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,7 +130,12 @@ def test_a_rank_that_exits_is_an_error(world: World) -> None:
     assert caught.value.rank == 0
 
 
-def test_a_deadline_shows_output_and_stacks(world: World) -> None:
+def test_a_deadline_shows_output_and_stacks(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And a lock that may be what the ranks wait for."""
+    lock_of(tmp_path / "deepspeed_shm_comm", age=2 * MINUTE)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     world.run(who)  # the deadline is the case's, not the start's
     with pytest.raises(WorldTimeout, match=r"no answer from ranks \[0, 1\] in 1 s") as caught:
         world.within(1).run(hang_on_both)
@@ -138,6 +144,8 @@ def test_a_deadline_shows_output_and_stacks(world: World) -> None:
         assert f"rank {rank}: output" in text
     assert text.count("about to sleep") == 2
     assert text.count("in hang_on_both") == 2
+    assert f"{tmp_path}/deepspeed_shm_comm/lock is 2 minutes old" in text
+    assert f"rm {tmp_path}/deepspeed_shm_comm/lock\n" in text
 
 
 def test_a_result_that_cannot_travel_is_an_error(world: World) -> None:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ds_patches.core import locks
 from tests.world import wire
 from tests.world.errors import RankError, WorldTimeout
 
@@ -158,7 +159,10 @@ class Ranks:
             raise self.rank_error(failed[0], answers)
         if len(answers) < len(self.ranks):
             late = [r.rank for r in self.ranks if r.rank not in answers]
-            raise WorldTimeout(f"no answer from ranks {late} in {seconds:g} s" + self.tails(late))
+            # One that was there before the ranks began to wait is none of theirs.
+            locked = [f"\n{line}" for line in locks.lines(os.environ, older_than=seconds)]
+            said = f"no answer from ranks {late} in {seconds:g} s"
+            raise WorldTimeout("".join([said, *locked, self.tails(late)]))
         return [answers[rank.rank] for rank in self.ranks]
 
     def rank_error(self, first: int, answers: dict[int, Any]) -> RankError:
