@@ -15,6 +15,7 @@ import pytest
 from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, release
 from ds_patches.core.state import State
+from tests.core import fake
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -169,8 +170,8 @@ def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
     binding = copy / "ds_patches/loud_scale/binding.py"
     option = '("both", "down"), "which moves are said"'
     several = '("up", "down"), "which moves are said", first=True, several=True'
-    text = binding.read_text(encoding="utf-8").replace(option, several)
-    binding.write_text(text.replace('"both"', '"all"'), encoding="utf-8")
+    text = fake.edited(binding.read_text(encoding="utf-8"), option, several)
+    binding.write_text(fake.edited(text, '"both"', '"all"'), encoding="utf-8")
     done = build(copy, tmp_path / "site")
     assert done.returncode == 0, done.stderr
     for page in ("flags", "patches/loud_scale"):

@@ -127,6 +127,12 @@ def is_marked(qualname: str) -> bool:
         return False
 
 
+def edited(text: str, old: str, new: str) -> str:
+    """`text` with `new` for every `old`; AssertionError if there is none, so nothing to test."""
+    assert old in text, f"not in the text that is edited: {old!r}"
+    return text.replace(old, new)
+
+
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text).lstrip("\n"), encoding="utf-8")
@@ -157,9 +163,9 @@ def patch_folder(
     from ds_patches.core import shape
     from ds_patches.core.patch import Place
 
-    binding = BINDING.replace("{kind}", kind).replace("{fixed_in!r}", repr(fixed_in))
+    binding = edited(edited(BINDING, "{kind}", kind), "{fixed_in!r}", repr(fixed_in))
     write(folder / name / "__init__.py", '"""A sample."""\n')
-    write(folder / name / "binding.py", binding.replace("sample", name))
+    write(folder / name / "binding.py", edited(binding, "sample", name))
     write(folder / name / "around.py", AROUND)
     reference = deepspeed(folder / "reference", engine=shapes_of) / "deepspeed"
     places = ("scale", "Engine.forward", "Engine.build", "Engine.norm", "Engine.extra", "Relied")

@@ -99,7 +99,7 @@ print("done")
 
 
 def test_a_changed_shape_is_forced_by_name(sample: tuple[str, Path], tmp_path: Path) -> None:
-    engine = fake.ENGINE.replace("self.factor, x)", "self.factor, x + 0)")
+    engine = fake.edited(fake.ENGINE, "self.factor, x)", "self.factor, x + 0)")
     reshaped = fake.deepspeed(tmp_path / "reshaped", engine=engine)
     code = sample[0] + (
         """
@@ -117,7 +117,7 @@ def test_several_choices_reach_activate_in_one_spelling(
     tmp_path: Path, sample: tuple[str, Path]
 ) -> None:
     binding = tmp_path / "patches/sample/binding.py"
-    taken = binding.read_text().replace('"how")', '"how", several=True)')
+    taken = fake.edited(binding.read_text(), '"how")', '"how", several=True)')
     fake.write(binding, taken)
     code = sample[0] + (
         """
@@ -204,7 +204,7 @@ print("done")
 def test_a_broken_folder_says_so(tmp_path: Path, old: str, new: str, message: str) -> None:
     folder = fake.patch_folder(tmp_path / "patches")
     binding = folder / "sample/binding.py"
-    fake.write(binding, binding.read_text().replace(old, new))
+    fake.write(binding, fake.edited(binding.read_text(), old, new))
     done = fake.run(fake.with_patches(folder) + "ds_patches.names()")
     assert done.returncode == 1
     assert message in done.stderr

@@ -67,7 +67,8 @@ def test_doctor_shows_the_environment_and_what_would_apply(tmp_path: Path) -> No
 
 
 def test_doctor_fails_on_drift_and_lists_all_of_it(tmp_path: Path) -> None:
-    engine = fake.ENGINE.replace("self.factor, x)", "x)").replace("limit = 3", "limit = 4")
+    engine = fake.edited(fake.ENGINE, "self.factor, x)", "x)")
+    engine = fake.edited(engine, "limit = 3", "limit = 4")
     installation = fake.deepspeed(tmp_path / "ds", engine=engine)
     done = command(tmp_path, "doctor", deepspeed=installation, DS_PATCHES="sample")
     assert done.returncode == 1

@@ -11,13 +11,15 @@ import pytest
 
 from tests.core import fake
 
-RESHAPED = fake.ENGINE.replace("self.factor, x)", "self.factor, x + 0)")
-NO_NORM = fake.ENGINE.replace("def norm", "def norm_renamed")
-FACT_CHANGED = fake.ENGINE.replace("limit = 3", "limit = 4")
+RESHAPED = fake.edited(fake.ENGINE, "self.factor, x)", "self.factor, x + 0)")
+NO_NORM = fake.edited(fake.ENGINE, "def norm", "def norm_renamed")
+FACT_CHANGED = fake.edited(fake.ENGINE, "limit = 3", "limit = 4")
 NO_LATER = fake.ENGINE + "# unchanged, in a release that should have more"
 DRIFTED = (RESHAPED, NO_NORM, FACT_CHANGED, NO_LATER)
-REWORDED = fake.ENGINE.replace("Module level function.", "Other words.").replace(
-    "class Engine:", "# a comment\nclass Engine:\n    '''Documented.'''\n"
+REWORDED = fake.edited(
+    fake.edited(fake.ENGINE, "Module level function.", "Other words."),
+    "class Engine:",
+    "# a comment\nclass Engine:\n    '''Documented.'''\n",
 )
 
 PRINT_VERDICT = """

@@ -78,7 +78,7 @@ def test_a_failure_takes_everything_back(tmp_path: Path, breakage: str) -> None:
     folder = fake.patch_folder(tmp_path / "patches")
     fake.patch_folder(folder, "whole")
     around = folder / "sample/around.py"
-    fake.write(around, around.read_text().replace(old, new))
+    fake.write(around, fake.edited(around.read_text(), old, new))
     code = (
         fake.with_patches(folder)
         + SETUP
@@ -155,8 +155,8 @@ print("done")
 
 
 def test_only_functions_are_wrapped(tmp_path: Path) -> None:
-    engine = fake.ENGINE.replace(
-        "    @staticmethod\n    def norm(x)", "    @property\n    def norm(x)"
+    engine = fake.edited(
+        fake.ENGINE, "@staticmethod\n    def norm(x)", "@property\n    def norm(x)"
     )
     folder = fake.patch_folder(tmp_path / "patches", shapes_of=engine)
     code = (

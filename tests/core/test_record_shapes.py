@@ -22,7 +22,7 @@ def record(folder: Path, releases: Path) -> tuple[int, str, str]:
 
 
 def test_spans_and_drift(tmp_path: Path) -> None:
-    other = fake.ENGINE.replace("self.factor, x)", "x)")
+    other = fake.edited(fake.ENGINE, "self.factor, x)", "x)")
     for version in ("0.15.0", "0.16.0", "0.16.1", "0.17.0", "0.18.0", "0.18.1"):
         engine = other if version == "0.17.0" else fake.ENGINE
         fake.deepspeed(tmp_path / "releases" / version, version, engine)
@@ -42,7 +42,7 @@ def test_spans_and_drift(tmp_path: Path) -> None:
 
 
 def test_a_claimed_place_that_is_missing_is_refused(tmp_path: Path) -> None:
-    gone = fake.ENGINE.replace("def norm", "def renamed")
+    gone = fake.edited(fake.ENGINE, "def norm", "def renamed")
     fake.deepspeed(tmp_path / "releases/0.18.0", "0.18.0", gone)
     folder = fake.patch_folder(tmp_path / "patches")
     before = (folder / "sample/shapes.json").read_text()

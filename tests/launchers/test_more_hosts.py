@@ -7,6 +7,7 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.core import fake
 from tests.launchers import launch, page
 from tests.launchers.hosts import Host
 from tests.launchers.launch import Launch, Run
@@ -28,9 +29,8 @@ def remote(folder: Path) -> dict[str, str]:
 
 def deepspeed_line() -> str:
     port = launch.free_port()
-    return page.line("deepspeed --hostfile").replace(
-        "--hostfile", f"--master_port {port} --hostfile"
-    )
+    line = page.line("deepspeed --hostfile")
+    return fake.edited(line, "--hostfile", f"--master_port {port} --hostfile")
 
 
 def test_deepspeed_hands_no_flag_to_other_hosts(folder: Path) -> None:
@@ -46,7 +46,7 @@ def test_deepspeed_hands_over_what_env_has_written(folder: Path) -> None:
 
 
 def test_accelerate_writes_the_file_itself(folder: Path) -> None:
-    line = page.line("--deepspeed_hostfile").replace("29500", launch.free_port())
+    line = fake.edited(page.line("--deepspeed_hostfile"), "29500", launch.free_port())
     assert_patched(launch.run(line, folder, remote(folder)))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.core import fake
 from tests.launchers import launch, page
 from tests.launchers.outcome import assert_patched, assert_stock
 
@@ -23,16 +24,14 @@ def test_torchrun(folder: Path) -> None:
 
 
 def test_deepspeed(folder: Path) -> None:
-    line = page.line("run -- deepspeed --num_gpus").replace(
-        "--num_gpus", f"--master_port {launch.free_port()} --num_gpus"
-    )
+    line = page.line("run -- deepspeed --num_gpus")
+    line = fake.edited(line, "--num_gpus", f"--master_port {launch.free_port()} --num_gpus")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
 def test_accelerate(folder: Path) -> None:
-    line = page.line("accelerate launch --use_deepspeed --deepspeed_config_file").replace(
-        "launch", f"launch --main_process_port {launch.free_port()}"
-    )
+    line = page.line("accelerate launch --use_deepspeed --deepspeed_config_file")
+    line = fake.edited(line, "launch", f"launch --main_process_port {launch.free_port()}")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
@@ -78,7 +77,8 @@ def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
 
 def test_ranks_that_differ(folder: Path) -> None:
     """Every rank says which ranks have what, whichever is the first."""
-    line = page.line("run -- torchrun --standalone").replace("train.py", "--no-python sh uneven.sh")
+    line = page.line("run -- torchrun --standalone")
+    line = fake.edited(line, "train.py", "--no-python sh uneven.sh")
     run = launch.run(line, folder, launch.environment(folder))
     assert run.code, run
     assert not run.reports, run

@@ -55,7 +55,7 @@ def with_a_second_module(here: Environment) -> Environment:
         text.write("if getattr(sys, 'broken', False):\n    raise ValueError('not yet')\n")
     binding = here.package / "sample/binding.py"
     target = 'targets=(\n        Target("deepspeed.runtime.zero", "gather", HERE + ":mark"),'
-    binding.write_text(binding.read_text().replace("targets=(", target, 1))
+    binding.write_text(fake.edited(binding.read_text(), "targets=(", target))
     recorded = here.package / "sample/shapes.json"
     place = Place("deepspeed.runtime.zero", "gather")
     found = {shape.of_source(place, here.site / "deepspeed"): "0.16.0-0.19.8"}

@@ -31,7 +31,7 @@ def released(here: Environment, version: str, engine: str = fake.ENGINE) -> None
 
 def shape_changed(here: Environment) -> tuple[str, str]:
     """Break it; return the state that the patch is to have, and the reason."""
-    released(here, "0.19.8", fake.ENGINE.replace("self.factor, x)", "x)"))
+    released(here, "0.19.8", fake.edited(fake.ENGINE, "self.factor, x)", "x)"))
     return "shape changed", "deepspeed.runtime.engine:Engine.forward has the unknown shape"
 
 
@@ -52,8 +52,8 @@ def wrapper_module_raises(here: Environment) -> tuple[str, str]:
 
 def activation_raises(here: Environment) -> tuple[str, str]:
     around = here.package / "sample/around.py"
-    text = around.read_text().replace("log.append((", "raise RuntimeError('no licence')  #", 1)
-    around.write_text(text)
+    raising = "raise RuntimeError('no licence')  # "
+    around.write_text(fake.edited(around.read_text(), 'log.append(("activate", ', raising))
     return "failed", "RuntimeError: no licence"
 
 
@@ -164,7 +164,8 @@ except ds_patches.PatchNotApplied:
 
 def test_what_is_fixed_upstream_or_not_wanted_is_no_failure(own: Environment) -> None:
     binding = own.package / "sample/binding.py"
-    binding.write_text(binding.read_text().replace("fixed_in=None", 'fixed_in="0.19.8"'))
+    text = fake.edited(binding.read_text(), "fixed_in=None", 'fixed_in="0.19.8"')
+    binding.write_text(text)
     for flags, state in (({}, "fixed upstream"), ({"DS_PATCHES_SAMPLE": "0"}, "disabled")):
         done = start(own, GOES_ON, DS_PATCHES_STRICT="1", **flags)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{state}\n", "")
