@@ -1,0 +1,16 @@
+"""The processes of all scripts, for as long as one of them is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.scripts.worlds import Worlds
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    started = Worlds()
+    yield started
+    started.close()

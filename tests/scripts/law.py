@@ -1,0 +1,111 @@
+"""Do no harm: what a patched run owes a stock one.
+
+- values: where stock is right, patched is right. Where stock raises or is silently wrong, patched
+  is right or refuses in words that the script declares; where stock is silently wrong, a warning
+  will do.
+- memory, ZeRO-3: patched gathers no more than stock, at most and after each backward.
+- calls: where stock is right, an ordinary step calls as few Python functions as stock's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.scripts.declared import RAISES, RIGHT, WRONG, Script, raises
+from tests.scripts.measured import Measured
+
+KINDS = ("values", "memory", "calls")
+#: Of stock's Python calls in a step, what a patch may add ...
+CALLS = 0.01
+#: ... and where the model is too small for that, as much as with 24 blocks, by stage.
+AT_LEAST = {1: 70, 2: 70, 3: 900}
+
+
+def verdict(script: Script, ranks: list[Measured]) -> str:
+    """Of all ranks together."""
+    if errors := [one.error for one in ranks if one.error]:
+        return raises(errors[0])
+    if all(_right(script, one) for one in ranks):
+        return RIGHT
+    return WRONG
+
+
+def _right(script: Script, one: Measured) -> bool:
+    # A script that moves nothing would be right whatever happens.
+    moves = one.moved > max(1e-3, 4 * script.tolerance)
+    return moves and one.difference <= script.tolerance and not one.races
+
+
+def agrees(declared: str, found: str) -> bool:
+    """Whether stock came to what its script says."""
+    if declared.startswith(RAISES):
+        return found.startswith(RAISES) and declared[len(RAISES) + 2 : -1] in found
+    return declared == found
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One property of the law that does not hold."""
+
+    kind: str
+    text: str
+
+
+def breaches(
+    script: Script, stage: int, stock: list[Measured], patched: list[Measured]
+) -> list[Breach]:
+    return [
+        *_values(script, stock, patched),
+        *_memory(script, stock, patched),
+        *_calls(script, stage, stock, patched),
+    ]
+
+
+def _values(
+    script: Script, stock: list[Measured], patched: list[Measured]
+) -> Iterator[Breach]:
+    before, after = verdict(script, stock), verdict(script, patched)
+    if after == RIGHT:
+        return
+    refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
+    warns = before == after == WRONG and all(one.said for one in patched)
+    if before == RIGHT or not (refuses or warns):
+        yield Breach("values", f"stock is {before}, patched {after}: {_why(patched)}")
+
+
+def _why(ranks: list[Measured]) -> str:
+    """The worst of a run that did not end well, in a few words."""
+    worst = max(ranks, key=lambda one: one.difference)
+    if races := [race for one in ranks for race in one.races]:
+        return f"{len(races)} races, such as {races[0]}"
+    return f"off by {worst.difference:.1e} in {worst.where}, of {worst.moved:.1e}"
+
+
+def _memory(
+    script: Script, stock: list[Measured], patched: list[Measured]
+) -> Iterator[Breach]:
+    right = verdict(script, stock) == RIGHT
+    for one, other in zip(stock, patched, strict=True):
+        if right and any(more > most for more, most in zip(other.peaks, one.peaks, strict=False)):
+            yield Breach("memory", f"elements gathered: stock {one.peaks}, patched {other.peaks}")
+            return
+        kept = one.left if right else [[] for _ in other.left]
+        for index, (ours, stocks) in enumerate(zip(other.left, kept, strict=False)):
+            if more := set(ours) - set(stocks):
+                text = f"after backward {index} still gathered: {', '.join(sorted(more))}"
+                yield Breach("memory", text)
+                return
+
+
+def _calls(
+    script: Script, stage: int, stock: list[Measured], patched: list[Measured]
+) -> Iterator[Breach]:
+    if verdict(script, stock) != RIGHT or verdict(script, patched) != RIGHT:
+        return
+    for before, after in zip(stock, patched, strict=True):
+        if after.calls - before.calls > max(CALLS * before.calls, AT_LEAST[stage]):
+            text = f"{after.calls} Python calls in a step, stock's are {before.calls}"
+            yield Breach("calls", text)
+            return
