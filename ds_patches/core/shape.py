@@ -10,22 +10,18 @@ import ast
 import hashlib
 import json
 import sys
-import warnings
-from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_patches.core import imports, live
+from ds_patches.core import definitions, imports, live
 from ds_patches.core.patch import Patch, Place
 
 #: Shape of a name that does not exist; a known shape only where a patch adds the name.
 ABSENT = "absent"
 #: Shape of a live object whose source cannot be read.
 UNREADABLE = "unreadable"
-
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def known(patch: Patch) -> dict[str, dict[str, str]]:
@@ -49,7 +45,7 @@ def of(place: Place, folder: Path) -> str:
 def of_source(place: Place, folder: Path) -> str:
     """Return the shape of a place as the source under `folder` has it."""
     path = _source_file(place.module, folder)
-    return ABSENT if path is None else _digest_by_name(path, _stamp(path), place.qualname)
+    return ABSENT if path is None else _digest_by_name(definitions.stamp(path), place.qualname)
 
 
 def of_live(place: Place) -> str:
@@ -66,9 +62,9 @@ def of_live(place: Place) -> str:
     if not path.is_file():
         return UNREADABLE
     if code is None:
-        return _digest_by_name(path, _stamp(path), value.__qualname__)
+        return _digest_by_name(definitions.stamp(path), value.__qualname__)
     # By line, not through inspect.getsource: that dedents, which alters multi-line strings.
-    return _digest_by_line(path, _stamp(path), code.co_firstlineno, code.co_name)
+    return _digest_by_line(definitions.stamp(path), code.co_firstlineno, code.co_name)
 
 
 def digest(node: ast.AST) -> str:
@@ -82,59 +78,16 @@ def _source_file(module: str, folder: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_mtime_ns, stat.st_size
-
-
-@lru_cache(maxsize=4)  # a tree of DeepSpeed's larger files takes tens of MB
-def _tree(path: Path, stamp: tuple[int, int]) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # upstream's invalid escapes are not the user's concern
-        return ast.parse(path.read_bytes())
+@cache
+def _digest_by_name(file: definitions.Stamp, qualname: str) -> str:
+    found = definitions.by_name(file, qualname)
+    return ABSENT if found is None else digest(found)
 
 
 @cache
-def _digest_by_name(path: Path, stamp: tuple[int, int], qualname: str) -> str:
-    scope: list[ast.stmt] = _tree(path, stamp).body
-    found: _Definition | None = None
-    for name in qualname.split("."):
-        # The last definition wins, as it does when the module runs.
-        found = next((d for d in reversed(list(_definitions(scope))) if d.name == name), None)
-        if found is None:
-            return ABSENT
-        scope = found.body
-    assert found is not None
-    return digest(found)
-
-
-@cache
-def _digest_by_line(path: Path, stamp: tuple[int, int], line: int, name: str) -> str:
-    for node in ast.walk(_tree(path, stamp)):
-        if isinstance(node, _Definition) and node.name == name and _first_line(node) == line:
-            return digest(node)
-    return UNREADABLE
-
-
-def _first_line(node: _Definition) -> int:
-    """Return where the interpreter says the definition starts: at its first decorator."""
-    return min(one.lineno for one in (node, *node.decorator_list))
-
-
-def _definitions(scope: list[ast.stmt]) -> Iterator[_Definition]:
-    for statement in scope:
-        if isinstance(statement, _Definition):
-            if not _is_accessor(statement):
-                yield statement
-            continue
-        for block in ("body", "handlers", "orelse", "finalbody"):
-            yield from _definitions(getattr(statement, block, []))
-
-
-def _is_accessor(node: _Definition) -> bool:
-    """Whether this is the setter or deleter of a property; its getter carries the shape."""
-    marks = (d.attr for d in node.decorator_list if isinstance(d, ast.Attribute))
-    return any(mark in ("setter", "deleter") for mark in marks)
+def _digest_by_line(file: definitions.Stamp, line: int, name: str) -> str:
+    found = definitions.at_line(file, line, name)
+    return UNREADABLE if found is None else digest(found)
 
 
 def _canonical(node: Any) -> str:
@@ -154,7 +107,11 @@ def _behaviour(node: ast.AST, name: str, value: Any) -> Any:
     """Drop what is not behaviour: docstrings, type comments, the text of f-strings."""
     if name == "type_comment":
         return None
-    if isinstance(node, _Definition) and name == "body" and ast.get_docstring(node, clean=False):
+    if (
+        isinstance(node, definitions.Definition)
+        and name == "body"
+        and ast.get_docstring(node, clean=False)
+    ):
         return value[1:]
     if isinstance(node, ast.JoinedStr) and name == "values":
         return [part for part in value if not isinstance(part, ast.Constant)]
