@@ -1,0 +1,130 @@
+"""What a patch may leave behind on an engine: hooks, attributes, parameters that stay gathered.
+
+    before = leftovers.of(engine)
+    ...  # a window, a step, a failure
+    assert not leftovers.since(before, engine)
+
+What lives on an engine as long as a patch is applied has a name in `WHILE_APPLIED`; after
+`unapply` nothing at all may be left: `leftovers.since(before, engine, but=())`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Attributes that a patch sets when it meets an engine, and takes away when it is taken back.
+WHILE_APPLIED = frozenset(
+    {
+        "_ds_patches_claims",
+        "_ds_patches_coalesce_micro_steps",
+        "_ds_patches_dc_fallback",
+        "_ds_patches_zero3_retain",
+        "pre_bwd_fn",  # zero3_retain's, in place of stock's
+        "post_bwd_fn",
+        "_parameters",  # dc_fallback's, in place of ZeRO-3's
+        "launch_compile_passes",
+    }
+)
+
+
+def of(engine: Any) -> Counter[str]:
+    """All that there is now, with its place."""
+    return Counter(_all_of(engine))
+
+
+def since(before: Counter[str], engine: Any, but: Container[str] = WHILE_APPLIED) -> dict[str, int]:
+    """What there is more of than before, and by how much; and hooks that are gone.
+
+    but: names of attributes that may be there.
+    """
+    now = of(engine)
+    found = {what: now[what] - before[what] for what in now if now[what] > before[what]}
+    gone = {what: -left for what, left in (before - now).items() if "hook" in what}
+    return {
+        what: count
+        for what, count in {**found, **gone}.items()
+        if not (_IS in what and what.partition(_IS)[0].rpartition(".")[2] in but)
+    }
+
+
+_IS = " is ours"
+
+
+def _all_of(engine: Any) -> Iterator[str]:
+    module = engine.module
+    for owner, thing in _owners(engine):
+        yield from (
+            f"{owner}.{name}{_IS}" for name, value in thing.items() if _is_ours(name, value)
+        )
+    for name, one in module.named_modules():
+        for registry, hooks in vars(one).items():
+            if "_hooks" in registry and isinstance(hooks, dict) and "with_kwargs" not in registry:
+                yield from [f"module {name!r}: {registry}"] * len(hooks)
+    for name, param in module.named_parameters():
+        yield from _of_parameter(name, param, engine)
+
+
+def _of_parameter(name: str, param: Any, engine: Any) -> Iterator[str]:
+    for registry in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from [f"parameter {name}: {registry}"] * len(getattr(param, registry) or ())
+    for kind, count in _on_its_node(param).items():
+        yield from [f"parameter {name}: {kind} hook of its AccumulateGrad"] * count
+    if not hasattr(param, "ds_id"):
+        return
+    yield from [f"parameter {name}: in use"] * len(param.ds_active_sub_modules)
+    # What upstream's prefetcher has in flight for the next forward is entitled to be there.
+    in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
+    gathered = param.ds_status.name == "AVAILABLE"
+    if gathered and not param.ds_persist and param not in in_flight:
+        yield f"parameter {name}: gathered"
+
+
+def _on_its_node(param: Any) -> dict[str, int]:
+    """Hooks of Python on the node that adds up its gradient, if somebody keeps that node."""
+    if not param.requires_grad:
+        return {}
+    with torch.enable_grad():
+        node = param.expand_as(param).grad_fn.next_functions[0][0]
+    return {
+        "post": _counted(node.register_hook(lambda *_: None)),
+        "pre": _counted(node.register_prehook(lambda *_: None)),
+    }
+
+
+def _counted(handle: Any) -> int:
+    """PyTorch keeps all hooks of a node in one dict, and tells it to the handle of each."""
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return len(hooks)
+
+
+def _owners(engine: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects that a patch might set an attribute of."""
+    optimizer = engine.optimizer
+    yield "engine", vars(engine)
+    yield "optimizer", vars(optimizer)
+    if (offload := getattr(optimizer, "parameter_offload", None)) is not None:
+        yield "offload", vars(offload)
+        yield "coordinator", vars(offload.get_param_coordinator())
+    for name, module in engine.module.named_modules():
+        yield f"module {name!r}", vars(module)
+    for name, param in engine.module.named_parameters():
+        yield f"parameter {name}", vars(param)
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    """By its name, or because what stands there is code of ours or an object of it."""
+    if "ds_patches" in name:
+        return True
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        return False
+    value = getattr(value, "func", value)  # of a partial
+    return any(
+        str(getattr(kind, "__module__", "")).startswith("ds_patches")
+        for kind in (value, type(value))
+    )
