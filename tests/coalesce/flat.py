@@ -64,9 +64,10 @@ class Problem:
     bucket: int = 24
     gap: int = 0  # padding behind every parameter but the last
     missing: Sequence[tuple[int, int]] = ()  # rank and number of a parameter: no gradient there
+    group: Any = None  # of ranks, if it is not all of them
 
     def __post_init__(self) -> None:
-        ranks = dist.get_world_size()
+        ranks = dist.get_world_size(self.group)
         self.params: list[Tensor] = []
         groups = []
         for shapes in self.shapes:
@@ -77,14 +78,14 @@ class Problem:
                 end += param.numel() + self.gap
             aligned = math.ceil((end - self.gap) / (2 * ranks)) * 2 * ranks
             whole = torch.full((aligned,), math.nan, dtype=self.sums)  # unwritten, it is seen
-            partition = whole.chunk(ranks)[dist.get_rank()].clone()
+            partition = whole.chunk(ranks)[dist.get_rank(self.group)].clone()
             groups.append(FlatGroup(params, offsets, partition))
             self.params += params
         for number, param in enumerate(self.params):
             param.grad = self.gradient(dist.get_rank(), number)
         self.layout = FlatLayout(
             groups,
-            dist.group.WORLD,
+            self.group or dist.group.WORLD,
             self.comm,
             ranks,
             self.bucket,
@@ -101,17 +102,18 @@ class Problem:
     def expected(self) -> list[Tensor]:
         """This rank's partitions, of sums in the communication dtype; padding is zero."""
         partitions, number = [], 0
-        ranks = dist.get_world_size()
+        members = dist.get_process_group_ranks(self.group)
+        ranks = len(members)
         for group in self.layout.groups:
             size = group.partition.numel()
             whole = torch.zeros(size * ranks, dtype=self.comm)
             for param, offset in zip(group.params, group.offsets, strict=True):
-                for rank in range(ranks):
+                for rank in members:
                     if (gradient := self.gradient(rank, number)) is not None:
                         share = (gradient / ranks).to(self.comm).view(-1)
                         whole[offset : offset + param.numel()] += share
                 number += 1
-            start = dist.get_rank() * size
+            start = dist.get_rank(self.group) * size
             partitions.append(whole[start : start + size].to(self.sums))
         return partitions
 

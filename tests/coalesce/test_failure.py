@@ -74,6 +74,7 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...], announced
                 assert "rank 1 raised Boom" in str(caught.value)
             assert trainer.engine.inside_no_sync_ctxt is False
             assert all(p.grad is None for p in trainer.engine.module.parameters())
+            trainer.leaves_nothing()
         with trainer.window():
             for index in range(2):
                 tokens, classes = models.batch(step, index)

@@ -15,6 +15,7 @@ from ds_patches.coalesce.overlapped import BucketPlan, OverlappedReduction
 from ds_patches.coalesce.upstream.streams import SideStream
 from tests.coalesce import cases, flat, flat_engines
 from tests.coalesce.test_flat_flush import BF16, FP32_SUMS
+from tests.groups import group_of
 from tests.world import World
 
 # --- Plain tensors ------------------------------------------------------------------------------
@@ -66,6 +67,21 @@ def test_each_rank_gets_its_partition(world: World, bucket: int, late: int, scat
 def test_three_ranks(three: World, scatters: bool) -> None:
     for outcome in outcomes(three, scatters, bucket=24, late=1):
         assert outcome["worst"] <= 1e-6
+
+
+def of_a_group(scatters: bool) -> float:
+    """Ranks 0 and 2; rank 1 is alone. The second of the two is not rank 1 of the world."""
+    case = flat.Problem(bucket=24, group=group_of([[0, 2], [1]]))
+    reduction = case.overlapped(scatters=scatters)
+    for param in reversed(case.params):
+        reduction.ready(param)
+    reduction.finish()
+    return case.worst()
+
+
+@pytest.mark.parametrize("scatters", [False, True], ids=["to the owner", "to all"])
+def test_some_ranks_of_three(three: World, scatters: bool) -> None:
+    assert three.run(of_a_group, scatters) == [0.0] * 3
 
 
 @pytest.mark.parametrize("scatters", [False, True], ids=["to the owner", "to all"])

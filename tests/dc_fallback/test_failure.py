@@ -47,6 +47,8 @@ def refusing(where: str, layer: int, at_step: int) -> Any:
     def script(trainer: Any) -> None:
         module = trainer.engine.module if hasattr(trainer, "engine") else trainer.model
         module.layers[layer].register_forward_hook(refuse)
+        if module is not getattr(trainer, "model", None):
+            trainer.note()  # the hook
         for step in range(4):
             if step == at_step:
                 module.layers[layer].refuses = where
@@ -54,6 +56,8 @@ def refusing(where: str, layer: int, at_step: int) -> Any:
                     trainer.backward(trainer.forward(*inputs(step, 1)))
                 module.layers[layer].refuses = None
                 module.zero_grad()
+                if module is not getattr(trainer, "model", None):
+                    trainer.leaves_nothing()
             trainer.backward(trainer.forward(*inputs(step, 0)))
             trainer.step()
 

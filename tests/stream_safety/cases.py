@@ -199,9 +199,10 @@ def train(
         if parts:
             stack.enter_context(applied("stream_safety", parts=parts, buffers=buffers))
         engine = trainers.build_engine(start, config)
-        trainer, found = trainers.EngineTrainer(engine), Found()
+        found = Found()
         _look(device, engine, found)
         inside = AROUND[around](device, engine) if around else nullcontext()
+        trainer = trainers.EngineTrainer(engine)
         before = device.syncs
         with inside, detector:
             run(trainer)

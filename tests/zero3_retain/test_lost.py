@@ -28,6 +28,16 @@ def two_forwards_then_two_backwards(trainer: Any) -> None:
         trainer.step()
 
 
+def one_head_twice_then_the_other(trainer: Any) -> None:
+    """The other head still holds what the last step left, which is not to be added to."""
+    for step in range(3):
+        batches = [models.batch(step, micro) for micro in range(3)]
+        outputs = [(trainer.forward(tokens), classes) for tokens, classes in batches]
+        for (output, classes), head in zip(outputs, (0, 0, 1), strict=True):
+            trainer.backward(models.losses(output, classes)[head])
+        trainer.step()
+
+
 def ordinary_accumulation(trainer: Any) -> None:
     for step in range(3):
         for micro in range(2):
@@ -59,6 +69,7 @@ OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 #: (script, stage, settings) that stock gets wrong, and the first release that does.
 LOSSES = [
     (two_forwards_then_two_backwards, 3, {}, "0.18.5"),
+    (one_head_twice_then_the_other, 3, {}, "0.18.5"),
     (forward_backward_twice, 2, {}, "0.18.3"),
     (forward_backward_twice, 1, {}, "0.18.3"),
     (two_forwards_then_two_backwards, 2, {}, "0.18.3"),

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests import leftovers
+
 RATE = 0.1
 Parameters = dict[str, Tensor]
 
@@ -41,7 +43,8 @@ def config(stage: int, *, micro_steps: int = 1, **overrides: Any) -> dict[str, A
     }
 
 
-def build_engine(model: nn.Module, settings: dict[str, Any]) -> Any:
+def build_engine(model: nn.Module, settings: dict[str, Any], mpu: Any = None) -> Any:
+    """`mpu`: knows the groups of ranks, where they are not the whole world."""
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
@@ -49,7 +52,7 @@ def build_engine(model: nn.Module, settings: dict[str, Any]) -> Any:
         set_z3_leaf_modules(model, list(leaves))
     trainable = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(trainable, lr=RATE), config=settings
+        model=model, optimizer=torch.optim.SGD(trainable, lr=RATE), config=settings, mpu=mpu
     )
     return engine
 
@@ -89,20 +92,33 @@ class PlainTrainer:
 
 
 class EngineTrainer:
-    """A DeepSpeed engine, driven in one of the three styles of calling backward."""
+    """A DeepSpeed engine, driven in one of the three styles of calling backward.
+
+    After each step nothing may be left behind that was not there when the trainer was made.
+    """
 
     def __init__(self, engine: Any, style: str = "engine") -> None:
         self.engine = engine
-        self._style = style
+        self.style = style
         self.available_after_backward: list[list[str]] = []
+        self.note()
+
+    def note(self) -> None:
+        """What is there now may stay."""
+        self._before = leftovers.of(self.engine)
+
+    def leaves_nothing(self) -> None:
+        """Raises AssertionError for what is left behind, after a step, a window or a failure."""
+        left = leftovers.since(self._before, self.engine)
+        assert not left, left
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.engine(*inputs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        if self._style == "engine":
+        if self.style == "engine":
             self.engine.backward(loss, retain_graph=retain_graph)
-        elif self._style == "scale":
+        elif self.style == "scale":
             self.engine.scale(loss).backward(retain_graph=retain_graph)
         else:
             loss.backward(retain_graph=retain_graph)
@@ -113,6 +129,7 @@ class EngineTrainer:
 
     def step(self) -> None:
         self.engine.step()
+        self.leaves_nothing()
 
     def parameters(self) -> Parameters:
         from deepspeed.runtime.zero import GatheredParameters

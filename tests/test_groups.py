@@ -1,0 +1,112 @@
+"""Engines whose ranks are not the whole world: each patch asks the engine's group, and no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ds_patches
+from tests.coalesce import cases as windows
+from tests.core.test_agreement import impatient
+from tests.groups import Ranks, parallel
+from tests.traincheck import cases as train_check
+from tests.world import World
+from tests.zero3_retain import models, trainers
+
+ALONE: Ranks = [[0], [1]]
+TOGETHER: Ranks = [[0, 1]]
+
+
+# --- train_check ---------------------------------------------------------------------------------
+
+
+def each_checks_its_own(stage: int) -> train_check.Outcome:
+    """Two engines of one rank each: on rank 0 a layer is cut off, on rank 1 it trains."""
+    with parallel(ALONE) as mpu:
+        model = models.build(train_check.CutOffOnOneRank)
+        engine = trainers.build_engine(model, trainers.config(stage), mpu)
+        return train_check.outcome_of(engine, lambda: train_check.step(engine))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_train_check_asks_the_ranks_of_its_engine(world: World, stage: int) -> None:
+    cut_off, trains = world.run(each_checks_its_own, stage)
+    assert list(cut_off.untrained) == ["cut.weight", "cut.bias"]
+    assert cut_off.error.startswith("NotTrained")
+    assert trains == train_check.Outcome(steps=1)
+
+
+# --- Agreement -----------------------------------------------------------------------------------
+
+
+def applied_on_rank_0(data: Ranks, sequence: Ranks | None) -> str:
+    """What building an engine raises where rank 1 leaves a patch out."""
+    with impatient(), parallel(data, sequence) as mpu:
+        ds_patches.apply_all(only="coalesce", skip="coalesce" if dist.get_rank() else ())
+        try:
+            trainers.build_engine(models.build(models.TwoHeads), trainers.config(2), mpu)
+        except ds_patches.RanksDisagree as error:
+            return str(error)
+        return ""
+
+
+def test_ranks_that_share_a_sequence_must_agree(world: World) -> None:
+    """Each is its data parallel group's only rank, and ZeRO reduces over both."""
+    for trouble in world.run(applied_on_rank_0, ALONE, TOGETHER):
+        assert "coalesce is live" in trouble
+        assert "on rank 1" in trouble
+
+
+def test_ranks_of_two_engines_need_not_agree(world: World) -> None:
+    assert world.run(applied_on_rank_0, ALONE, None) == ["", ""]
+
+
+# --- coalesce ------------------------------------------------------------------------------------
+
+
+class PlainTrainer(windows.PlainTrainer):
+    """Averages over the ranks of one group."""
+
+    group: Any = None
+
+    def step(self) -> None:
+        for param in self.model.parameters():
+            dist.all_reduce(param.grad, group=self.group)
+            param.data -= trainers.RATE * param.grad / dist.get_world_size(self.group)
+        self.model.zero_grad()
+
+
+def windows_of_a_group(data: Ranks, stage: int, **arguments: Any) -> float:
+    """How far from plain PyTorch's three windows end, over the ranks of a group of this one's."""
+    with parallel(data) as mpu, windows.patched():
+        start = models.build(models.TwoHeads)
+        PlainTrainer.group = mpu.data
+        expected = windows.plain(start, windows.several_backwards, reference=PlainTrainer)
+        engine = trainers.build_engine(start, trainers.config(stage), mpu)
+        trainer = windows.EngineTrainer(engine)
+        windows.several_backwards(trainer, **arguments)
+        return trainers.worst_difference(trainer.parameters(), expected)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_window_of_one_rank_of_two(world: World, stage: int) -> None:
+    assert max(world.run(windows_of_a_group, ALONE, stage)) <= windows.EXACT
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("announced", [{}, {"num_backwards": windows.BACKWARDS}], ids=str)
+@pytest.mark.parametrize("data", [[[0, 2], [1, 3]], [[1, 2, 3], [0]]], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_window_of_some_ranks_of_four(
+    four: World, stage: int, data: Ranks, announced: dict[str, int]
+) -> None:
+    found = four.run(windows_of_a_group, data, stage, **announced)
+    assert max(found) <= windows.EXACT
+
+
+@pytest.fixture(scope="module")
+def four() -> Any:
+    with World(4) as living:
+        yield living
