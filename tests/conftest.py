@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests import sampling
 from tests.world import World
 
 # Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
@@ -24,6 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "exhaustive: belongs to `make test-all`, and is left out of `make test`"
     )
+    config.addinivalue_line(
+        "markers",
+        "sampled(ways=1): of the cases of a parametrised test, `make test` has few that show every "
+        "value (2: every pair of values) of each parameter; the others are exhaustive",
+    )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
         found = importlib.metadata.version("deepspeed")
@@ -32,15 +40,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before ``-m`` selects: take the marker off cases that its values leave out."""
+    """Before ``-m`` selects: say of each case of a parametrised test where it belongs."""
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        item.own_markers[:] = [
-            mark
-            for mark in item.own_markers
-            if mark.name != "core_case"
-            or all(params.get(name) == value for name, value in mark.kwargs.items())
-        ]
+        _leave_out_of_the_core(item)
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test in cases.values():
+        _sample(test)
+
+
+def _leave_out_of_the_core(item: pytest.Item) -> None:
+    """Take the marker off a case that its values leave out."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    item.own_markers[:] = [
+        mark
+        for mark in item.own_markers
+        if mark.name != "core_case"
+        or all(params.get(name) == value for name, value in mark.kwargs.items())
+    ]
+
+
+def _sample(items: list[Any]) -> None:
+    """Mark all but few cases of one test; those of the core are among the few."""
+    ways = items[0].get_closest_marker("sampled").kwargs.get("ways", 1)
+    indices = [tuple(sorted(item.callspec.indices.items())) for item in items]
+    core = [i for i, item in enumerate(items) if item.get_closest_marker("core_case")]
+    kept = sampling.cover(indices, ways, core)
+    for i in set(range(len(items))) - set(kept):
+        items[i].add_marker("exhaustive")
 
 
 def pytest_report_header() -> str:

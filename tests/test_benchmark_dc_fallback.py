@@ -46,6 +46,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome_of(command, kept, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.exhaustive
 def test_eager_rows_run_in_processes_of_their_own(eager: Outcome) -> None:
     assert eager.kept["provenance"]["commit"] == "abc"
     assert eager.kept["provenance"]["ranks"] == "2"
@@ -62,6 +63,7 @@ def test_eager_rows_run_in_processes_of_their_own(eager: Outcome) -> None:
         assert len(one["losses"]) == 3
 
 
+@pytest.mark.exhaustive
 def test_each_parameter_is_held_against_the_first_eager_row(eager: Outcome) -> None:
     first, second = (row["rounds"][0] for row in eager.kept["rows"])
     assert first["differences"] is None
@@ -70,6 +72,7 @@ def test_each_parameter_is_held_against_the_first_eager_row(eager: Outcome) -> N
     assert [cells[-1] for cells in eager.table("skipped")] == ["reference", "yes"]
 
 
+@pytest.mark.exhaustive
 def test_a_row_that_is_not_done_in_time_is_recorded_as_failed(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     command = f"{DRIVER} --skipped {ALL} --seconds 1 --rounds 2 --json {kept}"
@@ -82,6 +85,7 @@ def test_a_row_that_is_not_done_in_time_is_recorded_as_failed(tmp_path: Path) ->
     assert len(row["rounds"]) == 1, "it is not started again"
 
 
+@pytest.mark.exhaustive
 def test_deepcompile_is_refused_on_cpu() -> None:
     command = f"{DRIVER} --modes {EAGER} {STOCK}"
     done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, stderr=subprocess.PIPE)

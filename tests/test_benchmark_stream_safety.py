@@ -45,6 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome_of(command, kept, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", [f"{WHERE}, 2 micro steps", "batch 4, bucket 500, 2 micro steps"])
 def test_every_row_runs_with_the_numbers_of_overlap_off(small: Outcome, where: str) -> None:
     table = small.table(where)
@@ -57,6 +58,7 @@ def test_every_row_runs_with_the_numbers_of_overlap_off(small: Outcome, where: s
         assert cells[9:] == (["-"] * 2 if reference else ["equal"] * 2)
 
 
+@pytest.mark.exhaustive
 def test_what_was_compared_are_all_gradients_and_all_parameters(small: Outcome) -> None:
     size = (4 + 4 + 4) * 32 * 32 + 2 * 32  # of six Linear layers and two norms
     for row in small.kept["rows"]:
@@ -65,6 +67,7 @@ def test_what_was_compared_are_all_gradients_and_all_parameters(small: Outcome) 
             assert row["end"]["of"] == 2 * size, "parameters and AdamW's averages"
 
 
+@pytest.mark.exhaustive
 def test_a_run_keeps_what_it_measured(small: Outcome) -> None:
     assert small.kept["provenance"]["commit"] == "abc"
     assert small.kept["options"]["reduce_bucket_sizes"] == [2500, 500]
@@ -77,6 +80,7 @@ def test_a_run_keeps_what_it_measured(small: Outcome) -> None:
         assert Result.read(row).plain() == row
 
 
+@pytest.mark.exhaustive
 def test_a_run_prints_its_bars(small: Outcome) -> None:
     table = small.table("against stock, against overlap off")
     assert len(table) == 2 * 4
@@ -85,6 +89,7 @@ def test_a_run_prints_its_bars(small: Outcome) -> None:
     assert [cells[3] for cells in table[2:4]] == ["yes", "yes"]
 
 
+@pytest.mark.exhaustive
 def test_a_patch_that_is_not_there_is_said_at_once() -> None:
     command = [sys.executable, "-m", "benchmarks.stream_safety", "--device", "cpu"]
     done = subprocess.run(

@@ -39,6 +39,7 @@ def retain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome_of(command, kept, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.exhaustive
 def test_retain_prints_every_row_and_bar(retain: Outcome) -> None:
     rows = {cells[0]: cells for cells in retain.table("#")}
     assert list(rows) == ROWS
@@ -51,6 +52,7 @@ def test_retain_prints_every_row_and_bar(retain: Outcome) -> None:
     assert [cells[3] for cells in bars[:2]] == ["not measured"] * 2
 
 
+@pytest.mark.exhaustive
 def test_retain_keeps_what_it_measured(retain: Outcome) -> None:
     kept = retain.kept
     assert kept["provenance"]["commit"] == "abc"
@@ -69,6 +71,7 @@ def test_retain_keeps_what_it_measured(retain: Outcome) -> None:
             assert [held["available"] for held in row["held"]] == [0] * len(backwards)
 
 
+@pytest.mark.exhaustive
 def test_retain_times_steps_with_the_right_gradients(retain: Outcome) -> None:
     for number in TIMED:
         row = retain.kept["rows"][number]
@@ -88,6 +91,7 @@ def coalesce(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome_of(command, kept, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.exhaustive
 def test_coalesce_prints_every_row(coalesce: Outcome) -> None:
     expected = [["-", "floor"], *([f"Z{stage}", way] for stage in WAYS for way in WAYS[stage])]
     for title in ("N=4, batch 4", "N=4, batch 4: wire and memory"):
@@ -102,6 +106,7 @@ def test_coalesce_prints_every_row(coalesce: Outcome) -> None:
             assert max(map(float, cells[7:])) < 2e-2
 
 
+@pytest.mark.exhaustive
 def test_coalesce_prints_its_bars(coalesce: Outcome) -> None:
     table = coalesce.table("against native, N=4")
     bound = [f"<= {most}" for most in (*[0.5] * 4, 0.93, 0.93, 0.75, 1.0, 1.0, 1.0)]
@@ -117,6 +122,7 @@ def test_coalesce_without_peer_to_peer_has_bars_of_its_own() -> None:
     assert bound["step, Z3 ours, gather_once, batch 256"] == 0.65
 
 
+@pytest.mark.exhaustive
 def test_coalesce_counts_the_bytes_of_a_reduction(coalesce: Outcome) -> None:
     whole = 2 * 32 * 32 * 2 / 2**20  # 2 layers in bf16, in MiB
     for row in coalesce.kept["rows"]:
@@ -129,6 +135,7 @@ def test_coalesce_counts_the_bytes_of_a_reduction(coalesce: Outcome) -> None:
             assert row["sent_mib_in_reductions"] == pytest.approx(sent, rel=0.1), row["mode"]
 
 
+@pytest.mark.exhaustive
 def test_coalesce_keeps_what_it_measured(coalesce: Outcome) -> None:
     kept = coalesce.kept
     assert kept["provenance"]["commit"] == "abc"
@@ -141,6 +148,7 @@ def test_coalesce_keeps_what_it_measured(coalesce: Outcome) -> None:
             assert row["ratio_to_native"]["count"] == 2
 
 
+@pytest.mark.exhaustive
 def test_the_plot_is_a_picture_of_the_ratios(coalesce: Outcome, tmp_path: Path) -> None:
     run, picture = tmp_path / "run.json", tmp_path / "picture.svg"
     run.write_text(json.dumps(coalesce.kept))
@@ -160,6 +168,7 @@ def startup(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome_of(command, tmp_path_factory.mktemp("startup") / "startup.json")
 
 
+@pytest.mark.exhaustive
 def test_startup_prints_every_start_and_bar(startup: Outcome) -> None:
     bare = startup.table("python -c pass")
     assert [cells[0] for cells in bare] == ["no hook", *HOOKED]
@@ -172,6 +181,7 @@ def test_startup_prints_every_start_and_bar(startup: Outcome) -> None:
     assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"
 
 
+@pytest.mark.exhaustive
 def test_startup_keeps_what_it_measured(startup: Outcome) -> None:
     assert startup.kept["provenance"]["commit"] == "abc"
     starts = startup.kept["starts"]

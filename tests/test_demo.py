@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.exhaustive
 def test_stock_crashes_and_patched_trains() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "demo", "--epochs", "1"],

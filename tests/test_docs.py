@@ -192,7 +192,7 @@ def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
     assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
     tests = (
         "tests/loud_scale",
-        "tests/core/test_lifecycle.py::test_every_patch_in_every_ordering[loud_scale]",
+        "tests/core/test_lifecycle.py::test_every_patch_in_telling_orderings[loud_scale]",
         "tests/core/test_command_line.py::test_every_patch_says_all_there_is_to_say[loud_scale]",
     )
     assert "5 passed" in _python(copy, "-m", "pytest", "-p", "no:cacheprovider", *tests)

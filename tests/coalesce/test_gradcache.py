@@ -45,6 +45,7 @@ def test_stock_has_another_curve_or_reduces_every_backward(world: World, stage: 
         assert found.reductions == {CHUNKS}
 
 
+@pytest.mark.exhaustive
 def test_the_command() -> None:
     command = [sys.executable, "-m", "examples.gradcache", "--steps", "4"]
     done = subprocess.run(

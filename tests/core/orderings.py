@@ -1,6 +1,6 @@
 """Walk one patch through every ordering of what can happen to it, each in its own process.
 
-    python -m tests.core.orderings PATCH [FOLDER OF PATCHES]
+    python -m tests.core.orderings all|telling PATCH [FOLDER OF PATCHES]
 
 An ordering is a word of these letters, one for each event:
 
@@ -63,6 +63,23 @@ def orderings() -> list[str]:
             if in_order and set(before) & set("IAR"):
                 words.append(word)
     return words
+
+
+def telling() -> list[str]:
+    """Return few orderings that show whatever may follow upon whatever, begin, and end."""
+    words, left = orderings(), set().union(*map(_successions, orderings()))
+    chosen: list[str] = []
+    while left:
+        chosen.append(max(words, key=lambda word: len(left & _successions(word))))
+        left -= _successions(chosen[-1])
+    return chosen
+
+
+def _successions(word: str) -> set[str]:
+    return set(map("".join, itertools.pairwise(f"^{word}$")))
+
+
+WHICH = {"all": orderings, "telling": telling}
 
 
 class Model:
@@ -312,8 +329,9 @@ def _report(word: str, trouble: str) -> None:
 
 
 if __name__ == "__main__":
+    which, name, *folders = sys.argv[1:]
     gc.disable()  # in a child it would copy most of what the fork shares
-    if not sys.argv[2:]:
+    if not folders:
         import_module("torch")  # once, not in each child that imports DeepSpeed
-    ds_patches.__path__.extend(sys.argv[2:])
-    walk_all(Walk(sys.argv[1]), "", orderings())
+    ds_patches.__path__.extend(folders)
+    walk_all(Walk(name), "", WHICH[which]())

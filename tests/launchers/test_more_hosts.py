@@ -7,11 +7,16 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.core import fake
 from tests.launchers import launch, page
 from tests.launchers.hosts import Host
 from tests.launchers.launch import Launch, Run
 from tests.launchers.outcome import assert_patched, assert_stock
+
+#: Five launches of two ranks each; `make test` has two of one host.
+pytestmark = pytest.mark.exhaustive
 
 
 def remote(folder: Path) -> dict[str, str]:

@@ -23,23 +23,27 @@ def test_torchrun(folder: Path) -> None:
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
+@pytest.mark.exhaustive
 def test_deepspeed(folder: Path) -> None:
     line = page.line("run -- deepspeed --num_gpus")
     line = fake.edited(line, "--num_gpus", f"--master_port {launch.free_port()} --num_gpus")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
+@pytest.mark.exhaustive
 def test_accelerate(folder: Path) -> None:
     line = page.line("accelerate launch --use_deepspeed --deepspeed_config_file")
     line = fake.edited(line, "launch", f"launch --main_process_port {launch.free_port()}")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
+@pytest.mark.exhaustive
 def test_spawn(folder: Path) -> None:
     line = page.line("run -- python spawn.py")
     assert_patched(launch.run(line, folder, meeting(folder)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: it is the extra `ray`"
 )
@@ -52,6 +56,7 @@ def test_ray(folder: Path) -> None:
         assert_patched(launch.run("python actors.py", folder, environment))
 
 
+@pytest.mark.exhaustive
 def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
     """It needs no `run` and no PYTHONPATH; disabled, it is as it was before."""
     venv = borrowing_environment(tmp_path / "venv")

@@ -1,0 +1,36 @@
+"""Which cases of a parametrised test `make test` runs: few that show every value, or every pair.
+
+`make test-all` runs the product. What a product adds is a defect that needs three values at once,
+or, of two, one that is not among the chosen pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+#: What a case is made of: for each parameter, which of its values.
+Case = tuple[tuple[str, int], ...]
+
+
+def shown(case: Case, ways: int) -> set[Case]:
+    """The combinations of so many values that one case shows."""
+    return set(combinations(sorted(case), min(ways, len(case))))
+
+
+def cover(cases: Sequence[Case], ways: int, begin: Iterable[int] = ()) -> list[int]:
+    """Indices of few cases that together show what all of them do, in order.
+
+    ways: 1 for every value, 2 for every pair of values of two parameters.
+    begin: cases that are taken in any event.
+    """
+    missing = set().union(*(shown(case, ways) for case in cases))
+    chosen = set(begin)
+    for index in chosen:
+        missing -= shown(cases[index], ways)
+    while missing:
+        # The first of the best: the same choice in every run and on every worker.
+        best = max(range(len(cases)), key=lambda i: (len(missing & shown(cases[i], ways)), -i))
+        chosen.add(best)
+        missing -= shown(cases[best], ways)
+    return sorted(chosen)
