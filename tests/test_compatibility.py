@@ -18,9 +18,10 @@ import ds_patches
 from ds_patches.core import registry, release
 from ds_patches.core.state import State
 from tests.core import fake
-from tests.releases import index, matrix, page, record
+from tests.releases import columns, index, matrix, page, record
 from tests.releases.cell import Answer, Cell, of_patch, of_tests
-from tests.releases.record import CORE, Record, Records
+from tests.releases.columns import CORE
+from tests.releases.record import TORCH, Record, Records
 from tests.releases.run import Outcome, cases_in, count
 
 COMMITTED = record.load()
@@ -35,6 +36,10 @@ INSTALLED = version_of("deepspeed")
 def test_the_page_is_what_the_records_give() -> None:
     written = page.FILE.read_text(encoding="utf-8")
     assert written == page.render(COMMITTED), "python -m tests.releases page"
+
+
+def test_the_main_table_is_of_the_torch_that_is_installed() -> None:
+    assert f"\nTORCH := {TORCH}\n" in (fake.REPOSITORY / "Makefile").read_text(encoding="utf-8")
 
 
 def test_every_release_was_tested_with_every_patch() -> None:
@@ -157,16 +162,23 @@ def test_each_column_counts_its_own_cases(tmp_path: Path) -> None:
 # What is run, and when.
 
 
-def a_record(version: str, column: str, cell: Cell = Cell.PASS, sources: str = "") -> Record:
+def a_record(
+    version: str,
+    column: str,
+    cell: Cell = Cell.PASS,
+    sources: str = "",
+    torch: str = TORCH,
+) -> Record:
     outcome = Outcome(version, passed=3) if cell is Cell.PASS else BAD
     answer = None if column == CORE else Answer(State.READY, "in range", live=True)
-    sources = sources or record.sources(column)
-    return replace(matrix.recorded(version, column, sources, answer, outcome), cell=cell)
+    sources = sources or columns.sources(column)
+    made = matrix.recorded(version, column, sources, "abc1234", answer, outcome)
+    return replace(made, cell=cell, torch=f"{torch}+cpu")
 
 
 def recorded(*versions: str, but: Sequence[Record] = ()) -> Records:
     """Releases on which everything passed, but for these records."""
-    passed = (a_record(version, c) for version in versions for c in record.columns())
+    passed = (a_record(version, c) for version in versions for c in columns.columns())
     return Records().knowing(versions, "2026-01-01").adding(passed).adding(but)
 
 
@@ -194,25 +206,25 @@ def test_what_is_recorded_is_not_run_again(
         a_record("0.16.3", PATCH, Cell.REFUSED),
     ]
     record.save(recorded("0.16.0", "0.16.1", "0.16.2", "0.16.3", but=but), into)
-    assert matrix.run([], into=into, measure=measured) == 0
+    assert matrix.run([], into=into, measure=measured, at_once=1) == 0
     assert measured.asked == [("0.16.1", (CORE,)), ("0.16.2", (PATCH,))]
     printed = capsys.readouterr().out
-    assert "[1/4] 0.16.0: recorded already" in printed
-    assert "[2/4] 0.16.1: core" in printed
+    assert "0.16.0: recorded already" in printed
+    assert f"0.16.1: {CORE}\n" in printed
 
     named = Measured()
     assert matrix.run(["0.16.3"], again=True, into=into, measure=named) == 0
-    assert named.asked == [("0.16.3", record.columns())]
+    assert named.asked == [("0.16.3", columns.columns())]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     into, rest = tmp_path / "c.json", Measured()
     record.save(Records().knowing(["0.16.0", "0.16.1"], "2026-01-01"), into)
     with pytest.raises(KeyboardInterrupt):
-        matrix.run([], into=into, measure=Measured(stop_at="0.16.1"))
+        matrix.run([], into=into, measure=Measured(stop_at="0.16.1"), at_once=1)
     assert into.with_suffix(".md").read_text() == page.render(record.load(into))
     assert matrix.run([], into=into, measure=rest) == 0
-    assert rest.asked == [("0.16.1", record.columns())]
+    assert rest.asked == [("0.16.1", columns.columns())]
     assert record.load(into) == recorded("0.16.0", "0.16.1")
 
 
@@ -230,18 +242,18 @@ def test_a_release_that_cannot_be_tested_stays_unknown(
 def test_another_patch_is_no_part_of_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(columns, "ROOT", tmp_path)
     for path in ("ds_patches/core/a.py", f"ds_patches/{PATCH}/a.py", f"tests/{PATCH}/a.py"):
         fake.write(tmp_path / path, "one\n")
     fake.write(tmp_path / "tests/test_world.py", "one\n")
-    core, patch = record.sources(CORE), record.sources(PATCH)
+    core, patch = columns.sources(CORE), columns.sources(PATCH)
     fake.write(tmp_path / f"tests/{PATCH}/a.py", "two\n")
-    assert record.sources(CORE) == core
-    assert record.sources(PATCH) != patch
-    core, patch = record.sources(CORE), record.sources(PATCH)
+    assert columns.sources(CORE) == core
+    assert columns.sources(PATCH) != patch
+    core, patch = columns.sources(CORE), columns.sources(PATCH)
     fake.write(tmp_path / "ds_patches/core/a.py", "two\n")
-    assert record.sources(CORE) != core
-    assert record.sources(PATCH) != patch, "a patch is applied by the core"
+    assert columns.sources(CORE) != core
+    assert columns.sources(PATCH) != patch, "a patch is applied by the core"
 
 
 # A release that appears on the index.
@@ -269,10 +281,10 @@ def test_a_new_release_is_an_unknown_row_and_one_command(
     assert capsys.readouterr().out.rstrip().endswith('-s "release(0.19.10)"')
     found = record.load(into)
     assert found.releases == ("0.19.7", "0.19.8", "0.19.10"), "none that was known is forgotten"
-    unknown = " | ".join(["**unknown**"] * len(record.columns()))
+    unknown = " | ".join(["**unknown**"] * len(columns.columns()))
     assert f"\n| 0.19.10 | {unknown} |\n" in into.with_suffix(".md").read_text()
 
-    record.save(found.adding(a_record("0.19.10", c) for c in record.columns()), into)
+    record.save(found.adding(a_record("0.19.10", c) for c in columns.columns()), into)
     assert index.look(into) == 0
 
 

@@ -1,14 +1,27 @@
-"""What `python -m tests.releases run` makes of a pytest run."""
+"""What `python -m tests.releases` runs, and what it makes of a pytest run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-from tests.releases.run import Outcome, read, run, table
+from tests.core import fake
+from tests.releases import columns, git, pairs, turn
+from tests.releases.__main__ import main
+from tests.releases.at_once import each
+from tests.releases.pairs import Pair
+from tests.releases.record import TORCH
+from tests.releases.run import Outcome, read, run, table, tests
+from tests.releases.run import pytest as run_pytest
+
+KNOWN = tuple(f"0.16.{patch}" for patch in range(10))
 
 
 def outcome_of(tests: str, folder: Path) -> Outcome:
@@ -65,11 +78,217 @@ def test_the_table_is_aligned() -> None:
     assert [line[header.index("first") :] for line in lines] == ["-", "a::b"]
 
 
-def test_a_release_that_is_not_installed_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def no_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that releases are in, with an index that has none."""
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    return tmp_path
+
+
+def test_a_release_that_cannot_be_installed_is_an_error(
+    no_package_index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # What an interrupted install leaves is not taken for the release.
-    (tmp_path / ".part-0.16.3" / "deepspeed").mkdir(parents=True)
-    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
-    assert run(["0.16.3"], "core_case") == 1
-    assert "0.16.3" in capsys.readouterr().err
+    (no_package_index / ".part-0.16.3" / "deepspeed").mkdir(parents=True)
+    assert run(["0.16.3"]) == 1
+    printed = capsys.readouterr().out
+    assert "deepspeed==0.16.3: failed\n" in printed
+    assert "could not be installed" in printed
+
+
+# What is run, and how much of it at a time.
+
+
+class Runs:
+    """Stands for pytest's runs: notes what began, and may wait for others at a barrier."""
+
+    def __init__(self, bad: Sequence[str] = (), together: int = 1) -> None:
+        self.begun: list[str] = []
+        self.bad = bad
+        self.together = threading.Barrier(together)
+
+    def __call__(self, version: str, arguments: Sequence[str]) -> Outcome:
+        self.begun.append(version)
+        self.together.wait(timeout=10)
+        return Outcome(version, passed=1, trouble="a::b" if version in self.bad else "")
+
+
+def test_two_releases_run_at_a_time() -> None:
+    # Neither would end without the other.
+    assert run(KNOWN[:2], at_once=2, one=Runs(together=2)) == 0
+
+
+def test_one_bad_release_is_an_error_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs(bad=KNOWN[:1])
+    assert run(KNOWN[:3], at_once=1, one=runs) == 1
+    assert runs.begun == list(KNOWN[:3])
+    rows = capsys.readouterr().out.strip().splitlines()[1:]
+    assert [row.split()[0] for row in rows] == list(KNOWN[:3]), "in the order they were asked for"
+
+
+def test_what_was_not_begun_in_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(version: str, arguments: Sequence[str]) -> Outcome:
+        threading.Event().wait(0.3)
+        return Outcome(version, passed=1)
+
+    assert run(KNOWN[:3], at_once=1, within=0.2, one=slow) == 0
+    printed = capsys.readouterr().out
+    assert f"left out, as not begun within 0.2 s: {KNOWN[1]} {KNOWN[2]}\n" in printed
+    assert run(KNOWN[:1], within=0.0, one=slow) == 1, "nothing ran"
+
+
+def test_an_interrupt_begins_no_more() -> None:
+    begun = []
+
+    def interrupted(name: str) -> None:
+        begun.append(name)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(each(interrupted, KNOWN, at_once=1))
+    assert len(begun) < len(KNOWN)
+
+
+def test_the_output_of_a_run_is_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.releases.ROOT", tmp_path)
+    bad = "def test_bad():\n    print('said in it')\n    assert 1 == 2\n"
+    fake.write(tmp_path / "tests/test_a.py", bad)
+    code, output = run_pytest("0.16.3", tmp_path / "report.xml", "tests/test_a.py")
+    assert code == 1
+    assert "said in it" in output
+    assert "assert 1 == 2" in output
+    assert not (tmp_path / ".pytest_cache").exists()
+
+
+# Which files.
+
+
+def test_only_files_with_a_core_case_are_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "ROOT", tmp_path)
+    marked = "import pytest\n@pytest.mark.core_case\ndef test_a(): pass\n"
+    fake.write(tmp_path / "tests/a/test_a.py", marked)
+    fake.write(tmp_path / "tests/test_b.py", marked)
+    fake.write(tmp_path / "tests/test_c.py", "def test_c(): 'core_case'\n")
+    fake.write(tmp_path / "tests/conftest.py", marked)
+    assert tests(whole=False) == ["-m", "core_case", "tests/a/test_a.py", "tests/test_b.py"]
+    assert columns.marked_files(["tests/a"]) == ["tests/a/test_a.py"]
+
+
+def test_the_whole_is_the_tests_of_every_patch() -> None:
+    assert tests(whole=True) == [f"tests/{name}" for name in columns.columns()[1:]]
+    assert all((fake.REPOSITORY / path).is_dir() for path in tests(whole=True))
+
+
+@pytest.mark.exhaustive
+def test_no_core_case_is_in_another_file() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
+
+    def collected(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            [*command, *arguments], cwd=fake.REPOSITORY, capture_output=True, text=True
+        )
+        return sorted(line for line in done.stdout.splitlines() if "::" in line)
+
+    assert collected(*tests(whole=False)) == collected("-m", "core_case", "tests")
+
+
+# Whose turn it is.
+
+
+def test_the_turns_together_have_every_release_but_the_installed_one() -> None:
+    turns = [turn.this(3, number).releases(KNOWN, without=KNOWN[-1]) for number in range(3)]
+    assert sorted(sum(turns, [])) == sorted(KNOWN[:-1])
+    assert turns[0] == ["0.16.8", "0.16.5", "0.16.2"], "of every era, the newest first"
+
+
+def test_a_turn_says_why_it_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(turn.this(6, 8)) == "turn 2 of 0 to 5 (as asked for)"
+    answers = {"rev-parse": "false", "rev-list": "604"}
+    monkeypatch.setattr(git, "says", lambda command, *rest: answers[command])
+    assert str(turn.this(6)) == "turn 4 of 0 to 5 (604 commits)"
+
+
+@pytest.mark.parametrize("shallow", ["true", ""], ids=["a shallow clone", "no clone"])
+def test_without_a_history_the_day_decides(monkeypatch: pytest.MonkeyPatch, shallow: str) -> None:
+    monkeypatch.setattr(git, "says", lambda *arguments: shallow)
+    now = turn.this(6)
+    assert now.number == date.today().toordinal() % 6
+    assert str(date.today()) in now.why
+
+
+def test_a_run_installs_its_turn(
+    no_package_index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["releases", "run", "--turn-of", "40", "--turn", "34"])
+    assert main() == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("turn 34 of 0 to 39 (as asked for): 0.16.0\n")
+    assert "deepspeed==0.16.0: failed\n" in printed
+
+
+# Another torch.
+
+
+def test_a_pair_is_a_release_and_a_torch() -> None:
+    assert pairs.parse("0.16.9+2.6.0") == Pair("0.16.9", "2.6.0")
+    for wrong in ("0.16.9", "0.16.9+", "+2.6.0"):
+        with pytest.raises(ValueError, match="is no pair"):
+            pairs.parse(wrong)
+
+
+def test_the_known_pairs_are_not_in_the_main_table() -> None:
+    known = pairs.known()
+    assert len({str(pair) for pair in known}) == len(known)
+    assert all(str(Version(pair.torch)) == pair.torch != TORCH for pair in known)
+
+
+def a_release(folder: Path, version: str, *requires: str) -> None:
+    """A release whose metadata asks for this."""
+    needed = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n{needed}"
+    fake.write(folder / version / f"deepspeed-{version}.dist-info" / "METADATA", metadata)
+
+
+def test_an_environment_has_what_the_release_asks_for(no_package_index: Path) -> None:
+    a_release(no_package_index, "0.16.9", "torch", "hjson", "numpy<2", 'tabulate; extra == "x"')
+    wanted = pairs.requirements(Pair("0.16.9", "2.6.0"))
+    assert wanted[:3] == ["torch==2.6.0", "hjson", "numpy<2"]
+    assert "tabulate" not in " ".join(wanted)
+
+
+def fails(python: Path, pair: Pair, again: bool) -> str:
+    return "stopped with code 1"
+
+
+def stops(python: Path, pair: Pair, again: bool) -> str:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("work", [fails, stops])
+def test_an_environment_is_removed_whatever_happens(
+    no_package_index: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[..., str]
+) -> None:
+    def make(folder: Path, pair: Pair) -> str:
+        (folder / "bin").mkdir(parents=True)
+        return ""
+
+    monkeypatch.setattr(pairs, "_make", make)
+    a_release(no_package_index, "0.16.9")
+    if work is stops:
+        with pytest.raises(KeyboardInterrupt):
+            pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
+    else:
+        assert pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
+    assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]
+
+
+def test_a_torch_that_is_not_there_is_said(no_package_index: Path) -> None:
+    a_release(no_package_index, "0.16.9")
+    trouble = pairs.in_its_environment(Pair("0.16.9", "2.6.0"), fails, again=False)
+    assert "torch==2.6.0" in trouble
+    assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]

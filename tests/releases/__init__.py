@@ -1,14 +1,18 @@
 """DeepSpeed releases beside each other, and the core subset of the suite on each of them.
 
     python -m tests.releases install 0.16.3 0.18.2     # into .releases/<version>/
-    python -m tests.releases run 0.16.3 0.18.2         # pytest -m core_case, once per release
+    python -m tests.releases run 0.16.3 0.18.2         # the core cases, once per release
+    python -m tests.releases run --turn-of 6           # on those of six parts whose turn it is
+    python -m tests.releases run --whole 0.18.2        # every test of the patches
     python -m tests.releases record                    # what docs/compatibility.json lacks
+    python -m tests.releases record --pair 0.16.9+2.6.0  # with another torch; see pairs.json
     python -m tests.releases index                     # is there a new release?
     python -m tests.releases page                      # docs/compatibility.md from the records
     python -m tests.releases install accelerate==1.7.0 # for the tests that ask for it
 
-One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. That goes
-for other packages too, which lie in .releases/<name>-<version>/.
+One interpreter and one torch serve all but the pairs: a release is chosen by being first on
+PYTHONPATH. That goes for other packages too, which lie in .releases/<name>-<version>/. What is
+missing is installed, and two releases run at a time.
 DEEPSPEED_TEST_RELEASES names another folder than .releases.
 """
 

@@ -8,48 +8,79 @@ import sys
 from packaging.version import Version
 
 from tests import releases
-from tests.releases import index, matrix, page, record
+from tests.releases import at_once, index, matrix, page, pairs, record, turn
 from tests.releases.install import install
 from tests.releases.run import run
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
-    if arguments.command == "install":
-        return install(arguments.version)
-    if arguments.command == "run":
-        return run(arguments.version, arguments.select)
-    if arguments.command == "record":
-        try:
-            return matrix.run(arguments.version, arguments.again)
-        except KeyboardInterrupt:
-            print("\nstopped; the same command goes on here", file=sys.stderr)
-            return 130
-    if arguments.command == "index":
+    parser = _parser()
+    arguments = parser.parse_args()
+    try:
+        return _do(arguments)
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on here", file=sys.stderr)
+        return 130
+
+
+def _do(given: argparse.Namespace) -> int:
+    if given.command == "install":
+        return install(_versions(given), given.at_once)
+    if given.command == "run":
+        return run(_versions(given), given.whole, given.at_once, given.within)
+    if given.command == "record":
+        if given.pair is None:
+            return matrix.run(given.version, given.again, at_once=given.at_once)
+        if given.version:
+            raise ValueError("record takes releases or --pair, not both")
+        return pairs.run([pairs.parse(text) for text in given.pair], given.again)
+    if given.command == "index":
         return index.look()
     page.rewrite(record.load())
     return 0
+
+
+def _versions(given: argparse.Namespace) -> list[str]:
+    """Those that were named, and those of the turn."""
+    if given.turn_of is None:
+        if not given.version:
+            raise ValueError("no release was named, and no --turn-of")
+        return given.version
+    now = turn.this(given.turn_of, given.turn)
+    mine = turn.releases(now)
+    at_once.say(f"{now}: {' '.join(mine)}")
+    return list(dict.fromkeys([*given.version, *mine]))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.releases", description=releases.__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
+    several = argparse.ArgumentParser(add_help=False)
+    several.add_argument("--at-once", type=int, default=at_once.DEFAULT, metavar="N")
+    chosen = argparse.ArgumentParser(add_help=False, parents=[several])
+    chosen.add_argument("version", nargs="*", help="of DeepSpeed")
+    chosen.add_argument("--turn-of", type=int, metavar="N", help="also every Nth known release")
+    chosen.add_argument("--turn", type=int, metavar="K", help="which; default: commits modulo N")
 
-    installing = commands.add_parser("install", help="install releases")
-    installing.add_argument("version", nargs="+", help="of DeepSpeed, or name==version")
+    commands.add_parser("install", help="install releases, or name==version", parents=[chosen])
 
-    running = commands.add_parser("run", help="run a subset of the suite once per release")
-    running.add_argument("version", nargs="+")
-    running.add_argument(
-        "--select", default="core_case", metavar="EXPR", help="pytest -m (default: %(default)s)"
+    running = commands.add_parser("run", help="run core tests once per release", parents=[chosen])
+    running.add_argument("--whole", action="store_true", help="all tests of the patches instead")
+    running.add_argument("--within", type=float, metavar="SECONDS", help="begin none after that")
+
+    recording = commands.add_parser(
+        "record", help="test what docs/compatibility.json lacks", parents=[several]
     )
-
-    recording = commands.add_parser("record", help="test what docs/compatibility.json lacks")
     recording.add_argument(
         "version", nargs="*", type=lambda text: str(Version(text)), help="default: every known one"
     )
     recording.add_argument("--again", action="store_true", help="also what is recorded already")
+    recording.add_argument(
+        "--pair", nargs="*", metavar="RELEASE+TORCH", help="default: every outstanding one"
+    )
 
     commands.add_parser("index", help="ask the package index for new releases")
     commands.add_parser("page", help="write docs/compatibility.md again, from the records")

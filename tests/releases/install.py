@@ -7,37 +7,44 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests import releases
+from tests.releases.at_once import DEFAULT, each, say
 
 
-def install(wanted: Sequence[str]) -> int:
+def install(wanted: Iterable[str], at_once: int = DEFAULT) -> int:
     """Install what is missing of `wanted`; 1 when one could not be installed.
 
     wanted: versions of DeepSpeed, and name==version of other packages.
     """
-    releases.folder().mkdir(parents=True, exist_ok=True)
-    for number, one in enumerate(wanted, start=1):
-        requirement = one if "==" in one else f"deepspeed=={one}"
-        print(f"[{number}/{len(wanted)}] {requirement}: ", end="", flush=True)
-        whole = releases.place(one)
-        if whole.is_dir():
-            print("already there")
-            continue
-        start = time.monotonic()
-        trouble = install_one(requirement, whole)
-        if trouble:
-            print(f"failed\n{trouble}")
-            return 1
-        print(f"installed in {time.monotonic() - start:.1f} s", flush=True)
-    return 0
+    failed = [
+        one for one, trouble in each(install_one, tuple(dict.fromkeys(wanted)), at_once) if trouble
+    ]
+    if failed:
+        print(f"not installed: {' '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
-def install_one(requirement: str, whole: Path) -> str:
-    """pip's output when it failed, else nothing."""
+def install_one(wanted: str) -> str:
+    """Install this one if it is missing, and say so; pip's output when it failed, else nothing."""
+    requirement = wanted if "==" in wanted else f"deepspeed=={wanted}"
+    whole = releases.place(wanted)
+    if whole.is_dir():
+        say(f"{requirement}: already there")
+        return ""
+    start = time.monotonic()
+    trouble = _pip(requirement, whole)
+    took = f"{time.monotonic() - start:.1f} s"
+    say(f"{requirement}: failed\n{trouble}" if trouble else f"{requirement}: installed in {took}")
+    return trouble
+
+
+def _pip(requirement: str, whole: Path) -> str:
+    """What pip said when it failed, else nothing."""
     # Renamed only when pip is done: a folder of that name is a whole install.
+    whole.parent.mkdir(parents=True, exist_ok=True)
     part = whole.with_name(f".part-{whole.name}")
     shutil.rmtree(part, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]

@@ -7,21 +7,24 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Collection, Sequence
 from datetime import date
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from packaging.version import Version
+
 import ds_patches
 from ds_patches.core import registry
 from ds_patches.core.state import State
 from tests import releases
-from tests.releases import page, record
+from tests.releases import columns, page, record
+from tests.releases.at_once import DEFAULT, each, say
 from tests.releases.cell import Answer, Cell, of_patch, of_tests
-from tests.releases.install import install
-from tests.releases.record import CORE, Record
+from tests.releases.columns import CORE
+from tests.releases.install import install_one
+from tests.releases.record import Record
 from tests.releases.run import Outcome, cases_in, count, environment, pytest
 
 #: pytest's exit codes after which its report is whole: all passed, some failed, none there.
@@ -32,19 +35,18 @@ class NoAnswer(Exception):
     """Nothing could be learnt about a release; the message is what was heard instead."""
 
 
-def measure(version: str, columns: Sequence[str]) -> list[Record]:
+def measure(version: str, wanted: Sequence[str]) -> list[Record]:
     """Run the tests of these columns on one release; raises NoAnswer."""
-    if not (releases.folder() / version).is_dir() and install([version]):
+    if install_one(version):
         raise NoAnswer(f"DeepSpeed {version} could not be installed")
     # Now, not afterwards: what is edited meanwhile was not tested.
-    sources = {column: record.sources(column) for column in columns}
+    state = {column: (columns.sources(column), columns.commit(column)) for column in wanted}
     answers = ask(version)
     ready = {name for name, answer in answers.items() if answer.state is State.READY}
-    outcomes = outcomes_of(version, [c for c in columns if c in {CORE, *ready}], ready)
-    found = [recorded(version, c, sources[c], answers.get(c), outcomes.get(c)) for c in columns]
+    outcomes = outcomes_of(version, [c for c in wanted if c in {CORE, *ready}], ready)
+    found = [recorded(version, c, *state[c], answers.get(c), outcomes.get(c)) for c in wanted]
     if any(one.cell is Cell.REFUSED for one in found):
-        doctor = [sys.executable, "-m", "ds_patches", "doctor"]
-        subprocess.run(doctor, cwd=releases.ROOT, env=environment(version))
+        say(_python(version, "-m", "ds_patches", "doctor").stdout)
     return found
 
 
@@ -53,48 +55,45 @@ def run(
     again: bool = False,
     into: Path = record.FILE,
     measure: Callable[[str, Sequence[str]], list[Record]] = measure,
+    at_once: int = DEFAULT,
 ) -> int:
     """Record `versions`, or every known release; 1 when something is left to look into.
 
     again: also what has a settled cell from the present sources.
     The files are written after each release: whatever stops this, the same call goes on there.
     """
+    torch = Version(version_of("torch")).public
     records = record.load(into)
     known = records.knowing(versions, records.looked_at).releases
     wanted = [version for version in known if version in versions or not versions]
+    left = {v: columns.columns() if again else records.outstanding(v, torch) for v in wanted}
     for version in wanted:
-        print(f"[{known.index(version) + 1}/{len(known)}] {version}: ", end="", flush=True)
-        columns = record.columns() if again else records.outstanding(version)
-        if not columns:
-            print("recorded already")
-            continue
-        print(", ".join(columns), flush=True)
-        start = time.monotonic()
+        say(f"{version}: {', '.join(left[version]) or 'recorded already'}")
+
+    def found(version: str) -> list[Record] | NoAnswer:
         try:
-            records = records.adding(measure(version, columns))
+            return measure(version, left[version])
         except NoAnswer as reason:
-            print(reason)
+            return reason
+
+    for version, new in each(found, [v for v in wanted if left[v]], at_once):
+        if not isinstance(new, list):
+            say(f"{version}: {new}")
             continue
+        # Read again: another torch may have been recorded meanwhile.
+        records = record.load(into).adding(new)
         record.save(records, into)
         page.rewrite(records, into.with_suffix(".md"))
-        cells = (f"{column} {page.cell(records, version, column)}" for column in columns)
-        print(f"{', '.join(cells)}, {time.monotonic() - start:.0f} s", flush=True)
-    print(f"\n{page.table(records, wanted)}", flush=True)
-    return int(any(records.outstanding(version) for version in wanted))
+        say(f"{version}: " + ", ".join(f"{one.column} {page.cell(one)}" for one in new))
+    say(f"\n{page.table(records, [(version, torch) for version in wanted])}")
+    return int(any(records.outstanding(version, torch) for version in wanted))
 
 
 def ask(version: str) -> dict[str, Answer]:
     """What a process of that release's own says of each patch; raises NoAnswer."""
     with tempfile.TemporaryDirectory() as scratch:
         answers = Path(scratch, "answers.json")
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.releases.probe", str(answers)],
-            cwd=releases.ROOT,
-            env=environment(version),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        done = _python(version, "-m", "tests.releases.probe", str(answers))
         if done.returncode:
             raise NoAnswer(done.stdout)
         # Reasons name files; where they lie on this machine is nobody's business.
@@ -103,25 +102,36 @@ def ask(version: str) -> dict[str, Answer]:
     return {name: Answer(**one | {"state": State(one["state"])}) for name, one in plain.items()}
 
 
-def outcomes_of(version: str, columns: Sequence[str], ready: Collection[str]) -> dict[str, Outcome]:
+def _python(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with that release, what it prints in one piece."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=releases.ROOT,
+        env=environment(version),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def outcomes_of(version: str, wanted: Sequence[str], ready: Collection[str]) -> dict[str, Outcome]:
     """One pytest run over the core tests of all these columns: ranks take seconds to start.
 
     ready: the patches that the gate lets be applied to this release.
     """
-    paths = [
-        path for c in columns for path in record.tests_of(c) if (releases.ROOT / path).exists()
-    ]
-    if not paths:  # pytest would take that for all there are
+    files = columns.marked_files(path for column in wanted for path in columns.tests_of(column))
+    if not files:  # pytest would take that for all there are
         return {}
-    options = ("-m", "core_case", "--disable-warnings", "--continue-on-collection-errors")
+    options = ("-m", "core_case", "--continue-on-collection-errors")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        code = pytest(version, report, *options, *paths)
+        code, output = pytest(version, report, *options, *files)
+        say(f"\n=== DeepSpeed {version}\n{output}")
         if code not in _WHOLE or not report.exists():
             stopped = Outcome(version, failed=1, trouble=f"pytest stopped with code {code}")
-            return dict.fromkeys(columns, stopped)
+            return dict.fromkeys(wanted, stopped)
         cases = cases_in(report)
-    return {column: count(version, cases_of(column, cases, ready)) for column in columns}
+    return {column: count(version, cases_of(column, cases, ready)) for column in wanted}
 
 
 def cases_of(
@@ -129,7 +139,7 @@ def cases_of(
 ) -> list[ElementTree.Element]:
     """A column's own cases. The core's about a patch mean nothing where that one is refused."""
     homes = tuple(
-        f"{path.removesuffix('.py')}/".replace("/", ".") for path in record.tests_of(column)
+        f"{path.removesuffix('.py')}/".replace("/", ".") for path in columns.tests_of(column)
     )
     refused = tuple(f"[{name}]" for name in registry.patches() if name not in ready)
     return [
@@ -142,7 +152,12 @@ def cases_of(
 
 
 def recorded(
-    version: str, column: str, sources: str, answer: Answer | None, outcome: Outcome | None
+    version: str,
+    column: str,
+    sources: str,
+    commit: str,
+    answer: Answer | None,
+    outcome: Outcome | None,
 ) -> Record:
     """What is kept of a column; the core has no answer, an untested patch no outcome."""
     outcome = outcome or Outcome(version, trouble="no test ran")
@@ -164,4 +179,5 @@ def recorded(
         torch=version_of("torch"),
         ds_patches=ds_patches.__version__,
         sources=sources,
+        commit=commit,
     )

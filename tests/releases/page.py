@@ -1,13 +1,16 @@
-"""docs/compatibility.md, from the records alone."""
+"""docs/compatibility.md, from the records and from what there is to say of pairs and columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.releases import ROOT
+from packaging.version import Version
+
+from tests.releases import ROOT, pairs
 from tests.releases.cell import Cell
-from tests.releases.record import Records, columns, write
+from tests.releases.columns import ABOUT, columns
+from tests.releases.record import TORCH, Record, Records, write
 
 FILE = ROOT / "docs" / "compatibility.md"
 
@@ -20,6 +23,8 @@ What was tested, release by release. {when}
 Each cell is one run of a patch's core tests on two CPU ranks (gloo).
 The package index had {count} releases from {oldest} to {newest} on {looked_at}.
 
+## With torch {torch}
+
 {table}
 
 - **pass (N)**: the patch was applied to this release, and N of its tests passed.
@@ -30,10 +35,30 @@ The package index had {count} releases from {oldest} to {newest} on {looked_at}.
 - **failed**: a test failed. Do not rely on the patch here.
 - **unknown**: never run.
 
-`core` is what checks, applies and takes back every patch.
-No cell is about GPUs, NCCL or another torch; for GPUs see [benchmarks.md](benchmarks.md).
+`core` is what checks, applies and takes back every patch, and `train_check`.
 Stock 0.18.7 to 0.18.9 cannot step ZeRO-1/2 on several CPU ranks; the tests' ranks work around that.
 {notes}
+## With another torch
+
+The same tests, with the torch that people have beside these releases.
+
+{pairs}
+{pair_notes}
+## What a pass is worth
+
+{stand_ins}
+Each column was recorded at these commits; a `+` means that the patch or its tests had uncommitted
+changes, and records from before commits were noted have none.
+
+{commits}
+
+## On GPUs
+
+No cell above is about GPUs or NCCL. This ran on 2 x NVIDIA H200 with torch 2.11.0, by hand; how,
+and at which commit, is in [benchmarks.md](benchmarks.md).
+
+{on_gpus}
+
 ## Your release is refused or unknown
 
 Nothing is applied to it, and training is stock's. `python -m ds_patches doctor` names what differs.
@@ -41,6 +66,10 @@ From a clone of the project, with the release for 0.0.0, this tests it and write
 
     make install
     .venv/bin/python -m tests.releases record 0.0.0
+
+With the torch 2.0.0 beside it, in an environment of some 5 GB that is removed afterwards:
+
+    .venv/bin/python -m tests.releases record --pair 0.0.0+2.0.0
 
 A refused patch is not tested. When `doctor` finds nothing but an unknown version, raise `supported`
 in the patch's `binding.py` and run the command again: the row says whether it holds.
@@ -60,46 +89,90 @@ def render(records: Records) -> str:
         oldest=records.releases[0],
         newest=records.releases[-1],
         looked_at=records.looked_at,
-        table=table(records, records.releases),
-        notes="".join(_notes(records)),
+        torch=TORCH,
+        table=table(records, [(release, TORCH) for release in records.releases]),
+        notes="".join(_notes(records, "\n## Why it is no pass\n\n", main=True)),
+        pairs=table(records, _pairs(records)),
+        pair_notes="".join(_pair_notes(records)),
+        stand_ins="".join(f"- `{c}`: {a.stand_in}\n" for c, a in ABOUT.items() if a.stand_in),
+        commits=_lines(("column", "recorded", "at"), _recorded(records)),
+        on_gpus=_lines(("patch", "DeepSpeed"), _on_gpus()),
     )
 
 
-def table(records: Records, releases: Sequence[str]) -> str:
-    """One row for each release, the newest first; also what a run prints at its end."""
-    rows = [("DeepSpeed", *columns()), ("---",) * (1 + len(columns()))]
-    for release in reversed(releases):
-        rows.append((release, *(cell(records, release, column) for column in columns())))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def table(records: Records, rows: Iterable[tuple[str, str]]) -> str:
+    """One row for each release and torch, the newest first; also what a run prints at its end."""
+    rows = list(rows)
+    told_apart = {torch for _, torch in rows} != {TORCH}
+    head = ("DeepSpeed", *(["torch"] if told_apart else []), *columns())
+    lines = []
+    for release, torch in reversed(rows):
+        found = (records.of.get((release, torch, column)) for column in columns())
+        lines.append((release, *([torch] if told_apart else []), *map(cell, found)))
+    return _lines(head, lines)
 
 
-def cell(records: Records, release: str, column: str) -> str:
+def cell(record: Record | None) -> str:
     """One cell's text; what calls for a look is bold."""
-    found = records.cell(release, column)
-    if found is Cell.PASS:
-        return f"pass ({records.of[release, column].passed})"
+    found = record.cell if record else Cell.UNKNOWN
+    if record and found is Cell.PASS:
+        return f"pass ({record.passed})"
     return found.value if found.settled else f"**{found.value}**"
+
+
+def _lines(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
+
+
+def _pairs(records: Records) -> list[tuple[str, str]]:
+    """Those that are wanted, and whatever else was recorded with another torch; oldest first."""
+    wanted = {(pair.release, pair.torch) for pair in pairs.known()}
+    return sorted(wanted | records.with_other_torch(), key=lambda one: tuple(map(Version, one)))
 
 
 def _when(records: Records) -> str:
     """The days, and every version of what the tests ran with."""
     if not (found := list(records.of.values())):
         return "Nothing yet."
-    days = sorted({record.date for record in found})
     with_ = (
         f"{name} {', '.join(sorted({getattr(record, field) for record in found}))}"
-        for name, field in (("Python", "python"), ("torch", "torch"), ("ds_patches", "ds_patches"))
+        for name, field in (("Python", "python"), ("ds_patches", "ds_patches"))
     )
-    return f"Run {' to '.join(dict.fromkeys((days[0], days[-1])))}: {', '.join(with_)}."
+    return f"Run {_days(found)}: {', '.join(with_)}."
 
 
-def _notes(records: Records) -> Iterator[str]:
+def _days(found: Iterable[Record]) -> str:
+    days = sorted({record.date for record in found})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
+
+
+def _recorded(records: Records) -> Iterator[tuple[str, ...]]:
+    """Each column with its days and commits, in the order of the days."""
+    for column in columns():
+        found = [record for record in records.of.values() if record.column == column]
+        if found:
+            commits = [r.commit for r in sorted(found, key=lambda r: r.date) if r.commit]
+            yield f"`{column}`", _days(found), ", ".join(dict.fromkeys(commits)) or "not noted"
+
+
+def _on_gpus() -> Iterator[tuple[str, ...]]:
+    for column, about in ABOUT.items():
+        if about.on_gpus:
+            yield f"[{column}](benchmarks.md#{about.where})", about.on_gpus
+
+
+def _pair_notes(records: Records) -> Iterator[str]:
+    told = [f"- {p.release} with torch {p.torch}: {p.note}\n" for p in pairs.known() if p.note]
+    yield from ("\n", *told) if told else ()
+    yield from _notes(records, "\n", main=False)
+
+
+def _notes(records: Records, before: str, main: bool) -> Iterator[str]:
     """Why a cell is refused, failed or unknown, for those of which that is known."""
     lines = [
-        f"- {release}, `{column}`: {record.cell.value}: {record.why}\n"
-        for (release, column), record in records.of.items()
-        if record.cell is Cell.REFUSED or not record.cell.settled
+        f"- {release}{'' if main else f' with torch {torch}'}, `{column}`: "
+        f"{record.cell.value}: {record.why}\n"
+        for (release, torch, column), record in records.of.items()
+        if (torch == TORCH) is main and (record.cell is Cell.REFUSED or not record.cell.settled)
     ]
-    if lines:
-        yield "\n## Why it is no pass\n\n"
-        yield from lines
+    yield from (before, *lines) if lines else ()

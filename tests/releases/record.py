@@ -1,4 +1,4 @@
-"""The recorded results, docs/compatibility.json: one record for each release and column.
+"""The recorded results, docs/compatibility.json: one record for each release, torch and column.
 
 A column is the core or a patch. Whatever is asked here is answered from the file and the
 registry, without a network.
@@ -6,23 +6,25 @@ registry, without a network.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from ds_patches.core import registry
 from tests.releases import ROOT
 from tests.releases.cell import Cell
+from tests.releases.columns import columns, sources
 
 FILE = ROOT / "docs" / "compatibility.json"
-CORE = "core"
-_CORE_TESTS = ("tests/core", "tests/launchers", "tests/test_world.py")
+#: The torch of the main table, as the Makefile has it; what ran with another one is told apart.
+TORCH = "2.13.0"
+
+#: A release, a torch without its local part (+cpu), and a column.
+Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Record:
     why: the gate's reason or the first failing test; empty for a pass.
     supported, fixed_in: the patch's claims at that time; empty for the core.
     sources: digest of what was tested and of its tests.
+    commit: what was checked out then; see columns.commit. Empty where nobody noted it.
     """
 
     release: str
@@ -49,6 +52,11 @@ class Record:
     torch: str
     ds_patches: str
     sources: str
+    commit: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.release, Version(self.torch).public, self.column
 
 
 @dataclass(frozen=True)
@@ -61,25 +69,29 @@ class Records:
 
     looked_at: str = ""
     releases: tuple[str, ...] = ()
-    of: Mapping[tuple[str, str], Record] = field(default_factory=dict)
+    of: Mapping[Key, Record] = field(default_factory=dict)
 
-    def cell(self, release: str, column: str) -> Cell:
-        record = self.of.get((release, column))
+    def cell(self, release: str, column: str, torch: str = TORCH) -> Cell:
+        record = self.of.get((release, torch, column))
         return record.cell if record else Cell.UNKNOWN
 
-    def outstanding(self, release: str) -> list[str]:
+    def outstanding(self, release: str, torch: str = TORCH) -> list[str]:
         """The columns without a settled cell from the sources as they are now."""
         return [
             column
             for column in columns()
-            if not self.cell(release, column).settled
-            or self.of[release, column].sources != sources(column)
+            if not self.cell(release, column, torch).settled
+            or self.of[release, torch, column].sources != sources(column)
         ]
 
     def untested(self) -> list[str]:
-        """The releases that have an unknown cell."""
+        """The releases that have an unknown cell in the main table."""
         cells = {release: [self.cell(release, c) for c in columns()] for release in self.releases}
         return [release for release, row in cells.items() if Cell.UNKNOWN in row]
+
+    def with_other_torch(self) -> set[tuple[str, str]]:
+        """The releases, each with a torch, that are not in the main table."""
+        return {(release, torch) for release, torch, _ in self.of if torch != TORCH}
 
     def knowing(self, found: Iterable[str], looked_at: str) -> Records:
         """The same with the releases that are on the index; none that was known is forgotten."""
@@ -87,29 +99,11 @@ class Records:
 
     def adding(self, new: Iterable[Record]) -> Records:
         """The same with new records in the place of old ones, and none of patches that are gone."""
-        added = dict(self.of) | {(record.release, record.column): record for record in new}
+        added = dict(self.of) | {record.key: record for record in new}
         present = columns()
         kept = {key: record for key, record in added.items() if record.column in present}
-        return replace(self, of=kept, releases=_oldest_first(*self.releases, *(r for r, _ in kept)))
-
-
-def columns() -> tuple[str, ...]:
-    return (CORE, *registry.patches())
-
-
-def tests_of(column: str) -> tuple[str, ...]:
-    """The files and folders with a column's tests, relative to the project's root."""
-    return _CORE_TESTS if column == CORE else (f"tests/{column}",)
-
-
-def sources(column: str) -> str:
-    """A digest of a column's code and tests: what belongs to another patch is no part of it."""
-    others = set(registry.patches()) - {column}
-    digest = hashlib.sha256()
-    for path in sorted(_files("ds_patches", *tests_of(column))):
-        if path.parts[1] not in others:
-            digest.update(f"{path}\0".encode() + (ROOT / path).read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+        known = (*self.releases, *(release for release, _, _ in kept))
+        return replace(self, of=kept, releases=_oldest_first(*known))
 
 
 def load(path: Path = FILE) -> Records:
@@ -125,7 +119,7 @@ def save(records: Records, path: Path = FILE) -> None:
     """Write the file, one record to a line so that a diff shows which moved."""
     index = {"date": records.looked_at, "releases": records.releases}
     place = {column: index for index, column in enumerate(columns())}
-    order = sorted(records.of, key=lambda key: (Version(key[0]), place[key[1]]))
+    order = sorted(records.of, key=lambda k: (k[1] != TORCH, *map(Version, k[:2]), place[k[2]]))
     lines = ",\n".join(json.dumps(_plain(records.of[key])) for key in order)
     write(path, f'{{"index": {json.dumps(index)},\n"records": [\n{lines}\n]}}\n')
 
@@ -143,9 +137,3 @@ def _plain(record: Record) -> dict[str, Any]:
 
 def _oldest_first(*releases: str) -> tuple[str, ...]:
     return tuple(sorted(set(releases), key=Version))
-
-
-def _files(*roots: str) -> Iterator[Path]:
-    for root in map(ROOT.joinpath, roots):
-        found = root.rglob("*") if root.is_dir() else [root]
-        yield from (p.relative_to(ROOT) for p in found if p.suffix in (".py", ".json"))

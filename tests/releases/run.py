@@ -1,4 +1,4 @@
-"""Run a subset of the suite once per DeepSpeed release, and say how each went."""
+"""Run the core subset of the suite, or all of the patches' tests, once per DeepSpeed release."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version as version_of
 from pathlib import Path
 
+from ds_patches.core import registry
 from tests import releases
+from tests.releases.at_once import DEFAULT, each, say
+from tests.releases.columns import marked_files, tests_of
+from tests.releases.install import install_one
 
 
 @dataclass(frozen=True)
@@ -26,31 +32,67 @@ class Outcome:
     trouble: str = ""
 
 
-def run(versions: Sequence[str], select: str) -> int:
-    """pytest -m `select` on each of `versions`; 1 when one of them was not good."""
-    missing = [v for v in versions if not (releases.folder() / v / "deepspeed").is_dir()]
-    if missing:
-        print(f"not installed in {releases.folder()}: {' '.join(missing)}", file=sys.stderr)
-        return 1
-    outcomes = [run_one(version, select) for version in versions]
-    print("\n" + table(outcomes), flush=True)
-    return int(any(outcome.trouble for outcome in outcomes))
+def run(
+    versions: Sequence[str],
+    whole: bool = False,
+    at_once: int = DEFAULT,
+    within: float | None = None,
+    one: Callable[[str, Sequence[str]], Outcome] | None = None,
+) -> int:
+    """The core cases on each of `versions`, installed where missing; 1 when one was not good.
+
+    whole: every test of every patch instead.
+    within: seconds; what was not begun by then is named as left out, which is no error.
+    one: does it for a release; `run_one` if not given.
+    """
+    ended = dict(
+        each(lambda version: (one or run_one)(version, tests(whole)), versions, at_once, within)
+    )
+    outcomes = [outcome for version in versions if (outcome := ended[version])]
+    say(f"\n{table(outcomes)}")
+    if late := [version for version in versions if not ended[version]]:
+        say(f"\nleft out, as not begun within {within:g} s: {' '.join(late)}")
+    return int(not outcomes or any(outcome.trouble for outcome in outcomes))
 
 
-def run_one(version: str, select: str) -> Outcome:
-    print(f"\n=== DeepSpeed {version}: pytest -m '{select}'", flush=True)
+def tests(whole: bool) -> list[str]:
+    """What pytest is told to run: files, so that it does not collect all the others."""
+    if whole:
+        return [path for name in registry.patches() for path in tests_of(name)]
+    return ["-m", "core_case", *marked_files()]
+
+
+def run_one(version: str, arguments: Sequence[str]) -> Outcome:
+    """pytest with these arguments on one release, with its output in one piece."""
+    if install_one(version):
+        return Outcome(version, trouble="could not be installed")
+    say(f"DeepSpeed {version}: begun")
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        code = pytest(version, report, "-m", select)
-        if not report.exists():
-            return Outcome(version, trouble=f"pytest stopped with code {code}")
-        return read(version, report, code)
+        code, output = pytest(version, report, *arguments)
+        if report.exists():
+            outcome = read(version, report, code)
+        else:
+            outcome = Outcome(version, trouble=f"pytest stopped with code {code}")
+    say(f"\n=== DeepSpeed {version}, {time.monotonic() - start:.0f} s\n{output}")
+    return outcome
 
 
-def pytest(version: str, report: Path, *arguments: str) -> int:
-    """Run pytest on one release, with its junit file at `report`; its exit code."""
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
-    return subprocess.run(command, cwd=releases.ROOT, env=environment(version)).returncode
+def pytest(version: str, report: Path, *arguments: str) -> tuple[int, str]:
+    """Run pytest on one release, with its junit file at `report`; its exit code and its output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command.append("--disable-warnings")
+    done = subprocess.run(
+        [*command, f"--junitxml={report}", *arguments],
+        cwd=releases.ROOT,
+        env=environment(version),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return done.returncode, done.stdout
 
 
 def environment(version: str) -> dict[str, str]:
@@ -62,8 +104,10 @@ def environment(version: str) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         # The suite refuses to run on another one, whatever else sits on the path.
         "DEEPSPEED_TEST_RELEASE": version,
-        # What one release compiled must not be loaded by the next.
-        "TORCH_EXTENSIONS_DIR": str(releases.ROOT / ".releases" / ".torch_extensions" / version),
+        # What one release compiled must not be loaded by the next, nor by another torch.
+        "TORCH_EXTENSIONS_DIR": str(
+            releases.ROOT / ".releases" / ".torch_extensions" / version / version_of("torch")
+        ),
     }
 
 

@@ -1,0 +1,111 @@
+"""The columns of the compatibility page, the core and each patch: their tests, their sources."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_patches.core import registry
+from tests.releases import ROOT, git
+
+CORE = "core"
+_CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/test_world.py")
+_MARKED = re.compile(r"\bpytest\.mark\.core_case\b")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a column's passes do not say by themselves.
+
+    stand_in: what its tests have in the place of something real, and where that is.
+    on_gpus: what of it ran on GPUs, as docs/benchmarks.md has it.
+    where: the heading there, as a link's anchor.
+    """
+
+    stand_in: str = ""
+    on_gpus: str = ""
+    where: str = ""
+
+
+#: Of the columns of which there is something to say.
+ABOUT: Mapping[str, About] = {
+    "coalesce": About(
+        on_gpus="0.19.8: 95 of 95 cases equal plain PyTorch",
+        where="coalesce-several-backwards-one-gradient-reduction",
+    ),
+    "dc_fallback": About(
+        stand_in=(
+            "DeepCompile's C++ and its compiler need a GPU. The tests here have something else in "
+            "their place (`tests/dc_fallback/stand_in.py`); Dynamo and the rest are real."
+        ),
+        on_gpus="0.19.2: 18 of 18 patterns; 0.19.8: 45 of 45 cases, with DeepCompile itself",
+        where="against-eager-zero-3-on-gpus",
+    ),
+    "stream_safety": About(
+        stand_in=(
+            "There are no streams on a CPU. The tests here have streams that run nothing, and a "
+            "detector that tells which work is not ordered (`tests/stream_safety/clocks.py`)."
+        ),
+        on_gpus=(
+            "0.17.4 and 0.18.7: 27 of 27 cases; 0.19.8: 24 of 24, after a run with 23; "
+            "with late streams"
+        ),
+        where="against-no-overlap-on-gpus",
+    ),
+    "zero3_retain": About(
+        on_gpus="0.19.8: 46 of 46 cases equal plain PyTorch",
+        where="zero3_retain-several-backwards-over-one-zero-3-forward",
+    ),
+}
+
+
+def columns() -> tuple[str, ...]:
+    return (CORE, *registry.patches())
+
+
+def tests_of(column: str) -> tuple[str, ...]:
+    """The files and folders with a column's tests, relative to the project's root."""
+    return _CORE_TESTS if column == CORE else (f"tests/{column}",)
+
+
+def marked_files(roots: Iterable[str] = ("tests",)) -> list[str]:
+    """The test files at these places that hold a core case.
+
+    They are what pytest is given for the core subset: to collect all the others as well takes
+    longer than some releases' tests.
+    """
+    found = (path for root in roots for path in _below(ROOT / root) if path.match("test_*.py"))
+    marked = (path for path in found if _MARKED.search(path.read_text(encoding="utf-8")))
+    return sorted(str(path.relative_to(ROOT)) for path in marked)
+
+
+def sources(column: str) -> str:
+    """A digest of a column's code and tests: what belongs to another patch is no part of it."""
+    others = set(registry.patches()) - {column}
+    digest = hashlib.sha256()
+    for path in sorted(_files("ds_patches", *tests_of(column))):
+        if path.parts[1] not in others:
+            digest.update(f"{path}\0".encode() + (ROOT / path).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def commit(column: str) -> str:
+    """The commit that is checked out, with a + when the column is tested in another state.
+
+    Empty where git does not say.
+    """
+    head = git.says("rev-parse", "--short", "HEAD")
+    changed = git.says("status", "--porcelain", "--", "ds_patches", *tests_of(column))
+    return f"{head}+" if head and changed else head
+
+
+def _files(*roots: str) -> Iterator[Path]:
+    for root in map(ROOT.joinpath, roots):
+        yield from (p.relative_to(ROOT) for p in _below(root) if p.suffix in (".py", ".json"))
+
+
+def _below(root: Path) -> Iterable[Path]:
+    return root.rglob("*") if root.is_dir() else [root]

@@ -1,0 +1,46 @@
+"""Which of the older releases have their turn: all of them run, some at every commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version as version_of
+
+from tests.releases import git, record
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One of several turns, and who says that it is this one's."""
+
+    number: int
+    of: int
+    why: str
+
+    def releases(self, known: Sequence[str], without: str) -> list[str]:
+        """Every `of`-th of the known ones, newest first: so each turn has some of every era."""
+        older = [release for release in reversed(known) if release != without]
+        return older[self.number :: self.of]
+
+    def __str__(self) -> str:
+        return f"turn {self.number} of 0 to {self.of - 1} ({self.why})"
+
+
+def this(of: int, number: int | None = None) -> Turn:
+    """The turn that it is: as asked for, or by the commits so far, or by the day.
+
+    A clone without its history has too few commits to count.
+    """
+    if number is not None:
+        return Turn(number % of, of, "as asked for")
+    if git.says("rev-parse", "--is-shallow-repository") == "false":
+        commits = int(git.says("rev-list", "--count", "HEAD") or 0)
+        return Turn(commits % of, of, f"{commits} commits")
+    today = date.today()
+    return Turn(today.toordinal() % of, of, f"{today}, as there is no history to count")
+
+
+def releases(turn: Turn) -> list[str]:
+    """Those of this turn, of all that docs/compatibility.json knows but the installed one."""
+    return turn.releases(record.load().releases, version_of("deepspeed"))
