@@ -1,1 +1,35 @@
-"""Scripts."""
+"""Do no harm: real training scripts, each run by stock DeepSpeed, with every patch, and plainly.
+
+The law, for every script and not only for those that a patch was written for: where stock is
+right, patched is right; where stock fails loudly, patched works or fails loudly; where stock is
+silently wrong, patched is right or says so. Nor does a patch hold more memory, or call more Python
+in a step that it has no part in. :mod:`tests.scripts.law` is that, line by line.
+
+A script is a function of one trainer, and reads like a program:
+
+    @script({1: RIGHT, 2: RIGHT, 3: raises("mat2 must be a matrix")}, model="Critic")
+    def gradient_penalty(trainer: Any) -> None:
+        \"\"\"The loss has the gradient by the inputs in it, as with WGAN-GP.\"\"\"
+        for step in trainer.steps():
+            ...
+            trainer.backward(loss)
+            trainer.step()
+
+The trainer is an engine, or plain PyTorch that averages gradients over the ranks; what both can
+do is in `trainers.py`, and models are in `models.py`. The declaration says what stock comes to at
+each ZeRO stage, which is tested too, and what else the engine is given. A script trains for
+``trainer.steps()``, so that calls and memory can be looked at in between, and must be good for
+being run twice on one trainer.
+
+Where patched does not hold to the law yet, ``awaits={3: {"values": "accumulation"}}`` names the
+topic that mends it, by stage. Such a mark is strict: once the property holds, the test fails until
+the mark is taken out.
+
+Two ranks run every script. Four ranks run them as two groups of two with data of their own, in
+which the second of a group is not the second of the world (`groups.py`). Stock has processes to
+which no patch was ever applied (`worlds.py`).
+
+`make test` runs the stages that a declaration calls ``quick``, `make test-all` all of them, and
+`python -m tests.scripts.page` writes docs/scripts.md from another run of all. A single one is run
+by `pytest tests/scripts -k "gradient_penalty"`.
+"""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.scripts.declared import RIGHT, script
+from tests.scripts.declared import ALL_RIGHT, script
 from tests.scripts.ordinary import one_backward
 
-ALL_RIGHT = {1: RIGHT, 2: RIGHT, 3: RIGHT}
 
-
-@script(ALL_RIGHT, model="NonReentrant")
+@script(ALL_RIGHT, model="NonReentrant", awaits={3: {"memory": "accumulation"}})
 def non_reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=False)``, as Hugging Face's Trainer has them."""
     one_backward.run(trainer)

@@ -10,9 +10,13 @@ from typing import Any
 
 RIGHT, WRONG = "right", "wrong"
 RAISES = "raises"
+ALL_RIGHT = {1: RIGHT, 2: RIGHT, 3: RIGHT}
 
 #: Who mends what is marked.
 TOPICS = ("core", "accumulation", "dc_fallback", "stream_safety", "frameworks")
+
+#: Each gradient of ZeRO-1/2 passes wrappers of three patches, where none has a part in it too.
+WRAPPED = "accumulation, stream_safety"
 
 #: How a script is run: by an engine on the CPU, under the stand-in of DeepCompile, or on the
 #: streams of the race detector.
@@ -66,21 +70,22 @@ class Script:
 def script(
     stock: Mapping[int, str],
     *,
-    awaits: Mapping[Any, Any] | None = None,
+    awaits: Mapping[int, Awaits] | None = None,
     quick: tuple[int, ...] | None = None,
-    grouped: bool | tuple[int, ...] = True,
+    at_rest: bool = True,
     **said: Any,
 ) -> Callable[[Callable[[Any], None]], Script]:
     """Declare the function below it.
 
-    stock: verdict by stage. awaits: topic by property, for all stages, or such a table by stage.
-    quick: without it, the highest stage. grouped: whether two groups of ranks can run it.
+    stock: verdict by stage. awaits: topic by property, by stage. quick: without it, the highest
+    stage. at_rest: patches have nothing to do in what stock gets right, and cost what they cost.
     """
-    by_stage = awaits or {}
-    if not all(isinstance(key, int) for key in by_stage):
-        by_stage = dict.fromkeys(stock, by_stage)
-    if grouped is True:
-        grouped = tuple(stock) if said.get("on", EAGER) == EAGER else ()
+    given = dict(awaits or {})
+    by_stage = {stage: dict(given.get(stage, {})) for stage in stock}
+    if at_rest:
+        for stage in (1, 2):
+            if stock.get(stage) == RIGHT:
+                by_stage[stage]["calls"] = WRAPPED
 
     def declare(run: Callable[[Any], None]) -> Script:
         return Script(
@@ -88,7 +93,6 @@ def script(
             stock,
             awaits=by_stage,
             quick=(max(stock),) if quick is None else quick,
-            grouped=grouped or (),
             **said,
         )
 

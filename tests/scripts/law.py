@@ -63,9 +63,7 @@ def breaches(
     ]
 
 
-def _values(
-    script: Script, stock: list[Measured], patched: list[Measured]
-) -> Iterator[Breach]:
+def _values(script: Script, stock: list[Measured], patched: list[Measured]) -> Iterator[Breach]:
     before, after = verdict(script, stock), verdict(script, patched)
     if after == RIGHT:
         return
@@ -83,9 +81,7 @@ def _why(ranks: list[Measured]) -> str:
     return f"off by {worst.difference:.1e} in {worst.where}, of {worst.moved:.1e}"
 
 
-def _memory(
-    script: Script, stock: list[Measured], patched: list[Measured]
-) -> Iterator[Breach]:
+def _memory(script: Script, stock: list[Measured], patched: list[Measured]) -> Iterator[Breach]:
     right = verdict(script, stock) == RIGHT
     for one, other in zip(stock, patched, strict=True):
         if right and any(more > most for more, most in zip(other.peaks, one.peaks, strict=False)):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from tests.dc_fallback.patterns.frames import Disabled
 from tests.zero3_retain import models
 from tests.zero3_retain.models import CLASSES, VOCABULARY, WIDTH, Block, Losses, TwoHeads, batch
 
@@ -40,6 +43,105 @@ class Auxiliary(TwoHeads):
         return self.blocks[1](x)
 
 
+class Sometimes(TwoHeads):
+    """A scale for each head, of which a batch may use one alone."""
+
+    used = (True, True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = super().trunk(tokens)
+        for scale, used in zip(self.scales, self.used, strict=True):
+            x = x * scale if used else x
+        return x
+
+
+class LowRank(nn.Module):
+    """A frozen Linear, and what is trained in its place."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(TwoHeads):
+    """A frozen trunk with low-rank adapters, as peft makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        for block in self.blocks:
+            block.norm.requires_grad_(False)
+            block.up, block.down = LowRank(block.up), LowRank(block.down)
+
+
+class CheckpointedAdapted(Adapted):
+    """The same, recomputed."""
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class TwoBranches(TwoHeads):
+    """Each head has a trunk of its own."""
+
+    def forward(self, tokens: Tensor) -> Losses:
+        x = self.embed(tokens)
+        return Losses(self.classify(self.blocks[0](x)), self.rebuild(self.blocks[1](x)))
+
+
+class CompiledBlock(TwoHeads):
+    """One block is compiled by its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].compile(backend="aot_eager")
+
+
+class Critic(TwoHeads):
+    """Judges continuous inputs, so that a penalty on their gradient can be had."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x)
+        return self.classify(x)
+
+
+class RecomputedMethod(Disabled):
+    """A method that reads a parameter of its module is recomputed in a skipped frame."""
+
+    @torch.compiler.disable
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.project, x, layer, use_reentrant=False)
+        return checkpoint(self.weigh, x, use_reentrant=False)
+
+    def project(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        return F.gelu(layer(x))
+
+    def weigh(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight.T @ self.head.weight)
+
+
+class OwnCompile(Disabled):
+    """A layer of a skipped frame is compiled by its owner."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        self.layers[1].compile(backend="eager")
+
+
 def build(name: str) -> nn.Module:
     """A model from a fixed seed: one of these, of eager tests, or of another part's."""
     if name == "streams":
@@ -49,9 +151,9 @@ def build(name: str) -> nn.Module:
     if name.startswith("patterns."):
         from tests.dc_fallback import patterns
 
-        return patterns.build(name.removeprefix("patterns."))
+        kind = name.removeprefix("patterns.")
+        if kind in {variant.__name__ for variant in (RecomputedMethod, OwnCompile)}:
+            return build(kind)
+        return patterns.build(kind)
     torch.manual_seed(7)
     return (globals().get(name) or getattr(models, name))()  # type: ignore[no-any-return]
-
-
-__all__ += ["Auxiliary", "Deep", "Losses"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.scripts.declared import RIGHT, raises, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
 from tests.scripts.models import loss_of
-
-ALL_RIGHT = {1: RIGHT, 2: RIGHT, 3: RIGHT}
 
 
 @script(ALL_RIGHT, model="Deep", quick=(2, 3))
@@ -27,7 +25,9 @@ def micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script(ALL_RIGHT, model="Deep", micro_steps=2, quick=(2,), settings={"zero": {"overlap_comm": True}})
+@script(
+    ALL_RIGHT, model="Deep", micro_steps=2, quick=(2,), settings={"zero": {"overlap_comm": True}}
+)
 def micro_steps_overlapped(trainer: Any) -> None:
     """The same, with reductions beside the backward."""
     micro_steps.run(trainer)
@@ -39,4 +39,70 @@ def clipped(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-assert raises
+@script(ALL_RIGHT, settings={"bf16": {"enabled": True}}, tolerance=1e-2, quick=(1,))
+def bf16(trainer: Any) -> None:
+    """Half precision, with masters in single precision."""
+    one_backward.run(trainer)
+
+
+@script(ALL_RIGHT, settings={"zero": {"offload_optimizer": {"device": "cpu"}}}, quick=(2,))
+def offloaded_optimizer(trainer: Any) -> None:
+    """The optimizer is on the host."""
+    one_backward.run(trainer)
+
+
+@script(
+    ALL_RIGHT,
+    settings={"zero": {"offload_optimizer": {"device": "cpu"}}},
+    micro_steps=2,
+    quick=(2,),
+)
+def offloaded_micro_steps(trainer: Any) -> None:
+    """The same, with micro steps."""
+    micro_steps.run(trainer)
+
+
+@script(ALL_RIGHT, quick=(1,))
+def plain_backward(trainer: Any) -> None:
+    """``loss.backward()``, as the rest of the world writes it."""
+    for step in trainer.steps():
+        loss_of(trainer, step).backward()
+        trainer.step()
+
+
+@script(ALL_RIGHT, model="TiedEmbedding", quick=(3,))
+def tied_weights(trainer: Any) -> None:
+    """The embedding is the output layer, too."""
+    one_backward.run(trainer)
+
+
+@script(ALL_RIGHT, model="SharedBlock", quick=(2,))
+def shared_block(trainer: Any) -> None:
+    """One block runs three times."""
+    one_backward.run(trainer)
+
+
+@script(ALL_RIGHT, model="CompiledBlock", quick=(2,))
+def compiled_block(trainer: Any) -> None:
+    """``block.compile(backend="aot_eager")`` by the user, outside DeepCompile."""
+    one_backward.run(trainer)
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes")
+def sometimes_unused(trainer: Any) -> None:
+    """A parameter that some steps do not use stays where it is in them."""
+    for step in trainer.steps():
+        trainer.module.used = (step % 2 == 0, True)
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2)
+def used_late(trainer: Any) -> None:
+    """A parameter that only the second forward of a step uses, and only in some steps."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.module.used = (True, micro == 1 and step % 2 == 0)
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
+    trainer.module.used = (True, True)

@@ -28,11 +28,12 @@ class Trainer:
     around_step: Callable[[int], AbstractContextManager[None]]
 
     def __init__(self) -> None:
+        self.count = STEPS
         self.around_step = lambda step: nullcontext()
 
-    def steps(self, count: int = STEPS) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         """The steps of a training, which is looked at between them."""
-        for step in range(count):
+        for step in range(self.count):
             with self.around_step(step):
                 yield step
 
@@ -57,6 +58,8 @@ class PlainTrainer(Trainer):
 
     def zero_grad(self) -> None:
         self.module.zero_grad()
+
+    zero_optimizer_grad = zero_grad
 
     def step(self) -> None:
         self._micro_step += 1
@@ -85,6 +88,9 @@ class PlainTrainer(Trainer):
 
     def _trained(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def window(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -142,8 +148,15 @@ class EngineTrainer(Trainer):
     def zero_grad(self) -> None:
         self.engine.zero_grad()
 
+    def zero_optimizer_grad(self) -> None:
+        self.engine.optimizer.zero_grad()
+
     def step(self) -> None:
         self.engine.step()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        block: AbstractContextManager[None] = self.engine.no_sync()
+        return block
 
     def window(self) -> AbstractContextManager[None]:
         block: AbstractContextManager[None] = self.engine.coalesce_grad_reduction()

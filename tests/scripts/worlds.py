@@ -33,9 +33,7 @@ class Worlds:
             if script.before is not None:
                 other = {STOCK: PATCHED, PATCHED: STOCK}[way]
                 world = self.world(script, other, ranks)
-                world.within(SECONDS).run(
-                    measured.prepare, script.reference, stage, other, folder
-                )
+                world.within(SECONDS).run(measured.prepare, script.reference, stage, other, folder)
             return list(
                 self.world(script, way, ranks).within(SECONDS).run(measured.measure, *case, folder)
             )

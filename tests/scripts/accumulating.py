@@ -1,0 +1,130 @@
+"""Gradients that wait for their step, or are dropped before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
+from tests.scripts.models import loss_of
+
+OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, awaits={3: {"values": "accumulation"}}, quick=(1, 3))
+def abandoned_backward(trainer: Any) -> None:
+    """A bad batch: ``engine.zero_grad()``, and the next one is stepped."""
+    for step in trainer.steps():
+        trainer.backward(1000 * loss_of(trainer, step, 1))
+        trainer.zero_grad()
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@script(ALL_RIGHT, quick=(1, 3))
+def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
+    """The same by ``engine.optimizer.zero_grad()``."""
+    for step in trainer.steps():
+        trainer.backward(1000 * loss_of(trainer, step, 1))
+        trainer.zero_optimizer_grad()
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@script(ALL_RIGHT, quick=(2,))
+def abandoned_forward(trainer: Any) -> None:
+    """A loss that is not a number has no backward at all."""
+    for step in trainer.steps():
+        loss = loss_of(trainer, step, 1) * (float("nan") if step == 2 else 1)
+        if loss.isfinite():
+            trainer.backward(loss)
+            trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: WRONG})
+def two_forwards_first(trainer: Any) -> None:
+    """Both forwards come before both backwards, and one step after."""
+    for step in trainer.steps():
+        for loss in [loss_of(trainer, step, micro) for micro in range(2)]:
+            trainer.backward(loss)
+        trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: RIGHT}, settings=OFFLOADED, quick=(1, 2))
+def two_forwards_offloaded(trainer: Any) -> None:
+    """Two backwards before one step, with the optimizer on the host."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@script(ALL_RIGHT, quick=(2,))
+def boundary_by_hand(trainer: Any) -> None:
+    """The program says which backward is the last of a step, as Accelerate does."""
+    for step in trainer.steps():
+        for micro in range(3):
+            trainer.boundary(micro == 2)
+            trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@script(ALL_RIGHT, micro_steps=2, quick=(3,))
+def evaluated_in_between(trainer: Any) -> None:
+    """An evaluation between two micro steps of one step."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
+            trainer.module.eval()
+            with torch.no_grad():
+                loss_of(trainer, step, 7)
+            trainer.module.train()
+
+
+@script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, refusal="no_sync", quick=(1, 2))
+def no_sync(trainer: Any) -> None:
+    """All backwards but the last of a step are not reduced, as with DistributedDataParallel."""
+    for step in trainer.steps():
+        with trainer.no_sync():
+            trainer.backward(loss_of(trainer, step, 0))
+        trainer.backward(loss_of(trainer, step, 1))
+        trainer.step()
+
+
+@script(
+    {1: WRONG, 2: RIGHT, 3: RIGHT},
+    awaits={1: {"values": "accumulation"}},
+    model="Sometimes",
+    micro_steps=2,
+    settings={"zero": {"overlap_comm": True}},
+    quick=(1,),
+)
+def unused_at_the_end(trainer: Any) -> None:
+    """With overlap_comm, a parameter that the last micro step of a step does not use."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.module.used = (True, micro == 0)
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
+    trainer.module.used = (True, True)
+
+
+@script(ALL_RIGHT, quick=(3,))
+def failed_backward(trainer: Any) -> None:
+    """A backward that raises in a hook, is caught, and is followed by a clean step."""
+    for step in trainer.steps():
+        if step == 2:
+            loss = loss_of(trainer, step, 1)
+            loss.register_hook(_refuse)
+            try:
+                trainer.backward(loss)
+            except ValueError:
+                trainer.zero_grad()
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+def _refuse(grad: torch.Tensor) -> None:
+    raise ValueError("out of memory, say")

@@ -1,0 +1,44 @@
+"""Models of which a part is frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.scripts.declared import ALL_RIGHT, script
+from tests.scripts.losses import LAST_ONLY, two_backwards
+from tests.scripts.models import loss_of
+from tests.scripts.ordinary import one_backward
+
+
+@script(ALL_RIGHT, model="Adapted")
+def low_rank(trainer: Any) -> None:
+    """Low-rank adapters on a frozen trunk."""
+    one_backward.run(trainer)
+
+
+@script(
+    ALL_RIGHT,
+    model="CheckpointedAdapted",
+    awaits={3: {"memory": "accumulation"}},
+    quick=(1, 3),
+)
+def low_rank_recomputed(trainer: Any) -> None:
+    """The same under checkpoint(use_reentrant=False), whose inputs are made to need a gradient."""
+    one_backward.run(trainer)
+
+
+@script(LAST_ONLY, model="Adapted")
+def low_rank_two_backwards(trainer: Any) -> None:
+    """Two losses over adapters."""
+    two_backwards.run(trainer)
+
+
+@script(ALL_RIGHT, quick=(2,))
+def unfrozen_later(trainer: Any) -> None:
+    """The trunk rests in the first steps and trains from the third on."""
+    trunk = list(trainer.module.blocks.parameters())
+    for step in trainer.steps():
+        for param in trunk:
+            param.requires_grad_(step >= 2)
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()

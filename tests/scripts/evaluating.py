@@ -1,0 +1,81 @@
+"""Forwards without a backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.scripts.declared import ALL_RIGHT, script
+from tests.scripts.losses import LAST_ONLY, both_losses
+from tests.scripts.models import VOCABULARY, loss_of
+
+
+@script(ALL_RIGHT, quick=(3,))
+def inference_mode(trainer: Any) -> None:
+    """An evaluation under ``torch.inference_mode()`` after each step."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        trainer.module.eval()
+        with torch.inference_mode():
+            loss_of(trainer, step, 7)
+        trainer.module.train()
+
+
+@script(ALL_RIGHT, quick=(2,))
+def no_grad(trainer: Any) -> None:
+    """An evaluation under ``torch.no_grad()`` before each step."""
+    for step in trainer.steps():
+        with torch.no_grad():
+            loss_of(trainer, step, 7)
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@script(LAST_ONLY)
+def evaluated_between_backwards(trainer: Any) -> None:
+    """An evaluation between two backwards over one forward."""
+    for step in trainer.steps():
+        first, second = both_losses(trainer, step)
+        trainer.backward(first, retain_graph=True)
+        with torch.no_grad():
+            loss_of(trainer, step, 7)
+        trainer.backward(second)
+        trainer.step()
+
+
+@script(ALL_RIGHT, quick=(3,))
+def generation(trainer: Any) -> None:
+    """Ranks generate until all are done, as ``generate(synced_gpus=True)``, then train on it."""
+    for step in trainer.steps():
+        generate(trainer, start=dist.get_rank(), least=2 + dist.get_rank() % 2)
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+def generate(trainer: Any, start: int, least: int) -> list[int]:
+    """Up to `least` tokens; a rank that is done goes on while another is not."""
+    tokens = [start]
+    with torch.no_grad():
+        while True:
+            going = torch.tensor(float(len(tokens) < least))
+            dist.all_reduce(going)
+            if not going:
+                return tokens[:least]
+            logits, _ = trainer(torch.tensor(tokens))
+            tokens.append(int(logits[-1].argmax()) % VOCABULARY)
+
+
+@script(ALL_RIGHT, quick=(3,))
+def moving_average(trainer: Any) -> None:
+    """An average of the gathered parameters, with which the model is evaluated and left alone."""
+    params = list(trainer.module.parameters())
+    averages: list[torch.Tensor] = []
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        with trainer.gathered(params), torch.no_grad():
+            now = [param.detach().clone() for param in params]
+        averages = [0.9 * a + 0.1 * n for a, n in zip(averages or now, now, strict=True)]

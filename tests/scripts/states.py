@@ -1,0 +1,72 @@
+"""Parameters, gradients and states that the program reads, writes or moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.scripts.declared import ALL_RIGHT, RIGHT, raises, script
+from tests.scripts.models import loss_of
+from tests.scripts.ordinary import one_backward
+
+
+@script(ALL_RIGHT, quick=(2,))
+def gradient_noise(trainer: Any) -> None:
+    """Each gradient is read and set again, by safe_get_full_grad and safe_set_full_grad."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.change_grads(lambda grad: 0.5 * grad + 0.01 * torch.cos(grad))
+        trainer.step()
+
+
+@script(ALL_RIGHT, quick=(1,))
+def gradient_norms(trainer: Any) -> None:
+    """Gradients are read for a plot."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        assert all(grad.norm() >= 0 for grad in trainer.full_grads())
+        trainer.step()
+
+
+@script({1: RIGHT, 2: RIGHT, 3: raises("FusedAdam")}, refusal="FusedAdam", quick=(2,))
+def offloaded_states(trainer: Any) -> None:
+    """``offload_states`` and ``reload_states`` between steps, as for a rollout."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        trainer.offload()
+
+
+@script(ALL_RIGHT, quick=(3,))
+def two_engines(trainer: Any) -> None:
+    """Another engine trains in turns with this one."""
+    other = trainer.another()
+    for step in trainer.steps():
+        for one in (trainer, other):
+            one.backward(loss_of(one, step))
+            one.step()
+
+
+@script(ALL_RIGHT, quick=(2,))
+def teacher(trainer: Any) -> None:
+    """Another engine is asked for targets, and never trained."""
+    other = trainer.another()
+    for step in trainer.steps():
+        with torch.no_grad():
+            target = loss_of(other, step)
+        trainer.backward((loss_of(trainer, step) - 0.5 * target).square())
+        trainer.step()
+
+
+def first_half(trainer: Any) -> None:
+    """Train and save."""
+    one_backward.run(trainer)
+    trainer.save()
+
+
+@script(ALL_RIGHT, before=first_half, quick=(1, 3))
+def resumed(trainer: Any) -> None:
+    """A checkpoint of stock is loaded with the patches, and one of theirs by stock."""
+    trainer.load()
+    one_backward.run(trainer)

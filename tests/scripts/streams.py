@@ -1,0 +1,84 @@
+"""Training with overlap_comm, as the race detector sees it: a race is a wrong value elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.scripts.declared import RIGHT, STREAMS, script
+from tests.stream_safety.cases import BUCKET, batch
+
+OVERLAP = {"overlap_comm": True, "reduce_bucket_size": BUCKET}
+FP32_SUMS = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    # The throughput timer waits for the device now and then, and hides what comes before it.
+    "timers": {"throughput": {"enabled": False, "synchronized": False}},
+    "zero": OVERLAP,
+}
+ON_STREAMS: dict[str, Any] = {"on": STREAMS, "model": "streams", "tolerance": 2e-2}
+SUMS: dict[str, Any] = {**ON_STREAMS, "settings": FP32_SUMS}
+
+
+def backward(trainer: Any, step: int, micro: int) -> None:
+    trainer.backward(trainer(batch(3 * step + micro)).square().mean())
+
+
+@script({2: RIGHT}, micro_steps=2, **SUMS)
+def overlapped(trainer: Any) -> None:
+    """Micro steps, and nothing else."""
+    for step in trainer.steps():
+        for micro in range(2):
+            backward(trainer, step, micro)
+            trainer.step()
+
+
+@script({2: RIGHT}, micro_steps=2, **SUMS)
+def gradients_read_between_micro_steps(trainer: Any) -> None:
+    """``safe_get_full_grad`` before the step."""
+    for step in trainer.steps():
+        for micro in range(2):
+            backward(trainer, step, micro)
+            assert all(grad is None or grad.norm() >= 0 for grad in trainer.full_grads())
+            trainer.step()
+
+
+@script({2: RIGHT}, micro_steps=2, **SUMS)
+def offloaded_between_micro_steps(trainer: Any) -> None:
+    """``offload_states`` before the step."""
+    for step in trainer.steps():
+        for micro in range(2):
+            backward(trainer, step, micro)
+            trainer.step()
+            if micro == 0:
+                trainer.offload()
+
+
+@script({2: RIGHT}, micro_steps=2, **SUMS)
+def boundary_set_late(trainer: Any) -> None:
+    """That this was the last backward is known after it, as when the data end."""
+    for step in trainer.steps():
+        trainer.boundary(False)
+        backward(trainer, step, 0)
+        backward(trainer, step, 1)
+        trainer.boundary(True)
+        trainer.step()
+
+
+@script({1: RIGHT, 2: RIGHT}, quick=(2,), **{**ON_STREAMS, "settings": {"zero": OVERLAP}})
+def hook_behind_the_reduction(trainer: Any) -> None:
+    """A hook on the AccumulateGrad node, behind DeepSpeed's, writes the gradient again."""
+    nodes = []
+    for param in trainer.module.parameters():
+        node = param.expand_as(param).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_, param=param: _touch(param))
+        nodes.append(node)
+    for step in trainer.steps():
+        backward(trainer, step, 0)
+        trainer.step()
+
+
+def _touch(param: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(1)

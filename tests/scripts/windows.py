@@ -1,0 +1,109 @@
+"""``with engine.coalesce_grad_reduction():``, which 0.19.1 and later have of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.scripts.declared import ALL_RIGHT, WRONG, script
+from tests.scripts.losses import both_losses
+from tests.scripts.models import batch, loss_of, losses
+
+
+@script(ALL_RIGHT, quick=(2,))
+def window(trainer: Any) -> None:
+    """Three backwards and one reduction."""
+    for step in trainer.steps():
+        with trainer.window():
+            for micro in range(3):
+                trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@script(ALL_RIGHT)
+def cached_loss(trainer: Any) -> None:
+    """Mini-batches have their backwards in a hook of the outer loss, as GradCache losses do."""
+    for step in trainer.steps():
+        with torch.no_grad():
+            outputs = [trainer(batch(step, micro)[0])[1] for micro in range(2)]
+        leaves = [output.detach().requires_grad_() for output in outputs]
+        loss = torch.cat(leaves).square().mean()
+        gradients = torch.autograd.grad(loss, leaves)
+        # The loss that the user gets has no other gradient than what this hook makes of it.
+        outer = loss.detach().requires_grad_()
+        outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
+        with trainer.window():
+            (1.0 * outer).backward()
+        trainer.step()
+
+
+def _backwards_of_mini_batches(trainer: Any, step: int, gradients: Any) -> Any:
+    def run(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for micro, gradient in enumerate(gradients):
+                output = trainer(batch(step, micro)[0])[1]
+                trainer.backward((output * gradient).sum())
+
+    return run
+
+
+@script(ALL_RIGHT, model="Auxiliary")
+def window_over_an_auxiliary_tensor(trainer: Any) -> None:
+    """A block in which a tensor that is no output has a backward after the outputs."""
+    for step in trainer.steps():
+        with trainer.window():
+            tokens, classes = batch(step)
+            loss = sum(losses(trainer(tokens), classes))
+            loss.backward(retain_graph=True)
+            trainer.module.aux.backward()
+        trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: ALL_RIGHT[3]}, micro_steps=2, quick=(2, 3))
+def two_windows(trainer: Any) -> None:
+    """Two blocks and two calls of step() make one step of two micro steps."""
+    for step in trainer.steps():
+        for part in range(2):
+            with trainer.window():
+                for micro in range(2):
+                    trainer.backward(loss_of(trainer, step, 2 * part + micro))
+            trainer.step()
+
+
+@script(ALL_RIGHT, quick=(2,))
+def nested_windows(trainer: Any) -> None:
+    """A program that falls back where upstream's text says that blocks cannot be nested."""
+    for step in trainer.steps():
+        if trainer.is_engine:
+            with trainer.window():
+                _expect("nested", trainer.window)
+                trainer.backward(sum(both_losses(trainer, step)))
+        else:
+            trainer.backward(sum(both_losses(trainer, step)))
+        trainer.step()
+
+
+@script(ALL_RIGHT, quick=(1,))
+def step_in_a_window(trainer: Any) -> None:
+    """A program that knows upstream's text for a step inside a block."""
+    for step in trainer.steps():
+        with trainer.window():
+            trainer.backward(loss_of(trainer, step))
+            if trainer.is_engine:
+                _expect("no_sync", trainer.step)
+        trainer.step()
+
+
+def _expect(words: str, call: Any) -> None:
+    """The error that upstream's own tests look for."""
+    try:
+        found = call()
+        if hasattr(found, "__enter__"):
+            with found:
+                pass
+    except AssertionError as error:
+        if words not in str(error):
+            raise
+    else:
+        raise RuntimeError("nothing was refused")
