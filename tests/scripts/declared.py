@@ -45,7 +45,8 @@ class Script:
     tolerance: float = 1e-6
     quick: tuple[int, ...] = ()  # stages that run in every test run
     grouped: tuple[int, ...] = ()  # stages that run in two groups of two ranks, too
-    quick_grouped: tuple[int, ...] = ()
+    quick_in_groups: bool = False  # of those stages, the quick ones in every test run, too
+    at_rest: bool = True  # no patch has a part in what stock gets right
     before: Callable[[Any], None] | None = None  # run the other way, in another process
 
     @property
@@ -80,8 +81,7 @@ def script(
     stock: verdict by stage. awaits: topic by property, by stage. quick: without it, the highest
     stage. at_rest: patches have nothing to do in what stock gets right, and cost what they cost.
     """
-    given = dict(awaits or {})
-    by_stage = {stage: dict(given.get(stage, {})) for stage in stock}
+    by_stage = {stage: dict((awaits or {}).get(stage, {})) for stage in stock}
     if at_rest:
         for stage in (1, 2):
             if stock.get(stage) == RIGHT:
@@ -92,6 +92,7 @@ def script(
             run,
             stock,
             awaits=by_stage,
+            at_rest=at_rest,
             quick=(max(stock),) if quick is None else quick,
             **said,
         )

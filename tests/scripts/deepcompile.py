@@ -102,7 +102,7 @@ def compiled_inference_mode(trainer: Any) -> None:
             loss_of(trainer, step, 7)
 
 
-@under_deepcompile(WRONG, "Disabled")
+@under_deepcompile(raises(UNKNOWN), "Disabled", **AWAITS)
 def skipped_inference_mode(trainer: Any) -> None:
     """The same where a frame is skipped."""
     compiled_inference_mode.run(trainer)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.scripts.declared import ALL_RIGHT, script
-from tests.scripts.losses import LAST_ONLY, both_losses
+from tests.scripts.declared import ALL_RIGHT, WRONG, script
+from tests.scripts.losses import both_losses
 from tests.scripts.models import VOCABULARY, loss_of
 
 
@@ -34,7 +34,7 @@ def no_grad(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY)
+@script({1: WRONG, 2: WRONG, 3: WRONG})
 def evaluated_between_backwards(trainer: Any) -> None:
     """An evaluation between two backwards over one forward."""
     for step in trainer.steps():

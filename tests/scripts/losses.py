@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.scripts.declared import ALL_RIGHT, WRONG, raises, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.scripts.models import WIDTH, batch, losses
 
 LAST_ONLY = {1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")}
@@ -27,7 +27,7 @@ def auxiliary_tensor(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="Auxiliary")
+@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}})
 def auxiliary_tensor_first(trainer: Any) -> None:
     """The same, and it has its backward before the outputs have theirs."""
     for step in trainer.steps():
@@ -56,7 +56,12 @@ def two_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="TwoBranches", settings={"zero": {"stage3_prefetch_bucket_size": 600}})
+@script(
+    LAST_ONLY,
+    model="TwoBranches",
+    settings={"zero": {"stage3_prefetch_bucket_size": 600}},
+    awaits={3: {"memory": "accumulation"}},
+)
 def three_backwards(trainer: Any) -> None:
     """The second of three over one forward does not use what the others do."""
     for step in trainer.steps():
@@ -73,7 +78,7 @@ def two_backwards_recomputed(trainer: Any) -> None:
     two_backwards.run(trainer)
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG})
+@script({1: WRONG, 2: WRONG, 3: RIGHT}, quick=(1,))
 def two_forwards(trainer: Any) -> None:
     """Two forwards and backwards before one step, with one micro step."""
     for step in trainer.steps():
@@ -82,7 +87,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT, awaits={3: {"calls": "accumulation"}}, quick=(3,))
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():
@@ -91,7 +96,7 @@ def sum_over_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG}, micro_steps=2)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
 def around_the_engine(trainer: Any) -> None:
     """One micro step calls the engine, the next the module in it."""
     for step in trainer.steps():

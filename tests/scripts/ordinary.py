@@ -8,7 +8,11 @@ from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
 from tests.scripts.models import loss_of
 
 
-@script(ALL_RIGHT, model="Deep", quick=(2, 3))
+#: A parameter without a gradient is stepped with an older one.
+STALE = {3: {"values": "accumulation"}}
+
+
+@script(ALL_RIGHT, model="Deep", quick=(2,))
 def one_backward(trainer: Any) -> None:
     """One forward, one backward, one step."""
     for step in trainer.steps():
@@ -76,7 +80,7 @@ def tied_weights(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-@script(ALL_RIGHT, model="SharedBlock", quick=(2,))
+@script(ALL_RIGHT, model="SharedBlock", awaits={3: {"calls": "accumulation"}})
 def shared_block(trainer: Any) -> None:
     """One block runs three times."""
     one_backward.run(trainer)
@@ -88,7 +92,7 @@ def compiled_block(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes")
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", awaits=STALE)
 def sometimes_unused(trainer: Any) -> None:
     """A parameter that some steps do not use stays where it is in them."""
     for step in trainer.steps():
@@ -97,7 +101,7 @@ def sometimes_unused(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2, awaits=STALE)
 def used_late(trainer: Any) -> None:
     """A parameter that only the second forward of a step uses, and only in some steps."""
     for step in trainer.steps():

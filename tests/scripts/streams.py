@@ -17,12 +17,15 @@ FP32_SUMS = {
     "timers": {"throughput": {"enabled": False, "synchronized": False}},
     "zero": OVERLAP,
 }
-ON_STREAMS: dict[str, Any] = {"on": STREAMS, "model": "streams", "tolerance": 2e-2}
-SUMS: dict[str, Any] = {**ON_STREAMS, "settings": FP32_SUMS}
+#: So that steps are far larger than what half precision rounds.
+SCALE = 30.0
+ON_STREAMS: dict[str, Any] = {"on": STREAMS, "model": "streams"}
+RACES = {stage: {"values": "stream_safety"} for stage in (1, 2)}
+SUMS: dict[str, Any] = {**ON_STREAMS, "settings": FP32_SUMS, "tolerance": 2e-2}
 
 
 def backward(trainer: Any, step: int, micro: int) -> None:
-    trainer.backward(trainer(batch(3 * step + micro)).square().mean())
+    trainer.backward(SCALE * trainer(batch(3 * step + micro)).square().mean())
 
 
 @script({2: RIGHT}, micro_steps=2, **SUMS)
@@ -34,7 +37,7 @@ def overlapped(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, **SUMS)
+@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, **SUMS)
 def gradients_read_between_micro_steps(trainer: Any) -> None:
     """``safe_get_full_grad`` before the step."""
     for step in trainer.steps():
@@ -44,18 +47,17 @@ def gradients_read_between_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def offloaded_between_micro_steps(trainer: Any) -> None:
     """``offload_states`` before the step."""
     for step in trainer.steps():
         for micro in range(2):
             backward(trainer, step, micro)
+            trainer.offload()
             trainer.step()
-            if micro == 0:
-                trainer.offload()
 
 
-@script({2: RIGHT}, micro_steps=2, **SUMS)
+@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, **SUMS)
 def boundary_set_late(trainer: Any) -> None:
     """That this was the last backward is known after it, as when the data end."""
     for step in trainer.steps():
@@ -66,7 +68,14 @@ def boundary_set_late(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT}, quick=(2,), **{**ON_STREAMS, "settings": {"zero": OVERLAP}})
+@script(
+    {1: RIGHT, 2: RIGHT},
+    awaits=RACES,
+    at_rest=False,
+    quick=(2,),
+    settings={"zero": OVERLAP},
+    **ON_STREAMS,
+)
 def hook_behind_the_reduction(trainer: Any) -> None:
     """A hook on the AccumulateGrad node, behind DeepSpeed's, writes the gradient again."""
     nodes = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,6 +11,12 @@ from torch import nn
 
 from tests.scripts.declared import DEEPCOMPILE, STREAMS
 from tests.scripts.groups import grid
+from tests.zero3_retain.trainers import RATE
+
+MUON = {
+    "type": "Muon",
+    "params": {"lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0},
+}
 
 #: The block in which a script runs; it has the races that were seen, in the end.
 Inside = Callable[[], AbstractContextManager[list[str]]]
@@ -40,21 +46,44 @@ def around(on: str) -> Iterator[Inside]:
 
 
 @contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Muon's own functions are, and compiling them takes longer than all scripts."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
 def _plainly() -> Iterator[list[str]]:
     yield []
+
+
+def plain_optimizer(model: nn.Module, settings: Mapping[str, Any] | None = None) -> Any:
+    """SGD, or Muon as its authors have it for a single device."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if "optimizer" not in (settings or {}):
+        return torch.optim.SGD(trained, lr=RATE)
+    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+
+    named = list(model.named_parameters())
+    whole = [param.ndim > 1 and "embed" not in name for name, param in named]
+    groups = [
+        {"params": [p for (_, p), muon in zip(named, whole, strict=True) if muon == at]}
+        | {"use_muon": at, "lr": MUON["params"]["lr"]}
+        for at in (True, False)
+    ]
+    groups[1] |= {"betas": (0.9, 0.95), "eps": 1e-10}
+    return SingleDeviceMuonWithAuxAdam(groups)
 
 
 def build_engine(on: str, model: nn.Module, settings: dict[str, Any]) -> Any:
     import deepspeed
 
-    from tests.zero3_retain.trainers import RATE
-
-    trained = [param for param in model.parameters() if param.requires_grad]
     if on == DEEPCOMPILE:
         settings = {**settings, "compile": {"deepcompile": True}}
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.SGD(trained, lr=RATE),
+        model_parameters=model.parameters(),
+        optimizer=None if "optimizer" in settings else plain_optimizer(model),
         config=settings,
         mpu=grid(),
     )

@@ -16,9 +16,9 @@ from tests.scripts.worlds import Worlds
 def _cases(ranks: int) -> Iterator[Any]:
     for script in scripts():
         grouped = ranks == 4
-        quick = script.quick if not grouped else script.quick_grouped
         for stage in script.grouped if grouped else script.stock:
-            marks = [] if stage in quick else [pytest.mark.exhaustive]
+            quick = stage in script.quick and (not grouped or script.quick_in_groups)
+            marks = [] if quick else [pytest.mark.exhaustive]
             yield pytest.param(script, stage, id=f"{script.name}-zero{stage}", marks=marks)
 
 

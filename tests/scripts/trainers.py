@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.scripts.groups import grid
+from tests.scripts.surroundings import plain_optimizer
 from tests.zero3_retain import trainers
 
-RATE = trainers.RATE
 STEPS = 5
 Parameters = trainers.Parameters
 
@@ -43,9 +43,13 @@ class PlainTrainer(Trainer):
 
     is_engine = False
 
-    def __init__(self, module: nn.Module, micro_steps: int = 1, clip: float = 0.0) -> None:
+    def __init__(
+        self, module: nn.Module, micro_steps: int = 1, settings: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
-        self.module, self._micro_steps, self._clip = module, micro_steps, clip
+        self.module, self._micro_steps, self._settings = module, micro_steps, settings or {}
+        self._clip = self._settings.get("gradient_clipping", 0.0)
+        self._optimizer = plain_optimizer(module, settings)
         self._start = deepcopy(module)
         self._micro_step = 0
         self._group = g.get_data_parallel_group() if (g := grid()) else None
@@ -71,9 +75,9 @@ class PlainTrainer(Trainer):
         if self._clip:
             norm = torch.stack([grad.norm() for grad in grads]).norm().item()
             grads = [grad * min(1.0, self._clip / (norm + 1e-6)) for grad in grads]
-        with torch.no_grad():
-            for param, grad in zip(self._trained(), grads, strict=True):
-                param -= RATE * grad
+        for param, grad in zip(self._trained(), grads, strict=True):
+            param.grad = grad
+        self._optimizer.step()
         self.module.zero_grad()
 
     def averaged(self) -> list[Tensor]:
@@ -102,7 +106,7 @@ class PlainTrainer(Trainer):
         return nullcontext()
 
     def another(self) -> PlainTrainer:
-        return PlainTrainer(deepcopy(self._start), self._micro_steps, self._clip)
+        return PlainTrainer(deepcopy(self._start), self._micro_steps, self._settings)
 
     def save(self) -> None:
         pass

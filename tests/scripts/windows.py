@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-from tests.scripts.declared import ALL_RIGHT, WRONG, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.scripts.losses import both_losses
 from tests.scripts.models import batch, loss_of, losses
 
+#: Failures of a backward are inferred where there is none; refusals have words of their own.
+BROKEN = {stage: {"values": "accumulation"} for stage in (1, 2, 3)}
 
-@script(ALL_RIGHT, quick=(2,))
+
+@script(ALL_RIGHT, quick=(2,), at_rest=False)
 def window(trainer: Any) -> None:
     """Three backwards and one reduction."""
     for step in trainer.steps():
@@ -21,7 +24,7 @@ def window(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT)
+@script(ALL_RIGHT, at_rest=False, awaits=BROKEN)
 def cached_loss(trainer: Any) -> None:
     """Mini-batches have their backwards in a hook of the outer loss, as GradCache losses do."""
     for step in trainer.steps():
@@ -34,7 +37,7 @@ def cached_loss(trainer: Any) -> None:
         outer = loss.detach().requires_grad_()
         outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
         with trainer.window():
-            (1.0 * outer).backward()
+            trainer.backward(1.0 * outer)
         trainer.step()
 
 
@@ -43,12 +46,18 @@ def _backwards_of_mini_batches(trainer: Any, step: int, gradients: Any) -> Any:
         with torch.enable_grad():
             for micro, gradient in enumerate(gradients):
                 output = trainer(batch(step, micro)[0])[1]
-                trainer.backward((output * gradient).sum())
+                (output * gradient).sum().backward()
 
     return run
 
 
-@script(ALL_RIGHT, model="Auxiliary")
+@script(
+    {1: RIGHT, 2: RIGHT, 3: raises("[0]")},
+    model="Auxiliary",
+    at_rest=False,
+    awaits=BROKEN,
+    quick=(1, 3),
+)
 def window_over_an_auxiliary_tensor(trainer: Any) -> None:
     """A block in which a tensor that is no output has a backward after the outputs."""
     for step in trainer.steps():
@@ -60,7 +69,13 @@ def window_over_an_auxiliary_tensor(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: ALL_RIGHT[3]}, micro_steps=2, quick=(2, 3))
+@script(
+    {1: WRONG, 2: WRONG, 3: RIGHT},
+    micro_steps=2,
+    at_rest=False,
+    awaits={3: {"values": "accumulation"}},
+    quick=(2, 3),
+)
 def two_windows(trainer: Any) -> None:
     """Two blocks and two calls of step() make one step of two micro steps."""
     for step in trainer.steps():
@@ -71,7 +86,7 @@ def two_windows(trainer: Any) -> None:
             trainer.step()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT, quick=(2,), at_rest=False, awaits=BROKEN)
 def nested_windows(trainer: Any) -> None:
     """A program that falls back where upstream's text says that blocks cannot be nested."""
     for step in trainer.steps():
@@ -84,7 +99,7 @@ def nested_windows(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT, quick=(1,), at_rest=False, awaits=BROKEN)
 def step_in_a_window(trainer: Any) -> None:
     """A program that knows upstream's text for a step inside a block."""
     for step in trainer.steps():

@@ -1,0 +1,38 @@
+"""Muon, whose step is no sum of its gradients': what is orthogonalised has to be the whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.scripts.declared import RIGHT, WRONG, script
+from tests.scripts.losses import two_backwards
+from tests.scripts.ordinary import micro_steps, one_backward
+from tests.scripts.surroundings import MUON
+from tests.scripts.windows import window as several_in_a_window
+
+#: Orthogonalising takes half precision.
+SAID: dict[str, Any] = {"settings": {"optimizer": MUON}, "tolerance": 4e-3}
+
+
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, **SAID)
+def muon(trainer: Any) -> None:
+    """One backward in a step."""
+    one_backward.run(trainer)
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2, **SAID)
+def muon_micro_steps(trainer: Any) -> None:
+    """Two micro steps in a step."""
+    micro_steps.run(trainer)
+
+
+@script({1: WRONG, 2: WRONG, 3: WRONG}, **SAID)
+def muon_two_backwards(trainer: Any) -> None:
+    """Two backwards over one forward."""
+    two_backwards.run(trainer)
+
+
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, at_rest=False, **SAID)
+def muon_window(trainer: Any) -> None:
+    """Three backwards in a block of coalesce_grad_reduction()."""
+    several_in_a_window.run(trainer)
