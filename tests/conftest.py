@@ -17,6 +17,9 @@ from tests.world import World
 # Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+#: The fixtures that are worlds.
+RANKS = frozenset(("world", "fresh_world", "stock", "three", "four"))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -30,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "sampled(ways=1): of the cases of a parametrised test, `make test` has few that show every "
-        "value (2: every pair of values) of each parameter; the others are exhaustive",
+        "value (2: every pair of values) of each parameter; so it is with all tests on ranks",
     )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
@@ -45,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _leave_out_of_the_core(item)
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+        if hasattr(item, "callspec") and (_on_ranks(item) or item.get_closest_marker("sampled")):
             cases[item.nodeid.partition("[")[0]].append(item)
     for test in cases.values():
         _sample(test)
@@ -62,12 +65,17 @@ def _leave_out_of_the_core(item: pytest.Item) -> None:
     ]
 
 
+def _on_ranks(item: Any) -> bool:
+    return not RANKS.isdisjoint(item.fixturenames)
+
+
 def _sample(items: list[Any]) -> None:
     """Mark all but few cases of one test; those of the core are among the few."""
-    ways = items[0].get_closest_marker("sampled").kwargs.get("ways", 1)
-    indices = [tuple(sorted(item.callspec.indices.items())) for item in items]
+    marker = items[0].get_closest_marker("sampled")
+    ways = marker.kwargs.get("ways", 1) if marker else 1
+    values = [tuple(sorted((n, repr(v)) for n, v in i.callspec.params.items())) for i in items]
     core = [i for i, item in enumerate(items) if item.get_closest_marker("core_case")]
-    kept = sampling.cover(indices, ways, core)
+    kept = sampling.cover(values, ways, core)
     for i in set(range(len(items))) - set(kept):
         items[i].add_marker("exhaustive")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-#: What a case is made of: for each parameter, which of its values.
-Case = tuple[tuple[str, int], ...]
+#: What a case is made of: parameters and their values, as texts.
+Case = tuple[tuple[str, str], ...]
 
 
 def shown(case: Case, ways: int) -> set[Case]:

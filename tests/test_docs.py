@@ -122,6 +122,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not [url for url in links.loaded if "//" in url], page
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("page", "text", "complaint"),
     [
@@ -152,6 +153,7 @@ def test_a_link_out_of_docs_becomes_a_path(tmp_path: Path) -> None:
     assert "The pages (tools/pages.py), tools/pages.py." in _text(tmp_path / "site/using.html")
 
 
+@pytest.mark.exhaustive
 def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
     copy = copy_of(SOURCES, tmp_path)
     write_sample(copy)
@@ -164,6 +166,7 @@ def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
     assert "DS_PATCHES_LOUD_SCALE_MOVES" in _text(tmp_path / "site/flags.html")
 
 
+@pytest.mark.exhaustive
 def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
     copy = copy_of(SOURCES, tmp_path)
     write_sample(copy)
@@ -180,6 +183,7 @@ def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
         assert "whatever the lists say; one or more of up, down, all: apply it so" in found
 
 
+@pytest.mark.exhaustive
 def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
     """The page's files, command and test, and the tests that a patch gets without a line."""
     copy = copy_of(("ds_patches", "tools", "tests", "pyproject.toml"), tmp_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def _plain(text: str) -> str:
     return " ".join(text.replace("`", "").split())
 
 
+@cache
 def parts_in(file: Path) -> list[str]:
     return list(fixed_parts(ast.parse(file.read_text(encoding="utf-8"))))
 

@@ -124,6 +124,7 @@ def test_one_rank_fails_alone_and_the_next_case_finds_a_working_world(world: Wor
             os.kill(pid, 0)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_exits_is_an_error(world: World) -> None:
     with pytest.raises(RankError, match="exited with code 7") as caught:
         world.run(exit_hard_on_one)
@@ -148,6 +149,7 @@ def test_a_deadline_shows_output_and_stacks(
     assert f"rm {tmp_path}/deepspeed_shm_comm/lock\n" in text
 
 
+@pytest.mark.exhaustive
 def test_a_result_that_cannot_travel_is_an_error(world: World) -> None:
     with pytest.raises(RankError, match="pickle"):
         world.run(unpicklable)
@@ -158,6 +160,7 @@ def test_a_case_must_be_importable(world: World) -> None:
         world.run(lambda: None)
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_world_shares_no_interpreter(world: World, fresh_world: World) -> None:
     shared, own = world.run(who), fresh_world.run(who)
     assert {a[2] for a in shared}.isdisjoint(b[2] for b in own)

@@ -183,6 +183,7 @@ def alone_between_gathers() -> tuple[str, float]:
         return "", 0.0
 
 
+@pytest.mark.exhaustive
 def test_at_stage_3_the_others_wait_no_longer_than_a_collective_does(fresh_world: World) -> None:
     """Each forward and backward gathers, and a gather that one rank does not come to times out."""
     (other, waited), (failing, _) = fresh_world.within(60).run(alone_between_gathers)

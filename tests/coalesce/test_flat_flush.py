@@ -181,6 +181,7 @@ def test_what_is_covered(
     assert world.run(flat_engines.covered, stage, dtype, settings) == [expected] * 2
 
 
+@pytest.mark.exhaustive
 def test_torch_autocast_is_not_covered(fresh_world: World) -> None:
     """Its parameters have communication dtypes of their own, and it is on for good."""
     settings = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -35,6 +35,7 @@ def test_the_loss_curve_is_that_of_the_whole_batch(world: World, stage: int) -> 
         assert found.reductions == {1}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stock_has_another_curve_or_reduces_every_backward(world: World, stage: int) -> None:
     for plain, found in world.run(curves, stage, False):

@@ -124,6 +124,7 @@ def ours() -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
 def test_every_python_gives_the_same_digests(ours: str, version: str) -> None:
     """Over every function and class of the installed DeepSpeed, against the running Python."""

@@ -37,7 +37,7 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "buffer_reuse": ({"stage": 2, "around": "several"}, OVERWRITTEN),
 }
-EXACT = 1e-6
+EXACT = cases.EXACT
 
 
 def lives(part: str) -> bool:
@@ -101,6 +101,7 @@ def four() -> Iterator[World]:
         yield living
 
 
+@pytest.mark.exhaustive
 def test_a_large_gradient_of_others_is_freed_too_early(four: World) -> None:
     """0.19.0 and later record it on the ranks that own a part of it, and on no other."""
     if WAITS_FOR_ALL:

@@ -31,6 +31,7 @@ def test_without_a_gpu_nothing_is_checked() -> None:
     assert (blank, last) == ("", f"streams: not checked, {here}, and a CPU has no streams")
 
 
+@pytest.mark.exhaustive
 def test_equal_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"  equal to the bit {HOW}: 4 of 4 runs"
     assert said(monkeypatch, "equal") == ([HEAD, line], 0)
@@ -44,6 +45,7 @@ def test_the_first_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
     assert status == 1
 
 
+@pytest.mark.exhaustive
 def test_streams_are_not_blamed_for_what_differs_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -53,6 +55,7 @@ def test_streams_are_not_blamed_for_what_differs_without_them(
     assert status == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("what", "why"),
     [
@@ -78,6 +81,7 @@ def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("what", "status"), [("equal", 0), ("differs", 1)])
 def test_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, status: int

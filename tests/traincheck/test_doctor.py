@@ -22,6 +22,7 @@ def test_the_command_says_what_was_checked_and_what_was_not() -> None:
     assert compiled.endswith("; the lines above are of eager ZeRO-3")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["everywhere", "stock"])
 def test_lost_gradients_are_named_and_decide(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(doctor, "_TRIAL", ("tests.traincheck.losing_trial", where))
@@ -32,6 +33,7 @@ def test_lost_gradients_are_named_and_decide(monkeypatch: pytest.MonkeyPatch, wh
     assert found.trains is (where == "stock")
 
 
+@pytest.mark.exhaustive
 def test_deepcompile_that_does_not_come_up_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TRIAL", ("tests.traincheck.losing_trial", "compiled"))
     found = doctor.Diagnosis(shell.environment(), seconds=120)
