@@ -63,7 +63,7 @@ def _all_of(engine: Any) -> Iterator[str]:
         )
     for name, one in module.named_modules():
         for registry, hooks in vars(one).items():
-            if "_hooks" in registry and isinstance(hooks, dict) and "with_kwargs" not in registry:
+            if registry.endswith("_hooks") and isinstance(hooks, dict):
                 yield from [f"module {name!r}: {registry}"] * len(hooks)
     for name, param in module.named_parameters():
         yield from _of_parameter(name, param, engine)

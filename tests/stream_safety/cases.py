@@ -22,6 +22,7 @@ from tests.zero3_retain.cases import applied
 BATCH, WIDTH = 4, 8
 LAYERS = 11  # so that partitions end within one
 WIDTHS = (WIDTH,) * (LAYERS + 1)
+EXACT = 1e-6
 BUCKET = 2 * WIDTH * WIDTH  # elements: two layers each, and more buckets than buffers
 
 
@@ -75,6 +76,34 @@ def coalesced(trainer: Any, micro_steps: int = 1) -> None:
         engine = getattr(trainer, "engine", None)
         with engine.coalesce_grad_reduction() if engine else nullcontext():
             three_backwards(trainer, step)
+        trainer.step()
+
+
+def announced(trainer: Any, micro_steps: int = 1) -> None:
+    """The same, where the window knows its last backward and reduces during it."""
+    for step in range(3):
+        engine = getattr(trainer, "engine", None)
+        with engine.coalesce_grad_reduction(num_backwards=3) if engine else nullcontext():
+            three_backwards(trainer, step)
+        trainer.step()
+
+
+def gathered_once(trainer: Any, micro_steps: int = 1) -> None:
+    """And one that has gathered all parameters."""
+    for step in range(3):
+        engine = getattr(trainer, "engine", None)
+        with engine.coalesce_grad_reduction(gather_once=True) if engine else nullcontext():
+            three_backwards(trainer, step)
+        trainer.step()
+
+
+def unsynced(trainer: Any, micro_steps: int = 1) -> None:
+    """Three backwards without a reduction, and three more of which each has one."""
+    for step in range(3):
+        engine = getattr(trainer, "engine", None)
+        with engine.no_sync() if engine else nullcontext():
+            three_backwards(trainer, 2 * step)
+        three_backwards(trainer, 2 * step + 1)
         trainer.step()
 
 
@@ -178,6 +207,7 @@ def train(
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),
+    options: dict[str, str] | None = None,
     widths: Sequence[int] = WIDTHS,
     reduction: float = 0.0,
     settings: dict[str, Any] | None = None,
@@ -185,8 +215,8 @@ def train(
 ) -> Found:
     """Train as plain PyTorch does, and look out for races.
 
-    parts: of the patch; stock without any. beside: other patches, applied as well. reduction: how
-    long that of a gradient takes, if what computes it takes 1.
+    parts: of the patch; stock without any. beside: other patches, applied as well, with these
+    options. reduction: how long that of a gradient takes, if what computes it takes 1.
     """
     start = model(widths)
     run = partial(script, micro_steps=micro_steps)
@@ -195,7 +225,7 @@ def train(
     config = trainers.config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
     with detecting(partial(_length, reduction)) as (device, detector), ExitStack() as stack:
         for patch in beside:
-            stack.enter_context(applied(patch))
+            stack.enter_context(applied(patch, **(options or {})))
         if parts:
             stack.enter_context(applied("stream_safety", parts=parts, buffers=buffers))
         engine = trainers.build_engine(start, config)

@@ -74,6 +74,8 @@ def count_context(params: Sequence[Any], by: int) -> None:
     """A ``GatheredParameters`` over `params` opens (1) or closes (-1)."""
     for param in params:
         setattr(param, _CONTEXTS, users_contexts(param) + by)
+        if not users_contexts(param):
+            delattr(param, _CONTEXTS)
 
 
 def partitions(optimizer: Any) -> dict[int, torch.Tensor]:

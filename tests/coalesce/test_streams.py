@@ -1,0 +1,58 @@
+"""coalesce alone, without stream_safety, on streams: it adds no race to those that stock has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.stream_safety import cases
+from tests.stream_safety.test_races import NO_TIMER
+from tests.world import World
+
+#: What reduces, by name: a script, and the options that it needs.
+SCRIPTS: dict[str, tuple[cases.Script, dict[str, str]]] = {
+    "window": (cases.coalesced, {}),
+    "announced": (cases.announced, {}),
+    "gathered once": (cases.gathered_once, {}),
+    "upstream": (cases.coalesced, {"flush": "upstream"}),
+    "no_sync": (cases.unsynced, {"no_sync": "on"}),
+}
+#: By stage: what the program does on streams of its own, and the scripts.
+CASES = [
+    pytest.param(stage, around, script, id=f"{stage}-{around or 'default'}-{script}")
+    for stage, all_around, scripts in (
+        (1, ["several"], ["window", "announced", "upstream", "no_sync"]),
+        (2, ["several"], ["window", "announced", "upstream", "no_sync"]),
+        (3, ["", "side"], ["window", "gathered once", "no_sync"]),
+    )
+    for around in all_around
+    for script in scripts
+]
+
+
+def kinds(world: World, stage: int, around: str, **case: Any) -> set[str]:
+    """Of races on any rank. The throughput timer, which waits for the device, would hide some."""
+    ranks = world.run(cases.train, stage, "", around=around, settings=NO_TIMER, **case)
+    assert all(found.difference <= cases.EXACT for found in ranks), "the CPU runs in order"
+    return {race for found in ranks for race in found.races}
+
+
+@pytest.fixture(scope="module")
+def of_stock(world: World) -> dict[tuple[int, str], set[str]]:
+    """Kinds of races in stock's own steps, of one backward each."""
+    return {
+        (stage, around): kinds(world, stage, around)
+        for stage, around in dict.fromkeys(case.values[:2] for case in CASES)
+    }
+
+
+@pytest.mark.parametrize(("stage", "around", "script"), CASES)
+def test_no_race_that_stock_has_not(
+    world: World, of_stock: dict[Any, set[str]], stage: int, around: str, script: str
+) -> None:
+    """At stage 3 that is the gather right after a step, which stream_safety orders behind it."""
+    run, options = SCRIPTS[script]
+    found = kinds(world, stage, around, script=run, beside=("coalesce",), options=options)
+    assert found <= of_stock[stage, around], found - of_stock[stage, around]
+    assert stage == 3 or not found, "its own reductions wait for every stream"
