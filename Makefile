@@ -1,24 +1,27 @@
 # From a fresh clone on a machine with Python 3.10 or newer:
-#   make demo    the main job on real input        make test    everything CI runs
+#   make demo    the main job on real input        make test    what every change has to pass
 # Both create .venv first; a second call installs nothing.
 
 PYTHON ?= python3
 TORCH := 2.13.0
-# The core subset runs on each of these, the whole suite on the newest (extra "test").
-RELEASES ?= 0.16.3 0.16.9 0.17.5 0.18.2 0.18.3 0.18.6 0.19.0 0.19.2
+# Of what only test-all has, a part in each run of CI: so many turns until all was run.
+TURNS := 5
 # Older than the environment's: their accumulate() calls the engine's no_sync().
 ACCELERATE := accelerate==1.7.0 accelerate==1.8.1
 
 BIN := .venv/bin
+# Two workers, each with its own ranks, which wait for each other much of the time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations 15
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_ACCELERATOR := cpu
 export DS_BUILD_OPS := 0
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 # What the tests import is the environment's, whatever the caller's shell has on its path.
 unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test lint test-newest test-releases compatibility docs install accelerate releases clean
+.PHONY: help demo example test test-all test-turn lint docs compatibility install accelerate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,13 +32,20 @@ demo: install ## two losses over one ZeRO-3 forward, stock and patched
 example: install ## GradCache over two ranks, one gradient reduction a step
 	$(BIN)/python -m examples.gradcache
 
-test: ## lint, docs, the whole suite on the newest DeepSpeed, the core subset on RELEASES
 # One after the other, also under make -j: two ranks and two cores.
-	@$(MAKE) --no-print-directory releases
+test: install ## lint, and of the suite what tells most, on the newest DeepSpeed: ten minutes
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory docs
-	@$(MAKE) --no-print-directory test-newest
-	@$(MAKE) --no-print-directory test-releases
+	$(PYTEST) -m "not exhaustive"
+
+test-turn: accelerate ## of what test-all has beside it, the part whose turn it is: fifteen minutes
+	$(PYTEST) --turn-of $(TURNS)
+	$(BIN)/python -m tests.releases run --turn-of $$((2 * $(TURNS))) --within 300
+
+test-all: accelerate ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
+	@$(MAKE) --no-print-directory lint
+	$(PYTEST)
+	$(BIN)/python -m tests.releases run --whole 0.18.2
+	@$(MAKE) --no-print-directory compatibility
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check --extend-exclude .releases .
@@ -45,22 +55,14 @@ lint: install ## ruff and mypy
 docs: install ## the site, in build/site; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test-newest: accelerate ## the whole suite on the newest DeepSpeed
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -m pytest
-
-test-releases: releases ## the core subset on RELEASES (RELEASES= skips)
-	$(if $(strip $(RELEASES)),$(BIN)/python -m tests.releases run $(RELEASES))
-
-compatibility: install ## every known DeepSpeed, into docs/compatibility.*; resumable
+compatibility: install ## every known DeepSpeed, and other torches; into docs/compatibility.*
 	$(BIN)/python -m tests.releases record
+	$(BIN)/python -m tests.releases record --pair
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
 
 accelerate: install ## the older Accelerate releases, in .releases
 	$(BIN)/python -m tests.releases install $(ACCELERATE)
-
-releases: install ## the older DeepSpeed releases, in .releases
-	$(if $(strip $(RELEASES)),$(BIN)/python -m tests.releases install $(RELEASES))
 
 .venv/.project: pyproject.toml .venv/.torch
 	@echo "== the project, the newest DeepSpeed and the tools"

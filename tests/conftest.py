@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import sampling
+from tests.releases import turn
 from tests.world import World
 
 # Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
@@ -19,6 +20,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 #: The fixtures that are worlds.
 RANKS = frozenset(("world", "fresh_world", "stock", "three", "four"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turn-of",
+        type=int,
+        metavar="N",
+        help="of the exhaustive tests alone, the files whose turn it is at this commit, of N turns",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,16 +52,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before ``-m`` selects: say of each case of a parametrised test where it belongs."""
     for item in items:
         _leave_out_of_the_core(item)
     cases = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and (_on_ranks(item) or item.get_closest_marker("sampled")):
+        if hasattr(item, "callspec") and _is_sampled(item):
             cases[item.nodeid.partition("[")[0]].append(item)
     for test in cases.values():
         _sample(test)
+    if turns := config.getoption("--turn-of"):
+        _keep_one_turn(config, items, turn.this(turns))
+
+
+def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], now: turn.Turn) -> None:
+    """Keep every Nth file with what is exhaustive of it: neighbours, which are alike, go apart."""
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+    files = sorted({item.path for item in exhaustive})[now.number :: now.of]
+    kept = [item for item in exhaustive if item.path in files]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 def _leave_out_of_the_core(item: pytest.Item) -> None:
@@ -65,8 +86,10 @@ def _leave_out_of_the_core(item: pytest.Item) -> None:
     ]
 
 
-def _on_ranks(item: Any) -> bool:
-    return not RANKS.isdisjoint(item.fixturenames)
+def _is_sampled(item: Any) -> bool:
+    if item.get_closest_marker("exhaustive"):
+        return False
+    return bool(item.get_closest_marker("sampled")) or not RANKS.isdisjoint(item.fixturenames)
 
 
 def _sample(items: list[Any]) -> None:
@@ -80,7 +103,12 @@ def _sample(items: list[Any]) -> None:
         items[i].add_marker("exhaustive")
 
 
-def pytest_report_header() -> str:
+def pytest_report_header(config: pytest.Config) -> str:
+    turns = config.getoption("--turn-of")
+    return "\n".join([_deepspeed(), *([f"exhaustive: {turn.this(turns)}"] if turns else [])])
+
+
+def _deepspeed() -> str:
     spec = importlib.util.find_spec("deepspeed")
     if spec is None:
         return "deepspeed: not installed"
