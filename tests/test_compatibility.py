@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from tests.core import fake
 from tests.releases import columns, index, matrix, page, record
 from tests.releases.cell import Answer, Cell, of_patch, of_tests
 from tests.releases.columns import CORE
+from tests.releases.made_up import BAD, a_record, recorded
 from tests.releases.record import TORCH, Record, Records
 from tests.releases.run import Outcome, cases_in, count
 
@@ -79,7 +79,6 @@ def test_a_range_ends_with_a_release_that_was_tested(name: str) -> None:
 # What a cell says.
 
 GOOD = Outcome("0.19.9", passed=3)
-BAD = Outcome("0.19.9", passed=2, failed=1, trouble="tests.a::b")
 NONE = Outcome("0.19.9", skipped=2, trouble="no test ran")
 
 
@@ -160,26 +159,6 @@ def test_each_column_counts_its_own_cases(tmp_path: Path) -> None:
 
 
 # What is run, and when.
-
-
-def a_record(
-    version: str,
-    column: str,
-    cell: Cell = Cell.PASS,
-    sources: str = "",
-    torch: str = TORCH,
-) -> Record:
-    outcome = Outcome(version, passed=3) if cell is Cell.PASS else BAD
-    answer = None if column == CORE else Answer(State.READY, "in range", live=True)
-    sources = sources or columns.sources(column)
-    made = matrix.recorded(version, column, sources, "abc1234", answer, outcome)
-    return replace(made, cell=cell, torch=f"{torch}+cpu")
-
-
-def recorded(*versions: str, but: Sequence[Record] = ()) -> Records:
-    """Releases on which everything passed, but for these records."""
-    passed = (a_record(version, c) for version in versions for c in columns.columns())
-    return Records().knowing(versions, "2026-01-01").adding(passed).adding(but)
 
 
 class Measured:
@@ -294,30 +273,3 @@ def test_an_index_that_does_not_answer_changes_nothing(
     assert index.look(tmp_path / "c.json") == 2
     assert "deepspeed" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
-
-
-def test_the_printed_command_is_a_session_for_that_release(tmp_path: Path) -> None:
-    shutil.copy(fake.REPOSITORY / "noxfile.py", tmp_path)
-    record.save(recorded("0.19.9", "0.19.10"), fake.write(tmp_path / "docs/compatibility.json", ""))
-    # Whole packages: the project's own may be on the path too, and a bare folder would lose to it.
-    for package in ("tests", "tests/releases"):
-        fake.write(tmp_path / package / "__init__.py", "")
-    fake.write(tmp_path / "tests/releases/__main__.py", "import sys; print(sys.argv[1:])\n")
-    done = subprocess.run(
-        index.closer(["0.19.10"]), shell=True, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "['record', '0.19.10']\n"
-
-
-# How it looks.
-
-
-def test_the_page_says_why_a_cell_is_no_pass() -> None:
-    bad = replace(a_record("0.19.9", PATCH, Cell.FAILED), why="tests.a::b", date="2026-02-01")
-    text = page.render(recorded("0.19.8", "0.19.9", "0.19.10", but=[bad]))
-    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| 0.")]
-    assert rows == ["| 0.19.10", "| 0.19.9", "| 0.19.8"]
-    assert f"- 0.19.9, `{PATCH}`: failed: tests.a::b\n" in text
-    assert "**failed**" in text
-    assert "2026-02-01 to " in text

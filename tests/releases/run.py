@@ -46,7 +46,7 @@ def run(
     one: does it for a release; `run_one` if not given.
     """
     ended = dict(
-        each(lambda version: (one or run_one)(version, tests(whole)), versions, at_once, within)
+        each(lambda version: (one or run_one)(version, chosen(whole)), versions, at_once, within)
     )
     outcomes = [outcome for version in versions if (outcome := ended[version])]
     say(f"\n{table(outcomes)}")
@@ -55,7 +55,7 @@ def run(
     return int(not outcomes or any(outcome.trouble for outcome in outcomes))
 
 
-def tests(whole: bool) -> list[str]:
+def chosen(whole: bool) -> list[str]:
     """What pytest is told to run: files, so that it does not collect all the others."""
     if whole:
         return [path for name in registry.patches() for path in tests_of(name)]

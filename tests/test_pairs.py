@@ -1,0 +1,115 @@
+"""Releases with another torch: which, in which environment, and by which nox session."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from tests.core import fake
+from tests.releases import index, pairs, record
+from tests.releases.made_up import recorded
+from tests.releases.pairs import Pair
+from tests.releases.record import TORCH
+
+
+@pytest.fixture
+def no_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that releases are in, with an index that has none."""
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    return tmp_path
+
+
+def test_a_pair_is_a_release_and_a_torch() -> None:
+    assert pairs.parse("0.16.9+2.6.0") == Pair("0.16.9", "2.6.0")
+    for wrong in ("0.16.9", "0.16.9+", "+2.6.0"):
+        with pytest.raises(ValueError, match="is no pair"):
+            pairs.parse(wrong)
+
+
+def test_the_known_pairs_are_not_in_the_main_table() -> None:
+    known = pairs.known()
+    assert len({str(pair) for pair in known}) == len(known)
+    assert all(str(Version(pair.torch)) == pair.torch != TORCH for pair in known)
+
+
+def a_release(folder: Path, version: str, *requires: str) -> None:
+    """A release whose metadata asks for this."""
+    needed = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n{needed}"
+    fake.write(folder / version / f"deepspeed-{version}.dist-info" / "METADATA", metadata)
+
+
+def test_an_environment_has_what_the_release_asks_for(no_package_index: Path) -> None:
+    a_release(no_package_index, "0.16.9", "torch", "hjson", "numpy<2", 'tabulate; extra == "x"')
+    wanted = pairs.requirements(Pair("0.16.9", "2.6.0"))
+    assert wanted[:3] == ["torch==2.6.0", "hjson", "numpy<2"]
+    assert "tabulate" not in " ".join(wanted)
+
+
+def fails(python: Path, pair: Pair, again: bool) -> str:
+    return "stopped with code 1"
+
+
+def stops(python: Path, pair: Pair, again: bool) -> str:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("work", [fails, stops])
+def test_an_environment_is_removed_whatever_happens(
+    no_package_index: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[..., str]
+) -> None:
+    def make(folder: Path, pair: Pair) -> str:
+        (folder / "bin").mkdir(parents=True)
+        return ""
+
+    monkeypatch.setattr(pairs, "_make", make)
+    a_release(no_package_index, "0.16.9")
+    if work is stops:
+        with pytest.raises(KeyboardInterrupt):
+            pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
+    else:
+        assert pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
+    assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]
+
+
+@pytest.mark.exhaustive  # it makes an environment
+def test_a_torch_that_is_not_there_is_said(no_package_index: Path) -> None:
+    a_release(no_package_index, "0.16.9")
+    trouble = pairs.in_its_environment(Pair("0.16.9", "2.6.0"), fails, again=False)
+    assert "torch==2.6.0" in trouble
+    assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]
+
+
+@pytest.fixture
+def nox_project(tmp_path: Path) -> Path:
+    """A project with our noxfile, whose tests.releases prints what it is asked."""
+    shutil.copy(fake.REPOSITORY / "noxfile.py", tmp_path)
+    record.save(recorded("0.19.9", "0.19.10"), fake.write(tmp_path / "docs/compatibility.json", ""))
+    # Whole packages: the project's own may be on the path too, and a bare folder would lose to it.
+    for package in ("tests", "tests/releases"):
+        fake.write(tmp_path / package / "__init__.py", "")
+    fake.write(tmp_path / "tests/releases/__main__.py", "import sys; print(sys.argv[1:])\n")
+    fake.write(tmp_path / "tests/releases/pairs.json", '[{"release": "0.19.9", "torch": "2.6.0"}]')
+    return tmp_path
+
+
+def test_the_printed_command_is_a_session_for_that_release(nox_project: Path) -> None:
+    pair = '"pair(0.19.9+2.6.0)"'
+    done = subprocess.run(
+        f"{index.closer(['0.19.10'])} {pair}",
+        shell=True,
+        cwd=nox_project,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = ["['record', '0.19.10']", "['record', '--pair', '0.19.9+2.6.0']"]
+    assert done.stdout.splitlines() == asked
