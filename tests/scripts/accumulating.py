@@ -9,10 +9,16 @@ import torch
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.scripts.models import loss_of
 
+#: A warning that gradients are lost, which were dropped on purpose.
+DROPPED = {stage: {"words": "accumulation"} for stage in (1, 2, 3)}
 OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, awaits={3: {"values": "accumulation"}}, quick=(1, 3))
+@script(
+    {1: RIGHT, 2: RIGHT, 3: WRONG},
+    awaits={**DROPPED, 3: {"values": "accumulation"}},
+    quick=(1, 3),
+)
 def abandoned_backward(trainer: Any) -> None:
     """A bad batch: ``engine.zero_grad()``, and the next one is stepped."""
     for step in trainer.steps():
@@ -22,7 +28,7 @@ def abandoned_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(1, 3))
+@script(ALL_RIGHT, awaits=DROPPED, quick=(1, 3))
 def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
     """The same by ``engine.optimizer.zero_grad()``."""
     for step in trainer.steps():

@@ -10,7 +10,7 @@ from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, model="Adapted")
+@script(ALL_RIGHT, model="Adapted", grouped=(2, 3))
 def low_rank(trainer: Any) -> None:
     """Low-rank adapters on a frozen trunk."""
     one_backward.run(trainer)

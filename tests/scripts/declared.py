@@ -42,6 +42,7 @@ class Script:
     on: str = EAGER
     micro_steps: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
+    muon: bool = False  # in place of SGD
     tolerance: float = 1e-6
     quick: tuple[int, ...] = ()  # stages that run in every test run
     grouped: tuple[int, ...] = ()  # stages that run in two groups of two ranks, too

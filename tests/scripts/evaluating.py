@@ -68,7 +68,7 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
-@script(ALL_RIGHT, quick=(3,))
+@script(ALL_RIGHT, quick=(3,), grouped=(2, 3))
 def moving_average(trainer: Any) -> None:
     """An average of the gathered parameters, with which the model is evaluated and left alone."""
     params = list(trainer.module.parameters())

@@ -3,6 +3,7 @@
 - values: where stock is right, patched is right. Where stock raises or is silently wrong, patched
   is right or refuses in words that the script declares; where stock is silently wrong, a warning
   will do.
+- words: where patched is right, it warns of nothing.
 - memory, ZeRO-3: patched gathers no more than stock, at most and after each backward.
 - calls: where stock is right and no patch has a part in a script, a step calls no more Python
   functions than stock's does.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from tests.scripts.declared import RAISES, RIGHT, WRONG, Script, raises
 from tests.scripts.measured import Measured
 
-KINDS = ("values", "memory", "calls")
+KINDS = ("values", "words", "memory", "calls")
 #: Of stock's Python calls in a step, what a patch may add ...
 CALLS = 0.01
 #: ... and where the model is too small for that, as much as with 24 blocks, by stage.
@@ -46,6 +47,23 @@ def agrees(declared: str, found: str) -> bool:
     return declared == found
 
 
+def complaints(
+    script: Script, stage: int, stock: list[Measured], patched: list[Measured]
+) -> list[str]:
+    """Where a script and its declaration are at odds: of stock, of the law and of its marks."""
+    declared, found = script.stock[stage], verdict(script, stock)
+    if not agrees(declared, found):
+        why = f": {_why(stock)}" if found == WRONG else ""
+        return [f"stock is said to be {declared}, and is {found}{why}"]
+    broken = {one.kind: one.text for one in breaches(script, stage, stock, patched)}
+    awaits = script.awaits.get(stage, {})
+    holds = "holds: take it out of `awaits` of"
+    return [
+        *(f"{kind}: {text}" for kind, text in broken.items() if kind not in awaits),
+        *(f"{kind} {holds} {script.reference}, stage {stage}" for kind in {*awaits} - {*broken}),
+    ]
+
+
 @dataclass(frozen=True)
 class Breach:
     """One property of the law that does not hold."""
@@ -59,6 +77,7 @@ def breaches(
 ) -> list[Breach]:
     return [
         *_values(script, stock, patched),
+        *_words(script, patched),
         *_memory(script, stock, patched),
         *_calls(script, stage, stock, patched),
     ]
@@ -72,6 +91,11 @@ def _values(script: Script, stock: list[Measured], patched: list[Measured]) -> I
     warns = before == after == WRONG and all(one.said for one in patched)
     if before == RIGHT or not (refuses or warns):
         yield Breach("values", f"stock is {before}, patched {after}: {_why(patched)}")
+
+
+def _words(script: Script, patched: list[Measured]) -> Iterator[Breach]:
+    if verdict(script, patched) == RIGHT and (said := [w for one in patched for w in one.said]):
+        yield Breach("words", f"patched is right, and says: {said[0]}")
 
 
 def _why(ranks: list[Measured]) -> str:

@@ -46,7 +46,7 @@ def auxiliary_loss(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY)
+@script(LAST_ONLY, grouped=(2, 3), quick_in_groups=True)
 def two_backwards(trainer: Any) -> None:
     """Two losses over one forward, one after the other."""
     for step in trainer.steps():
@@ -114,7 +114,16 @@ def inputs(step: int) -> torch.Tensor:
     return torch.sin(tokens[:, None] * 0.7 + at).requires_grad_()
 
 
-@script({1: WRONG, 2: WRONG, 3: raises("mat2 must be a matrix")}, model="Critic")
+#: ``torch.autograd.grad`` is a backward to stock, in which no parameter has a gradient.
+NOT_A_STEPS = raises("list index out of range")
+
+
+@script(
+    {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")},
+    model="Critic",
+    awaits={3: {"values": "accumulation"}},
+    quick=(1, 3),
+)
 def gradient_penalty(trainer: Any) -> None:
     """The loss has the gradient by the inputs in it, as with WGAN-GP."""
     for step in trainer.steps():
@@ -125,7 +134,11 @@ def gradient_penalty(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="Critic", quick=(3,))
+@script(
+    {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")},
+    model="Critic",
+    quick=(2, 3),
+)
 def saliency(trainer: Any) -> None:
     """``torch.autograd.grad`` by the inputs, beside an ordinary backward."""
     for step in trainer.steps():

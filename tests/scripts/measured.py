@@ -18,6 +18,7 @@ from tests.scripts import declared, models
 from tests.scripts.surroundings import around, build_engine, nothing_compiled
 from tests.scripts.trainers import STEPS, EngineTrainer, PlainTrainer
 from tests.zero3_retain import trainers
+from tests.zero3_retain.cases import half_precision_allowed
 
 STOCK, PATCHED = "stock", "patched"
 #: Steps that come after the others, for memory alone.
@@ -50,8 +51,10 @@ def measure(reference: str, stage: int, way: str, folder: str) -> Measured:
     found = Measured()
     with ExitStack() as stack:
         stack.enter_context(_linear_put_back())
-        if "optimizer" in script.settings:
+        if script.muon:
             stack.enter_context(nothing_compiled())
+        if "fp16" in script.settings:
+            stack.enter_context(half_precision_allowed())
         expected = _plainly(script, start)
         found.moved = trainers.worst_difference(expected, origin)[0]
         inside = stack.enter_context(around(script.on))
@@ -83,7 +86,8 @@ def _be(way: str) -> None:
 
 
 def _plainly(script: declared.Script, start: nn.Module) -> trainers.Parameters:
-    trainer = PlainTrainer(deepcopy(start), script.micro_steps, script.settings)
+    clip = script.settings.get("gradient_clipping", 0.0)
+    trainer = PlainTrainer(deepcopy(start), script.micro_steps, clip, script.muon)
     if script.before is not None:
         script.before(trainer)
     script.run(trainer)
@@ -97,7 +101,7 @@ def _engine_trainer(
         settings = deepcopy(dict(script.settings))
         settings["zero"] = FRUGAL | settings.get("zero", {})
         wanted = trainers.config(stage, micro_steps=script.micro_steps, **settings)
-        return build_engine(script.on, deepcopy(start), wanted)
+        return build_engine(script, deepcopy(start), wanted)
 
     trainer = EngineTrainer(make(), make)
     trainer.folder = folder

@@ -7,7 +7,6 @@ from typing import Any
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
 from tests.scripts.models import loss_of
 
-
 #: A parameter without a gradient is stepped with an older one.
 STALE = {3: {"values": "accumulation"}}
 
@@ -30,7 +29,12 @@ def micro_steps(trainer: Any) -> None:
 
 
 @script(
-    ALL_RIGHT, model="Deep", micro_steps=2, quick=(2,), settings={"zero": {"overlap_comm": True}}
+    ALL_RIGHT,
+    model="Deep",
+    micro_steps=2,
+    settings={"zero": {"overlap_comm": True}},
+    quick=(2,),
+    grouped=(2,),
 )
 def micro_steps_overlapped(trainer: Any) -> None:
     """The same, with reductions beside the backward."""
@@ -47,6 +51,22 @@ def clipped(trainer: Any) -> None:
 def bf16(trainer: Any) -> None:
     """Half precision, with masters in single precision."""
     one_backward.run(trainer)
+
+
+@script(
+    ALL_RIGHT,
+    settings={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
+    tolerance=1e-2,
+    quick=(2,),
+)
+def skipped_step(trainer: Any) -> None:
+    """A gradient overflows in half precision, and the step is left out."""
+    for step in trainer.steps():
+        if step == 2 and not trainer.is_engine:
+            continue
+        loss = loss_of(trainer, step)
+        trainer.backward(loss * (float("inf") if step == 2 else 1))
+        trainer.step()
 
 
 @script(ALL_RIGHT, settings={"zero": {"offload_optimizer": {"device": "cpu"}}}, quick=(2,))
@@ -66,7 +86,7 @@ def offloaded_micro_steps(trainer: Any) -> None:
     micro_steps.run(trainer)
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT, quick=(1,), grouped=(2, 3))
 def plain_backward(trainer: Any) -> None:
     """``loss.backward()``, as the rest of the world writes it."""
     for step in trainer.steps():

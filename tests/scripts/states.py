@@ -11,7 +11,7 @@ from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT, quick=(2,), grouped=(2, 3), quick_in_groups=True)
 def gradient_noise(trainer: Any) -> None:
     """Each gradient is read and set again, by safe_get_full_grad and safe_set_full_grad."""
     for step in trainer.steps():
@@ -38,34 +38,13 @@ def offloaded_states(trainer: Any) -> None:
         trainer.offload()
 
 
-@script(ALL_RIGHT, quick=(3,))
-def two_engines(trainer: Any) -> None:
-    """Another engine trains in turns with this one."""
-    other = trainer.another()
-    for step in trainer.steps():
-        for one in (trainer, other):
-            one.backward(loss_of(one, step))
-            one.step()
-
-
-@script(ALL_RIGHT, quick=(2,))
-def teacher(trainer: Any) -> None:
-    """Another engine is asked for targets, and never trained."""
-    other = trainer.another()
-    for step in trainer.steps():
-        with torch.no_grad():
-            target = loss_of(other, step)
-        trainer.backward((loss_of(trainer, step) - 0.5 * target).square())
-        trainer.step()
-
-
 def first_half(trainer: Any) -> None:
     """Train and save."""
     one_backward.run(trainer)
     trainer.save()
 
 
-@script(ALL_RIGHT, before=first_half, quick=(1, 3))
+@script(ALL_RIGHT, before=first_half, quick=(1, 3), grouped=(2, 3))
 def resumed(trainer: Any) -> None:
     """A checkpoint of stock is loaded with the patches, and one of theirs by stock."""
     trainer.load()

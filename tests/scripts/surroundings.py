@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.scripts.declared import DEEPCOMPILE, STREAMS
+from tests.scripts.declared import DEEPCOMPILE, STREAMS, Script
 from tests.scripts.groups import grid
 from tests.zero3_retain.trainers import RATE
-
-MUON = {
-    "type": "Muon",
-    "params": {"lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0},
-}
 
 #: The block in which a script runs; it has the races that were seen, in the end.
 Inside = Callable[[], AbstractContextManager[list[str]]]
@@ -57,36 +52,35 @@ def _plainly() -> Iterator[list[str]]:
     yield []
 
 
-def plain_optimizer(model: nn.Module, settings: Mapping[str, Any] | None = None) -> Any:
-    """SGD, or Muon as its authors have it for a single device."""
-    trained = [param for param in model.parameters() if param.requires_grad]
-    if "optimizer" not in (settings or {}):
+def build_optimizer(model: nn.Module, muon: bool, sharded: bool = False) -> Any:
+    """SGD, or Muon: of one device, or, under ZeRO, one that finds its updates made."""
+    if not muon:
+        trained = [param for param in model.parameters() if param.requires_grad]
         return torch.optim.SGD(trained, lr=RATE)
-    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
-    named = list(model.named_parameters())
-    whole = [param.ndim > 1 and "embed" not in name for name, param in named]
+    for name, param in model.named_parameters():
+        param.use_muon = param.ndim > 1 and "embed" not in name
     groups = [
-        {"params": [p for (_, p), muon in zip(named, whole, strict=True) if muon == at]}
-        | {"use_muon": at, "lr": MUON["params"]["lr"]}
-        for at in (True, False)
+        {"params": [p for p in model.parameters() if p.use_muon == whole], "use_muon": whole}
+        for whole in (True, False)
     ]
-    groups[1] |= {"betas": (0.9, 0.95), "eps": 1e-10}
-    return SingleDeviceMuonWithAuxAdam(groups)
+    if sharded:
+        return muon_optimizer.MuonWithAuxAdam(groups)
+    return original_muon.SingleDeviceMuonWithAuxAdam(groups)
 
 
-def build_engine(on: str, model: nn.Module, settings: dict[str, Any]) -> Any:
+def build_engine(script: Script, model: nn.Module, settings: dict[str, Any]) -> Any:
     import deepspeed
 
-    if on == DEEPCOMPILE:
+    if script.on == DEEPCOMPILE:
         settings = {**settings, "compile": {"deepcompile": True}}
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=model.parameters(),
-        optimizer=None if "optimizer" in settings else plain_optimizer(model),
+        optimizer=build_optimizer(model, script.muon, sharded=True),
         config=settings,
         mpu=grid(),
     )
-    if on == DEEPCOMPILE:
+    if script.on == DEEPCOMPILE:
         engine.compile(backend="eager")
     return engine

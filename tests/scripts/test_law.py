@@ -34,18 +34,11 @@ def test_two_groups_of_two_ranks(worlds: Worlds, script: Script, stage: int) -> 
 
 def hold(worlds: Worlds, script: Script, stage: int, ranks: int) -> None:
     """To what its declaration says of stock, and to the law but for what it marks."""
-    stock = worlds.run(script, stage, STOCK, ranks)
-    declared, found = script.stock[stage], law.verdict(script, stock)
-    assert law.agrees(declared, found), f"stock is said to be {declared}, and is {found}"
-    patched = worlds.run(script, stage, PATCHED, ranks)
-    broken = {one.kind: one.text for one in law.breaches(script, stock, patched)}
-    awaits = dict(script.awaits.get(stage, {}))
-    for kind in broken.keys() - awaits:
-        pytest.fail(f"{kind}: {broken[kind]}")
-    for kind in awaits.keys() - broken:
-        pytest.fail(f"{kind} holds: take it out of `awaits` of {script.reference}, stage {stage}")
-    if broken:
-        pytest.xfail("; ".join(f"{kind} awaits {awaits[kind]}" for kind in sorted(broken)))
+    stock, patched = (worlds.run(script, stage, way, ranks) for way in (STOCK, PATCHED))
+    if found := law.complaints(script, stage, stock, patched):
+        pytest.fail("\n".join(found), pytrace=False)
+    if awaits := script.awaits.get(stage):
+        pytest.xfail(", ".join(f"{kind} awaits {topic}" for kind, topic in awaits.items()))
 
 
 def test_marks_are_of_what_there_is() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.scripts.groups import grid
-from tests.scripts.surroundings import plain_optimizer
+from tests.scripts.surroundings import build_optimizer
 from tests.zero3_retain import trainers
 
 STEPS = 5
@@ -44,12 +44,11 @@ class PlainTrainer(Trainer):
     is_engine = False
 
     def __init__(
-        self, module: nn.Module, micro_steps: int = 1, settings: Mapping[str, Any] | None = None
+        self, module: nn.Module, micro_steps: int = 1, clip: float = 0.0, muon: bool = False
     ) -> None:
         super().__init__()
-        self.module, self._micro_steps, self._settings = module, micro_steps, settings or {}
-        self._clip = self._settings.get("gradient_clipping", 0.0)
-        self._optimizer = plain_optimizer(module, settings)
+        self.module, self._micro_steps, self._clip, self._muon = module, micro_steps, clip, muon
+        self._optimizer = build_optimizer(module, muon)
         self._start = deepcopy(module)
         self._micro_step = 0
         self._group = g.get_data_parallel_group() if (g := grid()) else None
@@ -102,11 +101,11 @@ class PlainTrainer(Trainer):
     def boundary(self, at: bool | None) -> None:
         pass
 
-    def gathered(self, params: Iterable[nn.Parameter], **_: Any) -> AbstractContextManager[None]:
+    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def another(self) -> PlainTrainer:
-        return PlainTrainer(deepcopy(self._start), self._micro_steps, self._settings)
+        return PlainTrainer(deepcopy(self._start), self._micro_steps, self._clip, self._muon)
 
     def save(self) -> None:
         pass
@@ -169,17 +168,12 @@ class EngineTrainer(Trainer):
     def boundary(self, at: bool | None) -> None:
         self.engine.set_gradient_accumulation_boundary(at)
 
-    def gathered(
-        self, params: Iterable[nn.Parameter], write: bool = False
-    ) -> AbstractContextManager[None]:
+    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         from deepspeed.runtime.zero import GatheredParameters
 
         params = list(params)
         partitioned = any(hasattr(param, "ds_id") for param in params)
-        source = 0 if (g := grid()) is None else g.get_data_parallel_group_ranks()[0]
-        block: AbstractContextManager[None] = GatheredParameters(
-            params, modifier_rank=source if write else None, enabled=partitioned
-        )
+        block: AbstractContextManager[None] = GatheredParameters(params, enabled=partitioned)
         return block
 
     def another(self) -> EngineTrainer:
@@ -193,7 +187,7 @@ class EngineTrainer(Trainer):
 
     def offload(self) -> None:
         """All states away and back, between two steps."""
-        self.engine.offload_states(pin_memory=False)
+        self.engine.offload_states()
         self.engine.reload_states()
 
     def full_grads(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ from tests.scripts.models import batch, loss_of, losses
 BROKEN = {stage: {"values": "accumulation"} for stage in (1, 2, 3)}
 
 
-@script(ALL_RIGHT, quick=(2,), at_rest=False)
+@script(ALL_RIGHT, quick=(2,), at_rest=False, grouped=(2, 3), quick_in_groups=True)
 def window(trainer: Any) -> None:
     """Three backwards and one reduction."""
     for step in trainer.steps():
@@ -22,6 +22,30 @@ def window(trainer: Any) -> None:
             for micro in range(3):
                 trainer.backward(loss_of(trainer, step, micro))
         trainer.step()
+
+
+@script(ALL_RIGHT, model="Reentrant", at_rest=False)
+def window_recomputed(trainer: Any) -> None:
+    """The same over blocks that are recomputed in backwards of their own."""
+    window.run(trainer)
+
+
+@script(ALL_RIGHT, settings={"zero": {"offload_optimizer": {"device": "cpu"}}}, at_rest=False)
+def window_offloaded(trainer: Any) -> None:
+    """The same with the optimizer on the host."""
+    window.run(trainer)
+
+
+@script(ALL_RIGHT, model="Sometimes", at_rest=False)
+def window_with_unused(trainer: Any) -> None:
+    """The same, with a parameter that only some blocks use."""
+    for step in trainer.steps():
+        trainer.module.used = (True, step % 2 == 0)
+        with trainer.window():
+            for micro in range(2):
+                trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+    trainer.module.used = (True, True)
 
 
 @script(ALL_RIGHT, at_rest=False, awaits=BROKEN)
