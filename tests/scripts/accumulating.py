@@ -15,9 +15,7 @@ OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 
 @script(
-    {1: RIGHT, 2: RIGHT, 3: WRONG},
-    awaits={**DROPPED, 3: {"values": "accumulation"}},
-    quick=(1, 3),
+    {1: RIGHT, 2: RIGHT, 3: WRONG}, awaits={**DROPPED, 3: {"values": "accumulation"}}, quick=(3,)
 )
 def abandoned_backward(trainer: Any) -> None:
     """A bad batch: ``engine.zero_grad()``, and the next one is stepped."""
@@ -28,7 +26,7 @@ def abandoned_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits=DROPPED, quick=(1, 3))
+@script(ALL_RIGHT, awaits=DROPPED, quick=(1,))
 def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
     """The same by ``engine.optimizer.zero_grad()``."""
     for step in trainer.steps():
@@ -48,7 +46,7 @@ def abandoned_forward(trainer: Any) -> None:
             trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG})
+@script({1: WRONG, 2: WRONG, 3: WRONG}, quick=())
 def two_forwards_first(trainer: Any) -> None:
     """Both forwards come before both backwards, and one step after."""
     for step in trainer.steps():
@@ -57,7 +55,7 @@ def two_forwards_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: RIGHT}, settings=OFFLOADED, quick=(1, 2))
+@script({1: WRONG, 2: WRONG, 3: RIGHT}, settings=OFFLOADED, quick=(2,))
 def two_forwards_offloaded(trainer: Any) -> None:
     """Two backwards before one step, with the optimizer on the host."""
     for step in trainer.steps():
@@ -76,7 +74,7 @@ def boundary_by_hand(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, micro_steps=2, quick=(3,))
+@script(ALL_RIGHT, micro_steps=2, quick=(1,))
 def evaluated_in_between(trainer: Any) -> None:
     """An evaluation between two micro steps of one step."""
     for step in trainer.steps():
@@ -89,7 +87,7 @@ def evaluated_in_between(trainer: Any) -> None:
             trainer.module.train()
 
 
-@script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, refusal="no_sync", quick=(1, 2))
+@script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, refusal="no_sync", quick=(2,))
 def no_sync(trainer: Any) -> None:
     """All backwards but the last of a step are not reduced, as with DistributedDataParallel."""
     for step in trainer.steps():

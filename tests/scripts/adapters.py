@@ -10,24 +10,19 @@ from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, model="Adapted", grouped=(2, 3))
+@script(ALL_RIGHT, model="Adapted", grouped=(2, 3), quick=(3,))
 def low_rank(trainer: Any) -> None:
     """Low-rank adapters on a frozen trunk."""
     one_backward.run(trainer)
 
 
-@script(
-    ALL_RIGHT,
-    model="CheckpointedAdapted",
-    awaits={3: {"memory": "accumulation"}},
-    quick=(1, 3),
-)
+@script(ALL_RIGHT, model="CheckpointedAdapted", awaits={3: {"memory": "accumulation"}}, quick=(1,))
 def low_rank_recomputed(trainer: Any) -> None:
     """The same under checkpoint(use_reentrant=False), whose inputs are made to need a gradient."""
     one_backward.run(trainer)
 
 
-@script(LAST_ONLY, model="Adapted")
+@script(LAST_ONLY, model="Adapted", quick=(2,))
 def low_rank_two_backwards(trainer: Any) -> None:
     """Two losses over adapters."""
     two_backwards.run(trainer)

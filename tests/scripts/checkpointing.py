@@ -8,13 +8,13 @@ from tests.scripts.declared import ALL_RIGHT, script
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, model="NonReentrant", awaits={3: {"memory": "accumulation"}})
+@script(ALL_RIGHT, model="NonReentrant", awaits={3: {"memory": "accumulation"}}, quick=(3,))
 def non_reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=False)``, as Hugging Face's Trainer has them."""
     one_backward.run(trainer)
 
 
-@script(ALL_RIGHT, model="Reentrant")
+@script(ALL_RIGHT, model="Reentrant", quick=(1,))
 def reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=True)``."""
     one_backward.run(trainer)

@@ -29,7 +29,7 @@ def loss_of(trainer: Any, step: int, part: int = 0) -> Tensor:
     return loss
 
 
-@under_deepcompile(RIGHT)
+@under_deepcompile(RIGHT, quick=())
 def compiled(trainer: Any) -> None:
     """Nothing is skipped."""
     for step in trainer.steps():
@@ -37,13 +37,13 @@ def compiled(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises(UNKNOWN), "Mixed")
+@under_deepcompile(raises(UNKNOWN), "Mixed", quick=(3,))
 def partly_compiled(trainer: Any) -> None:
     """Some frames are skipped."""
     compiled.run(trainer)
 
 
-@under_deepcompile(RIGHT, **AWAITS)
+@under_deepcompile(RIGHT, quick=(3,), **AWAITS)
 def compiled_bad_batch(trainer: Any) -> None:
     """A bad batch: ``engine.optimizer.zero_grad()``, and the next one is stepped."""
     for step in trainer.steps():
@@ -53,13 +53,13 @@ def compiled_bad_batch(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises(UNKNOWN), "Mixed", **AWAITS)
+@under_deepcompile(raises(UNKNOWN), "Mixed", quick=(), **AWAITS)
 def partly_compiled_bad_batch(trainer: Any) -> None:
     """The same where frames are skipped."""
     compiled_bad_batch.run(trainer)
 
 
-@under_deepcompile(WRONG, **AWAITS)
+@under_deepcompile(WRONG, quick=(3,), **AWAITS)
 def compiled_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
     for step in trainer.steps():
@@ -69,7 +69,7 @@ def compiled_two_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(WRONG)
+@under_deepcompile(WRONG, quick=())
 def compiled_two_forwards(trainer: Any) -> None:
     """Two forwards and backwards before one step."""
     for step in trainer.steps():
@@ -78,7 +78,7 @@ def compiled_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises("NoneType"), **AWAITS)
+@under_deepcompile(raises("NoneType"), quick=(3,), **AWAITS)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
     for layer in trainer.module.layers:
@@ -86,13 +86,13 @@ def compiled_parameter_hook(trainer: Any) -> None:
     compiled.run(trainer)
 
 
-@under_deepcompile(raises(UNKNOWN), "Disabled", **AWAITS)
+@under_deepcompile(raises(UNKNOWN), "Disabled", quick=(), **AWAITS)
 def skipped_parameter_hook(trainer: Any) -> None:
     """The same in a frame that is skipped."""
     compiled_parameter_hook.run(trainer)
 
 
-@under_deepcompile(RIGHT)
+@under_deepcompile(RIGHT, quick=())
 def compiled_inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` between steps."""
     for step in trainer.steps():
@@ -102,19 +102,19 @@ def compiled_inference_mode(trainer: Any) -> None:
             loss_of(trainer, step, 7)
 
 
-@under_deepcompile(raises(UNKNOWN), "Disabled", **AWAITS)
+@under_deepcompile(raises(UNKNOWN), "Disabled", quick=(3,), **AWAITS)
 def skipped_inference_mode(trainer: Any) -> None:
     """The same where a frame is skipped."""
     compiled_inference_mode.run(trainer)
 
 
-@under_deepcompile(raises("traced for partitioned"), "RecomputedMethod", **AWAITS)
+@under_deepcompile(raises("traced for partitioned"), "RecomputedMethod", quick=(), **AWAITS)
 def skipped_recomputed_method(trainer: Any) -> None:
     """``torch.utils.checkpoint`` of a method that reads ``self.weight``."""
     compiled.run(trainer)
 
 
-@under_deepcompile(raises(UNKNOWN), "OwnCompile")
+@under_deepcompile(raises(UNKNOWN), "OwnCompile", quick=())
 def skipped_with_a_compiled_layer(trainer: Any) -> None:
     """A layer of a skipped frame that its owner compiles: ``layer.compile()``."""
     compiled.run(trainer)

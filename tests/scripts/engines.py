@@ -11,7 +11,7 @@ from tests.scripts.losses import inputs
 from tests.scripts.models import loss_of
 
 
-@script(ALL_RIGHT, quick=(3,))
+@script(ALL_RIGHT, quick=(1,))
 def two_engines(trainer: Any) -> None:
     """Another engine trains in turns with this one."""
     other = trainer.another()
@@ -36,7 +36,7 @@ def teacher(trainer: Any) -> None:
     ALL_RIGHT,
     model="Linears",
     awaits={stage: {"words": "accumulation"} for stage in (1, 2, 3)},
-    quick=(1, 3),
+    quick=(1,),
 )
 def adversarial(trainer: Any) -> None:
     """One engine learns from what the other makes of its outputs, and the other in its turn."""

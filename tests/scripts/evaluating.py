@@ -34,7 +34,7 @@ def no_grad(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG})
+@script({1: WRONG, 2: WRONG, 3: WRONG}, quick=(3,))
 def evaluated_between_backwards(trainer: Any) -> None:
     """An evaluation between two backwards over one forward."""
     for step in trainer.steps():
@@ -46,7 +46,7 @@ def evaluated_between_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(3,))
+@script(ALL_RIGHT, quick=(2,))
 def generation(trainer: Any) -> None:
     """Ranks generate until all are done, as ``generate(synced_gpus=True)``, then train on it."""
     for step in trainer.steps():
@@ -68,7 +68,7 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
-@script(ALL_RIGHT, quick=(3,), grouped=(2, 3))
+@script(ALL_RIGHT, grouped=(2, 3), quick=(1,))
 def moving_average(trainer: Any) -> None:
     """An average of the gathered parameters, with which the model is evaluated and left alone."""
     params = list(trainer.module.parameters())

@@ -11,7 +11,7 @@ from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, quick=(1, 3))
+@script(ALL_RIGHT, quick=(1,))
 def parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller."""
     handles = [

@@ -17,7 +17,7 @@ def both_losses(trainer: Any, step: int, micro: int = 0) -> list[torch.Tensor]:
     return losses(trainer(tokens), classes)
 
 
-@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}})
+@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}}, quick=(3,))
 def auxiliary_tensor(trainer: Any) -> None:
     """A tensor that the forward keeps on the module has a backward of its own."""
     for step in trainer.steps():
@@ -27,7 +27,7 @@ def auxiliary_tensor(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}})
+@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}}, quick=(1,))
 def auxiliary_tensor_first(trainer: Any) -> None:
     """The same, and it has its backward before the outputs have theirs."""
     for step in trainer.steps():
@@ -46,7 +46,7 @@ def auxiliary_loss(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, grouped=(2, 3), quick_in_groups=True)
+@script(LAST_ONLY, grouped=(2, 3), quick_in_groups=True, quick=(2,))
 def two_backwards(trainer: Any) -> None:
     """Two losses over one forward, one after the other."""
     for step in trainer.steps():
@@ -61,6 +61,7 @@ def two_backwards(trainer: Any) -> None:
     model="TwoBranches",
     settings={"zero": {"stage3_prefetch_bucket_size": 600}},
     awaits={3: {"memory": "accumulation"}},
+    quick=(3,),
 )
 def three_backwards(trainer: Any) -> None:
     """The second of three over one forward does not use what the others do."""
@@ -72,7 +73,7 @@ def three_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="NonReentrant")
+@script(LAST_ONLY, model="NonReentrant", quick=(1,))
 def two_backwards_recomputed(trainer: Any) -> None:
     """Two losses over blocks under checkpoint(use_reentrant=False)."""
     two_backwards.run(trainer)
@@ -87,7 +88,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits={3: {"calls": "accumulation"}}, quick=(3,))
+@script(ALL_RIGHT, awaits={3: {"calls": "accumulation"}}, quick=(2,))
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():
@@ -96,7 +97,7 @@ def sum_over_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2, quick=(2,))
 def around_the_engine(trainer: Any) -> None:
     """One micro step calls the engine, the next the module in it."""
     for step in trainer.steps():
@@ -122,7 +123,7 @@ NOT_A_STEPS = raises("list index out of range")
     {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")},
     model="Critic",
     awaits={3: {"values": "accumulation"}},
-    quick=(1, 3),
+    quick=(3,),
 )
 def gradient_penalty(trainer: Any) -> None:
     """The loss has the gradient by the inputs in it, as with WGAN-GP."""
@@ -135,9 +136,7 @@ def gradient_penalty(trainer: Any) -> None:
 
 
 @script(
-    {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")},
-    model="Critic",
-    quick=(2, 3),
+    {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="Critic", quick=(2,)
 )
 def saliency(trainer: Any) -> None:
     """``torch.autograd.grad`` by the inputs, beside an ordinary backward."""

@@ -15,13 +15,13 @@ WHOLE = {"zero": {"reduce_scatter": False}}
 SAID: dict[str, Any] = {"muon": True, "tolerance": 4e-3, "settings": WHOLE}
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, **SAID)
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, quick=(), **SAID)
 def muon(trainer: Any) -> None:
     """One backward in a step."""
     one_backward.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2, **SAID)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2, quick=(), **SAID)
 def muon_micro_steps(trainer: Any) -> None:
     """Two micro steps in a step."""
     micro_steps.run(trainer)
@@ -30,7 +30,7 @@ def muon_micro_steps(trainer: Any) -> None:
 @script(
     {1: WRONG, 2: WRONG, 3: WRONG},
     awaits={stage: {"values": "accumulation"} for stage in (1, 2)},
-    quick=(2,),
+    quick=(1,),
     **SAID,
 )
 def muon_two_backwards(trainer: Any) -> None:
@@ -38,7 +38,7 @@ def muon_two_backwards(trainer: Any) -> None:
     two_backwards.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, at_rest=False, **SAID)
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, at_rest=False, quick=(2,), **SAID)
 def muon_window(trainer: Any) -> None:
     """Three backwards in a block of coalesce_grad_reduction()."""
     several_in_a_window.run(trainer)

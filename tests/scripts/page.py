@@ -47,7 +47,7 @@ def main() -> int:
     with closing(Worlds()) as worlds:
         for theme, found in by_theme().items():
             rows = []
-            for one, stage in ((one, stage) for one in found for stage in one.stock):
+            for one, stage in [(each, stage) for each in found for stage in each.stock]:
                 stock, patched = (worlds.run(one, stage, way) for way in (STOCK, PATCHED))
                 rows.append(_row(one, stage, stock, patched))
                 for complaint in law.complaints(one, stage, stock, patched):

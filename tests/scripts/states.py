@@ -11,7 +11,7 @@ from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, quick=(2,), grouped=(2, 3), quick_in_groups=True)
+@script(ALL_RIGHT, grouped=(2, 3), quick_in_groups=True, quick=(2,))
 def gradient_noise(trainer: Any) -> None:
     """Each gradient is read and set again, by safe_get_full_grad and safe_set_full_grad."""
     for step in trainer.steps():
@@ -44,7 +44,7 @@ def first_half(trainer: Any) -> None:
     trainer.save()
 
 
-@script(ALL_RIGHT, before=first_half, quick=(1, 3), grouped=(2, 3))
+@script(ALL_RIGHT, before=first_half, grouped=(2, 3), quick=(1,))
 def resumed(trainer: Any) -> None:
     """A checkpoint of stock is loaded with the patches, and one of theirs by stock."""
     trainer.load()

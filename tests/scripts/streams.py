@@ -28,7 +28,7 @@ def backward(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(SCALE * trainer(batch(3 * step + micro)).square().mean())
 
 
-@script({2: RIGHT}, micro_steps=2, **SUMS)
+@script({2: RIGHT}, micro_steps=2, quick=(), **SUMS)
 def overlapped(trainer: Any) -> None:
     """Micro steps, and nothing else."""
     for step in trainer.steps():
@@ -37,7 +37,7 @@ def overlapped(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, **SUMS)
+@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, quick=(2,), **SUMS)
 def gradients_read_between_micro_steps(trainer: Any) -> None:
     """``safe_get_full_grad`` before the step."""
     for step in trainer.steps():
@@ -47,7 +47,7 @@ def gradients_read_between_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, quick=(), **SUMS)
 def offloaded_between_micro_steps(trainer: Any) -> None:
     """``offload_states`` before the step."""
     for step in trainer.steps():
@@ -57,7 +57,7 @@ def offloaded_between_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, **SUMS)
+@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, quick=(), **SUMS)
 def boundary_set_late(trainer: Any) -> None:
     """That this was the last backward is known after it, as when the data end."""
     for step in trainer.steps():
@@ -72,8 +72,8 @@ def boundary_set_late(trainer: Any) -> None:
     {1: RIGHT, 2: RIGHT},
     awaits=RACES,
     at_rest=False,
-    quick=(2,),
     settings={"zero": OVERLAP},
+    quick=(2,),
     **ON_STREAMS,
 )
 def hook_behind_the_reduction(trainer: Any) -> None:

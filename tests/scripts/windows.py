@@ -14,7 +14,7 @@ from tests.scripts.models import batch, loss_of, losses
 BROKEN = {stage: {"values": "accumulation"} for stage in (1, 2, 3)}
 
 
-@script(ALL_RIGHT, quick=(2,), at_rest=False, grouped=(2, 3), quick_in_groups=True)
+@script(ALL_RIGHT, at_rest=False, grouped=(2, 3), quick_in_groups=True, quick=(2,))
 def window(trainer: Any) -> None:
     """Three backwards and one reduction."""
     for step in trainer.steps():
@@ -24,19 +24,24 @@ def window(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="Reentrant", at_rest=False)
+@script(ALL_RIGHT, model="Reentrant", at_rest=False, quick=(1,))
 def window_recomputed(trainer: Any) -> None:
     """The same over blocks that are recomputed in backwards of their own."""
     window.run(trainer)
 
 
-@script(ALL_RIGHT, settings={"zero": {"offload_optimizer": {"device": "cpu"}}}, at_rest=False)
+@script(
+    ALL_RIGHT,
+    settings={"zero": {"offload_optimizer": {"device": "cpu"}}},
+    at_rest=False,
+    quick=(2,),
+)
 def window_offloaded(trainer: Any) -> None:
     """The same with the optimizer on the host."""
     window.run(trainer)
 
 
-@script(ALL_RIGHT, model="Sometimes", at_rest=False)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", at_rest=False, quick=(1,))
 def window_with_unused(trainer: Any) -> None:
     """The same, with a parameter that only some blocks use."""
     for step in trainer.steps():
@@ -48,7 +53,7 @@ def window_with_unused(trainer: Any) -> None:
     trainer.module.used = (True, True)
 
 
-@script(ALL_RIGHT, at_rest=False, awaits=BROKEN)
+@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=(2,))
 def cached_loss(trainer: Any) -> None:
     """Mini-batches have their backwards in a hook of the outer loss, as GradCache losses do."""
     for step in trainer.steps():
@@ -80,7 +85,7 @@ def _backwards_of_mini_batches(trainer: Any, step: int, gradients: Any) -> Any:
     model="Auxiliary",
     at_rest=False,
     awaits=BROKEN,
-    quick=(1, 3),
+    quick=(1,),
 )
 def window_over_an_auxiliary_tensor(trainer: Any) -> None:
     """A block in which a tensor that is no output has a backward after the outputs."""
@@ -98,7 +103,7 @@ def window_over_an_auxiliary_tensor(trainer: Any) -> None:
     micro_steps=2,
     at_rest=False,
     awaits={3: {"values": "accumulation"}},
-    quick=(2, 3),
+    quick=(3,),
 )
 def two_windows(trainer: Any) -> None:
     """Two blocks and two calls of step() make one step of two micro steps."""
@@ -110,7 +115,7 @@ def two_windows(trainer: Any) -> None:
             trainer.step()
 
 
-@script(ALL_RIGHT, quick=(2,), at_rest=False, awaits=BROKEN)
+@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=(2,))
 def nested_windows(trainer: Any) -> None:
     """A program that falls back where upstream's text says that blocks cannot be nested."""
     for step in trainer.steps():
@@ -123,7 +128,7 @@ def nested_windows(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(1,), at_rest=False, awaits=BROKEN)
+@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=(1,))
 def step_in_a_window(trainer: Any) -> None:
     """A program that knows upstream's text for a step inside a block."""
     for step in trainer.steps():
