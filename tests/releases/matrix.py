@@ -24,7 +24,7 @@ from tests.releases.at_once import DEFAULT, each, say
 from tests.releases.cell import Answer, Cell, of_patch, of_tests
 from tests.releases.columns import CORE
 from tests.releases.install import install_one
-from tests.releases.record import Record
+from tests.releases.record import Record, Records
 from tests.releases.run import Outcome, cases_in, count, environment, pytest
 
 #: pytest's exit codes after which its report is whole: all passed, some failed, none there.
@@ -76,17 +76,22 @@ def run(
         except NoAnswer as reason:
             return reason
 
-    for version, new in each(found, [v for v in wanted if left[v]], at_once):
-        if not isinstance(new, list):
-            say(f"{version}: {new}")
-            continue
-        # Read again: another torch may have been recorded meanwhile.
-        records = record.load(into).adding(new)
-        record.save(records, into)
-        page.rewrite(records, into.with_suffix(".md"))
-        say(f"{version}: " + ", ".join(f"{one.column} {page.cell(one)}" for one in new))
+    outstanding = [version for version in wanted if left[version]]
+    for number, (version, new) in enumerate(each(found, outstanding, at_once), start=1):
+        if isinstance(new, list):
+            records = _keep(new, into)
+            new = ", ".join(f"{one.column} {page.cell(one)}" for one in new)
+        say(f"[{number}/{len(outstanding)}] {version}: {new}")
     say(f"\n{page.table(records, [(version, torch) for version in wanted])}")
     return int(any(records.outstanding(version, torch) for version in wanted))
+
+
+def _keep(new: list[Record], into: Path) -> Records:
+    """Write these records and the page. Others may have been written since they were read."""
+    records = record.load(into).adding(new)
+    record.save(records, into)
+    page.rewrite(records, into.with_suffix(".md"))
+    return records
 
 
 def ask(version: str) -> dict[str, Answer]:

@@ -27,6 +27,9 @@ from tests.releases.install import install_one
 #: What the suite, its command line and DeepSpeed's compiled ops need besides.
 _TOOLS = ("numpy", "packaging>=22", "pytest>=8", "setuptools", "wheel", "wrapt>=2.4,<3")
 
+#: What an environment takes while it is made, with what pip unpacks: twice its size.
+_GIGABYTES = 12
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -73,6 +76,8 @@ def in_its_environment(pair: Pair, work: Callable[[Path, Pair, bool], str], agai
         return f"DeepSpeed {pair.release} could not be installed"
     folder = releases.folder() / f"torch-{pair.torch}"
     shutil.rmtree(folder, ignore_errors=True)
+    if (free := shutil.disk_usage(releases.folder()).free / 1e9) < _GIGABYTES:
+        return f"{free:.0f} GB are free; an environment may take {_GIGABYTES}"
     try:
         return _make(folder, pair) or work(folder / "bin" / "python", pair, again)
     finally:
