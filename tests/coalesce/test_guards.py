@@ -202,6 +202,7 @@ def native_where_there_is_none() -> str:
         ds_patches.unapply_all()
 
 
+@pytest.mark.core_case
 @pytest.mark.skipif(releases.NATIVE, reason="there is one")
 def test_no_native_method_to_be_had(world: World) -> None:
     for text in world.run(native_where_there_is_none):

@@ -49,6 +49,7 @@ def ends(
 
 @pytest.mark.core_case(script=micro_steps.twice_at_the_boundary, stage=2)
 @pytest.mark.core_case(script=micro_steps.two_forwards_first, stage=3, settings={})
+@pytest.mark.core_case(script=micro_steps.by_hand)  # which the newest release has mended
 @losses
 def test_warns_once_and_names_the_cure(
     world: World, script: cases.Script, stage: int, settings: dict[str, Any]
@@ -61,6 +62,7 @@ def test_warns_once_and_names_the_cure(
         assert "DS_PATCHES_COALESCE_LOST_GRADIENTS=accumulate" in said
 
 
+@pytest.mark.core_case(script=micro_steps.by_hand)
 @pytest.mark.parametrize("others", [(), ("zero3_retain",)], ids=["", "zero3_retain"])
 @losses
 def test_accumulates_if_asked(
@@ -75,6 +77,7 @@ def test_accumulates_if_asked(
         assert not result.heard
 
 
+@pytest.mark.core_case(script=micro_steps.by_hand)
 @losses
 def test_keeps_silent_if_asked(
     world: World, script: cases.Script, stage: int, settings: dict[str, Any]

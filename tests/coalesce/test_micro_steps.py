@@ -30,7 +30,7 @@ def ends(world: World, script: cases.Script, stage: int, **case: Any) -> list[ca
 
 
 @defective
-@pytest.mark.core_case(patch=False)
+@pytest.mark.core_case
 @pytest.mark.parametrize("patch", [False, True], ids=["stock", "upstream"])
 @scripts
 def test_stock_keeps_the_last_only(
@@ -55,6 +55,7 @@ def test_micro_steps_add_up(
 
 
 @defective
+@pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("script", SEVERAL[:1])
 def test_stock_fails_with_a_second_backward_at_the_boundary(
@@ -65,7 +66,7 @@ def test_stock_fails_with_a_second_backward_at_the_boundary(
 
 
 @defective
-@pytest.mark.core_case(script=SEVERAL[1], settings={}, stage=2, others=())
+@pytest.mark.core_case  # all of them: they run on no other release
 @pytest.mark.parametrize("others", [(), ("zero3_retain",)], ids=["", "zero3_retain"])
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["", "overlap"])
 @pytest.mark.parametrize("script", SEVERAL)

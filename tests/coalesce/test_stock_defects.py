@@ -83,6 +83,7 @@ def non_contiguous(stage: int) -> cases.Outcome:
     )
 
 
+@pytest.mark.core_case
 @pytest.mark.skipif(not releases.NON_CONTIGUOUS_IS_WRONG, reason="mended in 0.19.8")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stock_reduces_nothing_on_cpu_without_contiguous_gradients(

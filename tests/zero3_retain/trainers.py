@@ -128,8 +128,10 @@ class EngineTrainer:
         self.engine.zero_grad()
 
     def step(self) -> None:
+        before = self.engine.global_steps
         self.engine.step()
-        self.leaves_nothing()
+        if self.engine.global_steps > before:  # and no micro step, whose gradients wait
+            self.leaves_nothing()
 
     def parameters(self) -> Parameters:
         from deepspeed.runtime.zero import GatheredParameters
