@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +80,34 @@ def test_an_environment_is_removed_whatever_happens(
     else:
         assert pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
     assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]
+
+
+def test_a_command_that_is_terminated_tidies_up(tmp_path: Path) -> None:
+    a_release(tmp_path, "0.16.9")
+    fake.write(tmp_path / "bin" / "sleeping", "#!/bin/sh\nexec sleep 60\n").chmod(0o755)
+    script = f"""
+import sys
+from tests.releases import __main__, pairs
+pairs._outstanding = lambda pair: ["core"]
+sys.executable = {str(tmp_path / "bin" / "sleeping")!r}  # in place of making an environment
+sys.argv = ["releases", "record", "--pair", "0.16.9+2.6.0"]
+sys.exit(__main__.main())
+"""
+    running = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=fake.REPOSITORY,
+        env=os.environ | {"DEEPSPEED_TEST_RELEASES": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert "with torch 2.6.0" in running.stdout.readline()
+    assert "already there" in running.stdout.readline()
+    running.terminate()
+    rest, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "the same command goes on here" in rest
 
 
 @pytest.mark.exhaustive  # it makes an environment
