@@ -36,7 +36,7 @@ def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT, quick=())
 def abandoned_forward(trainer: Any) -> None:
     """A loss that is not a number has no backward at all."""
     for step in trainer.steps():
@@ -64,7 +64,7 @@ def two_forwards_offloaded(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT, quick=())
 def boundary_by_hand(trainer: Any) -> None:
     """The program says which backward is the last of a step, as Accelerate does."""
     for step in trainer.steps():
@@ -74,7 +74,7 @@ def boundary_by_hand(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, micro_steps=2, quick=(1,))
+@script(ALL_RIGHT, micro_steps=2, quick=())
 def evaluated_in_between(trainer: Any) -> None:
     """An evaluation between two micro steps of one step."""
     for step in trainer.steps():
@@ -115,7 +115,7 @@ def unused_at_the_end(trainer: Any) -> None:
     trainer.module.used = (True, True)
 
 
-@script(ALL_RIGHT, quick=(3,))
+@script(ALL_RIGHT, quick=(2,))
 def failed_backward(trainer: Any) -> None:
     """A backward that raises in a hook, is caught, and is followed by a clean step."""
     for step in trainer.steps():

@@ -22,7 +22,7 @@ def low_rank_recomputed(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-@script(LAST_ONLY, model="Adapted", quick=(2,))
+@script(LAST_ONLY, model="Adapted", quick=())
 def low_rank_two_backwards(trainer: Any) -> None:
     """Two losses over adapters."""
     two_backwards.run(trainer)

@@ -14,7 +14,7 @@ def non_reentrant(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-@script(ALL_RIGHT, model="Reentrant", quick=(1,))
+@script(ALL_RIGHT, model="Reentrant", quick=())
 def reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=True)``."""
     one_backward.run(trainer)

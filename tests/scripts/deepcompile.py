@@ -37,13 +37,13 @@ def compiled(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises(UNKNOWN), "Mixed", quick=(3,))
+@under_deepcompile(raises(UNKNOWN), "Mixed", quick=())
 def partly_compiled(trainer: Any) -> None:
     """Some frames are skipped."""
     compiled.run(trainer)
 
 
-@under_deepcompile(RIGHT, quick=(3,), **AWAITS)
+@under_deepcompile(RIGHT, quick=(), **AWAITS)
 def compiled_bad_batch(trainer: Any) -> None:
     """A bad batch: ``engine.optimizer.zero_grad()``, and the next one is stepped."""
     for step in trainer.steps():
@@ -59,7 +59,7 @@ def partly_compiled_bad_batch(trainer: Any) -> None:
     compiled_bad_batch.run(trainer)
 
 
-@under_deepcompile(WRONG, quick=(3,), **AWAITS)
+@under_deepcompile(WRONG, quick=(), **AWAITS)
 def compiled_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
     for step in trainer.steps():
@@ -78,7 +78,7 @@ def compiled_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises("NoneType"), quick=(3,), **AWAITS)
+@under_deepcompile(raises("NoneType"), quick=(), **AWAITS)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
     for layer in trainer.module.layers:
@@ -102,7 +102,7 @@ def compiled_inference_mode(trainer: Any) -> None:
             loss_of(trainer, step, 7)
 
 
-@under_deepcompile(raises(UNKNOWN), "Disabled", quick=(3,), **AWAITS)
+@under_deepcompile(raises(UNKNOWN), "Disabled", quick=(), **AWAITS)
 def skipped_inference_mode(trainer: Any) -> None:
     """The same where a frame is skipped."""
     compiled_inference_mode.run(trainer)

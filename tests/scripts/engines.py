@@ -21,7 +21,7 @@ def two_engines(trainer: Any) -> None:
             one.step()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT, quick=())
 def teacher(trainer: Any) -> None:
     """Another engine is asked for targets, and never trained."""
     other = trainer.another()

@@ -12,7 +12,7 @@ from tests.scripts.losses import both_losses
 from tests.scripts.models import VOCABULARY, loss_of
 
 
-@script(ALL_RIGHT, quick=(3,))
+@script(ALL_RIGHT, quick=())
 def inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` after each step."""
     for step in trainer.steps():
@@ -34,7 +34,7 @@ def no_grad(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG}, quick=(3,))
+@script({1: WRONG, 2: WRONG, 3: WRONG}, quick=())
 def evaluated_between_backwards(trainer: Any) -> None:
     """An evaluation between two backwards over one forward."""
     for step in trainer.steps():
@@ -68,7 +68,7 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
-@script(ALL_RIGHT, grouped=(2, 3), quick=(1,))
+@script(ALL_RIGHT, grouped=(2, 3), quick=())
 def moving_average(trainer: Any) -> None:
     """An average of the gathered parameters, with which the model is evaluated and left alone."""
     params = list(trainer.module.parameters())

@@ -22,7 +22,7 @@ def parameter_hook(trainer: Any) -> None:
         handle.remove()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT, quick=())
 def activation_hook(trainer: Any) -> None:
     """A hook on an activation clips what comes through."""
     block = trainer.module.blocks[1]
@@ -35,7 +35,7 @@ def _clip_what_comes_back(module: Any, inputs: Any, output: torch.Tensor) -> Non
     output.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
 
-@script(ALL_RIGHT, quick=(3,))
+@script(ALL_RIGHT, quick=())
 def backward_hook(trainer: Any) -> None:
     """``register_full_backward_hook`` on each block, as probes have it."""
     seen: list[float] = []

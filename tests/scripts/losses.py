@@ -27,7 +27,7 @@ def auxiliary_tensor(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}}, quick=(1,))
+@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}}, quick=())
 def auxiliary_tensor_first(trainer: Any) -> None:
     """The same, and it has its backward before the outputs have theirs."""
     for step in trainer.steps():
@@ -37,7 +37,7 @@ def auxiliary_tensor_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="Auxiliary", quick=(2,))
+@script(ALL_RIGHT, model="Auxiliary", quick=())
 def auxiliary_loss(trainer: Any) -> None:
     """The usual way: it is added to the loss."""
     for step in trainer.steps():
@@ -73,13 +73,13 @@ def three_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="NonReentrant", quick=(1,))
+@script(LAST_ONLY, model="NonReentrant", quick=())
 def two_backwards_recomputed(trainer: Any) -> None:
     """Two losses over blocks under checkpoint(use_reentrant=False)."""
     two_backwards.run(trainer)
 
 
-@script({1: WRONG, 2: WRONG, 3: RIGHT}, quick=(1,))
+@script({1: WRONG, 2: WRONG, 3: RIGHT}, quick=())
 def two_forwards(trainer: Any) -> None:
     """Two forwards and backwards before one step, with one micro step."""
     for step in trainer.steps():
@@ -88,7 +88,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits={3: {"calls": "accumulation"}}, quick=(2,))
+@script(ALL_RIGHT, awaits={3: {"calls": "accumulation"}}, quick=())
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.scripts.declared import RIGHT, WRONG, script
-from tests.scripts.losses import two_backwards
+from tests.scripts.declared import ALL_RIGHT, script
+from tests.scripts.losses import LAST_ONLY, two_backwards
 from tests.scripts.ordinary import micro_steps, one_backward
 from tests.scripts.windows import window as several_in_a_window
 
@@ -15,30 +15,27 @@ WHOLE = {"zero": {"reduce_scatter": False}}
 SAID: dict[str, Any] = {"muon": True, "tolerance": 4e-3, "settings": WHOLE}
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, quick=(), **SAID)
+@script(ALL_RIGHT, quick=(), **SAID)
 def muon(trainer: Any) -> None:
     """One backward in a step."""
     one_backward.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2, quick=(), **SAID)
+@script(ALL_RIGHT, micro_steps=2, quick=(), **SAID)
 def muon_micro_steps(trainer: Any) -> None:
     """Two micro steps in a step."""
     micro_steps.run(trainer)
 
 
 @script(
-    {1: WRONG, 2: WRONG, 3: WRONG},
-    awaits={stage: {"values": "accumulation"} for stage in (1, 2)},
-    quick=(1,),
-    **SAID,
+    LAST_ONLY, awaits={stage: {"values": "accumulation"} for stage in (1, 2)}, quick=(1,), **SAID
 )
 def muon_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
     two_backwards.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, at_rest=False, quick=(2,), **SAID)
+@script(ALL_RIGHT, at_rest=False, quick=(), **SAID)
 def muon_window(trainer: Any) -> None:
     """Three backwards in a block of coalesce_grad_reduction()."""
     several_in_a_window.run(trainer)

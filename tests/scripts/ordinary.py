@@ -34,14 +34,14 @@ def micro_steps(trainer: Any) -> None:
     micro_steps=2,
     settings={"zero": {"overlap_comm": True}},
     grouped=(2,),
-    quick=(2,),
+    quick=(),
 )
 def micro_steps_overlapped(trainer: Any) -> None:
     """The same, with reductions beside the backward."""
     micro_steps.run(trainer)
 
 
-@script(ALL_RIGHT, settings={"gradient_clipping": 0.1}, quick=(1,))
+@script(ALL_RIGHT, settings={"gradient_clipping": 0.1}, quick=())
 def clipped(trainer: Any) -> None:
     """Gradients are clipped."""
     one_backward.run(trainer)
@@ -94,13 +94,13 @@ def plain_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="TiedEmbedding", quick=(2,))
+@script(ALL_RIGHT, model="TiedEmbedding", quick=())
 def tied_weights(trainer: Any) -> None:
     """The embedding is the output layer, too."""
     one_backward.run(trainer)
 
 
-@script(ALL_RIGHT, model="SharedBlock", awaits={3: {"calls": "accumulation"}}, quick=(3,))
+@script(ALL_RIGHT, model="SharedBlock", awaits={3: {"calls": "accumulation"}}, quick=())
 def shared_block(trainer: Any) -> None:
     """One block runs three times."""
     one_backward.run(trainer)

@@ -20,7 +20,7 @@ def gradient_noise(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT, quick=())
 def gradient_norms(trainer: Any) -> None:
     """Gradients are read for a plot."""
     for step in trainer.steps():
@@ -29,7 +29,7 @@ def gradient_norms(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: raises("FusedAdam")}, refusal="FusedAdam", quick=(2,))
+@script({1: RIGHT, 2: RIGHT, 3: raises("FusedAdam")}, refusal="FusedAdam", quick=())
 def offloaded_states(trainer: Any) -> None:
     """``offload_states`` and ``reload_states`` between steps, as for a rollout."""
     for step in trainer.steps():

@@ -41,7 +41,7 @@ def window_offloaded(trainer: Any) -> None:
     window.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", at_rest=False, quick=(1,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", at_rest=False, quick=())
 def window_with_unused(trainer: Any) -> None:
     """The same, with a parameter that only some blocks use."""
     for step in trainer.steps():
@@ -128,7 +128,7 @@ def nested_windows(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=(1,))
+@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=())
 def step_in_a_window(trainer: Any) -> None:
     """A program that knows upstream's text for a step inside a block."""
     for step in trainer.steps():
