@@ -81,7 +81,7 @@ def _backwards_of_mini_batches(trainer: Any, step: int, gradients: Any) -> Any:
 
 
 @script(
-    {1: RIGHT, 2: RIGHT, 3: raises("[0]")},
+    {1: RIGHT, 2: RIGHT, 3: raises("Expected weight to be of same shape")},
     model="Auxiliary",
     at_rest=False,
     awaits=BROKEN,
