@@ -46,7 +46,6 @@ class Script:
     tolerance: float = 1e-6
     quick: tuple[int, ...] = ()  # stages that run in every test run
     grouped: tuple[int, ...] = ()  # stages that run in two groups of two ranks, too
-    quick_in_groups: bool = False  # of those stages, the quick ones in every test run, too
     at_rest: bool = True  # no patch has a part in what stock gets right
     before: Callable[[Any], None] | None = None  # run the other way, in another process
 

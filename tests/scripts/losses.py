@@ -46,7 +46,7 @@ def auxiliary_loss(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, grouped=(2, 3), quick_in_groups=True, quick=(2,))
+@script(LAST_ONLY, grouped=(2, 3), quick=(2,))
 def two_backwards(trainer: Any) -> None:
     """Two losses over one forward, one after the other."""
     for step in trainer.steps():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from datetime import date
 from importlib.metadata import version
@@ -53,7 +53,7 @@ def main() -> int:
                 for complaint in law.complaints(one, stage, stock, patched):
                     print(f"{one.name}, ZeRO-{stage}: {complaint}", file=sys.stderr, flush=True)
                     odd += 1
-            tables.append("\n".join([f"\n## {theme}\n", *_table(rows), ""]))
+            tables.append("\n".join([f"\n## {theme}\n", *_table(merged(rows)), ""]))
     FILE.write_text(
         _TEXT.format(
             when=date.today().isoformat(),
@@ -64,6 +64,20 @@ def main() -> int:
         encoding="utf-8",
     )
     return odd
+
+
+def merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for the stages of a script that are alike but for the number of calls."""
+    found: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        alike = (row[0], *row[2:4], re.sub(r"\d\.\d\d", "", row[4]), row[5])
+        found.setdefault(alike, []).append(row)
+    one_of_each = []
+    for same in found.values():
+        name, _, before, after, _, awaits = same[0]
+        stages, most = ", ".join(row[1] for row in same), max(row[4] for row in same)
+        one_of_each.append((name, stages, before, after, most, awaits))
+    return one_of_each
 
 
 def by_theme() -> dict[str, list[Script]]:
@@ -122,13 +136,14 @@ def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def rows() -> list[dict[str, str]]:
-    """Of the page as it is."""
+    """Of the page as it is, one for each stage."""
     lines = [line for line in FILE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return [
-        dict(zip(HEADER, row, strict=True))
+        dict(zip(HEADER, (row[0], stage, *row[2:]), strict=True))
         for row in cells
         if row[0] != HEADER[0] and not row[0].startswith("---")
+        for stage in row[1].split(", ")
     ]
 
 

@@ -11,7 +11,7 @@ from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, grouped=(2, 3), quick_in_groups=True, quick=(2,))
+@script(ALL_RIGHT, grouped=(2, 3), quick=(2,))
 def gradient_noise(trainer: Any) -> None:
     """Each gradient is read and set again, by safe_get_full_grad and safe_set_full_grad."""
     for step in trainer.steps():

@@ -15,9 +15,8 @@ from tests.scripts.worlds import Worlds
 
 def _cases(ranks: int) -> Iterator[Any]:
     for script in scripts():
-        grouped = ranks == 4
-        for stage in script.grouped if grouped else script.stock:
-            quick = stage in script.quick and (not grouped or script.quick_in_groups)
+        for stage in script.grouped if ranks == 4 else script.stock:
+            quick = stage in script.quick and ranks == 2
             marks = [] if quick else [pytest.mark.exhaustive]
             yield pytest.param(script, stage, id=f"{script.name}-zero{stage}", marks=marks)
 

@@ -14,7 +14,7 @@ from tests.scripts.models import batch, loss_of, losses
 BROKEN = {stage: {"values": "accumulation"} for stage in (1, 2, 3)}
 
 
-@script(ALL_RIGHT, at_rest=False, grouped=(2, 3), quick_in_groups=True, quick=(2,))
+@script(ALL_RIGHT, at_rest=False, grouped=(2, 3), quick=(2,))
 def window(trainer: Any) -> None:
     """Three backwards and one reduction."""
     for step in trainer.steps():
