@@ -23,6 +23,7 @@ WHILE_APPLIED = frozenset(
         "_ds_patches_claims",
         "_ds_patches_coalesce_micro_steps",
         "_ds_patches_dc_fallback",
+        "_ds_patches_stream_safety",
         "_ds_patches_zero3_retain",
         "pre_bwd_fn",  # zero3_retain's, in place of stock's
         "post_bwd_fn",

@@ -116,8 +116,9 @@ def taken_back() -> float:
                 ds_patches.unapply("dc_fallback")
             if step == 2:
                 ds_patches.apply("dc_fallback")
-            trainer.note()  # the hooks of a patch come and go with it
-            trainer.backward(trainer.forward(*inputs(step, 0)))
+            loss = trainer.forward(*inputs(step, 0))
+            trainer.note()  # the hooks of a patch come and go with it, the first forward after it
+            trainer.backward(loss)
             trainer.step()
         return trainers.worst_difference(trainer.parameters(), expected)[0]
 
