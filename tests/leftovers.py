@@ -80,8 +80,10 @@ def _of_parameter(name: str, param: Any, engine: Any) -> Iterator[str]:
     yield from [f"parameter {name}: in use"] * len(param.ds_active_sub_modules)
     # What upstream's prefetcher has in flight for the next forward is entitled to be there.
     in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
+    # ZeRO-3 gathers these after each step; under DeepCompile none is marked as such.
+    persists = any(one is param for one in engine.optimizer.persistent_parameters)
     gathered = param.ds_status.name == "AVAILABLE"
-    if gathered and not param.ds_persist and param not in in_flight:
+    if gathered and not (param.ds_persist or persists) and param not in in_flight:
         yield f"parameter {name}: gathered"
 
 
