@@ -35,7 +35,7 @@ example: install ## GradCache over two ranks, one gradient reduction a step
 # One after the other, also under make -j: two ranks and two cores.
 test: install ## lint, and of the suite what tells most, on the newest DeepSpeed: ten minutes
 	@$(MAKE) --no-print-directory lint
-	$(PYTEST) -m "not exhaustive"
+	TEST_RANKS_FORK=1 $(PYTEST) -m "not exhaustive"
 
 test-turn: accelerate ## of what test-all has beside it, the part whose turn it is: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)

@@ -10,7 +10,11 @@ from tests.dc_fallback import patterns, releases
 from tests.dc_fallback.cases import Outcome, train
 from tests.world import World
 
-NAMES = [pattern.__name__ for pattern in patterns.ALL]
+NAMES = [
+    # The import of transformers takes longer than all other patterns.
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "QwenMoe" else name
+    for name in (pattern.__name__ for pattern in patterns.ALL)
+]
 
 
 def outcome(world: World, pattern: str, **case: Any) -> Outcome:

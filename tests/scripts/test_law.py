@@ -21,12 +21,12 @@ def _cases(ranks: int) -> Iterator[Any]:
             yield pytest.param(script, stage, id=f"{script.name}-zero{stage}", marks=marks)
 
 
-@pytest.mark.parametrize(("script", "stage"), _cases(2))
+@pytest.mark.parametrize(("script", "stage"), [*_cases(2)])
 def test_two_ranks(worlds: Worlds, script: Script, stage: int) -> None:
     hold(worlds, script, stage, 2)
 
 
-@pytest.mark.parametrize(("script", "stage"), _cases(4))
+@pytest.mark.parametrize(("script", "stage"), [*_cases(4)])
 def test_two_groups_of_two_ranks(worlds: Worlds, script: Script, stage: int) -> None:
     hold(worlds, script, stage, 4)
 

@@ -12,6 +12,7 @@ from tests import shell
 NAMES = "NOT TRAINED: seen.weight, seen.bias, skipped.weight, skipped.bias"
 
 
+@pytest.mark.exhaustive
 def test_the_command_says_what_was_checked_and_what_was_not() -> None:
     said = shell.doctor("--train-check", DS_PATCHES="zero3_retain")
     head, stock, patched, compiled = said[-4:]

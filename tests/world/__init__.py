@@ -13,7 +13,8 @@ run one case after another:
         assert world.run(total, 2.0) == [6.0, 6.0]              # one value per rank, in order
 
 `world.within(30).run(...)` changes the deadline of a case. `with World() as own` and the fixture
-`fresh_world` give interpreters that no other case has touched.
+`fresh_world` give interpreters that no other case has touched. With TEST_RANKS_FORK set, as
+`make test` has it, ranks are forks of one that has done the imports; see `zygote`.
 """
 
 from tests.world.errors import RankError, WorldError, WorldTimeout

@@ -118,8 +118,8 @@ def serve(connection: Connection) -> None:
         gc.freeze()
 
 
-def main() -> None:
-    cases, lifeline = map(int, sys.argv[1:])
+def main(cases: int, lifeline: int) -> None:
+    """Serve until told to leave; both arguments are open files."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_pytest(lifeline)
@@ -134,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

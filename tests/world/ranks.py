@@ -9,14 +9,15 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ds_patches.core import locks
 from tests.world import wire
 from tests.world.errors import RankError, WorldTimeout
+from tests.world.zygote import Forked, Zygote
 
 __tracebackhide__ = True  # pytest shows the test and the ranks' words, not this machinery
 
@@ -26,6 +27,8 @@ START_SECONDS = 240.0  # two imports of DeepSpeed on a busy machine
 GRACE_SECONDS = 5.0  # what a rank gets to answer in, once another one has failed
 LEAVE_SECONDS = 10.0
 TAIL_LINES = 60
+#: Set in the environment, ranks are forked where that is possible; see `zygote`.
+FORK = "TEST_RANKS_FORK"
 
 
 def environment(
@@ -56,25 +59,37 @@ def environment(
     }
 
 
+@cache
+def living_zygote() -> Zygote:
+    return Zygote(environment(0, 1, 0, None, "cpu"), ROOT)
+
+
+def start(
+    env: dict[str, str], cases: int, lifeline: int, output: int
+) -> subprocess.Popen[bytes] | Forked:
+    """An interpreter of its own, which dies with what it starts and hears no Ctrl-C of pytest's."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.rank", str(cases), str(lifeline)],
+        cwd=ROOT,
+        env=env,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=(cases, lifeline),
+        start_new_session=True,
+    )
+
+
 class Rank:
     """One rank process, the connection to it and the file with its output."""
 
-    def __init__(self, rank: int, env: dict[str, str], lifeline: int) -> None:
+    def __init__(self, rank: int, env: dict[str, str], lifeline: int, forked: bool) -> None:
         self.rank = rank
         self.output, name = tempfile.mkstemp(prefix="ds_patches-rank-")
         os.unlink(name)  # open but nameless: a SIGKILL leaves nothing to tidy up
         self.seen = 0  # bytes of output that belong to earlier cases
         self.connection, theirs = Pipe()
-        command = [sys.executable, "-m", f"{__package__}.rank"]
-        self.process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(lifeline)],
-            cwd=ROOT,
-            env=env,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(), lifeline),
-            start_new_session=True,  # Ctrl-C is pytest's; what a rank starts dies with it
-        )
+        begin = living_zygote().fork if forked else start
+        self.process = begin(env, theirs.fileno(), lifeline, self.output)
         theirs.close()
 
     def send(self, message: wire.Message) -> None:
@@ -119,10 +134,11 @@ class Ranks:
         # end of this process, however that came about.
         reading, self.lifeline = os.pipe()
         self.ranks: list[Rank] = []
+        forked = FORK in os.environ and path is None and accelerator == "cpu"
         try:
             for rank in range(size):
                 env = environment(rank, size, self.store.port, path, accelerator)
-                self.ranks.append(Rank(rank, env, reading))
+                self.ranks.append(Rank(rank, env, reading, forked))
             self.gather(START_SECONDS)
         except BaseException:
             self.end()
@@ -158,6 +174,8 @@ class Ranks:
         if failed:
             raise self.rank_error(failed[0], answers)
         if len(answers) < len(self.ranks):
+            from ds_patches.core import locks  # not above: no rank imports the project with this
+
             late = [r.rank for r in self.ranks if r.rank not in answers]
             # One that was there before the ranks began to wait is none of theirs.
             locked = [f"\n{line}" for line in locks.lines(os.environ, older_than=seconds)]
