@@ -19,18 +19,18 @@ def shown(case: Case, ways: int) -> set[Case]:
 
 
 def cover(cases: Sequence[Case], ways: int, begin: Iterable[int] = ()) -> list[int]:
-    """Indices of few cases that together show what all of them do, in order.
+    """Indices of few cases that together show what all of them do, the most telling first.
 
     ways: 1 for every value, 2 for every pair of values of two parameters.
-    begin: cases that are taken in any event.
+    begin: cases that are taken in any event, before the others.
     """
     missing = set().union(*(shown(case, ways) for case in cases))
-    chosen = set(begin)
+    chosen = list(begin)
     for index in chosen:
         missing -= shown(cases[index], ways)
     while missing:
         # The first of the best: the same choice in every run and on every worker.
         best = max(range(len(cases)), key=lambda i: (len(missing & shown(cases[i], ways)), -i))
-        chosen.add(best)
+        chosen.append(best)
         missing -= shown(cases[best], ways)
-    return sorted(chosen)
+    return chosen

@@ -169,6 +169,7 @@ def test_a_fresh_world_shares_no_interpreter(world: World, fresh_world: World) -
     assert world.run(who) == shared
 
 
+@pytest.mark.exhaustive
 def test_ranks_die_with_the_process_that_started_them() -> None:
     script = (
         "import os, signal\n"

@@ -49,6 +49,7 @@ def outcome(how: str, stage: int, model: str, style: str) -> tuple[cases.Outcome
     return found, sent[: cases.BACKWARDS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.core_case(style="engine", model="TwoHeads", how="by number")
 @pytest.mark.parametrize(
     ("how", "model", "style"),

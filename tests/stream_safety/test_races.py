@@ -228,6 +228,7 @@ def test_the_host_goes_on(world: World, stage: int) -> None:
     assert syncs("") - syncs("host_wait") == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.core_case
 def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> None:
     """Where reductions take longer than the backward, as they do without direct copies."""
@@ -254,6 +255,7 @@ def test_micro_steps_wait_for_nothing_but_a_step(world: World) -> None:
     assert found.syncs == 3, "of nine backwards, three come before a step"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.core_case
 def test_nor_does_the_throughput_timer(world: World) -> None:
     """Which by default waits for the device twice in each micro step, from the third step on."""

@@ -73,6 +73,7 @@ def test_a_trial_that_ends_early_says_how_far_it_came(
     assert status == 1
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     lines, status = said(monkeypatch, "hangs", seconds=8)

@@ -56,6 +56,7 @@ def test_a_trial_that_hangs_is_ended() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_cannot_begin_says_why() -> None:
     found = doctor.Diagnosis(
         shell.environment(DS_PATCHES="nonsense", DS_ACCELERATOR="moon"), seconds=60

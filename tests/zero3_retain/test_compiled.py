@@ -44,6 +44,7 @@ def stock(world: World) -> list[tuple[float, dict[str, int]]]:
     return world.within(300).run(train_compiled, False, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not releases.TORCH_STYLE, reason="tried on 0.18.3 and later only")
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_compiled_blocks(

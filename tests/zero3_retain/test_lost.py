@@ -103,6 +103,7 @@ def test_warns_once_and_names_the_cure(
         assert "DS_PATCHES_ZERO3_RETAIN_LOST_GRADIENTS=accumulate" in warnings[0]
 
 
+@pytest.mark.sampled
 @cases
 def test_accumulates_if_asked(
     world: World, script: Any, stage: int, settings: dict[str, Any]
