@@ -39,7 +39,7 @@ test: install ## lint, and of the suite what tells most, on the newest DeepSpeed
 
 test-turn: accelerate ## of what test-all has beside it, the part whose turn it is: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)
-	$(BIN)/python -m tests.releases run --turn-of $$((2 * $(TURNS))) --within 300
+	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $$((2 * $(TURNS))) --within 300
 
 test-all: accelerate ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
 	@$(MAKE) --no-print-directory lint
