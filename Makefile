@@ -4,8 +4,10 @@
 
 PYTHON ?= python3
 TORCH := 2.13.0
-# Of what only test-all has, a part in each run of CI: so many turns until all was run.
+# Of what only test-all has, a part in each run of CI, by the number of commits: so many turns until
+# all of it was run, on the newest DeepSpeed and on every other one.
 TURNS := 5
+RELEASE_TURNS := 12
 # Older than the environment's: their accumulate() calls the engine's no_sync().
 ACCELERATE := accelerate==1.7.0 accelerate==1.8.1
 
@@ -39,7 +41,7 @@ test: install ## lint, and of the suite what tells most, on the newest DeepSpeed
 
 test-turn: accelerate ## of what test-all has beside it, the part whose turn it is: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)
-	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $$((2 * $(TURNS))) --within 300
+	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $(RELEASE_TURNS) --within 300
 
 test-all: accelerate ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
 	@$(MAKE) --no-print-directory lint
