@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,13 @@ def fresh_world() -> Iterator[World]:
     """Two ranks for this test alone: for stock behaviour, before anything was applied."""
     with World() as own:
         yield own
+
+
+@pytest.fixture
+def no_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that releases are in, with an index that has none."""
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    return tmp_path

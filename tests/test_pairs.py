@@ -19,16 +19,6 @@ from tests.releases.pairs import Pair
 from tests.releases.record import TORCH
 
 
-@pytest.fixture
-def no_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that releases are in, with an index that has none."""
-    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    return tmp_path
-
-
 def test_a_pair_is_a_release_and_a_torch() -> None:
     assert pairs.parse("0.16.9+2.6.0") == Pair("0.16.9", "2.6.0")
     for wrong in ("0.16.9", "0.16.9+", "+2.6.0"):

@@ -81,16 +81,6 @@ def test_the_table_is_aligned() -> None:
     assert [line[header.index("first") :] for line in lines] == ["-", "a::b"]
 
 
-@pytest.fixture
-def no_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that releases are in, with an index that has none."""
-    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    return tmp_path
-
-
 def test_a_release_that_cannot_be_installed_is_an_error(
     no_package_index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

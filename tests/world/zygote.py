@@ -7,7 +7,6 @@ seed of their hashes and their addresses. So `make test` forks, and `make test-a
 
 from __future__ import annotations
 
-import array
 import os
 import pickle
 import select
@@ -91,7 +90,7 @@ def serve(connection: socket.socket) -> None:
         request, files, _, _ = socket.recv_fds(connection, _LARGEST, 4)
         if not request:
             return
-        cases, lifeline, output, status = array.array("i", files)
+        cases, lifeline, output, status = files
         if not os.fork():
             connection.close()
             _guard(pickle.loads(request), cases, lifeline, output, status)
