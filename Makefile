@@ -7,7 +7,7 @@ TORCH := 2.13.0
 # Of what only test-all has, a part in each run of CI, by the number of commits: so many turns until
 # all of it was run, on the newest DeepSpeed and on every other one.
 TURNS := 5
-RELEASE_TURNS := 12
+RELEASE_TURNS := 6
 # Older than the environment's: their accumulate() calls the engine's no_sync().
 ACCELERATE := accelerate==1.7.0 accelerate==1.8.1
 

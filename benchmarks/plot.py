@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import pictures
 from benchmarks.coalesce.bars import AT
-from benchmarks.coalesce.modes import ANNOUNCED, GATHER_ONCE, MULTI, NO_SYNC, OURS
+from benchmarks.coalesce.modes import GATHER_ONCE, MULTI, NO_SYNC, OURS
 from benchmarks.provenance import machine
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and what can be read on them.
@@ -21,7 +21,6 @@ _COLOURS = {
     MULTI: ("#E69F00", "black"),
     NO_SYNC: ("#CC79A7", "black"),
     OURS: ("#56B4E9", "black"),
-    ANNOUNCED: ("#0072B2", "white"),
     GATHER_ONCE: ("#009E73", "black"),
 }
 _WIDTH = 0.22  # of a bar, where the distance of two stages is 1

@@ -1,21 +1,39 @@
-"""The command line: `python -m ds_patches COMMAND`."""
+"""The command line: `ds-patches COMMAND`, which is `python -m ds_patches COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ds_patches.core import api, locks, report
-from ds_patches.core.errors import DsPatchesError
+import ds_patches
+from ds_patches.core import api, flags, registry, values
+from ds_patches.core.errors import DsPatchesError, nearest
+from ds_patches.core.state import Statuses
+
+_EXAMPLES = """\
+examples:
+  ds-patches status
+  ds-patches run -- torchrun train.py
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 if `doctor` found a fault, 2 for a flag that means nothing."""
-    chosen = _parser().parse_args(arguments)
+    # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
+    # becomes would ignore it too.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    parser = _parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    _must_be_known(parser, words)
+    chosen = parser.parse_args(words)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
     try:
         return int(_COMMANDS[chosen.command](chosen) or 0)
     except DsPatchesError as error:
@@ -24,57 +42,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(chosen: argparse.Namespace) -> None:
+    from ds_patches.commands import status
+
+    statuses = api.status()
+    if chosen.name is not None:
+        name = registry.patch(chosen.name, "status").name
+        statuses = Statuses({name: statuses[name]})
     if chosen.json:
-        print(json.dumps({n: s.as_json() for n, s in api.status().items()}, indent=2))
+        print(json.dumps({n: s.as_json() for n, s in statuses.items()}, indent=2))
+    elif chosen.verbose or chosen.name is not None:
+        print("\n\n".join(map(status.in_full, statuses.values())))
     else:
-        print(report.status(api.status().values(), colour=sys.stdout.isatty()))
+        print(status.in_short(statuses.values(), colour=sys.stdout.isatty()))
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from ds_patches.startup import diagnosis
+    from ds_patches.commands import doctor
 
-    text, drifted = report.doctor()
-    print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
-    if found := locks.lines(os.environ):
-        _say(f"warning: {line}" for line in found)
-    sound = [not drifted]
-    if chosen.train_check:
-        sound.append(_trains(chosen.timeout))
-    if chosen.streams:
-        sound.append(_is_equal_on_streams(chosen.timeout))
-    return int(not all(sound))
-
-
-def _trains(seconds: float) -> bool:
-    from ds_patches.traincheck import doctor
-
-    trial = doctor.Diagnosis(os.environ, seconds)
-    _say(trial.lines())
-    return trial.trains
-
-
-def _is_equal_on_streams(seconds: float) -> bool:
-    from ds_patches.streamcheck import doctor
-
-    trial = doctor.Diagnosis(os.environ, seconds)
-    _say(trial.lines())
-    return trial.equal
-
-
-def _say(lines: Iterable[str]) -> None:
-    """Print a paragraph line by line, as they come."""
-    print(flush=True)
-    for line in lines:
-        print(line, flush=True)
+    sound = doctor.finds_nothing(
+        train_check=chosen.train_check, streams=chosen.streams, seconds=chosen.timeout
+    )
+    return int(not sound)
 
 
 def _table(chosen: argparse.Namespace) -> None:
-    print(report.table())
+    from ds_patches.commands import table
+
+    print(table.markdown())
 
 
 def _run(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import command
 
+    _must_mean_something()
     words = chosen.words[1:] if chosen.words[:1] == ["--"] else chosen.words
     command.run(words, os.environ)
 
@@ -96,12 +96,19 @@ def _disable(chosen: argparse.Namespace) -> None:
 def _env(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import variables
 
+    if chosen.remove:
+        variables.remove(chosen.remove)
+        return
+    _must_mean_something()
     if chosen.write:
         variables.write(chosen.write, os.environ)
-    elif chosen.remove:
-        variables.remove(chosen.remove)
     else:
         print(*variables.lines(os.environ), sep="\n")
+
+
+def _must_mean_something() -> None:
+    """Raise FlagError for a variable that does not: a program would run on unpatched with it."""
+    flags.read(registry.patches())
 
 
 _COMMANDS = {
@@ -116,9 +123,19 @@ _COMMANDS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ds_patches", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    status = commands.add_parser("status", help="one line per patch: state, release, why, links")
+    parser = argparse.ArgumentParser(
+        prog="ds-patches",
+        description=(ds_patches.__doc__ or "").partition("\n")[0],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
+    commands = parser.add_subparsers(dest="command")
+    status = commands.add_parser("status", help="one line per patch: name, state, why")
+    status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
+    status.add_argument(
+        "-v", "--verbose", action="store_true", help="all that is to say of every patch"
+    )
     status.add_argument("--json", action="store_true", help="the same as JSON")
     doctor = commands.add_parser("doctor", help="environment, what would apply and why not, drift")
     doctor.add_argument(
@@ -133,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--timeout",
-        type=float,
+        type=values.seconds,
         default=120,
         metavar="SECONDS",
         help="for each training of --train-check, and for all of --streams (default: %(default)s)",
@@ -155,6 +172,13 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
     return parser
+
+
+def _must_be_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in _COMMANDS:
+        valid = ", ".join(_COMMANDS)
+        parser.error(f"no command is {name!r}{nearest(name, _COMMANDS)}; the commands are: {valid}")
 
 
 if __name__ == "__main__":

@@ -12,16 +12,20 @@ Ranks = Sequence[Sequence[int]]
 
 
 class Parallel:
-    """What DeepSpeed asks of an `mpu`: data parallel groups, and no model parallelism."""
+    """What DeepSpeed asks of an `mpu`. Ranks of a `model` group compute nothing together here.
 
-    def __init__(self, data: Ranks) -> None:
-        self.data, self._alone = (
-            group_of(data),
-            group_of([[r] for r in range(dist.get_world_size())]),
-        )
+    Without one each rank is a group of its own.
+    """
+
+    def __init__(self, data: Ranks, model: Ranks | None = None) -> None:
+        self.data = group_of(data)
+        self.model = group_of(model or [[rank] for rank in range(dist.get_world_size())])
 
     def get_data_parallel_group(self) -> Any:
         return self.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.data)
 
     def get_data_parallel_world_size(self) -> int:
         return dist.get_world_size(self.data)
@@ -30,13 +34,13 @@ class Parallel:
         return dist.get_rank(self.data)
 
     def get_model_parallel_group(self) -> Any:
-        return self._alone
+        return self.model
 
     def get_model_parallel_world_size(self) -> int:
-        return 1
+        return dist.get_world_size(self.model)
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return dist.get_rank(self.model)
 
 
 class SequenceParallel(Parallel):

@@ -20,8 +20,8 @@ from torch import nn
 #: Attributes that a patch sets when it meets an engine, and takes away when it is taken back.
 WHILE_APPLIED = frozenset(
     {
-        "_ds_patches_claims",
-        "_ds_patches_coalesce_micro_steps",
+        "_ds_patches_accumulation",
+        "_ds_patches_coalesce",
         "_ds_patches_dc_fallback",
         "_ds_patches_stream_safety",
         "_ds_patches_zero3_retain",

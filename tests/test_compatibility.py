@@ -89,6 +89,7 @@ def test_the_gate_speaks_before_the_tests(state: State) -> None:
         State.FIXED_UPSTREAM: Cell.FIXED_UPSTREAM,
         State.OUT_OF_RANGE: Cell.NOT_APPLICABLE,
         State.SHAPE_CHANGED: Cell.REFUSED,
+        State.BLOCKED: Cell.REFUSED,
         State.UNKNOWN_VERSION: Cell.REFUSED,
     }
     cell, why = of_patch(Answer(state, "because", live=True), GOOD)

@@ -49,6 +49,12 @@ def test_a_pair_that_nobody_ran_is_unknown() -> None:
         assert f"| {pair.release} | {pair.torch} | {unknown} |" in rows
 
 
+def test_every_pair_was_run() -> None:
+    found = record.load().of
+    missing = [str(pair) for pair in pairs.known() if (pair.release, pair.torch, CORE) not in found]
+    assert not missing
+
+
 def test_records_of_both_kinds_are_read_as_they_were_written(tmp_path: Path) -> None:
     records = recorded("0.19.9", but=[a_record("0.19.9", CORE, torch="2.6.0")])
     record.save(records, tmp_path / "c.json")

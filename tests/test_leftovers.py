@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_patches.core import claims
+from ds_patches.runtime import device
 from tests import leftovers
 from tests.world import World
 from tests.zero3_retain import models, trainers
@@ -50,7 +50,7 @@ def attribute_by_name(engine: Any) -> None:
 
 
 def function_of_ours(engine: Any) -> None:
-    engine.module.classify.forward = claims.claim
+    engine.module.classify.forward = device.accelerator
 
 
 def held(engine: Any) -> None:

@@ -23,7 +23,9 @@ QUIET = {"debug", "info", "add_parser", "add_argument", "ArgumentParser"}
 #: Files whose texts are shown when one asks for them.
 ON_REQUEST = {
     "__main__.py": "help, and the answers of the commands",
-    "core/report.py": "status, doctor and table",
+    "commands/status.py": "status",
+    "commands/doctor.py": "doctor",
+    "commands/table.py": "table",
     "startup/diagnosis.py": "the end of doctor",
     "traincheck/doctor.py": "doctor --train-check",
     "traincheck/trial.py": "doctor --train-check",
@@ -34,6 +36,7 @@ NO_TROUBLE = {
     "on by default": "why a patch is wanted",
     "skipped by the call": "why a patch is disabled, as the user asked",
     "the call's choice": "why a patch is disabled, as the user asked",
+    "required by": "why a patch is wanted",
     ", every shape is known": "a patch that may be applied",
     "wrappers in place": "a patch that is applied",
     "unapplied, no wrapper is left": "a patch that was taken back",

@@ -134,7 +134,7 @@ def test_a_deadline_shows_output_and_stacks(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And a lock that may be what the ranks wait for."""
-    from tests.core.test_locks import MINUTE, lock_of  # which no rank is to import
+    from tests.doctor.test_locks import MINUTE, lock_of  # which no rank is to import
 
     lock_of(tmp_path / "deepspeed_shm_comm", age=2 * MINUTE)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

@@ -22,7 +22,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ds_patches.core import flags, registry, report
+from ds_patches.commands import table
+from ds_patches.core import flags, registry
 from ds_patches.core.patch import Fact, Option, Patch, Place
 
 _FOLDER = "patches"
@@ -36,7 +37,7 @@ _ORDER = (
     "How",
     "Arguments",
     "If something raises",
-    "Outside blocks",
+    "no_sync()",
     "What to know",
     "Option",
     "Options",
@@ -160,7 +161,8 @@ def _table(name: str, repository: Path) -> str:
 
 def _patches(repository: Path) -> str:
     """The table of the README, with a page for each name."""
-    return re.sub(r"^\| `(\w+)`", rf"| [`\1`]({_FOLDER}/\1.md)", report.table(), flags=re.MULTILINE)
+    linked = rf"| [`\1`]({_FOLDER}/\1.md)"
+    return re.sub(r"^\| `(\w+)`", linked, table.markdown(), flags=re.MULTILINE)
 
 
 def _flags(repository: Path) -> str:

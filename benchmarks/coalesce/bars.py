@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.coalesce.measure import Result, find, native_of, ratios
-from benchmarks.coalesce.modes import ANNOUNCED, GATHER_ONCE, OURS
+from benchmarks.coalesce.modes import GATHER_ONCE, OURS
 from benchmarks.tables import Bar, over
 
 AT = 4  # backwards
 _BYTES, _DEFAULT, _MEMORY = 0.5, 1.0, 1.0
 # With and without peer-to-peer copies between the GPUs.
-_OVERLAPPED = {True: 0.93, False: 0.80}
 _GATHERED_ONCE = {True: 0.75, False: 0.65}
 
 
@@ -26,12 +25,8 @@ def _of_batch(results: Sequence[Result], batch: int, p2p: bool) -> Iterator[Bar]
 
     where = f"batch {batch}"
     for stage in (1, 2):
-        for mode in (OURS, ANNOUNCED):
-            name = f"reduction bytes, Z{stage} {mode}, {where}"
-            yield Bar(name, _bytes_ratio(results, row(stage, mode)), _BYTES)
-    for stage in (1, 2):
-        name = f"step, Z{stage} {ANNOUNCED}, {where}"
-        yield Bar.of_rounds(name, _ratios(results, row(stage, ANNOUNCED)), _OVERLAPPED[p2p])
+        name = f"reduction bytes, Z{stage} {OURS}, {where}"
+        yield Bar(name, _bytes_ratio(results, row(stage, OURS)), _BYTES)
     once = _ratios(results, row(3, GATHER_ONCE))
     yield Bar.of_rounds(f"step, Z3 {GATHER_ONCE}, {where}", once, _GATHERED_ONCE[p2p])
     default = row(3, OURS)

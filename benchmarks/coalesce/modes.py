@@ -29,12 +29,11 @@ def _boundaries(engine: Any, micro_batches: MicroBatches, mark: Mark) -> None:
     engine._is_gradient_accumulation_boundary = None
 
 
-def _window(*, announced: bool = False, **arguments: Any) -> ModeStep:
-    """``coalesce_grad_reduction(**arguments)``; `announced`: with the number of backwards."""
+def _window(**arguments: Any) -> ModeStep:
+    """``coalesce_grad_reduction(**arguments)``."""
 
     def step(engine: Any, micro_batches: MicroBatches, mark: Mark) -> None:
-        number = {"num_backwards": len(micro_batches)} if announced else {}
-        with engine.coalesce_grad_reduction(**number, **arguments):
+        with engine.coalesce_grad_reduction(**arguments):
             mark("enter")
             for inputs in micro_batches:
                 engine.backward(loss_of(engine(inputs)))
@@ -78,8 +77,8 @@ class Mode:
         return bool(self.crash) and self.crash in error
 
 
-MULTI, NATIVE, NO_SYNC, OURS = "multi", "native", "no_sync", "ours"
-ANNOUNCED, GATHER_ONCE = "ours, last announced", "ours, gather_once"
+MULTI, NATIVE, NO_SYNC = "multi", "native", "no_sync"
+OURS, GATHER_ONCE = "ours", "ours, gather_once"
 FLOOR = "floor"
 
 MODES = (
@@ -94,7 +93,6 @@ MODES = (
         crash="has already been reduced",
     ),
     Mode(OURS, True, _window()),
-    Mode(ANNOUNCED, True, _window(announced=True), stages=(1, 2)),
     Mode(GATHER_ONCE, True, _window(gather_once=True), stages=(3,)),
 )
 

@@ -13,45 +13,15 @@ _HOOKS = "ds_patches.coalesce.hooks"
 
 _TORCH_STYLE = ">=0.18.3"
 _HOOK_STATE = ">=0.18.5"
-_FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
 
 
-def _engine(method: str, wrapper: str, releases: str = "", adds: bool = False) -> Target:
-    qualname = f"DeepSpeedEngine.{method}"
-    return Target(_ENGINE, qualname, f"{_HOOKS}:{wrapper}", releases=releases, adds=adds)
-
-
-def _flat(method: str, wrapper: str, releases: str = "") -> Target:
-    qualname = f"DeepSpeedZeroOptimizer.{method}"
-    return Target(_FLAT, qualname, f"{_HOOKS}:{wrapper}", releases=releases)
+def _engine(method: str, wrapper: str, adds: bool = False) -> Target:
+    return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}", adds=adds)
 
 
 _TARGETS = (
     _engine("coalesce_grad_reduction", "around_coalesce", adds=True),
-    _engine("backward", "around_backward"),
-    _engine("_backward_prologue", "around_prologue", releases=_TORCH_STYLE),
-    _engine("_backward_epilogue", "around_epilogue", releases=_TORCH_STYLE),
-    _engine("set_gradient_accumulation_boundary", "around_set_boundary"),
-    _engine("allreduce_gradients", "around_allreduce"),
-    _engine("step", "around_step"),
     _engine("no_sync", "around_no_sync"),
-    _engine("zero_grad", "around_zero_grad"),
-    _flat("reduce_ready_partitions_and_remove_grads", "around_gradient", releases="<=0.16.4"),
-    _flat("process_gradients", "around_gradient", releases=">=0.16.5"),
-    _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
-    _flat("zero_grad", "around_optimizers_zero_grad"),
-    _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
-    Target(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads",
-        f"{_HOOKS}:around_gradient",
-    ),
-    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.partition_grads", f"{_HOOKS}:around_partition"),
-    Target(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
-        f"{_HOOKS}:around_optimizers_zero_grad",
-    ),
 )
 
 
@@ -73,6 +43,17 @@ def _offload_fact(name: str, why: str) -> Fact:
 
 
 _FACTS = (
+    Fact(_ENGINE, "DeepSpeedEngine.step", "reads what is reduced; shadowed as allreduce_gradients"),
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine.allreduce_gradients",
+        "ends a backward; shadowed at an engine whose gradients stay on its parameters",
+    ),
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine.backward",
+        "leaves out a division under no_sync, up to 0.18.2; shadowed likewise",
+    ),
     Fact(
         _ENGINE,
         "DeepSpeedEngine.is_gradient_accumulation_boundary",
@@ -95,9 +76,9 @@ _FACTS = (
     _flat_fact(
         "setup_buckets", "allocates the reduce buffers and counts a micro step", _TORCH_STYLE
     ),
-    _flat_fact(
-        "reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket", ">=0.16.5"
-    ),
+    _flat_fact("reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket"),
+    _flat_fact("process_gradients", "is called by each parameter's hook", ">=0.16.5"),
+    _flat_fact("independent_gradient_partition_epilogue", "hands the averages to the step"),
     _flat_fact("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
     _flat_fact("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
     _flat_fact("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
@@ -108,6 +89,7 @@ _FACTS = (
     ),
     _flat_fact("_release_ipg_buffers", "gives the reduce buffers back"),
     _flat_fact("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
+    _stage3_fact("reduce_ready_partitions_and_remove_grads", "is called by each parameter's hook"),
     _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
     _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
     _coordinator_fact("__all_gather_params", "gathers what is partitioned, on its own stream"),
@@ -127,8 +109,8 @@ PATCH = Patch(
     summary="several backwards, one gradient reduction",
     why=(
         "engine.coalesce_grad_reduction() came with 0.19.1. Before it, N backwards per step cost "
-        "N reductions on ZeRO-2/3, or lose gradients in silence; and it reduces half a window's "
-        "gradients, or hangs, when something inside raises."
+        "N reductions on ZeRO-2/3; and it reduces half a window's gradients, or hangs, when "
+        "something inside raises. engine.no_sync() is refused there."
     ),
     how=(
         "Leaves gradients on their parameters until the block ends, and reduces them there once. "
@@ -138,11 +120,7 @@ PATCH = Patch(
         "every release you use has coalesce_grad_reduction, and its exit reduces nothing after an "
         "exception; none up to 0.19.8 does both"
     ),
-    upstream=(
-        Link("PR 7992", "https://github.com/deepspeedai/DeepSpeed/pull/7992"),
-        Link("PR 7981", "https://github.com/deepspeedai/DeepSpeed/pull/7981"),
-        Link("PR 7665", "https://github.com/deepspeedai/DeepSpeed/pull/7665"),
-    ),
+    upstream=(Link("PR 7992", "https://github.com/deepspeedai/DeepSpeed/pull/7992"),),
     supported=">=0.16.0,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
@@ -172,26 +150,12 @@ PATCH = Patch(
         ),
         Option(
             "no_sync",
-            default="off",
-            choices=("off", "on"),
-            help="on: no_sync() works at ZeRO 2 and 3, and micro steps reduce once per step",
-        ),
-        Option(
-            "micro_steps",
-            default="added",
-            choices=("added", "upstream"),
-            help="ZeRO-2 of 0.17.6 to 0.18.2: added up, or DeepSpeed's own way: the last one only",
-        ),
-        Option(
-            "lost_gradients",
-            default="warn",
-            choices=("warn", "accumulate", "silent"),
-            help=(
-                "outside windows, when a backward replaces gradients of its own step: warn once, "
-                "add them, or let it go in silence"
-            ),
+            default="on",
+            choices=("on", "off"),
+            help="engine.no_sync() works at ZeRO 2 and 3; off leaves DeepSpeed's AssertionError",
         ),
     ),
     activate=f"{_HOOKS}:activate",
     deactivate=f"{_HOOKS}:deactivate",
+    requires=("accumulation",),
 )

@@ -1,10 +1,9 @@
 """Gradients reduced straight into each rank's flat partition: plain PyTorch, no DeepSpeed.
 
 Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one equal partition
-per rank. A rank needs the reduced gradients of its own partition and of nothing else, so neither
-collective here sends a result to a rank that drops it: ``reduce_scatter`` fills the same chunk of
-every rank's partition, ``reduce`` a chunk of one rank's. Both put half of an all-reduce's bytes on
-the wire.
+per rank. A rank needs the reduced gradients of its own partition and of nothing else, so a
+reduce-scatter fills the same chunk of every rank's partition: all ranks send and receive all the
+time, and half of the bytes of the all-reduce that upstream flushes by.
 
 What comes out equals DeepSpeed's own reduction to the bit on two ranks, where a sum has one order:
 gradients are divided by the number of ranks first and summed in the communication dtype. It may be
@@ -21,6 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+#: Elements. Chunks of a rank's partition are no longer than this even where the bucket size would
+#: allow it: with several chunks, one is packed while the one before is on the wire.
+_LONGEST_CHUNK = 1 << 25
 
 
 class Slice(NamedTuple):
@@ -73,7 +76,7 @@ class FlatLayout:
     divisor: float  # gradients are divided by it before they are summed
     bucket_elements: int  # what one staging buffer may hold
     gradient: Callable[[torch.Tensor], torch.Tensor | None]  # of a parameter; None counts as zeros
-    reader: Callable[[], Callable[[torch.Tensor], None]]  # notes what the current stream reads
+    note_read: Callable[[torch.Tensor], None]  # of a gradient, by the stream that reduces
 
     @property
     def ranks(self) -> int:
@@ -89,16 +92,11 @@ class FlatLayout:
         start = owner * group.partition.numel() + piece.start
         return group.slices(start, start + piece.length)
 
-    def clear(self, chunk: Chunk) -> None:
-        """Zero `chunk` of this rank's partitions."""
-        for piece in chunk:
-            self.groups[piece.group].partition.narrow(0, piece.start, piece.length).zero_()
-
-    def chunks(self, longest: int, *, across_groups: bool) -> list[Chunk]:
+    def chunks(self, longest: int) -> list[Chunk]:
         """All partitions in chunks of up to `longest` elements.
 
-        `across_groups`: fill a chunk up from the next group, so that many small groups do not
-        become many small collectives.
+        A chunk is filled up from the next group, so that many small groups do not become many
+        small collectives.
         """
         chunks: list[Chunk] = []
         pieces: list[Piece] = []
@@ -110,7 +108,7 @@ class FlatLayout:
                 pieces.append(piece)
                 start += piece.length
                 room -= piece.length
-                if not room or (start == size and not across_groups):
+                if not room:
                     chunks.append(tuple(pieces))
                     pieces, room = [], longest
         if pieces:
@@ -118,7 +116,7 @@ class FlatLayout:
         return chunks
 
 
-def length_of(chunk: Chunk) -> int:
+def _length_of(chunk: Chunk) -> int:
     """In elements, of one rank's share."""
     return sum(piece.length for piece in chunk)
 
@@ -129,128 +127,117 @@ class _Lane:
     def __init__(self, layout: FlatLayout, elements: int) -> None:
         device = layout.groups[0].partition.device
         self.staging = torch.empty(elements, dtype=layout.comm_dtype, device=device)
-        self.work: Any = None
-        self.arriving: Callable[[], None] | None = None
+        self.sent: tuple[Any, Callable[[], None]] | None = None
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Let the current stream wait for the collective, and take what it brought."""
-        if self.work is None:
-            return
-        self.work.wait()
-        if self.arriving is not None:
-            self.arriving()
-        self.work = self.arriving = None
+        if self.sent is not None:
+            work, take = self.sent
+            work.wait()
+            take()
+            self.sent = None
 
 
-class Packed(NamedTuple):
+class _Packed(NamedTuple):
     """A chunk whose gradients are in a staging buffer, divided and ready to be sent."""
 
     chunk: Chunk
-    owners: range
     lane: _Lane
-    rows: torch.Tensor  # [owners, length of the chunk]
+    rows: torch.Tensor  # [ranks, length of the chunk]
 
 
-class PartitionReduction:
-    """Collectives over a layout, in two staging buffers that take turns.
+class Flush:
+    """One pass of reduce-scatters over a layout, in two staging buffers that take turns.
 
-    Everything is queued on the stream that is current during a call, which must be the same in
-    all of them: a buffer is packed again only behind the collective that read it. The collectives
-    themselves run beside that stream. Every rank has to send the same chunks in the same order.
+    A collective: every rank of the process group takes part, whichever of its parameters have
+    gradients. What can fail on one rank alone, the allocation of buffers above all, fails in the
+    constructor, before anything is sent. Beside the gradients and the new partition this takes the
+    buffers, each of one chunk per rank and no larger than ``reduce_bucket_size``.
+
+    Everything is queued on the stream that is current, which must be the same in the constructor
+    and in `reduce`: a buffer is packed again only behind the collective that read it. The
+    collectives themselves run beside that stream.
     """
 
-    def __init__(self, layout: FlatLayout, longest: int, *, scatters: bool) -> None:
-        """`longest`: elements of the longest chunk. `scatters`: chunks go out for all owners.
-
-        Allocates the buffers: each holds one chunk, or one chunk per rank if it scatters.
-        """
-        self._layout = layout
-        self._note_read = layout.reader()
-        elements = longest * layout.ranks if scatters else longest
+    def __init__(self, layout: FlatLayout) -> None:
+        """Allocate, and pack the first chunk: the gradients must be complete."""
+        self.layout = layout
+        longest = max(1, min(layout.bucket_elements // layout.ranks, _LONGEST_CHUNK))
+        self._chunks = layout.chunks(longest)
+        elements = layout.ranks * max(map(_length_of, self._chunks))
         self._lanes = [_Lane(layout, elements) for _ in range(2)]
         self._backend_scatters = True
+        self._first = self._pack(self._chunks[0])
+
+    def reduce(self) -> None:
+        """Fill the partitions; they are complete behind the current stream."""
+        self._send(self._first)
+        for chunk in self._chunks[1:]:
+            self._send(self._pack(chunk))
+        for lane in self._lanes:
+            lane.finish()
 
     @torch.no_grad()
-    def pack(self, chunk: Chunk, owners: range) -> Packed:
-        """Copy the gradients of `chunk` of the partitions of `owners`, divided.
+    def _pack(self, chunk: Chunk) -> _Packed:
+        """Copy the gradients of `chunk` of all partitions, divided.
 
         Waits, on the current stream, for the collective that last had the buffer.
         """
         self._lanes.reverse()
         lane = self._lanes[0]
-        lane.settle()
-        length = length_of(chunk)
-        staging = lane.staging[: len(owners) * length]
-        _fill(staging, self._segments(chunk, owners))
-        if self._layout.divisor != 1:
-            staging.div_(self._layout.divisor)
-        return Packed(chunk, owners, lane, staging.view(len(owners), length))
+        lane.finish()
+        length = _length_of(chunk)
+        staging = lane.staging[: self.layout.ranks * length]
+        _fill(staging, self._segments(chunk))
+        if self.layout.divisor != 1:
+            staging.div_(self.layout.divisor)
+        return _Packed(chunk, lane, staging.view(-1, length))
 
-    def send(self, packed: Packed) -> None:
-        """Start its reduction: a reduce-scatter to all owners, or a reduce to the only one."""
-        if len(packed.owners) == self._layout.ranks:
-            self._reduce_scatter(packed)
-        else:
-            self._reduce(packed)
-
-    def finish(self) -> None:
-        """Wait for what was sent; the partitions are complete behind the current stream."""
-        for lane in self._lanes:
-            lane.settle()
-
-    def _segments(self, chunk: Chunk, owners: range) -> Iterator[tuple[int, torch.Tensor]]:
+    def _segments(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
         """Gradients in the order of a staging buffer, and where in it each begins."""
-        layout, begin = self._layout, 0
-        for owner in owners:
+        layout, begin = self.layout, 0
+        for owner in range(layout.ranks):
             for piece in chunk:
                 for part in layout.slices(piece, owner):
                     if (gradient := layout.gradient(part.param)) is not None:
-                        self._note_read(gradient)
+                        layout.note_read(gradient)
                         source = gradient.reshape(-1).narrow(0, part.source, part.length)
                         yield begin + part.target, source
                 begin += piece.length
 
-    def _reduce_scatter(self, packed: Packed) -> None:
-        group = self._layout.process_group
+    def _send(self, packed: _Packed) -> None:
+        group = self.layout.process_group
         lane, rows = packed.lane, packed.rows
         if self._backend_scatters:
             target = self._target(packed.chunk)
             # torch 2.13 renamed it.
             start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             try:
-                lane.work = start(target, rows.view(-1), group=group, async_op=True)
-                lane.arriving = lambda: self._take(packed.chunk, target)
+                work = start(target, rows.view(-1), group=group, async_op=True)
+                lane.sent = work, lambda: self._take(packed.chunk, target)
                 return
             except RuntimeError as error:
                 # gloo learned it late. It says no on every rank, before anything is sent.
                 if "support" not in str(error):
                     raise
                 self._backend_scatters = False
-        lane.work = dist.all_reduce(rows, group=group, async_op=True)
-        lane.arriving = lambda: self._take(packed.chunk, rows[self._layout.rank])
-
-    def _reduce(self, packed: Packed) -> None:
-        owner, group = packed.owners[0], self._layout.process_group
-        root = dist.get_global_rank(group, owner)
-        row = packed.rows[0]
-        packed.lane.work = dist.reduce(row, root, group=group, async_op=True)
-        if owner == self._layout.rank:
-            packed.lane.arriving = lambda: self._take(packed.chunk, row)
+        work = dist.all_reduce(rows, group=group, async_op=True)
+        lane.sent = work, lambda: self._take(packed.chunk, rows[self.layout.rank])
 
     def _target(self, chunk: Chunk) -> torch.Tensor:
         """Where a reduce-scatter writes: into the partition, if the chunk is one range of it."""
-        partition = self._layout.groups[chunk[0].group].partition
-        if len(chunk) == 1 and partition.dtype == self._layout.comm_dtype:
+        partition = self.layout.groups[chunk[0].group].partition
+        if len(chunk) == 1 and partition.dtype == self.layout.comm_dtype:
             return partition.narrow(0, chunk[0].start, chunk[0].length)
-        length = length_of(chunk)
-        return torch.empty(length, dtype=self._layout.comm_dtype, device=partition.device)
+        length = _length_of(chunk)
+        return torch.empty(length, dtype=self.layout.comm_dtype, device=partition.device)
 
     @torch.no_grad()
     def _take(self, chunk: Chunk, arrived: torch.Tensor) -> None:
         """Copy what was reduced into this rank's partitions, unless it arrived there."""
         at = 0
         for piece in chunk:
-            partition = self._layout.groups[piece.group].partition
+            partition = self.layout.groups[piece.group].partition
             target = partition.narrow(0, piece.start, piece.length)
             if target.data_ptr() != arrived.data_ptr():
                 target.copy_(arrived.narrow(0, at, piece.length))

@@ -52,7 +52,7 @@ class GatherOnce:
             self._hooks.restore()
             self._hooks = None
         gathers.resume_trace(self._offload)
-        gathers.let_go(self._params)
+        gathers.allow_release(self._params)
 
     def release(self) -> None:
         """Partition what the window had gathered."""

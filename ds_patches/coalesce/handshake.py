@@ -1,10 +1,8 @@
 """What the ranks of a window tell each other, so that none waits for one that raised.
 
 They meet at a counter, which each rank reaches without the others' help, and not by a collective:
-a rank that raised would take no part in it. A window has one counter, and a rank says everything by
-adding to it. The additions have an order, and each returns the sum so far, so a rank that raises
-knows, without waiting for one that may be waiting for it, whether the others count on it in
-reductions that they have begun.
+a rank that raised would take no part in it. A window has one counter, and a rank says by one
+addition either that it has left, and what it has to reduce, or that it raised.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
-from ds_patches.core.device import accelerator
+from ds_patches.core.errors import OtherRankFailed
+from ds_patches.runtime.device import accelerator
 
 from .counters import Counters, FileCounters, StoreCounters
 
@@ -26,23 +24,13 @@ _MOST_RANKS = _FIELD
 
 _LEFT = 1  # reached the end of the window
 _RAISED = 1 << _WIDTH
-# Where the last backward may be announced: who has, who left without, and whether they begin.
-_ANNOUNCED = 1 << 2 * _WIDTH
-_SILENT = 1 << 3 * _WIDTH
-_BEGIN = 1 << 4 * _WIDTH
-_CANCEL = 1 << 4 * _WIDTH + 1
-# Elsewhere: the sum of the ranks' patterns, which have 24 bits each.
-_PATTERN = 1 << 2 * _WIDTH
+_PATTERN = 1 << 2 * _WIDTH  # above the counts: the sum of the ranks' patterns, of 24 bits each
 
 #: Windows whose counters are in use at a time: one that is left, the next, and one set to zero.
 _COUNTERS = 3
 
 #: How many engines have had a window over each set of ranks.
 _engines: Counter[tuple[int, ...]] = Counter()
-
-
-class OtherRankFailed(RuntimeError):
-    """Another rank raised in this window, or did not leave it."""
 
 
 class Handshake:
@@ -67,115 +55,41 @@ class Handshake:
         _engines[tuple(ranks)] += 1
         self._failures = 0  # the same on all ranks: a window fails on all of them
         self._window = -1  # since the last failure
-        self._announced = False
-        self._begun: bool | None = None
 
     def begin(self) -> None:
         """A window opens."""
         self._open()
         self._window += 1
-        self._announced, self._begun = False, None
 
-    # --- The last backward, where it may be announced ---------------------------------------------
+    def leave(self, pattern: int = 0) -> bool:
+        """Wait for all ranks; returns whether their patterns, of 24 bits, differ.
 
-    def announce(self) -> None:
-        """This rank's last backward begins, and it is ready to reduce."""
-        self._announced = True
-        self._look_for_beginning(self._add(_ANNOUNCED), arriving=True)
-
-    def all_begin(self) -> bool:
-        """Whether all ranks have announced; does not wait for those that have not.
-
-        Once it has been True here, every rank takes part in what the others send, also one that
-        raises. Raises OtherRankFailed if one raised before it announced.
+        Sums that agree by chance are as rare as checksums that do. Raises OtherRankFailed once a
+        rank has raised, with its number and its error, or after the time that a collective of the
+        default process group would be given.
         """
-        if self._begun is None:
-            self._look_for_beginning(self._add(0))
-        return bool(self._begun)
-
-    def await_beginning(self) -> bool:
-        """Wait until it is known: False if some rank has left without announcing."""
-        self._await(lambda total: self._look_for_beginning(total) is not None)
-        return bool(self._begun)
-
-    def _look_for_beginning(self, total: int, arriving: bool = False) -> bool | None:
-        if self._begun is not None:
-            return self._begun
-        if total & _BEGIN:
-            self._begun = True
-        elif total & _CANCEL or (_count(total, _RAISED) and not self._all(total, _ANNOUNCED)):
-            raise self._other_failed()
-        elif _count(total, _SILENT):
-            self._begun = False
-        elif arriving and self._all(total, _ANNOUNCED):
-            # The last to announce decides for all, by whether a failure came before it.
-            raised = bool(_count(total, _RAISED))
-            self._add(_CANCEL if raised else _BEGIN)
-            if raised:
-                raise self._other_failed()
-            self._begun = True
-        return self._begun
-
-    # --- The end ----------------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        """Wait for all ranks, where the last backward may be announced.
-
-        Raises OtherRankFailed once a rank has raised, with its number and its error, or after the
-        time that a collective of the default process group would be given.
-        """
-        self._leave(_LEFT if self._announced else _LEFT + _SILENT)
-
-    def compare(self, pattern: int) -> bool:
-        """Wait for all ranks, where it may not be; returns whether their patterns differ.
-
-        Raises as `leave` does. Sums that agree by chance are as rare as checksums that do.
-        """
-        total = self._leave(_LEFT + _PATTERN * pattern)
+        total = self._add(_LEFT + _PATTERN * pattern)
+        if self._all_left(total):
+            # So none looks at the counter of the window before any more.
+            self._open().clear((self._window + 2) % _COUNTERS)
+        else:
+            total = self._await_the_others()
         return total // _PATTERN != pattern * self._size
 
-    def fail(self, error: BaseException) -> bool:
-        """Tell the others that this rank raised.
-
-        Returns whether they count on it in the reductions of the last backward.
-        """
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank raised, unless it was told so itself."""
         import torch.distributed as dist
 
         # Without counters this is their own error, and there is no way to tell it.
         if not isinstance(error, OtherRankFailed) and self._counters is not None:
-            total = self._say(f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
-            # One that had not announced yet will find the failure, and cancel.
-            if self._announced and self._begun is None and self._all(total, _ANNOUNCED):
-                with suppress(OtherRankFailed):
-                    total = self._await(lambda total: bool(total & (_BEGIN | _CANCEL)), total)
-                    self._begun = bool(total & _BEGIN)
-        begun = bool(self._begun)
+            self._say(f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
         self._failures += 1
         self._window, self._counters = -1, None
-        return begun
 
-    def _leave(self, word: int) -> int:
-        total = self._add(word)
-        if self._all_left(total):
-            # So none looks at the counter of the window before any more.
-            self._open().clear((self._window + 2) % _COUNTERS)
-            return total
-        return self._await(self._all_left, total)
-
-    def _all_left(self, total: int) -> bool:
-        if _count(total, _RAISED):
-            raise self._other_failed()
-        return self._all(total, _LEFT)
-
-    # --- The counter ------------------------------------------------------------------------------
-
-    def _await(self, done: Callable[[int], bool], total: int | None = None) -> int:
-        """Read the counter until it says so; raises OtherRankFailed if a rank does not come."""
+    def _await_the_others(self) -> int:
+        """Read the counter until all have left; raises OtherRankFailed if a rank does not come."""
         begin, pause = time.monotonic(), 2e-5
-        while True:
-            total = self._add(0) if total is None else total
-            if done(total):
-                return total
+        while not self._all_left(total := self._add(0)):
             waited = time.monotonic() - begin
             if waited > 0.01 and waited > _patience():
                 # The late rank must not take itself for the last one and reduce alone.
@@ -183,11 +97,19 @@ class Handshake:
                 raise self._other_failed()
             # A store serves all ranks by itself, so many of them have to ask less often.
             time.sleep(pause)
-            pause, total = min(2 * pause, 1e-4 * max(self._size, 10)), None
+            pause = min(2 * pause, 1e-4 * max(self._size, 10))
+        return total
 
-    def _say(self, text: str) -> int:
+    def _all_left(self, total: int) -> bool:
+        if _count(total, _RAISED):
+            raise self._other_failed()
+        return _count(total, _LEFT) == self._size
+
+    # --- The counter ------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
         _store().compare_set(f"{self._engine}/{self._failures}/error", "", text)
-        return self._add(_RAISED)
+        self._add(_RAISED)
 
     def _other_failed(self) -> OtherRankFailed:
         error = _store().get(f"{self._engine}/{self._failures}/error").decode()
@@ -205,9 +127,6 @@ class Handshake:
                 else StoreCounters(_store(), key)
             )
         return self._counters
-
-    def _all(self, total: int, word: int) -> bool:
-        return _count(total, word) == self._size
 
 
 def _count(total: int, word: int) -> int:

@@ -1,8 +1,9 @@
 """All ranks of an engine must have the same patches: they compare when the engine is built.
 
 A patch that changes which collectives run, live on some ranks only, hangs the job or trains on
-wrong gradients. So each rank puts what it has into the process group's store and reads the others'.
-No collective is used: a rank without any patch would not take part, and the others would hang.
+wrong gradients. So each rank puts what it has into the process group's store, and one that has such
+a patch refuses where another has not. No collective is used: a rank without any patch would not
+take part, and the others would hang.
 """
 
 from __future__ import annotations
@@ -12,138 +13,170 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ds_patches import __version__
-from ds_patches.core import flags, imports, lifecycle, registry, release
+from ds_patches.core import flags, lifecycle, registry, release
 from ds_patches.core.errors import RanksDisagree
-from ds_patches.core.journal import Journal
-from ds_patches.core.patch import Patch, Target
-from ds_patches.core.references import resolve
-from ds_patches.core.state import State
+from ds_patches.core.state import PatchStatus
 
 log = logging.getLogger("ds_patches")
 
-ENGINE = Target(
-    "deepspeed.runtime.engine", "DeepSpeedEngine.__init__", "ds_patches.core.agreement:around_init"
-)
 #: Seconds before the ranks that have not answered are named.
 PATIENCE = 10.0
 
-_journal = Journal()
 #: How many engines were built over each set of ranks: one exchange each.
 _built: Counter[tuple[int, ...]] = Counter()
-
-#: What one rank has: a line of text for each thing that all ranks must have alike.
-Holdings = Mapping[str, str]
-
-
-def watch() -> None:
-    """Compare the ranks of every engine that is built from now on."""
-    if not _journal.active and not imports.awaited([ENGINE.module]):
-        imports.when_whole(ENGINE.module, _wrap)
+#: Seconds that a rank waits for the others, as the flags were when patches were applied last.
+_timeout = flags.RANK_TIMEOUT
+#: Of the patches that are not live, why: as it was found when they were to be applied last.
+_why_not: dict[str, str] = {}
 
 
-def rest() -> None:
-    """Compare no longer."""
-    imports.forget(ENGINE.module, _wrap)
-    _journal.remove()
+class Holdings(NamedTuple):
+    """What one rank has.
+
+    versions: of ds_patches and DeepSpeed.
+    live: the patches that change collectives and are live, each with its options.
+    not_live: the other ones that were asked for, each with the reason; to be told, not compared.
+    """
+
+    versions: dict[str, str]
+    live: dict[str, str]
+    not_live: dict[str, str]
+
+    def of(self, thing: str) -> str:
+        """Say what there is of a package or a patch."""
+        others = self.versions | self.not_live
+        return self.live.get(thing) or others.get(thing, "unknown to ds_patches")
 
 
-def _wrap() -> None:
-    try:
-        _journal.install([ENGINE], lambda target: resolve(target.wrapper))
-    except AttributeError as error:
-        log.warning("ranks are not compared: %s", error)
+def prepare(statuses: Iterable[PatchStatus]) -> None:
+    """Take in what has just come of applying patches, and the flags as they are now."""
+    global _timeout
+    _timeout = flags.rank_timeout()
+    for status in statuses:
+        _why_not[status.name] = f"{status.state.value} ({status.reason})"
 
 
-def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
-    """Of DeepSpeedEngine. Afterwards, because its last collective lets the ranks go together."""
-    wrapped(*args, **kwargs)
+def compare(engine: Any) -> None:
+    """Compare the ranks of an engine that was just built: they leave its construction together.
+
+    Raises RanksDisagree where this rank has live patches that another has not, or has otherwise.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return
     group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
     ranks = tuple(dist.get_process_group_ranks(group))
-    if len(ranks) > 1 and (trouble := _compare(ranks, dist.get_rank(), holdings())):
-        raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
+    if len(ranks) > 1:
+        key = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        exchange = Exchange(_store(), f"ds_patches/{key}/{_built[ranks]}", ranks, _timeout)
+        _built[ranks] += 1
+        if trouble := exchange.compare(dist.get_rank(), holdings()):
+            raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
     if dist.get_rank() == 0:
         log.info("%s", _summary(len(ranks)))
 
 
 def holdings() -> Holdings:
     """Return what this rank has of the patches that change collectives."""
-    found = {"ds_patches": __version__}
-    if (installed := release.installed()) is not None:
-        found["DeepSpeed"] = installed.text
-    patches = registry.patches()
-    wishes = flags.read(patches)
-    for name, patch in patches.items():
-        if patch.collectives:
-            found[name] = _holding(patch, wishes.of[name])
+    found = Holdings({"ds_patches": __version__, "DeepSpeed": release.told()}, {}, {})
+    for name, patch in registry.patches().items():
+        if patch.collectives and (options := lifecycle.live_options(patch)) is not None:
+            chosen = ", ".join(f"{option}={value}" for option, value in options.items())
+            found.live[name] = f"live with {chosen}" if chosen else "live"
+        else:
+            found.not_live[name] = _why_not.get(name, "not applied")
     return found
 
 
 def differences(everyone: Mapping[int, Holdings]) -> Iterator[str]:
-    """Say what is not alike, by ranks."""
-    for thing in dict.fromkeys(name for held in everyone.values() for name in held):
+    """Say what is not alike, by ranks: versions, and patches that are live anywhere."""
+    held = [*everyone.values()]
+    for thing in dict.fromkeys(name for one in held for name in (*one.versions, *one.live)):
         ranks: dict[str, list[int]] = {}
-        for rank, held in sorted(everyone.items()):
-            ranks.setdefault(held.get(thing, "unknown to ds_patches"), []).append(rank)
+        for rank, one in sorted(everyone.items()):
+            ranks.setdefault(one.of(thing), []).append(rank)
         if len(ranks) > 1:
             yield f"{thing} is " + ", ".join(
                 f"{what} on {_named(who)}" for what, who in ranks.items()
             )
 
 
-def _holding(patch: Patch, wish: flags.Wish) -> str:
-    status = lifecycle.status(patch, wish)
-    if status.state is State.READY:
-        return "not applied"
-    if not status.live:
-        return f"{status.state.value} ({status.reason})"
-    chosen = ", ".join(f"{k}={v}" for k, v in status.options.items())
-    return "live" + f" with {chosen}" * bool(chosen)
+class Exchange:
+    """The ranks of one engine say what they have, and those with live patches hear each other.
 
+    The first of the ranks compares, and the others read its verdict: each but the first asks the
+    store for a fixed number of keys. A rank without a live patch says so and goes on; whatever
+    others have is for them to refuse.
 
-def _compare(ranks: tuple[int, ...], me: int, mine: Holdings) -> str:
-    """Return what the first of the ranks found: "" for agreement. The others read its verdict."""
-    store, timeout = _store(), flags.rank_timeout()
-    group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    prefix = f"ds_patches/{group}/{_built[ranks]}"
-    _built[ranks] += 1
-    if me != ranks[0]:
-        store.set(f"{prefix}/{me}", json.dumps(mine))
-        # Longer than the first rank waits, so that its verdict comes before this rank gives up.
-        silent = _wait(store, {ranks[0]: f"{prefix}/verdict"}, timeout + PATIENCE)
-        verdict = _silence(silent, timeout) or store.get(f"{prefix}/verdict").decode()
-        store.set(f"{prefix}/{me}/read", "")
+    store, prefix: where, and a place there that no other engine uses.
+    timeout: seconds that the first rank waits for the others.
+    """
+
+    def __init__(self, store: Any, prefix: str, ranks: tuple[int, ...], timeout: float) -> None:
+        self._store, self._prefix, self._timeout = store, prefix, timeout
+        self._first, self._ranks = ranks[0], ranks
+
+    def compare(self, me: int, mine: Holdings) -> str:
+        """Return what is wrong: "" for agreement, and for a rank that has nothing to agree on."""
+        self._store.set(self._key(me), json.dumps(mine))
+        if not mine.live:
+            return ""
+        return self._judge(mine) if me == self._first else self._judged(me, mine)
+
+    def _judge(self, mine: Holdings) -> str:
+        others = {rank: self._key(rank) for rank in self._ranks[1:]}
+        silent = self._wait(others, self._timeout)
+        heard = {rank: self._heard(rank) for rank in others if rank not in silent}
+        verdict = _silence(silent, self._timeout)
+        verdict = verdict or "; ".join(differences({self._first: mine} | heard))
+        self._store.set(self._key("verdict"), verdict)
+        if verdict:  # the store may end with this rank: not before the others know why
+            readers = [rank for rank, held in heard.items() if held.live]
+            self._wait({rank: self._key(f"{rank}/read") for rank in readers}, PATIENCE)
         return verdict
-    keys = {rank: f"{prefix}/{rank}" for rank in ranks[1:]}
-    silent = _wait(store, keys, timeout)
-    theirs = {rank: json.loads(store.get(keys[rank])) for rank in keys if rank not in silent}
-    verdict = _silence(silent, timeout) or "; ".join(differences({me: mine} | theirs))
-    store.set(f"{prefix}/verdict", verdict)
-    if verdict:  # the store may end with this rank: not before the others know why
-        _wait(store, {rank: f"{keys[rank]}/read" for rank in theirs}, PATIENCE)
-    return verdict
 
+    def _judged(self, me: int, mine: Holdings) -> str:
+        # Longer than the first rank waits, so that its verdict comes before this rank gives up.
+        timeout = self._timeout + PATIENCE
+        if silent := self._wait({self._first: self._key(self._first)}, timeout):
+            return _silence(silent, timeout)
+        first = self._heard(self._first)
+        if not first.live:
+            return "; ".join(differences({self._first: first, me: mine}))
+        if silent := self._wait({self._first: self._key("verdict")}, timeout):
+            return _silence(silent, timeout)
+        verdict = str(self._store.get(self._key("verdict")).decode())
+        self._store.set(self._key(f"{me}/read"), "")
+        return verdict
 
-def _wait(store: Any, keys: Mapping[int, str], timeout: float) -> list[int]:
-    """Wait for each rank's key; returns the ranks that have set none after `timeout` seconds."""
-    begin, told, pause, silent = time.monotonic(), False, 0.001, list(keys)
-    while silent := [rank for rank in silent if not store.check([keys[rank]])]:
-        waited = time.monotonic() - begin
-        if waited > timeout:
-            break
-        if waited > PATIENCE and not told:
-            log.warning("%s", _silence(silent, waited))
-            told = True
-        time.sleep(pause)
-        pause = min(2 * pause, 0.2)
-    return silent
+    def _key(self, what: object) -> str:
+        return f"{self._prefix}/{what}"
+
+    def _heard(self, rank: int) -> Holdings:
+        return Holdings(*json.loads(self._store.get(self._key(rank))))
+
+    def _wait(self, keys: Mapping[int, str], timeout: float) -> list[int]:
+        """Wait for each rank's key; return the ranks that have set none after `timeout` seconds.
+
+        Asks again and again: a store that is told to wait is closed to all other threads.
+        """
+        begin, told, pause = time.monotonic(), False, 0.001
+        while not self._store.check([*keys.values()]):
+            waited = time.monotonic() - begin
+            if waited > (timeout if told else min(timeout, PATIENCE)):
+                silent = [rank for rank in keys if not self._store.check([keys[rank]])]
+                if waited > timeout:
+                    return silent
+                log.warning("%s", _silence(silent, waited))
+                told = True
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        return []
 
 
 def _silence(ranks: Sequence[int], waited: float) -> str:
@@ -163,11 +196,10 @@ def _store() -> Any:
 
 
 def _summary(ranks: int) -> str:
-    installed = release.installed()
     here = [name for name, patch in registry.patches().items() if lifecycle.is_active(patch)]
     what = f"{', '.join(here)} live" if here else "no patch is live"
     where = f" on all {ranks} ranks of this engine" if ranks > 1 else ""
-    return f"{__version__} on DeepSpeed {installed.text if installed else '?'}: {what}{where}"
+    return f"{__version__} on DeepSpeed {release.told()}: {what}{where}"
 
 
 def _named(ranks: Sequence[int]) -> str:

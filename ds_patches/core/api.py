@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ds_patches.core import agreement, flags, lifecycle, registry
-from ds_patches.core.errors import PatchNotApplied
-from ds_patches.core.flags import Names, Options, Value, Wish, Wishes
+from ds_patches.core import flags, lifecycle, registry, watch
+from ds_patches.core.errors import AlreadyApplied, PatchNotApplied
+from ds_patches.core.flags import Names, Options, Request, Requests
 from ds_patches.core.gate import Force
 from ds_patches.core.patch import Patch
-from ds_patches.core.state import PatchStatus, State
+from ds_patches.core.state import PatchStatus, State, Statuses
+from ds_patches.core.values import Value
 
 log = logging.getLogger("ds_patches")
 _lock = threading.RLock()
@@ -22,7 +23,7 @@ _afterwards: list[Callable[[], None]] = []
 #: Not live, and nothing to warn of.
 _CONTENT = (State.DISABLED, State.FIXED_UPSTREAM)
 #: For questions to which the user's flags are no answer.
-_INDIFFERENT = Wish(wanted=True, why="", force=Force.NO, options={})
+_INDIFFERENT = Request(wanted=True, why="", force=Force.NO, options={})
 
 
 def apply_all(
@@ -32,50 +33,84 @@ def apply_all(
     strict: bool | None = None,
     force: Names | None = None,
     options: Options | None = None,
-) -> dict[str, PatchStatus]:
+) -> Statuses:
     """Apply every patch that is wanted and that the installed DeepSpeed allows.
 
     The call has the last word: what it leaves out, auto-apply does not apply later either.
 
-    only: names to apply; all others are left out. skip: names to leave out.
+    only: names to apply, as a list or separated by commas; all others are left out. skip: names
+        to leave out.
     strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
     force: names to apply in spite of the gate; "all" overrides an unknown version only.
-    options: `{patch: {option: value}}`; the value may be a list where several choices may.
+    options: `{patch: {option: value}}`; the value may be a list where several choices may, a number
+        where the choice is one, and a bool where it is on or off.
 
-    Returns the status of every patch. A wanted patch that is not live is warned of once.
+    Returns the status of every patch; printed, it is a line for each. A wanted patch that is not
+    live is warned of once.
+
     Raises PatchNotApplied after all were tried: in strict mode for any of them, else only for
     those whose application itself failed (they are rolled back). Raises FlagError on a flag that
     means nothing, UnknownPatch on a name, AlreadyApplied on options that differ from live ones.
     """
     with _call():
         patches = registry.patches()
-        wishes = flags.read(
+        requests = flags.read(
             patches, only=only, skip=skip, strict=strict, force=force, options=options
         )
         for name, patch in patches.items():
-            if not wishes.of[name].wanted:
+            if not requests.of[name].wanted:
                 lifecycle.decline(patch)
-        return apply_wanted(patches, wishes, options or {})
+        return apply_wanted(patches, requests, options or {})
 
 
-def apply_wanted(
-    patches: Mapping[str, Patch], wishes: Wishes, options: Options
-) -> dict[str, PatchStatus]:
+def apply_wanted(patches: Mapping[str, Patch], requests: Requests, options: Options) -> Statuses:
     """Apply the patches that are wanted and report on them; see `apply_all`."""
-    result = {}
+    result = Statuses()
+    refusals: list[Exception] = []
     for name, patch in patches.items():
-        if (wish := wishes.of[name]).wanted:
-            result[name] = lifecycle.apply(patch, wish, options.get(name, {}))
-        else:
-            result[name] = lifecycle.status(patch, wish)
-    agreement.watch()  # also where all is refused or disabled: other ranks may have it
-    _report([s for s in result.values() if wishes.of[s.name].wanted], wishes.strict)
+        if (request := requests.of[name]).wanted:
+            try:
+                result[name] = _apply(patch, requests, options.get(name, {}), request.for_others)
+                continue
+            except AlreadyApplied as error:
+                refusals.append(error)
+        result[name] = lifecycle.status(patch, request)
+    watch.start(result.values())  # also where all is refused: other ranks may have it
+    try:
+        _raise_first(refusals)
+        _report(result, requests)
+    except Exception:
+        _rest_if_idle()
+        raise
     return result
 
 
-def unapply_all() -> dict[str, PatchStatus]:
-    """Take every patch back and return the statuses; the order of applying does not matter."""
-    return {name: unapply(name) for name in registry.patches()}
+def _apply(
+    patch: Patch, requests: Requests, asked: Iterable[str], for_others: bool = False
+) -> PatchStatus:
+    """Apply a patch after what it requires, or not at all."""
+    request = requests.of[patch.name]
+    for name in patch.requires:
+        required = _apply(registry.patch(name), requests, (), for_others=True)
+        if not required.live:
+            return lifecycle.blocked(patch, request, required)
+    return lifecycle.apply(patch, request, asked, for_others)
+
+
+def unapply_all() -> Statuses:
+    """Take every patch back and return the statuses; the order of applying does not matter.
+
+    What taking one back raises is raised after all were tried.
+    """
+    result = Statuses()
+    errors: list[Exception] = []
+    for name in registry.patches():
+        try:
+            result[name] = unapply(name)
+        except Exception as error:
+            errors.append(error)
+    _raise_first(errors)
+    return result
 
 
 def apply(name: str, *, force: bool = False, **options: Value) -> PatchStatus:
@@ -90,35 +125,48 @@ def apply(name: str, *, force: bool = False, **options: Value) -> PatchStatus:
     with _call():
         patch = registry.patch(name, "apply")
         forced = (name,) if force else None
-        wishes = flags.read(
+        requests = flags.read(
             registry.patches(), only=name, force=forced, options={name: options} if options else {}
         )
-        status = lifecycle.apply(patch, wishes.of[name], options)
-        agreement.watch()
+        status = _apply(patch, requests, options)
         if not status.live:
             raise PatchNotApplied([status]) from lifecycle.failure(patch)
+        watch.start([status])
         return status
 
 
 def unapply(name: str) -> PatchStatus:
     """Take one patch back and return its status; harmless if it is not applied.
 
+    Those that require it are taken back before it; after it, what was applied for it alone.
     A wrapper that another library has wrapped over cannot always be removed: it is switched off
     then and passes straight through, and the status says so.
     """
     with _call():
-        status = lifecycle.unapply(registry.patch(name, "unapply"), _INDIFFERENT)
-        if not any(lifecycle.is_active(patch) for patch in registry.patches().values()):
-            agreement.rest()
-        return status
+        try:
+            patch = registry.patch(name, "unapply")
+            for other in _live_users_of(name):
+                unapply(other)
+            status = lifecycle.unapply(patch, _INDIFFERENT)
+            for required in patch.requires:
+                if lifecycle.is_for_others(required) and not _live_users_of(required):
+                    unapply(required)
+            return status
+        finally:
+            _rest_if_idle()
 
 
-def status() -> dict[str, PatchStatus]:
+def _live_users_of(name: str) -> list[str]:
+    patches = registry.patches().values()
+    return [one.name for one in patches if name in one.requires and lifecycle.is_active(one)]
+
+
+def status() -> Statuses:
     """Return the status of every patch, read from the live objects; changes nothing."""
     with _call():
         patches = registry.patches()
-        wishes = flags.read(patches)
-        return {name: lifecycle.status(p, wishes.of[name]) for name, p in patches.items()}
+        requests = flags.read(patches)
+        return Statuses((n, lifecycle.status(p, requests.of[n])) for n, p in patches.items())
 
 
 def names() -> tuple[str, ...]:
@@ -135,7 +183,7 @@ def is_applied(name: str) -> bool:
         return lifecycle.status(registry.patch(name, "is_applied"), _INDIFFERENT).live
 
 
-def soon(action: Callable[[], None]) -> None:
+def after_the_call(action: Callable[[], None]) -> None:
     """Run `action` now, or right after the call that is under way in this or another thread.
 
     For what an import brings about: that import may be part of a call, and it must not wait for
@@ -176,12 +224,30 @@ def _catch_up() -> None:
             _lock.release()
 
 
-def _report(wanted: list[PatchStatus], strict: bool) -> None:
+def _rest_if_idle() -> None:
+    """Leave nothing of ours in DeepSpeed where no patch is applied."""
+    if not any(lifecycle.is_active(patch) for patch in registry.patches().values()):
+        watch.stop()
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    for later in errors[1:]:
+        log.error("%s", later)
+    if errors:
+        raise errors[0]
+
+
+def _report(statuses: Mapping[str, PatchStatus], requests: Requests) -> None:
     """Warn once for each patch that is not live, then raise for those that must not be silent."""
-    missing = [s for s in wanted if not s.live and s.state not in _CONTENT]
+    wanted = [name for name, request in requests.of.items() if request.wanted]
+    found = [statuses[name] for name in wanted if name in statuses]
+    # A release that is too old for one patch has others; if it is for all, nothing was done.
+    too_old = [s for s in found if s.state is State.OUT_OF_RANGE]
+    content = _CONTENT if len(too_old) == len(wanted) else (*_CONTENT, State.OUT_OF_RANGE)
+    missing = [s for s in found if not s.live and s.state not in content]
     for status in missing:
         log.warning("%s is not applied, %s: %s", status.name, status.state.value, status.reason)
-    fatal = [s for s in missing if strict or s.state is State.FAILED]
+    fatal = [s for s in missing if requests.strict or s.state is State.FAILED]
     if fatal:
         causes = (lifecycle.failure(registry.patch(s.name)) for s in fatal)
         raise PatchNotApplied(fatal) from next(filter(None, causes), None)

@@ -22,27 +22,30 @@ _logger = logging.getLogger("ds_patches")
 
 def begin() -> None:
     """Apply what the environment wants, now that DeepSpeed is imported."""
-    api.soon(_begin)
+    api.after_the_call(_begin)
 
 
 def _begin() -> None:
     """A patch none of whose modules DeepSpeed has imported waits for the first of them."""
-    log.say("info")  # the flags, read next, may say otherwise
+    log.say()  # also of flags that mean nothing, which are read next
     with _open():
         patches = registry.patches()
-        wishes = flags.read(patches)
+        requests = flags.read(patches)
+        wanted = [patch for name, patch in patches.items() if requests.of[name].wanted]
+        if wanted and all(map(lifecycle.is_reverted, wanted)):
+            return  # the program took them back already
         due = {}
         for name, patch in patches.items():
-            wish = wishes.of[name]
+            request = requests.of[name]
             if lifecycle.is_reverted(patch):
                 continue
-            if not (modules := _absent_modules(patch, wish.force) if wish.wanted else []):
+            if not (modules := _absent_modules(patch, request.force) if request.wanted else []):
                 due[name] = patch
                 continue
             lifecycle.wait(patch, modules)
             for module in modules:
-                imports.when_whole(module, partial(api.soon, partial(_apply_late, patch)))
-        api.apply_wanted(due, wishes, {})
+                imports.when_whole(module, partial(api.after_the_call, partial(_apply_late, patch)))
+        api.apply_wanted(due, requests, {})
 
 
 def _apply_late(patch: Patch) -> None:
@@ -56,14 +59,12 @@ def _apply_late(patch: Patch) -> None:
 
 def _absent_modules(patch: Patch, force: gate.Force) -> list[str]:
     """Return the modules the patch may wait for; none if it can be applied, or refused, now."""
-    installed = release.installed()
-    if installed is None or installed.version is None:
-        return []
-    targets = gate.targets(patch, installed.version)
-    modules = list(dict.fromkeys(target.module for target in targets))
-    if any(module in sys.modules for module in modules):
+    if any(target.module in sys.modules for target in patch.targets):
         return []  # most patches: nothing is asked of the gate that applying will not ask again
-    return modules if gate.check(patch, force).may_apply else []
+    verdict = gate.check(patch, force)
+    if not verdict.may_apply or verdict.release is None:
+        return []
+    return list(dict.fromkeys(target.module for target in gate.targets(patch, verdict.release)))
 
 
 @contextmanager

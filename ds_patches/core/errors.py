@@ -25,8 +25,10 @@ class UnknownPatch(FlagError):
     """A patch name that no folder has."""
 
     def __init__(self, name: str, known: Iterable[str], where: str) -> None:
+        names = tuple(known)
         super().__init__(
-            f"{where}: no patch is named {name!r}; the patches are: {', '.join(known) or '(none)'}"
+            f"{where}: no patch is named {name!r}{nearest(name, names)}; "
+            f"the patches are: {', '.join(names) or '(none)'}"
         )
 
 
@@ -38,9 +40,25 @@ class RanksDisagree(DsPatchesError, RuntimeError):
     """Ranks of one engine do not have the same patches; the message names ranks and differences."""
 
 
+class OtherRankFailed(DsPatchesError, RuntimeError):
+    """Another rank raised, or did not come, so this one gives up too; the message says which."""
+
+
 class PatchNotApplied(DsPatchesError, RuntimeError):
     """Patches that were asked for and are not live; `statuses` says why, one for each."""
 
     def __init__(self, statuses: Sequence[PatchStatus]) -> None:
         self.statuses = tuple(statuses)
         super().__init__("; ".join(f"{s.name} is {s.state.value}: {s.reason}" for s in statuses))
+
+
+def nearest(word: str, words: Iterable[str], prefix: str = "") -> str:
+    """Return " (did you mean 'this'?)" for the word that is meant, or nothing if none is near.
+
+    prefix: what all of them begin with, and so says nothing.
+    """
+    from difflib import get_close_matches  # dear, and only errors need it
+
+    rests = {one.removeprefix(prefix).lower(): one for one in words}
+    found = get_close_matches(word.removeprefix(prefix).lower(), rests, n=1)
+    return f" (did you mean {rests[found[0]]!r}?)" if found else ""

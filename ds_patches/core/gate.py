@@ -6,16 +6,21 @@ wrapped unless the user forces it by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import imports, live, release, shape
+from ds_patches.core import imports, journal, live, registry, release, shape
 from ds_patches.core.patch import Fact, Patch, Place, Target
 from ds_patches.core.release import Release
 from ds_patches.core.state import State
+
+#: By place and shape, the releases that have it.
+Recorded = Mapping[str, Mapping[str, shape.Spans]]
 
 
 class Force(IntEnum):
@@ -30,15 +35,20 @@ class Force(IntEnum):
 
 @dataclass(frozen=True)
 class Drift:
-    """A place whose shape no tested release has."""
+    """A place whose shape is not the one that was recorded for the release.
+
+    known: the releases that have the shape found, as spans; empty if none has it.
+    """
 
     place: Place
     found: str
-    known: tuple[str, ...]
+    known: str
     origin: str
 
     def __str__(self) -> str:
         came = f", live from {self.origin}" if self.origin else ""
+        if self.known:
+            return f"{self.place.key} is that of {self.known}{came}"
         if self.found in (shape.ABSENT, shape.UNREADABLE):
             return f"{self.place.key} is {self.found}{came}"
         return f"{self.place.key} has the unknown shape {self.found}{came}"
@@ -46,11 +56,16 @@ class Drift:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's answer; `state` is READY when the patch may be applied."""
+    """The gate's answer; `state` is READY when the patch may be applied.
+
+    release: the one that DeepSpeed is treated as: by its source, where that and what it is said to
+        be differ. None if it is not installed.
+    """
 
     state: State
     reason: str
     installed: Release | None
+    release: Version | None = None
     drift: tuple[Drift, ...] = ()
 
     @property
@@ -59,16 +74,34 @@ class Verdict:
 
 
 def check(patch: Patch, force: Force = Force.NO) -> Verdict:
-    """Judge one patch against the installed DeepSpeed; imports nothing, changes nothing."""
+    """Judge a patch, and what it requires, against the installed DeepSpeed.
+
+    Imports nothing of it, changes nothing.
+    """
+    verdict = _check(patch, force)
+    for name in patch.requires if verdict.may_apply else ():
+        required = check(registry.patch(name), force)
+        if not required.may_apply:
+            reason = f"needs {name}, which is {required.state.value}: {required.reason}"
+            return replace(verdict, state=State.BLOCKED, reason=reason)
+    return verdict
+
+
+def _check(patch: Patch, force: Force) -> Verdict:
     installed = release.installed()
     if installed is None:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed", None)
-    if installed.version is None:
-        reason = f"DeepSpeed in {installed.folder} has no package metadata, hence no known release"
-        return Verdict(State.UNKNOWN_VERSION, reason, installed)
-    drift = tuple(_drift(patch, installed, installed.version))
-    state, reason = _judge(patch, installed.version, drift, force)
-    return Verdict(state, reason, installed, drift)
+    found = _Found(patch, installed.folder)
+    known = _releases(patch, found.recorded)
+    source = _release_of_source(found, installed.version, known)
+    told = installed.version
+    in_range = told is None or release.covers(patch.supported, told)
+    version = (source or told or known[-1]) if in_range else told
+    assert version is not None
+    like = version if in_range else source or known[-1]
+    drift = () if version == source else tuple(map(found.drift_of, found.unlike(version, like)))
+    state, reason = _judge(patch, installed, version, drift, force)
+    return Verdict(state, reason, installed, version, drift)
 
 
 def targets(patch: Patch, version: Version) -> tuple[Target, ...]:
@@ -81,27 +114,93 @@ def facts(patch: Patch, version: Version) -> tuple[Fact, ...]:
     return tuple(f for f in patch.facts if release.covers(f.releases, version))
 
 
+def _releases(patch: Patch, recorded: Recorded) -> list[Version]:
+    """Return the releases at which anything recorded begins or ends, oldest first."""
+    ends = {
+        end for of in recorded.values() for spans in of.values() for span in spans for end in span
+    }
+    places: tuple[Target | Fact, ...] = (*patch.targets, *patch.facts)
+    bounds = (SpecifierSet(place.releases) for place in places)
+    ends |= {Version(bound.version) for specifier in bounds for bound in specifier}
+    return sorted(end for end in ends if release.covers(patch.supported, end))
+
+
+def _release_of_source(
+    found: _Found, told: Version | None, known: Sequence[Version]
+) -> Version | None:
+    """Return the release whose recorded shapes the source has, all of them; None if there is none.
+
+    Of several it is the one that DeepSpeed is said to be, or the next before.
+    """
+    candidates = known[::-1]
+    if told is not None:
+        in_range = [told] if release.covers(found.patch.supported, told) else []
+        before = [version for version in candidates if version < told]
+        candidates = [*in_range, *before, *(version for version in known if version > told)]
+    return next((v for v in candidates if not any(found.unlike(v, v))), None)
+
+
+class _Found:
+    """The shapes that a patch's places have here, each looked at once, and those recorded."""
+
+    def __init__(self, patch: Patch, folder: Path) -> None:
+        self.patch, self.recorded = patch, shape.spans(patch)
+        self._folder = folder
+        self._shapes: dict[str, str] = {}
+
+    def unlike(self, version: Version, like: Version) -> Iterator[Place]:
+        """Yield the places of one release that are not as they were recorded of another.
+
+        A place that the other release does not have may be as any has it.
+        """
+        places = (*targets(self.patch, version), *facts(self.patch, version))
+        # Module by module: few source files are held at a time.
+        for place in sorted(places, key=lambda place: place.module):
+            of = self.recorded.get(place.key, {})
+            spans = of.get(self._shape(place))
+            is_new = version != like and not any(shape.is_within(like, one) for one in of.values())
+            if spans is None or not (is_new or shape.is_within(like, spans)):
+                yield place
+
+    def drift_of(self, place: Place) -> Drift:
+        found = self._shape(place)
+        known = shape.known(self.patch).get(place.key, {}).get(found, "")
+        return Drift(place, found, known, _live_origin(place))
+
+    def _shape(self, place: Place) -> str:
+        if place.key not in self._shapes:
+            self._shapes[place.key] = shape.of(place, self._folder)
+        return self._shapes[place.key]
+
+
 def _judge(
-    patch: Patch, version: Version, drift: tuple[Drift, ...], force: Force
+    patch: Patch, installed: Release, version: Version, drift: tuple[Drift, ...], force: Force
 ) -> tuple[State, str]:
+    name = _named(installed, version)
     if patch.fixed_in is not None and version >= Version(patch.fixed_in):
         return State.FIXED_UPSTREAM, f"DeepSpeed {patch.fixed_in} and later need no patch"
     in_range = release.covers(patch.supported, version)
     if not in_range and not release.is_newer(patch.supported, version):
-        return State.OUT_OF_RANGE, f"DeepSpeed {version} is not in {patch.supported}"
+        return State.OUT_OF_RANGE, f"{name} is not in {patch.supported}"
     if not targets(patch, version):
-        return State.OUT_OF_RANGE, f"DeepSpeed {version} has nothing that the patch wraps"
+        return State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps"
     unwrappable = [d for d in drift if d.found == shape.ABSENT and isinstance(d.place, Target)]
     if unwrappable or (drift and force < Force.SHAPE):
         return State.SHAPE_CHANGED, _listed(unwrappable or drift)
     if not in_range and force < Force.VERSION:
         return State.UNKNOWN_VERSION, (
-            f"DeepSpeed {version} is newer than {patch.supported}; every shape is known, "
+            f"{name} is newer than {patch.supported}; every shape is known, "
             f"DS_PATCHES_FORCE={patch.name} applies it"
         )
     if drift or not in_range:
-        return State.READY, "forced: " + (_listed(drift) if drift else f"DeepSpeed {version}")
-    return State.READY, f"DeepSpeed {version} is in {patch.supported}, every shape is known"
+        return State.READY, "forced: " + (_listed(drift) if drift else name)
+    return State.READY, f"{name} is in {patch.supported}, every shape is known"
+
+
+def _named(installed: Release, version: Version) -> str:
+    if installed.version == version:
+        return f"DeepSpeed {version}"
+    return f"DeepSpeed {version} (by its source; it is said to be {installed.text})"
 
 
 def _listed(drift: Sequence[Drift]) -> str:
@@ -110,20 +209,7 @@ def _listed(drift: Sequence[Drift]) -> str:
     return f"{drift[0]}{more}"
 
 
-def _drift(patch: Patch, installed: Release, version: Version) -> Iterator[Drift]:
-    recorded = shape.known(patch)
-    places = (*targets(patch, version), *facts(patch, version))
-    # Module by module: each source file is parsed once, and few are held at a time.
-    in_order = sorted(places, key=lambda place: place.module)
-    shapes = {place.key: shape.of(place, installed.folder) for place in in_order}
-    for place in places:
-        found = shapes[place.key]
-        known = tuple(recorded.get(place.key, ()))
-        if found not in known:
-            yield Drift(place, found, known, _live_origin(place))
-
-
 def _live_origin(place: Place) -> str:
     if not imports.is_whole(place.module) or (where := live.site(place)) is None:
         return ""
-    return live.origin(live.raw(*where))
+    return live.origin(journal.beneath_ours(live.raw(*where)))

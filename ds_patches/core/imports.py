@@ -57,6 +57,24 @@ def forget(module: str, action: Action) -> None:
     _watch.leave()
 
 
+class _Loader:
+    """Loads a module as another loader does, and tells when its body has been run."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a loader can do, this one can as the other does."""
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec: Any = module.__spec__
+        # From here on the module has the loader that it would have without us.
+        spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _watch.arrived(module.__name__)
+
+
 class _Watch:
     """Stands first on `sys.meta_path` while something is awaited; finds nothing by itself."""
 
@@ -80,27 +98,12 @@ class _Watch:
             if not hasattr(finder, "find_spec"):  # as of Python 3.3
                 continue
             if spec := finder.find_spec(name, path, target):
-                if spec.loader is not None:  # a bare folder of that name has none
-                    self._follow(spec.loader, name)
+                if hasattr(spec.loader, "exec_module"):  # not so a bare folder of that name
+                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 
-    def _follow(self, loader: Any, name: str) -> None:
-        """Let the loader tell when it has run the module; it stays the loader that it is."""
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            # A zip file has one loader for all its modules.
-            arrived = module.__name__ == name
-            if arrived and vars(loader).get("exec_module") is exec_module:
-                del loader.exec_module
-            execute(module)
-            if arrived:
-                self._arrived(name)
-
-        loader.exec_module = exec_module
-
-    def _arrived(self, name: str) -> None:
+    def arrived(self, name: str) -> None:
         self.executed.add(name)
         actions = self.actions.pop(name, [])
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_patches.core import live
 from ds_patches.core.patch import Target
-from ds_patches.core.state import Standing
+from ds_patches.core.state import WrapperState
 from ds_patches.core.wrappers import Around, Wrapper, build
 
 #: Every wrapper that this process made, of all patches: two patches may wrap the same function.
@@ -54,9 +54,9 @@ class Journal:
             if not w.on and _path_to(w)
         ]
 
-    def standings(self) -> dict[str, tuple[Standing, str]]:
+    def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
         """Read from the live objects where each active wrapper stands, and what lies over it."""
-        return {w.target.key: _standing(w) for w in self.wrappers if w.on}
+        return {w.target.key: _state_of(w) for w in self.wrappers if w.on}
 
     def names_out_of_reach(self) -> list[str]:
         """Name the modules that imported a wrapped function itself before it was wrapped."""
@@ -85,6 +85,14 @@ class Journal:
         self.wrappers.append(wrapper)
         _made.append(wrapper)
         _put(wrapper)
+
+
+def beneath_ours(value: Any) -> Any:
+    """Return what another put there, if there are wrappers of ours upon it."""
+    originals = {id(wrapper.installed): wrapper.original for wrapper in _made}
+    while id(value) in originals:
+        value = originals[id(value)]
+    return value
 
 
 def _put(wrapper: Wrapper) -> None:
@@ -135,12 +143,12 @@ def _path_to(wrapper: Wrapper) -> list[Any]:
     return live.path_to(_top(wrapper), wrapper.installed, wrapper.body)
 
 
-def _standing(wrapper: Wrapper) -> tuple[Standing, str]:
+def _state_of(wrapper: Wrapper) -> tuple[WrapperState, str]:
     path = _path_to(wrapper)
     if not path:
-        return Standing.REPLACED, live.origin(_top(wrapper))
+        return WrapperState.REPLACED, live.origin(_top(wrapper))
     ours = {id(part) for w in _made for part in (w.installed, w.body)}
     foreign = [layer for layer in path if id(layer) not in ours]
     if foreign:
-        return Standing.WRAPPED_OVER, live.origin(foreign[0])
-    return Standing.ON_TOP, ""
+        return WrapperState.WRAPPED_OVER, live.origin(foreign[0])
+    return WrapperState.ON_TOP, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from ds_patches.core.patch import Place
@@ -83,8 +83,8 @@ def innermost(value: Any) -> Any:
 def path_to(top: Any, *wanted: Any) -> list[Any]:
     """Return the layers from `top` down to one of `wanted` (by identity); empty without a way.
 
-    Follows `__wrapped__`, bound methods, partials and closures: a second library's wrapper may
-    keep what it wraps in any of them.
+    Follows bound methods, partials, closures and callable objects: a second library's wrapper may
+    keep what it calls in any of them. Whether it does call what its code speaks of is not known.
     """
     goals = {id(one) for one in wanted}
     trail: dict[int, tuple[Any, int | None]] = {id(top): (top, None)}
@@ -99,12 +99,32 @@ def path_to(top: Any, *wanted: Any) -> list[Any]:
     return []
 
 
+def leads_to(value: Any, *wanted: Any) -> bool:
+    """Whether a call of `value` may come to one of `wanted`."""
+    return bool(path_to(value, *wanted))
+
+
+def calls_base(method: Any, base: Owner) -> bool:
+    """Whether a method of a subclass speaks of `super()`, or of the class it would call."""
+    function = innermost(method)
+    code = getattr(function, "__code__", None)
+    return code is None or not {"super", base.__name__}.isdisjoint(_names_in(code))
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
 def origin(value: Any) -> str:
     """Say where a live value comes from: module and line of the code that runs first."""
     if value is MISSING:
         return "nowhere (the name is gone)"
     function = value
     while type(function) is not FunctionType:
+        if _is_functor(type(function)) and not hasattr(type(function), "__wrapped__"):
+            function = type(function).__call__
+            continue
         beneath = next(_layers_beneath(function), None)
         if beneath is None:
             return f"{type(function).__module__}.{type(function).__qualname__}"
@@ -134,19 +154,35 @@ def _layers_beneath(value: Any) -> Iterator[Any]:
     elif issubclass(kind, functools.partial):
         yield value.func
     elif kind is FunctionType:
-        if (beneath := _wrapped(value)) is not None:
-            yield beneath
+        # Its cells, which hold what its code speaks of. `__wrapped__` is only what it stands for.
         yield from (cell for cell in _cells(value).values() if _may_wrap(cell))
     else:
         for name in ("_self_wrapper", "_self_parent", "__wrapped__"):  # wrapt's proxies
             if (beneath := getattr(value, name, None)) is not None:
                 yield beneath
+        spoken_of = _attributes_spoken_of(kind)
+        yield from (v for name, v in _own(value).items() if name in spoken_of and _may_wrap(v))
+
+
+def _attributes_spoken_of(kind: type) -> set[str]:
+    """Return the names that the methods of a class of callables read or write."""
+    methods = [m for one in kind.__mro__ for m in vars(one).values() if type(m) is FunctionType]
+    return {name for method in methods for name in method.__code__.co_names}
+
+
+def _own(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {}) if callable(value) else {}
 
 
 def _may_wrap(value: Any) -> bool:
     kind = type(value)
     plain = (FunctionType, MethodType, functools.partial, *_CARRIERS)
-    return issubclass(kind, plain) or hasattr(kind, "__wrapped__")
+    return issubclass(kind, plain) or hasattr(kind, "__wrapped__") or _is_functor(kind)
+
+
+def _is_functor(kind: type) -> bool:
+    """Whether these are objects that are called by code of their class in Python."""
+    return any(type(vars(one).get("__call__")) is FunctionType for one in kind.__mro__)
 
 
 def _wrapped(value: Any) -> Any:

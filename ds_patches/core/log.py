@@ -9,10 +9,13 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def say(level: str | None = None) -> None:
-    """Speak, on stderr until the program sets up logging: from `level` on, or as loud as before."""
+    """Speak, on stderr until the program sets up logging: from `level` on.
+
+    Without a level it is what the logger has, or else info: what is live is said once per engine.
+    """
     logger = logging.getLogger("ds_patches")
-    if level is not None:
-        logger.setLevel(level.upper())
+    if level is not None or logger.level == logging.NOTSET:
+        logger.setLevel((level or "info").upper())
     if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
         logger.addHandler(_Stderr())
 

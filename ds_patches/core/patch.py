@@ -12,10 +12,9 @@ ALL = "all"
 class Kind(Enum):
     """How a target is wrapped; the wrapper's signature is wrapt's in both cases."""
 
-    #: `wrapt.FunctionWrapper`: the best introspection, but Dynamo looks straight through it and
-    #: calls the original. Only for functions that no compiled frame ever calls.
+    #: `wrapt.FunctionWrapper`: for what no compiled frame calls, as the building of an engine.
     WRAPT = "wrapt"
-    #: A `functools.wraps` closure: honoured by Dynamo and eager alike.
+    #: A closure: for methods that Dynamo may trace, as all that runs from a forward to a step.
     CLOSURE = "closure"
 
 
@@ -101,6 +100,9 @@ class Patch:
     activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
         after all wrappers are in place; returns notes for the user. If it raises, all is undone.
     deactivate: reference to `() -> Sequence[str]`, run after the wrappers are gone.
+    requires: names of patches that have to be live for this one: who asks for it gets them too, and
+        who takes one of them back takes this one back first.
+    package: import name of the patch's folder, where its shapes lie; the registry knows it.
     """
 
     name: str
@@ -117,8 +119,5 @@ class Patch:
     collectives: bool = True
     activate: str | None = None
     deactivate: str | None = None
-
-    @property
-    def package(self) -> str:
-        """Import name of the patch's folder."""
-        return f"ds_patches.{self.name}"
+    requires: tuple[str, ...] = ()
+    package: str = ""

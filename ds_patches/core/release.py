@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 PACKAGE = "deepspeed"
 
@@ -20,8 +21,8 @@ PACKAGE = "deepspeed"
 class Release:
     """An installed DeepSpeed.
 
-    text: the version as the metadata spells it, "0.19.8+abc1234" for a source build.
-    version: the version that gates; a local build counts as its base. None without metadata.
+    text: the version as it is told, "0.19.8+abc1234" for a source build; "unknown" if nobody tells.
+    version: the same as a number; a local build counts as its base. None if it is no number.
     folder: the package's folder, where its sources lie.
     """
 
@@ -40,13 +41,20 @@ def installed() -> Release | None:
     if spec is None or spec.origin is None:  # absent, or a bare folder of that name on the path
         return None
     init = Path(spec.origin)
-    found = _distribution_of(init)
-    if found is None:
-        return Release("unknown", None, init.parent)
-    text = found.version  # asked once: each time, all the metadata is parsed
-    return Release(text, Version(Version(text).public), init.parent)
+    text = _told_version(init)
+    try:
+        return Release(text, Version(Version(text).public), init.parent)
+    except InvalidVersion:
+        return Release(text, None, init.parent)
 
 
+def told() -> str:
+    """Return the version as the installed DeepSpeed tells it."""
+    found = installed()
+    return found.text if found else "not installed"
+
+
+@cache
 def covers(specifier: str, version: Version) -> bool:
     """Whether `version` satisfies `specifier`; pre-releases count like any other version.
 
@@ -68,16 +76,24 @@ def _spec() -> ModuleSpec | None:
         return None
 
 
-def _distribution_of(init: Path) -> Distribution | None:
-    """Return the metadata that lies beside the package, or that of an editable install.
+def _told_version(init: Path) -> str:
+    """Return what the metadata beside the package says, or a checkout's own file.
 
-    Other metadata on the path belongs to another copy of DeepSpeed.
+    The metadata of an editable install is of the day it was installed on. All other metadata on
+    the path belongs to other copies of DeepSpeed.
     """
+    told = "unknown"
     for one in distributions(name=PACKAGE):
         beside = str(one.locate_file(f"{PACKAGE}/__init__.py"))
-        if os.path.realpath(beside) == os.path.realpath(init) or _is_editable(one):
-            return one
-    return None
+        if os.path.realpath(beside) == os.path.realpath(init):
+            return one.version
+        if _is_editable(one):
+            told = one.version
+            break
+    checkout = init.parent.with_name("version.txt")
+    present = checkout.read_text(encoding="utf-8").strip() if checkout.is_file() else ""
+    # The metadata has the commit besides, where it is still that of this version.
+    return told if told.startswith(f"{present}+") else present or told
 
 
 def _is_editable(distribution: Distribution) -> bool:

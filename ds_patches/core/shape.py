@@ -6,17 +6,19 @@ the live object, which also shows whether somebody has replaced it.
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import json
 import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+
+from packaging.version import Version
 
 from ds_patches.core import definitions, imports, live
 from ds_patches.core.patch import Patch, Place
+
+#: Spans of releases, each by its first and its last.
+Spans = tuple[tuple[Version, Version], ...]
 
 #: Shape of a name that does not exist; a known shape only where a patch adds the name.
 ABSENT = "absent"
@@ -27,6 +29,19 @@ UNREADABLE = "unreadable"
 def known(patch: Patch) -> dict[str, dict[str, str]]:
     """Return the recorded shapes of a patch: place -> digest -> spans of releases."""
     return json.loads(recorded_at(patch).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def spans(patch: Patch) -> dict[str, dict[str, Spans]]:
+    """Return the same with the spans as pairs of releases, first and last."""
+    return {
+        key: {found: _parsed(text) for found, text in shapes.items()}
+        for key, shapes in known(patch).items()
+    }
+
+
+def is_within(version: Version, spans: Spans) -> bool:
+    """Whether a release lies in one of the spans."""
+    return any(first <= version <= last for first, last in spans)
 
 
 def recorded_at(patch: Patch) -> Path:
@@ -67,9 +82,11 @@ def of_live(place: Place) -> str:
     return _digest_by_line(definitions.stamp(path), code.co_firstlineno, code.co_name)
 
 
-def digest(node: ast.AST) -> str:
-    """Return 16 hex digits that are equal on every Python for equal behaviour."""
-    return hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
+@cache
+def _parsed(text: str) -> Spans:
+    """Read "0.16.0-0.16.4, 0.16.6"."""
+    ends = (span.strip().partition("-") for span in text.split(","))
+    return tuple((Version(first), Version(last or first)) for first, _, last in ends)
 
 
 def _source_file(module: str, folder: Path) -> Path | None:
@@ -81,38 +98,10 @@ def _source_file(module: str, folder: Path) -> Path | None:
 @cache
 def _digest_by_name(file: definitions.Stamp, qualname: str) -> str:
     found = definitions.by_name(file, qualname)
-    return ABSENT if found is None else digest(found)
+    return ABSENT if found is None else definitions.digest(found)
 
 
 @cache
 def _digest_by_line(file: definitions.Stamp, line: int, name: str) -> str:
     found = definitions.at_line(file, line, name)
-    return UNREADABLE if found is None else digest(found)
-
-
-def _canonical(node: Any) -> str:
-    if isinstance(node, list):
-        return f"[{','.join(map(_canonical, node))}]"
-    if isinstance(node, (ast.Constant, ast.MatchSingleton)):
-        return f"{type(node).__name__}({node.value!r})"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = ((name, _behaviour(node, name, value)) for name, value in ast.iter_fields(node))
-    # Empty fields are dropped: newer Pythons add some (type_params) and fill others.
-    kept = (f"{name}={_canonical(value)}" for name, value in fields if value not in (None, []))
-    return f"{type(node).__name__}({','.join(kept)})"
-
-
-def _behaviour(node: ast.AST, name: str, value: Any) -> Any:
-    """Drop what is not behaviour: docstrings, type comments, the text of f-strings."""
-    if name == "type_comment":
-        return None
-    if (
-        isinstance(node, definitions.Definition)
-        and name == "body"
-        and ast.get_docstring(node, clean=False)
-    ):
-        return value[1:]
-    if isinstance(node, ast.JoinedStr) and name == "values":
-        return [part for part in value if not isinstance(part, ast.Constant)]
-    return value
+    return UNREADABLE if found is None else definitions.digest(found)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from ds_patches.core import columns
 from ds_patches.core.patch import Link
 
 
@@ -18,6 +20,7 @@ class State(Enum):
     OUT_OF_RANGE = "out of range"
     UNKNOWN_VERSION = "unknown version"
     SHAPE_CHANGED = "shape changed"
+    BLOCKED = "blocked"
     FIXED_UPSTREAM = "fixed upstream"
     READY = "ready"
     PENDING = "pending"
@@ -27,7 +30,7 @@ class State(Enum):
     REVERTED = "reverted"
 
 
-class Standing(Enum):
+class WrapperState(Enum):
     """Where one wrapper of ours stands, read from the live object."""
 
     ON_TOP = "on top"
@@ -37,7 +40,12 @@ class Standing(Enum):
     @property
     def reached(self) -> bool:
         """Whether a call still passes through the wrapper."""
-        return self is not Standing.REPLACED
+        return self is not WrapperState.REPLACED
+
+
+def all_reached(wrappers: Collection[WrapperState]) -> bool:
+    """Whether there are wrappers, and a call passes through each."""
+    return bool(wrappers) and all(state.reached for state in wrappers)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class PatchStatus:
 
     installed: version of the installed DeepSpeed as its metadata spells it, or None.
     notes: what the user should know besides, for example what a late apply cannot reach.
-    targets: live standing of each target, by its key; empty while the patch is not live.
+    targets: live state of each target, by its key; empty while the patch is not live.
     options: what it is applied with, or would be.
     """
 
@@ -56,16 +64,33 @@ class PatchStatus:
     installed: str | None
     upstream: tuple[Link, ...]
     notes: tuple[str, ...]
-    targets: Mapping[str, Standing]
-    options: Mapping[str, str]
+    targets: Mapping[str, WrapperState] = field(hash=False)
+    options: Mapping[str, str] = field(hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.state.value}: {self.brief}"
 
     @property
     def live(self) -> bool:
         """True while every wrapper is in the call path: on top, or beneath another library's."""
-        installed = self.state in (State.APPLIED, State.SHADOWED)
-        return installed and all(standing.reached for standing in self.targets.values())
+        return all_reached(self.targets.values())
+
+    @property
+    def brief(self) -> str:
+        """Why, in so few words that it fits on a line; `reason` has all of them."""
+        if self.state is State.READY:
+            return "not applied in this process"
+        return re.split("; |\n", self.reason, maxsplit=1)[0]
 
     def as_json(self) -> dict[str, Any]:
         """The status in plain types, for `status --json`."""
         plain = asdict(self) | {"state": self.state.value, "live": self.live}
         return plain | {"targets": {key: where.value for key, where in self.targets.items()}}
+
+
+class Statuses(dict[str, PatchStatus]):
+    """Of several patches, by name; as a text one line for each."""
+
+    def __str__(self) -> str:
+        rows = [(s.name, s.state.value, s.brief) for s in self.values()]
+        return "\n".join(columns.aligned(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Link, Patch, Target
+from ds_patches.core.patch import Fact, Kind, Link, Patch, Target
 
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -15,8 +15,8 @@ _HOOKS = "ds_patches.dc_fallback.hooks"
 _OWN_FALLBACK = ">=0.19.3"
 
 
-def _engine(method: str, wrapper: str) -> Target:
-    return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}")
+def _engine(method: str, wrapper: str, kind: Kind = Kind.CLOSURE) -> Target:
+    return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}", kind)
 
 
 def _context(method: str, wrapper: str) -> Target:
@@ -24,7 +24,7 @@ def _context(method: str, wrapper: str) -> Target:
 
 
 _TARGETS = (
-    _engine("compile", "around_compile"),
+    _engine("compile", "around_compile", Kind.WRAPT),
     _engine("forward", "around_forward"),
     _engine("_backward_prologue", "around_prologue"),
     _engine("_backward_epilogue", "around_epilogue"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_patches.core import engines
+from ds_patches.runtime import engines
 
 from . import dynamo
 from .reduction import Reduction

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
-from ds_patches.core import engines
-from ds_patches.core.met import Met
+from ds_patches.runtime import engines
+from ds_patches.runtime.attached import Attached
 
 from . import dynamo
 from .fallback import Fallback
@@ -43,7 +43,7 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
 
 def deactivate() -> Sequence[str]:
     """Leave every engine as DeepCompile made it."""
-    for _, state in _engines.let_go():
+    for _, state in _engines.detach_all():
         state.remove()
     return []
 
@@ -64,11 +64,11 @@ def _take_in(engine: Any) -> Fallback | None:
             logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
         return None
     state = Fallback(engine)
-    _engines.shares(engine.optimizer, state)
+    _engines.share(engine.optimizer, state)
     return state
 
 
-_engines: Met[Fallback] = Met("dc_fallback", _take_in)
+_engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
 
 
 # --- DeepSpeedEngine ----------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
         graph_id = upstream_graphs.id_of(gm)
 
         def run(*inputs: Any) -> Any:
-            state = _engines.known(engine())
+            state = _engines.get(engine())
             return graph(*inputs) if state is None else state.run_graph(graph_id, graph, inputs)
 
         return run
@@ -135,7 +135,7 @@ def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = _engines.known(optimizer)
+    state = _engines.get(optimizer)
     if state is None:
         return wrapped(*args, **kwargs)
     state.before_step()

@@ -30,7 +30,7 @@ def _why_not_armed() -> str:
     for flag, option in (("no_site", "-S"), ("isolated", "-I"), ("ignore_environment", "-E")):
         if getattr(sys.flags, flag):
             return f"not armed, it was started with {option}"
-    prefix = os.environ.get("DS_PATCHES_PREFIX", sys.prefix)
+    prefix = os.environ.get("DS_PATCHES_PREFIX") or sys.prefix
     if os.path.realpath(prefix) != os.path.realpath(sys.prefix):
         return f"not armed, DS_PATCHES_PREFIX={prefix} is another environment"
     first = getattr(sys.modules.get("sitecustomize"), "__file__", "another sitecustomize.py")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ds_patches.core import release as releases
-from ds_patches.core.met import Met
+from ds_patches.runtime.attached import Attached
 
 from .binding import LACKS
 from .order import Order
@@ -33,7 +33,7 @@ _KEPT_BYTES = 2**29
 #: How many buffers more than DeepSpeed's two a bucket may have.
 _spare = 0
 #: The order of an optimizer's streams; None if there is none to keep, or it is left to stock.
-_order: Met[Order] = Met("stream_safety", flat.order_of)
+_order: Attached[Order] = Attached("stream_safety", flat.order_of)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -55,7 +55,7 @@ def deactivate() -> Sequence[str]:
     """Leave every optimizer as DeepSpeed made it."""
     global _live
     _live = frozenset()
-    for optimizer, _ in _order.let_go():
+    for optimizer, _ in _order.detach_all():
         flat.unwatch(optimizer)
     return []
 
@@ -180,15 +180,15 @@ def around_finalize(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """The engine counts a micro step, and its throughput timer stops."""
-    order = None if engine.optimizer is None else _order.known(engine.optimizer)
+    order = None if engine.optimizer is None else _order.get(engine.optimizer)
     if order is not None:
-        _order.shares(timer.of(engine), order)
+        _order.share(timer.of(engine), order)
     return wrapped(*args, **kwargs)
 
 
 def around_timer(wrapped: Wrapped, throughput: Any, args: Args, kwargs: Kwargs) -> Any:
     """The timer starts or stops, and waits for the device."""
-    order = _order.known(throughput)
+    order = _order.get(throughput)
     if order is None or not order.goes_on:
         return wrapped(*args, **kwargs)
     with timer.waits_for_nothing(throughput):

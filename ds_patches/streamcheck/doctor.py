@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_patches.core import trials
+from ds_patches.doctor import trials
 
 _TRIAL = ("ds_patches.streamcheck.trial",)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_patches.core import trials
+from ds_patches.doctor import trials
 from ds_patches.streamcheck import lanes
 from ds_patches.streamcheck.comparison import first_difference
 from ds_patches.streamcheck.training import Training, Work

@@ -18,12 +18,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ds_patches.traincheck.report import NotChecked, NotTrained, TrainReport, Untrained
+from ds_patches.traincheck.report import Action, NotChecked, NotTrained, TrainReport, Untrained
 
 __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"]
 
 
-def train_check(engine: Any, *, action: str = "raise") -> AbstractContextManager[TrainReport]:
+def train_check(engine: Any, *, action: Action = "raise") -> AbstractContextManager[TrainReport]:
     """Watch the steps of `engine` inside a block; at its end name what did not train.
 
     A parameter trains if, in any step of the block, any element of the gradient that the optimizer

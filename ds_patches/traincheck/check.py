@@ -5,23 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from ds_patches.traincheck import upstream
 from ds_patches.traincheck.modules import Trainable, trainables, watched
-from ds_patches.traincheck.report import NotChecked, NotTrained, TrainReport, Untrained
+from ds_patches.traincheck.report import (
+    Action,
+    NotChecked,
+    NotTrained,
+    TrainReport,
+    Untrained,
+)
 from ds_patches.traincheck.steps import Steps
 
 log = logging.getLogger("ds_patches")
 
-ACTIONS = ("raise", "warn", "report")
+ACTIONS = get_args(Action)
 
 
 @contextmanager
-def checking(engine: Any, action: str) -> Iterator[TrainReport]:
+def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     """See `ds_patches.train_check`."""
     if action not in ACTIONS:
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")

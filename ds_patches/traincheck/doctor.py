@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_patches.core import flags, trials
+from ds_patches.core import flags
+from ds_patches.doctor import trials
 
 _TRIAL = ("ds_patches.traincheck.trial",)
 #: In the place of a launcher's: the trial is one process.

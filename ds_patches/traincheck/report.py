@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ds_patches.core.errors import DsPatchesError
+
+#: What `train_check` does where something did not train.
+Action = Literal["raise", "warn", "report"]
 
 
 @dataclass(frozen=True)

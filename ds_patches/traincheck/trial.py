@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_patches
-from ds_patches.core import engines, trials
+from ds_patches.doctor import trials
+from ds_patches.runtime import engines
 
 WIDTH, BATCH = 32, 4
 

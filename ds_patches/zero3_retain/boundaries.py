@@ -17,15 +17,20 @@ from typing import Any
 
 import torch
 
-from .graph_task import current_task_id
+from ds_patches.runtime.graph_task import NO_TASK, current_task_id
 
 
 class _Call:
-    """One forward call of a module: how many of its inputs lead a gradient on."""
+    """One forward call of a module: how many of its inputs lead a gradient on.
 
-    __slots__ = ("inputs", "remaining", "sealed", "task_id")
+    made_in: the graph task that recomputes it, or none.
+    version: of the parameters, as `ModuleBoundary` is told.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("inputs", "made_in", "remaining", "sealed", "task_id", "version")
+
+    def __init__(self, made_in: int, version: int) -> None:
+        self.made_in, self.version = made_in, version
         self.inputs = 0
         self.sealed = False  # an output was seen: the next input begins another call
         self.task_id: int | None = None  # the graph task in which the call is open
@@ -97,16 +102,23 @@ class ModuleBoundary:
     (a shared layer on parallel branches) never lose their parameters to each other.
 
     :attr:`before` and :attr:`after` are autograd Functions for the module's outputs and inputs.
+
+    version: of the parameters: a backward after it has moved on is a RuntimeError.
     """
 
     def __init__(
-        self, gather: Callable[[], None], release: Callable[[], None], calls: OpenCalls
+        self,
+        gather: Callable[[], None],
+        release: Callable[[], None],
+        calls: OpenCalls,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         self.gather = gather
         self.release = release
+        self.version = version
         self.open_calls = 0
         self._calls = calls
-        self._call = _Call()
+        self._call = _Call(NO_TASK, version())
         self.before = _gather_before_backward(self)
         self.after = _release_after_backward(self)
 
@@ -116,8 +128,10 @@ class ModuleBoundary:
         return self.open_calls == 0
 
     def _input_of_call(self, needs_grad: bool) -> _Call:
-        if self._call.sealed:
-            self._call = _Call()
+        # Recomputation stops in the midst of a call, whose outputs are never seen.
+        task_id = current_task_id()
+        if self._call.sealed or self._call.made_in != task_id:
+            self._call = _Call(task_id, self.version())
         self._call.inputs += needs_grad
         return self._call
 
@@ -126,6 +140,11 @@ class ModuleBoundary:
         return self._call
 
     def _before_backward(self, call: _Call) -> None:
+        if call.version != self.version():
+            raise RuntimeError(
+                "backward over a forward from before engine.step(): its activations belong to the "
+                "old parameters, and the old parameters are gone. Run the forward again."
+            )
         self._calls.open(call, self)
         # Once per output, as stock does: the order of fetches is what its prefetch trace learns.
         self.gather()
@@ -157,9 +176,11 @@ def _gather_before_backward(boundary: ModuleBoundary) -> type[torch.autograd.Fun
             ctx.call = boundary._output_of_call()
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Any, grad: Any) -> Any:
             boundary._before_backward(ctx.call)
-            return grads
+            # A graph of this backward begins here, and has a backward of its own that ends here.
+            function: Any = boundary.after if torch.is_grad_enabled() else NoBoundary
+            return function.apply(grad)
 
     return GatherBeforeBackward
 
@@ -176,8 +197,10 @@ def _release_after_backward(boundary: ModuleBoundary) -> type[torch.autograd.Fun
             ctx.call = boundary._input_of_call(value.requires_grad)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Any, grad: Any) -> Any:
+            function: Any = boundary.before if torch.is_grad_enabled() else NoBoundary
+            grad = function.apply(grad)
             boundary._after_backward(ctx.call)
-            return grads
+            return grad
 
     return ReleaseAfterBackward

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_patches
+from tests.listening import listening
 from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import half_precision_allowed, listening
+from tests.zero3_retain.cases import half_precision_allowed
 
 #: Three-step training in float32 ends within a few rounding steps of a parameter of size 1.
 EXACT = 1e-6
@@ -56,6 +57,16 @@ class BoundaryTrainer(trainers.EngineTrainer):
         self._left -= 1
         self.engine.set_gradient_accumulation_boundary(self._left == 0)
         super().backward(loss, retain_graph)
+
+
+class BothWaysTrainer(BoundaryTrainer):
+    """Sets boundaries in a window too: they change nothing there, and the last one holds after."""
+
+    @contextmanager
+    def window(self, **arguments: Any) -> Iterator[None]:
+        with super().window(), self.engine.coalesce_grad_reduction(**arguments):
+            yield
+        assert self.engine._is_gradient_accumulation_boundary is True
 
 
 BACKWARDS = 3
@@ -129,14 +140,9 @@ def run(
     reference: type[PlainTrainer] = PlainTrainer,
     others: tuple[str, ...] = (),
     micro_steps: int = 1,
-    choices: dict[str, str] | None = None,
     **options: str,
 ) -> Outcome:
-    """Any script, by an engine and by PyTorch; an exception of the engine's is an outcome.
-
-    `choices`: options too, whose names stand for something else here.
-    """
-    options |= choices or {}
+    """Any script, by an engine and by PyTorch; an exception of the engine's is an outcome."""
     expected = plain(start, script, micro_steps, reference)
     origin = {name: p.detach().float().clone() for name, p in start.named_parameters()}
     with patched(*others, **options) if patch else nullcontext(), listening() as heard:
@@ -193,20 +199,6 @@ class Uneven(models.TwoHeads):
     def __init__(self) -> None:
         super().__init__()
         self.blocks.insert(1, Either())
-
-
-class Mixture(torch.nn.Module):
-    """Two experts; each token goes to one of them."""
-
-    def __init__(self, ep_size: int) -> None:
-        super().__init__()
-        from deepspeed.moe.layer import MoE
-
-        self.moe = MoE(models.WIDTH, models.Block(), 2, ep_size=ep_size, min_capacity=0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.moe(x)[0]
-        return output
 
 
 class Collectives(TorchDispatchMode):
@@ -285,6 +277,11 @@ def stock_with_boundaries(stage: int) -> Outcome:
     return run(several_backwards, start, stage, patch=False, trainer_class=BoundaryTrainer)
 
 
+def with_boundaries_inside(stage: int) -> Outcome:
+    start = models.build(models.TwoHeads)
+    return run(several_backwards, start, stage, trainer_class=BothWaysTrainer)
+
+
 def _backwards_over_one_forward(trainer: Any) -> None:
     for step in range(3):
         with trainer.window():
@@ -300,43 +297,3 @@ def with_zero3_retain(stage: int, style: str) -> Outcome:
     start = models.build(models.TwoHeads)
     script = _backwards_over_one_forward
     return run(script, start, stage, style=style, others=("zero3_retain",))
-
-
-def two_windows_in_one_step(stage: int) -> list[str]:
-    """What is said; the first window of the next step has nothing to replace."""
-    with patched(), listening() as heard:
-        start = models.build(models.TwoHeads)
-        trainer = EngineTrainer(trainers.build_engine(start, trainers.config(stage)))
-        for windows in (2, 1):
-            for index in range(windows):
-                with trainer.window():
-                    tokens, classes = models.batch(0, index)
-                    trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
-            trainer.step()
-        return heard
-
-
-def experts(stage: int, ep_size: int) -> tuple[float, float]:
-    """A window's end against stock's own sum, and how far that went."""
-    ends = []
-    for trainer_class in (EngineTrainer, BoundaryTrainer):
-        start = models.build(models.TwoHeads)
-        start.blocks.append(Mixture(ep_size))
-        origin = {name: p.detach().clone() for name, p in start.named_parameters()}
-        with patched():
-            settings = trainers.config(stage)
-            engine = build_expert_engine(start, settings)
-            trainer = trainer_class(engine)
-            several_backwards(trainer)
-            ends.append(trainer.parameters())
-    difference = trainers.worst_difference(ends[0], ends[1])[0]
-    return difference, trainers.worst_difference(ends[1], origin)[0]
-
-
-def build_expert_engine(model: torch.nn.Module, settings: dict[str, Any]) -> Any:
-    import deepspeed
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
-
-    groups = split({"params": list(model.parameters()), "name": "all"})
-    optimizer = torch.optim.SGD(groups, lr=trainers.RATE)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_patches.coalesce.flat_reduction import FlatGroup, FlatLayout
-from ds_patches.coalesce.overlapped import BucketPlan, OverlappedReduction
-from ds_patches.coalesce.upstream.streams import SideStream
 
 # --- What goes over the wire --------------------------------------------------------------------
 
@@ -90,7 +88,7 @@ class Problem:
             ranks,
             self.bucket,
             gradient=lambda param: param.grad,
-            reader=lambda: lambda tensor: None,
+            note_read=lambda tensor: None,
         )
 
     def gradient(self, rank: int, number: int) -> Tensor | None:
@@ -122,18 +120,6 @@ class Problem:
         return max(
             (group.partition.float() - expected.float()).abs().max().item()
             for group, expected in zip(self.layout.groups, self.expected(), strict=True)
-        )
-
-    def overlapped(
-        self, model: Sequence[Tensor] | None = None, scatters: bool | None = None
-    ) -> OverlappedReduction:
-        """`model`: the parameters in the model's order, if it is not the flat one."""
-        positions = {id(param): number for number, param in enumerate(model or self.params)}
-        return OverlappedReduction(
-            self.layout,
-            BucketPlan(self.layout, positions, scatters=scatters),
-            drop=lambda param: setattr(param, "grad", None),
-            side=SideStream(None, None),
         )
 
 

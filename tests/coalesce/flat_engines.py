@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_patches.coalesce.local_sum import FlatSum
-from ds_patches.coalesce.scattered_sum import ScatteredSum
+from ds_patches.accumulation.flat_sum import FlatSum as StepSum
+from ds_patches.coalesce.sums import FlatSum, ScatteredSum
 from ds_patches.coalesce.upstream import flat_layout
 from ds_patches.coalesce.upstream.engine import at_boundary
 from tests.coalesce import cases
@@ -66,42 +66,33 @@ def build_engine(model: nn.Module, settings: dict[str, Any], groups: int) -> Any
 class Trainer(trainers.EngineTrainer):
     """An engine with a window that leaves gradients alone, and then reduces as it is told to.
 
-    `how`: "flush", "overlapped", or "upstream" for DeepSpeed's own reducer. Nothing is patched.
+    `how`: "flush", or "upstream" for DeepSpeed's own reducer. Nothing is patched.
     """
 
     def __init__(self, engine: Any, how: str) -> None:
         super().__init__(engine)
         self._how = how
         self.traffic = Traffic()
-        self.in_time: list[int] = []  # reductions that the last backward of a window started
 
     @contextmanager
     def window(self) -> Iterator[None]:
         optimizer = self.engine.optimizer
         assert flat_layout.covers(optimizer)
-        self._left = cases.BACKWARDS
-        self._sum = (FlatSum if self._how == "upstream" else ScatteredSum)(optimizer)
+        if self._how == "upstream":
+            gradients = FlatSum(optimizer)
+        else:
+            gradients = ScatteredSum(optimizer, StepSum(self.engine))
         with self.traffic:
             self.engine.inside_no_sync_ctxt = True
-            optimizer.reduce_ready_partitions_and_remove_grads = self._sum.ready
+            optimizer.reduce_ready_partitions_and_remove_grads = lambda *_: None
             try:
                 yield
             finally:
                 self.engine.inside_no_sync_ctxt = False
                 del optimizer.reduce_ready_partitions_and_remove_grads
-            self._sum.settle()
-            self._sum.meet(None)
+            gradients.prepare()
             with at_boundary(self.engine):
-                self._sum.reduce()
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        self._left -= 1
-        started = len(self.traffic.seen)
-        if not self._left and self._how == "overlapped":
-            self._sum.begin_last_backward(None)
-        super().backward(loss, retain_graph)
-        if not self._left:
-            self.in_time.append(len(self.traffic.seen) - started)
+                gradients.reduce(uneven=False)
 
 
 def train(
@@ -130,7 +121,6 @@ def train(
         "moved": trainers.worst_difference(expected, origin)[0],
         "sent": trainer.traffic.seen,
         "elements": trainer.traffic.elements,
-        "in_time": trainer.in_time,
     }
 
 

@@ -82,9 +82,8 @@ def outcome_of(
     reference: type[Any] = PlainTrainer,
     **case: Any,
 ) -> cases.Outcome:
-    """What became of `script`; no_sync is on unless `case` says otherwise."""
-    options = {"no_sync": "on", "reference": reference, **case}
-    return cases.run(script, start, stage, trainer_class=EngineTrainer, **options)
+    """What became of `script`."""
+    return cases.run(script, start, stage, trainer_class=EngineTrainer, reference=reference, **case)
 
 
 # --- Scripts ------------------------------------------------------------------------------------
@@ -153,6 +152,51 @@ def beside_windows(trainer: Any) -> None:
             one_backward(trainer, step, 2)
         if step:
             one_backward(trainer, step, 3)
+        trainer.step()
+
+
+def among_micro_steps(trainer: Any) -> None:
+    """Of three micro steps, the second has two backwards without a reduction."""
+    for step in range(3):
+        one_backward(trainer, step, 0)
+        trainer.step()
+        with trainer.no_sync():
+            one_backward(trainer, step, 1)
+            one_backward(trainer, step, 2)
+        trainer.step()
+        one_backward(trainer, step, 3)
+        trainer.step()
+
+
+def two_windows(trainer: Any) -> None:
+    """Each is a micro step of two."""
+    for step in range(3):
+        for part in range(2):
+            with trainer.window():
+                one_backward(trainer, step, 2 * part)
+                one_backward(trainer, step, 2 * part + 1)
+            trainer.step()
+
+
+def two_windows_before_one_step(trainer: Any) -> None:
+    for step in range(3):
+        for part in range(2):
+            with trainer.window():
+                one_backward(trainer, step, 2 * part)
+                one_backward(trainer, step, 2 * part + 1)
+        trainer.step()
+
+
+def windows_among_micro_steps(trainer: Any) -> None:
+    """Of three micro steps, the second is a window."""
+    for step in range(3):
+        one_backward(trainer, step, 0)
+        trainer.step()
+        with trainer.window():
+            one_backward(trainer, step, 1)
+            one_backward(trainer, step, 2)
+        trainer.step()
+        one_backward(trainer, step, 3)
         trainer.step()
 
 

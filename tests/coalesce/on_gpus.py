@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tests import gpus
-from tests.coalesce import cases, micro_steps, test_announced, test_failure, test_gather_once
+from tests.coalesce import cases, micro_steps, test_failure, test_gather_once
 from tests.zero3_retain import models
 from tests.zero3_retain.on_gpus import BFLOAT16, FLOAT16, OVERLAP, TOLERANCE
 from tests.zero3_retain.test_gradients import OFFLOADED_ALL, OFFLOADED_OPTIMIZER
@@ -31,15 +31,12 @@ def windows() -> Iterator[tuple[dict[str, Any], Outcomes]]:
     for stage in STAGES:
         for style in ("engine", "torch"):
             yield train(stage=stage, style=style, settings=OVERLAP)
-        yield train(stage=stage, settings=OVERLAP, num_backwards=cases.BACKWARDS)
         yield train(stage=stage, settings=OVERLAP, options={"flush": "upstream"})
         yield train(stage=stage, settings=OVERLAP, options={"handshake": "store"})
         yield train(stage=stage, settings=OFFLOADED_OPTIMIZER)
         yield train(stage=stage, dtype="float16", settings=FLOAT16)
         for settings in (BFLOAT16, FP32_SUMS) if stage > 1 else (BFLOAT16,):
             yield train(stage=stage, dtype="bfloat16", settings=settings)
-            announced = {"num_backwards": cases.BACKWARDS}
-            yield train(stage=stage, dtype="bfloat16", settings=settings, **announced)
         for model in ("FrozenTrunk", "TiedEmbedding", "NonReentrant"):
             yield train(stage=stage, model=model, settings=OVERLAP)
     for settings in ({}, OVERLAP, OFFLOADED_ALL, test_gather_once.SMALL_PREFETCH):
@@ -49,11 +46,10 @@ def windows() -> Iterator[tuple[dict[str, Any], Outcomes]]:
 def failures() -> Iterator[tuple[dict[str, Any], Outcomes]]:
     """One rank raises alone; the other is told, and both go on."""
     for place in test_failure.PLACES:
-        for announced in ("", "by number", "by boundary"):
-            for stage in (1, 2):
-                name = {"stage": stage, "raises": place, "announced": announced}
-                arguments = (stage, place, (1,), "engine", announced)
-                yield name, partial(test_failure.outcome, *arguments, settings=OVERLAP)
+        for stage in (1, 2):
+            name = {"stage": stage, "raises": place}
+            arguments = (stage, place, (1,), "engine")
+            yield name, partial(test_failure.outcome, *arguments, settings=OVERLAP)
         name = {"stage": 3, "raises": place, "gather_once": True}
         yield name, partial(test_failure.alone_with_gather_once, place)
 
@@ -66,15 +62,6 @@ def steps() -> Iterator[tuple[dict[str, Any], Outcomes]]:
             yield {**case, "no_sync": script.__name__}, partial(micro_steps.outcome, script, **case)
 
 
-def announced_twice() -> Iterator[tuple[dict[str, Any], Outcomes]]:
-    for how in ("by number", "by boundary", "by number, alone"):
-
-        def run(how: str = how) -> cases.Outcome:
-            return test_announced.outcome(how, 2, "TwoHeads", "engine")[0]
-
-        yield {"announced": how}, run
-
-
 def judge(case: dict[str, Any], run: Outcomes) -> gpus.Verdict:
     outcome = run()
     tolerance = TOLERANCE[case.get("dtype", "float32")]
@@ -84,7 +71,7 @@ def judge(case: dict[str, Any], run: Outcomes) -> gpus.Verdict:
 
 def everything() -> Iterator[tuple[Any, Callable[[], gpus.Verdict]]]:
     assert models.device().type == "cuda"
-    for part in (windows, announced_twice, failures, steps):
+    for part in (windows, failures, steps):
         for case, run in part():
             yield case, partial(judge, case, run)
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from tests.coalesce import cases
+from tests.coalesce.micro_steps import OFFLOADED, OVERLAP
 from tests.world import World
 from tests.zero3_retain import models, trainers
 
 
-def sent_in(stage: int, backwards: int, settings: dict[str, Any], flush: str, **window: Any) -> Any:
+def sent_in(
+    stage: int, backwards: int, settings: dict[str, Any], flush: str, **window: Any
+) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of the second step's window: inside it, and at its end."""
     with cases.patched(flush=flush):
         start = models.build(models.TwoHeads)
@@ -27,12 +30,9 @@ def sent_in(stage: int, backwards: int, settings: dict[str, Any], flush: str, **
                 engine.backward(sum(models.losses(engine(tokens), classes)))
         with at_end:
             open_window.__exit__(None, None, None)
-        micro_step_id = engine.optimizer.micro_step_id
-        return dict(inside.seen), dict(at_end.seen), micro_step_id
+        return dict(inside.seen), dict(at_end.seen)
 
 
-OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-OVERLAP = {"zero": {"overlap_comm": True}}
 SETTINGS: list[dict[str, Any]] = [{}, OFFLOADED, OVERLAP]
 
 
@@ -50,7 +50,7 @@ def test_reductions_do_not_depend_on_the_number_of_backwards(
 ) -> None:
     ends = []
     for backwards in (2, 8):
-        for inside, at_end, _ in world.run(sent_in, stage, backwards, settings, flush):
+        for inside, at_end in world.run(sent_in, stage, backwards, settings, flush):
             assert not any("reduce" in name for name in inside), inside
             ends.append(Counter(at_end))
     assert all(end == ends[0] for end in ends)
@@ -60,16 +60,9 @@ def test_reductions_do_not_depend_on_the_number_of_backwards(
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_flat_flush_scatters(world: World, stage: int) -> None:
-    for _, at_end, _ in world.run(sent_in, stage, 2, {}, "reduce_scatter"):
+    for _, at_end in world.run(sent_in, stage, 2, {}, "reduce_scatter"):
         assert at_end
         assert all("reduce_scatter" in name for name in at_end), at_end
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_micro_step_id_of_a_flat_flush(world: World, stage: int) -> None:
-    for flush in ("reduce_scatter", "upstream"):
-        for *_, micro_step_id in world.run(sent_in, stage, 2, {}, flush):
-            assert micro_step_id == 0
 
 
 def test_gather_once_gathers_once(world: World) -> None:
@@ -77,7 +70,7 @@ def test_gather_once_gathers_once(world: World) -> None:
     for gather_once in (False, True):
         for backwards in (1, 4):
             case = {"flush": "reduce_scatter", "gather_once": gather_once}
-            for inside, *_ in world.run(sent_in, 3, backwards, {}, **case):
+            for inside, _ in world.run(sent_in, 3, backwards, {}, **case):
                 found = sum(n for name, n in inside.items() if "allgather" in name)
                 assert counts.setdefault((gather_once, backwards), found) == found
     assert counts[True, 4] == counts[True, 1] > 0

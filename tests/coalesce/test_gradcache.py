@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.coalesce import cases
+from tests.coalesce import cases, releases
 from tests.releases import ROOT
 from tests.world import World
 
@@ -39,6 +39,9 @@ def test_the_loss_curve_is_that_of_the_whole_batch(world: World, stage: int) -> 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stock_has_another_curve_or_reduces_every_backward(world: World, stage: int) -> None:
     for plain, found in world.run(curves, stage, False):
+        if found.error:
+            assert not releases.TORCH_STYLE, found.error
+            continue
         if stage == 3:
             assert found.losses == pytest.approx(plain.losses, abs=1e-5)
         else:
@@ -47,6 +50,10 @@ def test_stock_has_another_curve_or_reduces_every_backward(world: World, stage: 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not releases.TORCH_STYLE,
+    reason="below 0.18.3 stock raises at ZeRO-1 and 2, so the example has no rows of it",
+)
 def test_the_command() -> None:
     command = [sys.executable, "-m", "examples.gradcache", "--steps", "4"]
     done = subprocess.run(

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.stream_safety import cases
-from tests.stream_safety.test_races import NO_TIMER
+from tests.stream_safety.test_races import NO_TIMER, lives
 from tests.world import World
+
+
+def unsynced(trainer: Any, micro_steps: int = 1) -> None:
+    """Three backwards without a reduction, and one that reduces them all."""
+    for step in range(3):
+        engine = getattr(trainer, "engine", None)
+        with engine.no_sync() if engine else nullcontext():
+            cases.three_backwards(trainer, step)
+        trainer.backward(trainer.forward(cases.batch(9 + step)).square().mean())
+        trainer.step()
+
 
 #: What reduces, by name: a script, and the options that it needs.
 SCRIPTS: dict[str, tuple[cases.Script, dict[str, str]]] = {
     "window": (cases.coalesced, {}),
-    "announced": (cases.announced, {}),
     "gathered once": (cases.gathered_once, {}),
     "upstream": (cases.coalesced, {"flush": "upstream"}),
-    "no_sync": (cases.unsynced, {"no_sync": "on"}),
+    "no_sync": (unsynced, {}),
 }
 #: By stage: what the program does on streams of its own, and the scripts.
 CASES = [
     pytest.param(stage, around, script, id=f"{stage}-{around or 'default'}-{script}")
     for stage, all_around, scripts in (
-        (1, ["several"], ["window", "announced", "upstream", "no_sync"]),
-        (2, ["several"], ["window", "announced", "upstream", "no_sync"]),
+        (1, ["several"], ["window", "upstream"]),
+        (2, ["several"], ["window", "upstream", "no_sync"]),
         (3, ["", "side"], ["window", "gathered once", "no_sync"]),
     )
     for around in all_around
@@ -52,6 +63,8 @@ def test_no_race_that_stock_has_not(
     world: World, of_stock: Callable[..., set[str]], stage: int, around: str, script: str
 ) -> None:
     """At stage 3 that is the gather right after a step, which stream_safety orders behind it."""
+    if around == "side" and lives("zero3_producer"):
+        pytest.skip("this release races here without us: no backward of it waits for a side stream")
     run, options = SCRIPTS[script]
     found = kinds(world, stage, around, script=run, beside=("coalesce",), options=options)
     assert found <= of_stock(stage, around), found - of_stock(stage, around)

@@ -43,6 +43,9 @@ class DeepSpeedEngine:
     def __init__(self):
         pass
 
+    def step(self):
+        pass
+
 
 class Pipeline(Engine):
     pass
@@ -74,10 +77,10 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in={fixed_in!r},
     targets=(
-        Target(MODULE, "scale", HERE + ":mark", Kind.{kind}),
+        Target(MODULE, "scale", HERE + ":mark", Kind.WRAPT),
         Target(MODULE, "Engine.forward", HERE + ":mark", Kind.{kind}),
-        Target(MODULE, "Engine.build", HERE + ":mark", Kind.{kind}),
-        Target(MODULE, "Engine.norm", HERE + ":mark", Kind.{kind}),
+        Target(MODULE, "Engine.build", HERE + ":mark", Kind.WRAPT),
+        Target(MODULE, "Engine.norm", HERE + ":mark", Kind.WRAPT),
         Target(MODULE, "Engine.extra", HERE + ":add", Kind.{kind}, adds=True),
         Target(MODULE, "Engine.later", HERE + ":mark", Kind.{kind}, releases=">=0.20"),
     ),

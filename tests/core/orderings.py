@@ -35,10 +35,11 @@ import pytest
 
 import ds_patches
 from ds_patches import startup
-from ds_patches.core import gate, lifecycle, live, registry, release
+from ds_patches.core import gate, lifecycle, live, registry, release, watch
 from ds_patches.core.patch import Target
-from ds_patches.core.state import PatchStatus, Standing, State
+from ds_patches.core.state import PatchStatus, State, WrapperState
 from tests.core import fake
+from tests.core.model import Model
 
 SECOND = "FCXP"
 #: Second libraries whose wrapper does not say what it wraps: the gate refuses beneath them.
@@ -86,37 +87,6 @@ def _successions(word: str) -> set[str]:
 WHICH = {"all": orderings, "telling": telling}
 
 
-class Model:
-    """What lies over one target's original, bottom first: "ours", "second"."""
-
-    def __init__(self, exists: bool) -> None:
-        self.exists = exists
-        self.layers: list[str] = []
-        self.on = False
-
-    def apply(self) -> None:
-        self.on = True
-        if "ours" not in self.layers:
-            self.layers.append("ours")
-
-    def unapply(self, style: str) -> None:
-        on_top = self.layers[-1:] == ["ours"]
-        # Out of a wrapt proxy a wrapper can be taken, if there is something to put there instead.
-        if self.on and (on_top or (style == "X" and self.exists and "ours" in self.layers)):
-            self.layers.remove("ours")
-        self.on = False
-
-    def wrap(self, style: str) -> None:
-        if self.exists or self.layers:
-            self.layers = [*(self.layers if style != "P" else []), "second"]
-
-    @property
-    def standing(self) -> Standing:
-        if "ours" not in self.layers:
-            return Standing.REPLACED
-        return Standing.ON_TOP if self.layers[-1] == "ours" else Standing.WRAPPED_OVER
-
-
 class Walk:
     """One patch, the events so far, and what they should have led to."""
 
@@ -147,6 +117,8 @@ class Walk:
             self.resting, self.waits = {State.PENDING}, True
         elif self.style and self.style in OPAQUE:
             self._apply_in_vain(self._arm if event == "H" else self._call_in_vain)
+            for model in self.models.values() if event == "H" else ():
+                model.refuse()
         else:
             self._apply(self._arm if event == "H" else self._call)
         self.compare()
@@ -154,12 +126,12 @@ class Walk:
     def compare(self) -> None:
         """Demand that status and live objects are what the model says."""
         status = ds_patches.status()[self.name]
-        on = {key: model.standing for key, model in self.models.items() if model.on}
+        on = {key: model.state for key, model in self.models.items() if model.on}
         assert status.targets == on, (status, on)
-        on_top = all(standing is Standing.ON_TOP for standing in on.values())
+        on_top = all(state is WrapperState.ON_TOP for state in on.values())
         expected = {State.APPLIED if on_top else State.SHADOWED} if on else self.resting
         assert status.state in expected, (status, expected)
-        live_now = bool(on) and Standing.REPLACED not in on.values()
+        live_now = bool(on) and WrapperState.REPLACED not in on.values()
         assert status.live is live_now is ds_patches.is_applied(self.name)
         for target in self.targets:
             if self.models:
@@ -243,7 +215,10 @@ class Walk:
     def _take_originals(self, raws: dict[str, Any]) -> None:
         if not self.originals:
             self.originals = raws
-            self.models = {key: Model(raw is not live.MISSING) for key, raw in raws.items()}
+            watched = {target.key for target in watch._TARGETS}
+            self.models = {
+                key: Model(raw is not live.MISSING, key in watched) for key, raw in raws.items()
+            }
 
     def _compare_raw(self, target: Target, model: Model) -> None:
         raw = _raw(target)
@@ -335,7 +310,6 @@ def _report(word: str, trouble: str) -> None:
 if __name__ == "__main__":
     which, name, *folders = sys.argv[1:]
     gc.disable()  # in a child it would copy most of what the fork shares
-    if not folders:
-        import_module("torch")  # once, not in each child that imports DeepSpeed
+    import_module("wrapt" if folders else "torch")  # once, not in each child that needs it
     ds_patches.__path__.extend(folders)
     walk_all(Walk(name), "", WHICH[which]())

@@ -168,6 +168,72 @@ print("done")
     assert fake.output(code, sample[1]) == "done\n"
 
 
+def test_statuses_print_as_a_line_each_and_can_be_in_a_set(sample: tuple[str, Path]) -> None:
+    code = sample[0] + (
+        """
+result = ds_patches.apply_all(only="sample")
+lines = str(result).splitlines()
+assert [line.split()[0] for line in lines] == list(ds_patches.names()), lines
+(line,) = (line for line in lines if line.startswith("sample"))
+assert line.split(maxsplit=2) == ["sample", "applied", "5 of 5 wrappers in place"]
+assert str(result["sample"]) == "sample is applied: 5 of 5 wrappers in place"
+assert repr(result) == repr(dict(result)) and isinstance(result, dict)
+assert {result["sample"], ds_patches.status()["sample"]} == {result["sample"]}
+for again in (ds_patches.status(), ds_patches.unapply_all()):
+    assert len(str(again).splitlines()) == len(ds_patches.names())
+assert str(ds_patches.status()["sample"]) == "sample is reverted: unapplied, no wrapper is left"
+print("done")
+"""
+    )
+    assert fake.output(code, sample[1]) == "done\n"
+
+
+def test_a_status_is_one_line_whatever_went_wrong(tmp_path: Path) -> None:
+    folder = fake.patch_folder(tmp_path / "patches")
+    around = folder / "sample/around.py"
+    raising = 'raise RuntimeError("first\\nsecond")  # '
+    around.write_text(fake.edited(around.read_text(), 'log.append(("activate", ', raising))
+    code = fake.with_patches(folder) + (
+        """
+try:
+    ds_patches.apply_all(only="sample")
+except ds_patches.PatchNotApplied as failure:
+    assert "second" in str(failure)
+    (status,) = failure.statuses
+assert str(status) == "sample is failed: RuntimeError: first", str(status)
+assert len(str(ds_patches.status()).splitlines()) == len(ds_patches.names())
+print("done")
+"""
+    )
+    assert fake.output(code, fake.deepspeed(tmp_path / "deepspeed")) == "done\n"
+
+
+#: What a program does about logging before it applies the patches, and who then hears an info.
+LOGGING = {
+    "nothing": ("", "ds_patches: live\n"),
+    "a handler and a level for all": (
+        "logging.basicConfig(level='WARNING', format='here: %(message)s')",
+        "here: live\n",
+    ),
+    "a level for this package": ("logging.getLogger('ds_patches').setLevel('WARNING')", ""),
+}
+
+
+@pytest.mark.parametrize(("before", "heard"), LOGGING.values(), ids=LOGGING)
+def test_an_info_is_heard_once_unless_the_program_says_otherwise(
+    sample: tuple[str, Path], before: str, heard: str
+) -> None:
+    live = """
+ds_patches.apply_all(only=[])
+logging.getLogger("ds_patches").info("live")
+"""
+    done = fake.run(f"import logging\n{before}\n{sample[0]}{live}", sample[1])
+    assert (done.returncode, done.stderr) == (0, heard)
+    assert not fake.run(
+        f"import logging\n{sample[0]}{live}", sample[1], DS_PATCHES_LOG="error"
+    ).stderr
+
+
 def test_disabled_is_a_state_and_no_warning(sample: tuple[str, Path]) -> None:
     code = sample[0] + (
         """

@@ -1,16 +1,22 @@
-"""`python -m ds_patches`: status, doctor, table; and that the README's table is that table."""
+"""`ds-patches`: what it prints, and when it fails; and that the README's table is its table."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 import ds_patches
-from ds_patches.core import flags, registry, report
+from ds_patches import __main__ as command_line
+from ds_patches.commands import table
+from ds_patches.core import registry, values
 from ds_patches.core.patch import ALL
 from tests.core import fake
 
@@ -32,17 +38,53 @@ def test_status_is_one_line_per_patch(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == sorted([*ds_patches.names(), "sample"])
     (line,) = (line for line in lines if line.startswith("sample"))
-    for part in ("ready", "0.19.8", "not applied in this process", "https://example.org/1"):
-        assert part in line
+    assert line.split(maxsplit=2) == ["sample", "ready", "not applied in this process"]
+    assert "https://" not in done.stdout
     assert "\033" not in done.stdout, "no colour into a pipe"
 
 
 def test_status_says_what_was_chosen(tmp_path: Path) -> None:
     done = command(tmp_path, "status", DS_PATCHES_SAMPLE_MODE="hard")
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("sample"))
-    assert "  mode=hard  " in line
+    assert line.endswith("  DeepSpeed is not installed  mode=hard")
     assert done.stdout.count("=hard") == 1
     assert "mode=" not in command_again(tmp_path, "status").stdout
+
+
+SAMPLE = """\
+sample: Marks what the fake engine returns
+  state      ready
+  why        not applied in this process; DeepSpeed 0.19.8 is in >=0.16.0,<=0.19.8, every shape is known
+  DeepSpeed  0.19.8
+  option     mode=soft (default)
+  upstream   #1, https://example.org/1
+"""  # noqa: E501
+
+
+def test_status_of_one_patch_says_all(tmp_path: Path) -> None:
+    installation = fake.deepspeed(tmp_path / "ds")
+    assert command(tmp_path, "status", "sample", deepspeed=installation).stdout == SAMPLE
+    every = command_again(tmp_path, "status", "-v", deepspeed=installation).stdout
+    paragraphs = every.split("\n\n")
+    assert SAMPLE.strip() in [paragraph.strip() for paragraph in paragraphs]
+    assert [p.partition(":")[0] for p in paragraphs] == sorted([*ds_patches.names(), "sample"])
+
+
+def test_status_of_a_live_patch_names_targets_and_notes(tmp_path: Path) -> None:
+    code = fake.with_patches(fake.patch_folder(tmp_path / "patches")) + (
+        """
+from ds_patches.commands import status
+print(status.in_full(ds_patches.apply("sample", mode="hard")))
+"""
+    )
+    printed = fake.output(code, fake.deepspeed(tmp_path / "ds"))
+    for line in (
+        "  state      applied",
+        "  option     mode=hard",
+        "  target     deepspeed.runtime.engine:Engine.forward is on top",
+        "  note       engines built before keep their hooks",
+    ):
+        assert line in printed.splitlines()
 
 
 def test_status_as_json(tmp_path: Path) -> None:
@@ -54,6 +96,8 @@ def test_status_as_json(tmp_path: Path) -> None:
     assert sample["live"] is False
     assert sample["options"] == {"mode": "soft"}
     assert sample["upstream"] == [{"label": "#1", "url": "https://example.org/1"}]
+    one = command_again(tmp_path, "status", "sample", "--json")
+    assert json.loads(one.stdout) == {"sample": sample}
 
 
 def test_doctor_shows_the_environment_and_what_would_apply(tmp_path: Path) -> None:
@@ -77,16 +121,16 @@ def test_doctor_fails_on_drift_and_lists_all_of_it(tmp_path: Path) -> None:
         assert f"drift: deepspeed.runtime.engine:{qualname}" in done.stdout
     (section,) = (s for s in re.split(r"\n  (?=\S)", done.stdout) if s.startswith("sample"))
     assert section.count("found ") == section.count("0.16.0-0.19.8") == 2
-    forced = command_again(tmp_path, "doctor", installation, DS_PATCHES_FORCE="sample")
+    forced = command_again(tmp_path, "doctor", deepspeed=installation, DS_PATCHES_FORCE="sample")
     assert "sample: would apply" in forced.stdout
 
 
 def command_again(
-    tmp_path: Path, name: str, deepspeed: Path | None = None, **variables: str
+    tmp_path: Path, *arguments: str, deepspeed: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     again = tmp_path / "again"
     again.mkdir()
-    return command(again, name, deepspeed=deepspeed, **variables)
+    return command(again, *arguments, deepspeed=deepspeed, **variables)
 
 
 def test_a_meaningless_variable_is_an_error(tmp_path: Path) -> None:
@@ -96,21 +140,70 @@ def test_a_meaningless_variable_is_an_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("statsu",), "no command is 'statsu' (did you mean 'status'?); the commands are: status,"),
+        (("status", "smaple"), "status: no patch is named 'smaple' (did you mean 'sample'?); the"),
+        (("doctor", "--timeout", "nan"), "--timeout: invalid seconds value: 'nan'"),
+    ],
+)
+def test_a_word_that_means_nothing_is_an_error(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = command(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_module_runs() -> None:
     done = fake.run("", arguments=("-m", "ds_patches", "table"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == report.table()
+    assert done.stdout.strip() == table.markdown()
+
+
+def test_the_script_is_the_module() -> None:
+    pyproject = (fake.REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    (reference,) = re.findall(
+        r'^\[project\.scripts\]\nds-patches = "(.+)"$', pyproject, re.MULTILINE
+    )
+    assert resolve_name(reference) is command_line.main
+
+
+def test_the_bare_command_is_help_with_two_examples() -> None:
+    done = fake.run("", arguments=("-m", "ds_patches"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ds-patches ")
+    examples = done.stdout.partition("\nexamples:\n")[2].splitlines()
+    assert len(examples) == 2
+    for example in examples:
+        assert example.split()[1] in command_line._COMMANDS
+
+
+def test_the_version_is_printed() -> None:
+    done = fake.run("", arguments=("-m", "ds_patches", "--version"))
+    assert (done.returncode, done.stdout) == (0, f"ds-patches {ds_patches.__version__}\n")
+
+
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "ds_patches", "table"]
+    with open(writer, "wb") as closed:
+        done = subprocess.run(words, cwd=fake.REPOSITORY, stdout=closed, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_the_table_has_every_folder_and_the_readme_has_the_table() -> None:
-    rows = report.table().splitlines()[2:]
+    rows = table.markdown().splitlines()[2:]
     folders = sorted(p.parent.name for p in fake.REPOSITORY.glob("ds_patches/*/binding.py"))
     assert [row.split("`")[1] for row in rows] == folders == list(registry.patches())
     readme = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
     _, _, rest = readme.partition("<!-- patches:begin -->")
     embedded, end, _ = rest.partition("<!-- patches:end -->")
     assert end, "README.md has the markers"
-    assert embedded.strip() == report.table(), "python -m ds_patches table"
+    assert embedded.strip() == table.markdown(), "python -m ds_patches table"
 
 
 @pytest.mark.parametrize("name", ds_patches.names())
@@ -123,10 +216,10 @@ def test_every_patch_says_all_there_is_to_say(name: str) -> None:
     assert all(link.url.startswith("https://") for link in patch.upstream)
     assert all(fact.why.strip() for fact in patch.facts)
     for option in patch.options:
-        assert flags._chosen(option, option.default), "the default is a choice"
+        assert values.choice(option, option.default), "the default is a choice"
         assert all(re.fullmatch(r"\w+", choice) for choice in option.choices), "no list of them"
         assert ALL not in option.choices
     first = [option for option in patch.options if option.first]
     assert len(first) <= 1
     for option in first:
-        assert not {word.lower() for word in option.words} & {*flags._YES, *flags._NO}
+        assert not {word.lower() for word in option.words} & {*values.YES, *values.NO}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +22,11 @@ def patch(name: str, *options: Option) -> Patch:
 PATCHES = {
     "one": patch("one", Option("mode", "soft", ("soft", "hard"), "how", first=True)),
     "two_words": patch("two_words"),
+}
+SWITCH = Option("loud", "off", ("off", "on"), "whether")
+SIZES = {
+    "four": patch("four", SWITCH, Option("size", "8", ("8", "4"), "how many")),
+    "three_ways": patch("three_ways", Option("way", "on", ("on", "store", "off"), "how")),
 }
 PARTS = Option("parts", "all", ("left", "right", "top"), "which", first=True, several=True)
 OF_PARTS = {
@@ -43,9 +47,13 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def wanted(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **call: Any) -> str:
+    _set(monkeypatch, env)
+    return " ".join(n for n, request in flags.read(PATCHES, **call).of.items() if request.wanted)
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    return " ".join(n for n, wish in flags.read(PATCHES, **call).of.items() if wish.wanted)
 
 
 BOTH = "one two_words"
@@ -69,6 +77,8 @@ ORDER: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_ONE": "0"}, {"only": "one"}, "one"),
     ({"DS_PATCHES_SKIP": "one"}, {"only": ["one"]}, "one"),
     ({}, {"only": []}, ""),
+    ({}, {"only": "one, two_words"}, BOTH),
+    ({}, {"skip": "two_words+one"}, ""),
     ({"DS_PATCHES_ONE": "1"}, {"skip": ["one"]}, "two_words"),
     ({}, {"only": ["one", "two_words"], "skip": "one"}, "two_words"),
 ]
@@ -96,7 +106,7 @@ def test_order(
 def test_options(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], expected: str
 ) -> None:
-    wanted(monkeypatch, env)
+    _set(monkeypatch, env)
     assert flags.read(PATCHES, **call).of["one"].options == {"mode": expected}
 
 
@@ -123,15 +133,14 @@ SEVERAL: list[tuple[dict[str, str], dict[str, Any], str]] = [
 def test_several_choices_have_one_spelling(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], asked: dict[str, Any], expected: str
 ) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    wish = flags.read(OF_PARTS, options={"three": asked}).of["three"]
-    assert wish.options == {"parts": expected, "sides": "a,b"}
+    _set(monkeypatch, env)
+    request = flags.read(OF_PARTS, options={"three": asked}).of["three"]
+    assert request.options == {"parts": expected, "sides": "a,b"}
 
 
 @pytest.mark.parametrize(
     ("value", "on"),
-    [("top,left", True), ("top", True), ("all", True), ("1", True), ("0", False), ("", False)],
+    [("top,left", True), ("top", True), ("all", True), ("1", True), ("0", False)],
 )
 def test_several_choices_apply_the_patch(
     monkeypatch: pytest.MonkeyPatch, value: str, on: bool
@@ -144,18 +153,13 @@ def test_several_choices_apply_the_patch(
 NO_SELECTION = (",", "rigth", "left,rigth", "left,1", "Left")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("DS_PATCHES_THREE_PARTS", ""),  # which switches off where it is the patch's own
-        *itertools.product(("DS_PATCHES_THREE_PARTS", "DS_PATCHES_THREE"), NO_SELECTION),
-    ],
-)
+@pytest.mark.parametrize("variable", ["DS_PATCHES_THREE_PARTS", "DS_PATCHES_THREE"])
+@pytest.mark.parametrize("value", NO_SELECTION)
 def test_a_variable_that_is_no_selection_is_an_error_that_lists_the_choices(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(FlagError, match=f"{variable} is {value!r}; .*left, right, top, all$"):
+    with pytest.raises(FlagError, match=f"{variable} is {value!r}.*; .*left, right, top, all$"):
         flags.read(OF_PARTS)
 
 
@@ -163,7 +167,9 @@ def test_a_variable_that_is_no_selection_is_an_error_that_lists_the_choices(
     "value", ["", *NO_SELECTION, (), ["rigth"], ("left,top",), True, None, {"left": False}]
 )
 def test_an_argument_that_is_no_selection_is_an_error_that_lists_the_choices(value: Any) -> None:
-    with pytest.raises(FlagError, match=r"three\(parts=...\) is .* are: left, right, top, all$"):
+    with pytest.raises(
+        FlagError, match=r"three\(parts=...\) is .*; .* are: left, right, top, all$"
+    ):
         flags.read(OF_PARTS, options={"three": {"parts": value}})
 
 
@@ -180,8 +186,8 @@ def test_a_changed_shape_is_forced_by_name_only(
 ) -> None:
     def forced(text: str) -> list[Force]:
         monkeypatch.setenv("DS_PATCHES_FORCE", "" if by_call else text)
-        wishes = flags.read(PATCHES, force=text.split(",") if by_call else None)
-        return [wish.force for wish in wishes.of.values()]
+        requests = flags.read(PATCHES, force=text.split(",") if by_call else None)
+        return [request.force for request in requests.of.values()]
 
     assert forced("all") == [Force.VERSION, Force.VERSION]
     assert forced("one") == [Force.SHAPE, Force.NO]
@@ -194,6 +200,8 @@ UNKNOWN: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"DS_PATCHES_SKIP": "all"}, {}),
     ({"DS_PATCHES_FORCE": "thre"}, {}),
     ({}, {"only": ["thre"]}),
+    ({}, {"only": "one,thre"}),
+    ({}, {"only": ""}),
     ({}, {"skip": "thre"}),
     ({}, {"force": ["thre"]}),
     ({}, {"options": {"thre": {}}}),
@@ -208,6 +216,7 @@ def test_unknown_names_are_errors_that_list_the_names(
         wanted(monkeypatch, env, **call)
 
 
+NO_SECONDS = ("2m", "nan", "inf", "-1")
 MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_THREE": "1"}, {}, "DS_PATCHES_ONE_MODE"),
     ({"DS_PATCHES_ONE_MOOD": "soft"}, {}, "DS_PATCHES_ONE_MODE"),
@@ -215,7 +224,12 @@ MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_TWO_WORDS": "hard"}, {}, "0, 1$"),
     ({"DS_PATCHES_STRICT": "very"}, {}, "0, 1"),
     ({"DS_PATCHES_LOG": "loud"}, {}, "debug, info, warning"),
-    ({"DS_PATCHES_RANK_TIMEOUT": "2m"}, {}, "number of seconds"),
+    *(({"DS_PATCHES_RANK_TIMEOUT": t}, {}, "number of seconds") for t in NO_SECONDS),
+    ({"DS_PATCHES": "all,none"}, {}, "'all,none': all and none stand alone"),
+    ({"DS_PATCHES": "one+none"}, {}, "all and none stand alone"),
+    ({"DS_PATCHES": "all,one"}, {}, "all and none stand alone"),
+    ({"DS_PATCHES": ","}, {}, "all, none, one, two_words"),
+    ({"DS_PATCHES_SKIP": "+"}, {}, "one, two_words"),
     ({"DS_PATCHES_ONE_MODE": "medium"}, {}, "soft, hard"),
     ({}, {"options": {"one": {"mode": "medium"}}}, "soft, hard"),
     ({}, {"options": {"one": {"mode": "soft,hard"}}}, "soft, hard"),
@@ -232,6 +246,110 @@ def test_what_means_nothing_is_an_error_that_lists_what_does(
         wanted(monkeypatch, env, **call)
 
 
+NEAR: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"DS_PATCHES": "one,tow_words"}, {}, "two_words"),
+    ({}, {"only": "Two-Words"}, "two_words"),
+    ({"DS_PATCHES_ONE_MOOD": "soft"}, {}, "DS_PATCHES_ONE_MODE"),
+    ({"DS_PATCHES_STRIKT": "1"}, {}, "DS_PATCHES_STRICT"),
+    ({"DS_PATCHES_ONE_MODE": "sotf"}, {}, "soft"),
+    ({"DS_PATCHES_ONE": "hrad"}, {}, "hard"),
+    ({"DS_PATCHES_ONE": "ture"}, {}, "true"),
+    ({"DS_PATCHES_STRICT": "yess"}, {}, "yes"),
+    ({"DS_PATCHES_LOG": "inof"}, {}, "info"),
+    ({}, {"options": {"one": {"mode": "Hard"}}}, "hard"),
+    ({}, {"options": {"one": {"mod": "hard"}}}, "mode"),
+]
+
+
+@pytest.mark.parametrize(("env", "call", "meant"), NEAR)
+def test_a_typo_is_told_what_is_near(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], meant: str
+) -> None:
+    with pytest.raises(FlagError, match=rf"\(did you mean '{meant}'\?\); .* are: ."):
+        wanted(monkeypatch, env, **call)
+
+
+def test_of_several_choices_the_wrong_one_is_told_what_is_near() -> None:
+    with pytest.raises(FlagError, match=r"is 'left,rigth' \(did you mean 'right'\?\)"):
+        flags.read(OF_PARTS, options={"three": {"parts": "left,rigth"}})
+
+
+def test_what_is_far_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("DS_PATCHES_ZZZ", "DS_PATCHES_STRICT"):
+        monkeypatch.setenv(variable, "zzz")
+        with pytest.raises(FlagError) as error:
+            flags.read(PATCHES)
+        assert "did you mean" not in str(error.value)
+        monkeypatch.delenv(variable)
+
+
+def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    unset = flags.read(OF_PARTS)
+    for variable in (*flags.variables(OF_PARTS), "DS_PATCHES_OF_NOBODY"):
+        monkeypatch.setenv(variable, "")
+    assert flags.read(OF_PARTS) == unset
+    assert flags.rank_timeout() == flags.RANK_TIMEOUT
+    assert not flags.is_strict()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        *(({"loud": value}, {"loud": "on"}) for value in (True, 1, "1", "true", "Yes", "on")),
+        *(({"loud": value}, {"loud": "off"}) for value in (False, 0, "0", "False", "no", "off")),
+        ({"size": 4}, {"size": "4"}),
+        ({"size": "4"}, {"size": "4"}),
+    ],
+)
+def test_numbers_and_bools_are_what_they_mean(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], expected: dict[str, str]
+) -> None:
+    def found(**call: Any) -> Mapping[str, str]:
+        return flags.read(SIZES, **call).of["four"].options
+
+    whole = {"loud": "off", "size": "8"} | expected
+    assert found(options={"four": asked}) == whole
+    ((name, value),) = asked.items()
+    monkeypatch.setenv(f"DS_PATCHES_FOUR_{name.upper()}", str(value))
+    assert found() == whole
+
+
+def test_yes_and_no_are_on_and_off_beside_other_choices() -> None:
+    for value, expected in ((True, "on"), (False, "off"), ("store", "store")):
+        read = flags.read(SIZES, options={"three_ways": {"way": value}})
+        assert read.of["three_ways"].options == {"way": expected}
+
+
+@pytest.mark.parametrize(
+    ("asked", "choices"),
+    [
+        ({"loud": 2}, "off, on"),
+        ({"size": 3}, "8, 4"),
+        ({"size": True}, "8, 4"),
+        ({"size": 4.0}, "8, 4"),
+        ({"size": None}, "8, 4"),
+    ],
+)
+def test_other_numbers_and_bools_are_errors(asked: dict[str, Any], choices: str) -> None:
+    ((name, value),) = asked.items()
+    expected = rf"four\({name}=...\) is {value!r}; the choices are: {choices}$"
+    with pytest.raises(FlagError, match=expected):
+        flags.read(SIZES, options={"four": asked})
+
+
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted(monkeypatch, {"DS_PATCHES_LOG": "DEBUG"})
     assert logging.getLogger("ds_patches").level == logging.DEBUG
+
+
+def test_info_is_said_unless_the_logger_has_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("ds_patches")
+    logger.setLevel(logging.NOTSET)
+    flags.read(PATCHES)
+    assert logger.level == logging.INFO
+    for level in (logging.WARNING, logging.DEBUG):
+        logger.setLevel(level)
+        flags.read(PATCHES)
+        assert logger.level == level, "which the user has chosen"
+    wanted(monkeypatch, {"DS_PATCHES_LOG": "error"})
+    assert logger.level == logging.ERROR

@@ -120,13 +120,6 @@ def test_not_installed(verdict: Any) -> None:
     assert verdict(installed=False)[0] == "not installed"
 
 
-def test_a_tree_without_metadata_has_no_known_release(verdict: Any) -> None:
-    for force in (0, 2):
-        state, reason = verdict(None, force=force)
-        assert state == "unknown version"
-        assert "metadata" in reason
-
-
 def test_fixed_upstream(verdict: Any) -> None:
     assert verdict("0.19.7", fixed_in="0.19.8")[0] == "ready"
     assert verdict("0.19.8", fixed_in="0.19.8")[0] == "fixed upstream"
@@ -143,6 +136,102 @@ def test_metadata_of_another_copy_is_not_taken(tmp_path: Path) -> None:
     editable = '{"url": "file:///x", "dir_info": {"editable": true}}'
     fake.write(other / "deepspeed-0.16.0.dist-info/direct_url.json", editable)
     assert fake.output(code, libraries, source, other, bare=True) == "0.16.0\n"
+
+
+PRINT_RELEASE = """
+import json
+from ds_patches.core import gate, registry
+verdict = gate.check(registry.patch("sample"), gate.Force({force}))
+print(json.dumps([verdict.state.value, verdict.reason, str(verdict.release)]))
+"""
+#: Of 0.19.0 and later; the other one is of the releases before.
+TWO_CHANGES = fake.edited(RESHAPED, "limit = 3", "limit = 4")
+
+
+@pytest.fixture
+def by_source(tmp_path: Path) -> Any:
+    """Return a function that judges a source, recorded of two eras, by whatever version is told."""
+    patches = fake.patch_folder(tmp_path / "patches")
+    recorded = patches / "sample/shapes.json"
+    old = json.loads(recorded.read_text())
+    fake.patch_folder(tmp_path / "newer", shapes_of=TWO_CHANGES)
+    new = json.loads((tmp_path / "newer/sample/shapes.json").read_text())
+    for place, shapes in new.items():
+        if shapes != old[place]:
+            before = dict.fromkeys(old[place], "0.16.0-0.17.0, 0.17.2-0.18.9")
+            old[place] = before | dict.fromkeys(shapes, "0.19.0-0.19.8")
+    recorded.write_text(json.dumps(old))
+    libraries = fake.dependencies(tmp_path / "lib")
+
+    def judge(
+        version: str | None,
+        engine: str,
+        *,
+        force: int = 0,
+        checkout: str = "",
+        editable: bool = False,
+    ) -> tuple[str, str, str]:
+        tree = fake.deepspeed(tmp_path / "tree", version, engine)
+        if checkout:
+            fake.write(tree / "version.txt", f"{checkout}\n")
+        if editable:
+            (metadata,) = tree.glob("*.dist-info")
+            fake.write(metadata / "direct_url.json", '{"dir_info": {"editable": true}}')
+            metadata.rename(fake.write(tmp_path / "site/x", "").with_name(metadata.name))
+        code = fake.with_patches(patches) + PRINT_RELEASE.format(force=force)
+        return tuple(json.loads(fake.output(code, libraries, tmp_path / "site", tree, bare=True)))
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("told", "engine", "taken_for"),
+    [
+        ("0.18.2", fake.ENGINE, "0.18.2"),
+        ("0.19.3", TWO_CHANGES, "0.19.3"),
+        ("0.16.5", TWO_CHANGES, "0.19.0"),
+        ("0.19.0", fake.ENGINE, "0.18.9"),
+        (None, TWO_CHANGES, "0.19.8"),
+        (None, fake.ENGINE, "0.18.9"),
+        ("0.19.0-vendor_build7", TWO_CHANGES, "0.19.8"),
+    ],
+)
+def test_a_release_is_what_its_source_is(
+    by_source: Any, told: str | None, engine: str, taken_for: str
+) -> None:
+    state, reason, release = by_source(told, engine)
+    assert (state, release) == ("ready", taken_for)
+    assert ("by its source" in reason) == (told != taken_for)
+    assert told == taken_for or (told or "unknown") in reason
+
+
+def test_no_release_is_half_of_one_and_half_of_another(by_source: Any) -> None:
+    for told in ("0.19.3", "0.16.5", None):
+        state, reason, _ = by_source(told, RESHAPED)
+        assert state == "shape changed"
+        expected = (
+            "Engine.forward is that of 0.19.0-0.19.8" if told == "0.16.5" else "Relied is that of"
+        )
+        assert expected in reason
+        assert by_source(told, RESHAPED, force=2)[0] == "ready"
+
+
+def test_a_release_without_a_shape_does_not_have_it_from_its_neighbours(by_source: Any) -> None:
+    assert by_source("0.17.2", fake.ENGINE)[2] == "0.17.2"
+    state, reason, release = by_source("0.17.1", fake.ENGINE)
+    assert (state, release) == ("ready", "0.17.0")
+    assert "0.17.1" in reason
+
+
+def test_a_checkout_says_itself_what_it_is(by_source: Any) -> None:
+    """The metadata of an editable install is of the day it was made."""
+    for version, editable in (("0.16.5", True), (None, False)):
+        state, reason, release = by_source(
+            version, TWO_CHANGES, checkout="0.19.2", editable=editable
+        )
+        assert (state, release) == ("ready", "0.19.2")
+        assert "by its source" not in reason
+    assert by_source(None, TWO_CHANGES, checkout="0.19.9")[0] == "unknown version"
 
 
 def test_an_engine_replaced_before_us_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ds_patches
-from ds_patches.core import gate, registry, release, shape
+from ds_patches.core import definitions, gate, registry, release, shape
 from ds_patches.core.state import State
 from tests.core import fake
 
@@ -27,7 +27,7 @@ def f(x: int, *, y=1):
 
 
 def digest(source: str) -> str:
-    return shape.digest(ast.parse(source).body[0])
+    return definitions.digest(ast.parse(source).body[0])
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_a_property_is_its_getter_and_the_last_definition_wins(tmp_path: Path) -
 EVERY_DIGEST = """
 import ast, hashlib, sys
 from pathlib import Path
-from ds_patches.core import shape
+from ds_patches.core import definitions
 lines = []
 for path in sorted(Path(sys.argv[1]).rglob("*.py")):
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            lines.append(f"{path}:{node.lineno} {shape.digest(node)}")
+            lines.append(f"{path}:{node.lineno} {definitions.digest(node)}")
 print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
 """
 
@@ -157,7 +157,7 @@ def digests() -> tuple[dict[str, Digests], dict[str, Digests]]:
     """Of each patch's places: from the sources, and live after one import of all of them."""
     code = f"""
         import importlib, json
-        from ds_patches.core import gate, registry, release, shape
+        from ds_patches.core import definitions, gate, registry, release, shape
         installed, places = release.installed(), {{}}
         for name in {[name for name in ds_patches.names() if not no_business(name)]}:
             of = registry.patch(name), installed.version

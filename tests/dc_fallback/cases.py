@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.dc_fallback import patterns, stand_in
+from tests.listening import listening
 from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import applied, listening
+from tests.zero3_retain.cases import applied
 
 EXACT = 2e-6
 

@@ -12,9 +12,9 @@ import ds_patches
 from ds_patches.dc_fallback.upstream import engine as upstream_engine
 from tests.dc_fallback import cases, patterns, releases, stand_in
 from tests.dc_fallback.cases import Outcome, inputs
+from tests.listening import listening
 from tests.world import World
 from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import listening
 
 
 @pytest.fixture(autouse=True)

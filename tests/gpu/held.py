@@ -14,8 +14,8 @@ import torch
 
 import ds_patches
 from tests.dc_fallback import cases, patterns
+from tests.listening import listening
 from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import listening
 
 BFLOAT16 = {"bf16": {"enabled": True}}
 WIDTH = 64

@@ -9,14 +9,10 @@ import torch
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.scripts.models import loss_of
 
-#: A warning that gradients are lost, which were dropped on purpose.
-DROPPED = {stage: {"words": "accumulation"} for stage in (1, 2, 3)}
 OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 
-@script(
-    {1: RIGHT, 2: RIGHT, 3: WRONG}, awaits={**DROPPED, 3: {"values": "accumulation"}}, quick=(3,)
-)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, quick=(3,))
 def abandoned_backward(trainer: Any) -> None:
     """A bad batch: ``engine.zero_grad()``, and the next one is stepped."""
     for step in trainer.steps():
@@ -26,7 +22,7 @@ def abandoned_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits=DROPPED, quick=(1,))
+@script(ALL_RIGHT, quick=(1,))
 def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
     """The same by ``engine.optimizer.zero_grad()``."""
     for step in trainer.steps():
@@ -34,6 +30,26 @@ def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
         trainer.zero_optimizer_grad()
         trainer.backward(loss_of(trainer, step))
         trainer.step()
+
+
+@script({2: RIGHT, 3: WRONG}, micro_steps=2, quick=(2, 3))
+def zeroed_at_the_top(trainer: Any) -> None:
+    """A loop from PyTorch: each micro step begins with ``optimizer.zero_grad()``."""
+    for step in trainer.steps():
+        for micro in range(2):
+            if trainer.is_engine:  # which is meant to accumulate
+                trainer.zero_optimizer_grad()
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
+
+
+@script(ALL_RIGHT, settings=OFFLOADED, micro_steps=4, quick=())
+def four_micro_steps_offloaded(trainer: Any) -> None:
+    """Four micro steps with the optimizer on the host."""
+    for step in trainer.steps():
+        for micro in range(4):
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
 
 
 @script(ALL_RIGHT, quick=())
@@ -99,7 +115,6 @@ def no_sync(trainer: Any) -> None:
 
 @script(
     {1: WRONG, 2: RIGHT, 3: RIGHT},
-    awaits={1: {"values": "accumulation"}},
     model="Sometimes",
     micro_steps=2,
     settings={"zero": {"overlap_comm": True}},

@@ -16,7 +16,7 @@ def low_rank(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-@script(ALL_RIGHT, model="CheckpointedAdapted", awaits={3: {"memory": "accumulation"}}, quick=(1,))
+@script(ALL_RIGHT, model="CheckpointedAdapted", quick=(1,))
 def low_rank_recomputed(trainer: Any) -> None:
     """The same under checkpoint(use_reentrant=False), whose inputs are made to need a gradient."""
     one_backward.run(trainer)

@@ -8,7 +8,7 @@ from tests.scripts.declared import ALL_RIGHT, script
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, model="NonReentrant", awaits={3: {"memory": "accumulation"}}, quick=(3,))
+@script(ALL_RIGHT, model="NonReentrant", quick=(3,))
 def non_reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=False)``, as Hugging Face's Trainer has them."""
     one_backward.run(trainer)

@@ -32,12 +32,7 @@ def teacher(trainer: Any) -> None:
         trainer.step()
 
 
-@script(
-    ALL_RIGHT,
-    model="Linears",
-    awaits={stage: {"words": "accumulation"} for stage in (1, 2, 3)},
-    quick=(1,),
-)
+@script(ALL_RIGHT, model="Linears", quick=(1,))
 def adversarial(trainer: Any) -> None:
     """One engine learns from what the other makes of its outputs, and the other in its turn."""
     other = trainer.another()

@@ -17,7 +17,7 @@ def both_losses(trainer: Any, step: int, micro: int = 0) -> list[torch.Tensor]:
     return losses(trainer(tokens), classes)
 
 
-@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}}, quick=(3,))
+@script(LAST_ONLY, model="Auxiliary", quick=(3,))
 def auxiliary_tensor(trainer: Any) -> None:
     """A tensor that the forward keeps on the module has a backward of its own."""
     for step in trainer.steps():
@@ -27,7 +27,7 @@ def auxiliary_tensor(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="Auxiliary", awaits={3: {"values": "accumulation"}}, quick=())
+@script(LAST_ONLY, model="Auxiliary", quick=())
 def auxiliary_tensor_first(trainer: Any) -> None:
     """The same, and it has its backward before the outputs have theirs."""
     for step in trainer.steps():
@@ -60,7 +60,6 @@ def two_backwards(trainer: Any) -> None:
     LAST_ONLY,
     model="TwoBranches",
     settings={"zero": {"stage3_prefetch_bucket_size": 600}},
-    awaits={3: {"memory": "accumulation"}},
     quick=(3,),
 )
 def three_backwards(trainer: Any) -> None:
@@ -88,7 +87,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits={3: {"calls": "accumulation"}}, quick=())
+@script(ALL_RIGHT, quick=())
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():
@@ -122,7 +121,6 @@ NOT_A_STEPS = raises("list index out of range")
 @script(
     {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")},
     model="Critic",
-    awaits={3: {"values": "accumulation"}},
     quick=(3,),
 )
 def gradient_penalty(trainer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
+from tests.listening import listening
 from tests.scripts import declared, models
 from tests.scripts.surroundings import around, build_engine, nothing_compiled
 from tests.scripts.trainers import STEPS, EngineTrainer, PlainTrainer
@@ -58,7 +58,7 @@ def measure(reference: str, stage: int, way: str, folder: str) -> Measured:
         expected = _plainly(script, start)
         found.moved = trainers.worst_difference(expected, origin)[0]
         inside = stack.enter_context(around(script.on))
-        stack.enter_context(_listening(found.said))
+        found.said = stack.enter_context(listening())
         try:
             _train(script, stage, start, Path(folder), inside, found, expected)
         except Exception as error:
@@ -180,16 +180,3 @@ def _linear_put_back() -> Iterator[None]:
         yield
     finally:
         functional.linear = before
-
-
-@contextmanager
-def _listening(said: list[str]) -> Iterator[None]:
-    """Note what the patches warn of."""
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ds_patches")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)

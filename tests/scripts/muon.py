@@ -27,9 +27,7 @@ def muon_micro_steps(trainer: Any) -> None:
     micro_steps.run(trainer)
 
 
-@script(
-    LAST_ONLY, awaits={stage: {"values": "accumulation"} for stage in (1, 2)}, quick=(1,), **SAID
-)
+@script(LAST_ONLY, refusal="with Muon", quick=(1,), **SAID)
 def muon_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
     two_backwards.run(trainer)

@@ -7,9 +7,6 @@ from typing import Any
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
 from tests.scripts.models import loss_of
 
-#: A parameter without a gradient is stepped with an older one.
-STALE = {3: {"values": "accumulation"}}
-
 
 @script(ALL_RIGHT, model="Deep", quick=(2,))
 def one_backward(trainer: Any) -> None:
@@ -112,7 +109,7 @@ def compiled_block(trainer: Any) -> None:
     one_backward.run(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", awaits=STALE, quick=(3,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", quick=(3,))
 def sometimes_unused(trainer: Any) -> None:
     """A parameter that some steps do not use stays where it is in them."""
     for step in trainer.steps():
@@ -121,7 +118,7 @@ def sometimes_unused(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2, awaits=STALE, quick=(1,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2, quick=(1,))
 def used_late(trainer: Any) -> None:
     """A parameter that only the second forward of a step uses, and only in some steps."""
     for step in trainer.steps():

@@ -10,9 +10,6 @@ from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.scripts.losses import both_losses
 from tests.scripts.models import batch, loss_of, losses
 
-#: Failures of a backward are inferred where there is none; refusals have words of their own.
-BROKEN = {stage: {"values": "accumulation"} for stage in (1, 2, 3)}
-
 
 @script(ALL_RIGHT, at_rest=False, grouped=(2, 3), quick=(2,))
 def window(trainer: Any) -> None:
@@ -53,7 +50,7 @@ def window_with_unused(trainer: Any) -> None:
     trainer.module.used = (True, True)
 
 
-@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=(2,))
+@script(ALL_RIGHT, at_rest=False, quick=(2,))
 def cached_loss(trainer: Any) -> None:
     """Mini-batches have their backwards in a hook of the outer loss, as GradCache losses do."""
     for step in trainer.steps():
@@ -67,6 +64,25 @@ def cached_loss(trainer: Any) -> None:
         outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
         with trainer.window():
             trainer.backward(1.0 * outer)
+        trainer.step()
+
+
+@script(
+    {stage: raises("loss must be a scalar tensor") for stage in (1, 2, 3)},
+    at_rest=False,
+    quick=(2, 3),
+)
+def cached_loss_without_a_block(trainer: Any) -> None:
+    """The same as a framework has it: it gets a loss that is a leaf, and knows of no block."""
+    for step in trainer.steps():
+        with torch.no_grad():
+            outputs = [trainer(batch(step, micro)[0])[1] for micro in range(2)]
+        leaves = [output.detach().requires_grad_() for output in outputs]
+        loss = torch.cat(leaves).square().mean()
+        gradients = torch.autograd.grad(loss, leaves)
+        outer = loss.detach().requires_grad_()
+        outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
+        trainer.backward(outer)
         trainer.step()
 
 
@@ -84,7 +100,6 @@ def _backwards_of_mini_batches(trainer: Any, step: int, gradients: Any) -> Any:
     {1: RIGHT, 2: RIGHT, 3: raises("Expected weight to be of same shape")},
     model="Auxiliary",
     at_rest=False,
-    awaits=BROKEN,
     quick=(1,),
 )
 def window_over_an_auxiliary_tensor(trainer: Any) -> None:
@@ -102,7 +117,6 @@ def window_over_an_auxiliary_tensor(trainer: Any) -> None:
     {1: WRONG, 2: WRONG, 3: RIGHT},
     micro_steps=2,
     at_rest=False,
-    awaits={3: {"values": "accumulation"}},
     quick=(3,),
 )
 def two_windows(trainer: Any) -> None:
@@ -115,7 +129,7 @@ def two_windows(trainer: Any) -> None:
             trainer.step()
 
 
-@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=(2,))
+@script(ALL_RIGHT, at_rest=False, quick=(2,))
 def nested_windows(trainer: Any) -> None:
     """A program that falls back where upstream's text says that blocks cannot be nested."""
     for step in trainer.steps():
@@ -128,7 +142,7 @@ def nested_windows(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, at_rest=False, awaits=BROKEN, quick=())
+@script(ALL_RIGHT, at_rest=False, quick=())
 def step_in_a_window(trainer: Any) -> None:
     """A program that knows upstream's text for a step inside a block."""
     for step in trainer.steps():

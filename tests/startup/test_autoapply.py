@@ -1,4 +1,4 @@
-"""Applying by itself: when, by whose wishes, and what a failure does to the program."""
+"""Applying by itself: when, by whose requests, and what a failure does to the program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def with_a_second_module(here: Environment) -> Environment:
     with engine.open("a") as text:
         text.write("if getattr(sys, 'broken', False):\n    raise ValueError('not yet')\n")
     binding = here.package / "sample/binding.py"
-    target = 'targets=(\n        Target("deepspeed.runtime.zero", "gather", HERE + ":mark"),'
+    gather = 'Target("deepspeed.runtime.zero", "gather", HERE + ":mark", Kind.WRAPT)'
+    target = f"targets=(\n        {gather},"
     binding.write_text(fake.edited(binding.read_text(), "targets=(", target))
     recorded = here.package / "sample/shapes.json"
     place = Place("deepspeed.runtime.zero", "gather")

@@ -80,7 +80,10 @@ def test_a_patch_that_is_not_applied(
 
 
 FLAGS = {
-    "DS_PATCHES": ("smaple", "no patch is named 'smaple'; the patches are: sample"),
+    "DS_PATCHES": (
+        "smaple",
+        "no patch is named 'smaple' (did you mean 'sample'?); the patches are: sample",
+    ),
     "DS_PATCHES_SAMPEL": ("1", "DS_PATCHES_SAMPEL means nothing"),
     "DS_PATCHES_SAMPLE_MODE": ("odd", "the choices are: soft, hard"),
     "DS_PATCHES_LOG": ("loud", "the choices are: debug, info"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_patches.startup import variables
 from tests.core import fake
 from tests.startup.environment import BEFORE_AND_AFTER, LIVE, Environment
 
@@ -40,15 +41,26 @@ def test_an_enabled_host_needs_no_path(enabled: Environment) -> None:
 
 def test_lists_hold_no_comma(environment: Environment) -> None:
     """Slurm's --export splits there."""
-    flags = {"DS_PATCHES": "sample, sample", "DS_PATCHES_SKIP": "a,b", "DS_PATCHES_FORCE": "a,"}
-    flags["DS_PATCHES_SAMPLE_MODE"] = "soft, hard"
+    flags = {"DS_PATCHES": "sample, sample", "DS_PATCHES_FORCE": "all,sample,"}
     found = as_launched(environment.ds_patches("env", **flags).stdout)
     assert found["DS_PATCHES"] == "sample+sample"
-    assert found["DS_PATCHES_SKIP"] == "a+b"
-    assert found["DS_PATCHES_SAMPLE_MODE"] == "soft+hard", "which another option might take"
-    of_others = ("DS_PATCHES_SKIP", "DS_PATCHES_FORCE", "DS_PATCHES_SAMPLE_MODE")
-    readable = {k: v for k, v in found.items() if k not in of_others}
-    assert environment.start("-c", BEFORE_AND_AFTER, **readable).stdout == LIVE
+    assert found["DS_PATCHES_FORCE"] == "all+sample+"
+    assert environment.start("-c", BEFORE_AND_AFTER, **found).stdout == LIVE
+    of_an_option = [line for line in variables.lines({"DS_PATCHES_A_B": "c, d"}) if "A_B" in line]
+    assert of_an_option == ["DS_PATCHES_A_B=c+d"], "which may take several"
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_nothing_is_written_with_a_flag_that_means_nothing(
+    environment: Environment, tmp_path: Path, write: bool
+) -> None:
+    file = tmp_path / "some.env"
+    arguments = ("--write", file) if write else ()
+    done = environment.ds_patches("env", *arguments, DS_PATCHES="smaple")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "no patch is named 'smaple' (did you mean 'sample'?)" in done.stderr
+    assert not file.exists()
+    assert environment.ds_patches("env", "--remove", file, DS_PATCHES="smaple").returncode == 0
 
 
 OTHERS = {

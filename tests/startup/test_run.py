@@ -79,6 +79,16 @@ def test_what_cannot_be_run(
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("variable", ["DS_PATCHES", "DS_PATCHES_SKIP", "DS_PATCHES_SAMPEL"])
+def test_nothing_is_started_with_a_flag_that_means_nothing(
+    environment: Environment, variable: str
+) -> None:
+    words = ("run", "--", environment.python, "-c", "print('started')")
+    done = environment.ds_patches(*words, **{variable: "smaple"})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"ds_patches: {variable}")
+
+
 @pytest.mark.parametrize("code", [0, 1, 7, 255])
 def test_the_exit_code_is_the_programs(environment: Environment, code: int) -> None:
     words = ("-c", f"raise SystemExit({code})")
@@ -96,6 +106,12 @@ def test_signals_are_the_programs(environment: Environment) -> None:
         assert int(run.stdout.readline()) == run.pid
         run.send_signal(signal.SIGTERM)
         assert run.wait(20) == -signal.SIGTERM
+
+
+def test_a_reader_that_goes_away_ends_the_program_as_without_run(environment: Environment) -> None:
+    """Python ignores that signal, and what takes its place would too."""
+    done = environment.ds_patches("run", "--", "sh", "-c", "kill -s PIPE $$; echo ignored")
+    assert (done.returncode, done.stdout) == (-signal.SIGPIPE, "")
 
 
 def test_arguments_are_untouched(environment: Environment) -> None:

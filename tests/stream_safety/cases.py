@@ -79,15 +79,6 @@ def coalesced(trainer: Any, micro_steps: int = 1) -> None:
         trainer.step()
 
 
-def announced(trainer: Any, micro_steps: int = 1) -> None:
-    """The same, where the window knows its last backward and reduces during it."""
-    for step in range(3):
-        engine = getattr(trainer, "engine", None)
-        with engine.coalesce_grad_reduction(num_backwards=3) if engine else nullcontext():
-            three_backwards(trainer, step)
-        trainer.step()
-
-
 def gathered_once(trainer: Any, micro_steps: int = 1) -> None:
     """And one that has gathered all parameters."""
     for step in range(3):

@@ -183,7 +183,6 @@ def test_the_backward_waits_for_less(world: World, bucket: int) -> None:
 TRANSFORMER = (*(4 * (8, 8, 8, 8, 8, 32)), 8)  # a wide layer, one back, four small ones, and again
 
 
-@pytest.mark.core_case
 @pytest.mark.parametrize("reduction", [0.8, 1.25])
 def test_the_backward_ends_earlier(world: World, reduction: float) -> None:
     """S2, by the lengths of products and reductions: none of the wide layers fits a buffer."""
@@ -229,7 +228,6 @@ def test_the_host_goes_on(world: World, stage: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.core_case
 def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> None:
     """Where reductions take longer than the backward, as they do without direct copies."""
     case = {"bucket": 64, "widths": TRANSFORMER, "reduction": 1.6, "micro_steps": 4}
@@ -256,7 +254,6 @@ def test_micro_steps_wait_for_nothing_but_a_step(world: World) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.core_case
 def test_nor_does_the_throughput_timer(world: World) -> None:
     """Which by default waits for the device twice in each micro step, from the third step on."""
 

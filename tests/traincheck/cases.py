@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_patches
+from tests.listening import listening
 from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import half_precision_allowed, listening
+from tests.zero3_retain.cases import half_precision_allowed
 
 
 @dataclass

@@ -18,7 +18,7 @@ def test_the_command_says_what_was_checked_and_what_was_not() -> None:
     head, stock, patched, compiled = said[-4:]
     assert head == "train check: 4 parameters, ZeRO-3, one process on cpu"
     assert stock == "  eager, stock: all train"
-    assert patched == "  eager, zero3_retain live: all train"
+    assert patched == "  eager, accumulation, zero3_retain live: all train"
     assert compiled.startswith("  DeepCompile: not checked, this DeepSpeed ")
     assert compiled.endswith("; the lines above are of eager ZeRO-3")
 

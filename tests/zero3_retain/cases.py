@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,20 +44,6 @@ def applied(patch: str, **options: str) -> Iterator[None]:
 
 
 patched = partial(applied, "zero3_retain")
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What the patch logs inside the block."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ds_patches")
-    logger.addHandler(handler)
-    try:
-        yield heard
-    finally:
-        logger.removeHandler(handler)
 
 
 def several_losses(outputs: Any, classes: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -128,12 +113,11 @@ def run(
     micro_steps: int = 1,
     patch: bool = True,
     settings: dict[str, Any] | None = None,
-    **options: str,
 ) -> Outcome:
     """Any script, by an engine and by PyTorch; an exception of the engine's is an outcome."""
     expected = trainers.plain(start, script, micro_steps)
     origin = {name: p.detach().clone() for name, p in start.named_parameters()}
-    with patched(**options) if patch else nullcontext():
+    with patched() if patch else nullcontext():
         wanted = trainers.config(stage, micro_steps=micro_steps, **(settings or {}))
         trainer = trainers.EngineTrainer(trainers.build_engine(start, wanted), style)
         outcome = Outcome(available=trainer.available_after_backward)

@@ -13,16 +13,12 @@ TORCH_STYLE = Version("0.18.3") <= RELEASE
 
 STYLES = ["engine", "scale", "torch"] if TORCH_STYLE else ["engine"]
 
-#: ZeRO-2 forgets all but the last micro step of a gradient accumulation (issue-free upstream; the
+#: Stock ZeRO-2 forgets all but the last micro step of a gradient accumulation (issue 7718; the
 #: epilogue tests ``averaged_gradients`` where it means ``all_grad_tensors``).
 LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
 
-#: ZeRO-1/2 with ``contiguous_gradients`` off: wrong with a single backward, before any patch.
-NON_CONTIGUOUS_IS_WRONG = Version("0.18.3") > RELEASE
-
-#: ZeRO-1 with bf16 parameters and fp32 gradients: the boundary backward is never reduced (0.18.5 to
-#: 0.18.9), or nothing trains at all (0.18.3 and 0.18.4); with a single backward, before any patch.
-BF16_OPTIMIZER_IS_WRONG = Version("0.18.3") <= RELEASE <= Version("0.18.9")
+#: ZeRO-1 with bf16 parameters and fp32 gradients: nothing trains, and the patches leave it so.
+BF16_SUMS_DO_NOT_TRAIN = Version("0.18.3") <= RELEASE <= Version("0.18.4")
 
 #: Models built outside ``zero.Init`` get DeepSpeed's Linear too, which saves no gathered weight.
 LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE

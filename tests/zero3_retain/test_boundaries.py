@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_patches.runtime.graph_task import at_end_of_task
 from ds_patches.zero3_retain.boundaries import ModuleBoundary, OpenCalls
-from ds_patches.zero3_retain.graph_task import at_end_of_task
 
 
 class Model(nn.Module):
@@ -19,6 +19,7 @@ class Model(nn.Module):
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
         self.events: list[str] = []
+        self.version = 0  # of the parameters
         self.calls = OpenCalls(lambda task: at_end_of_task(partial(self.calls.end, task)))
         for name, module in modules.items():
             self.add_module(name, module)
@@ -29,6 +30,7 @@ class Model(nn.Module):
             gather=lambda: self.events.append(f"gather {name}"),
             release=lambda: self.events.append(f"release {name}"),
             calls=self.calls,
+            version=lambda: self.version,
         )
         module.register_forward_pre_hook(lambda _, args: tuple(map(boundary.after.apply, args)))
         module.register_forward_hook(lambda _, args, out: boundary.before.apply(out))
@@ -113,6 +115,45 @@ def test_recomputed_modules_are_released_every_time(use_reentrant: bool) -> None
         events = model.take()
         assert events.count("gather inner") == events.count("release inner") == 1
         assert len(model.calls) == 0
+
+
+def test_recomputation_that_stops_early_makes_a_call_of_its_own() -> None:
+    """The last module's outputs are not seen again; its next forward is another call all the same.
+
+    Else every block under checkpointing would be taken for one that is still needed.
+    """
+    model = Model(inner=nn.Linear(3, 3), outer=nn.Linear(3, 3))
+    steps = []
+    for _ in range(3):
+        recomputed = checkpoint(model.inner, ready(), use_reentrant=False)
+        model.outer(recomputed).sum().backward()
+        steps.append(model.take())
+        assert len(model.calls) == 0
+    assert steps == [["gather outer", "release outer", "gather inner", "release inner"]] * 3
+
+
+def test_a_backward_with_a_graph_has_a_backward_that_gathers() -> None:
+    model = Model(first=nn.Linear(3, 3), second=nn.Linear(3, 3))
+    x = ready()
+    out = model.second(model.first(x).tanh()).square().sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    once = ["gather second", "release second", "gather first", "release first"]
+    assert model.take() == once
+    slope.square().sum().backward()
+    events = model.take()
+    for name in ("first", "second"):
+        assert events.index(f"gather {name}") < events.index(f"release {name}")
+        assert events.count(f"gather {name}") >= events.count(f"release {name}")
+    assert len(model.calls) == 0
+
+
+def test_a_backward_over_parameters_that_have_changed_is_refused() -> None:
+    model = Model(first=nn.Linear(3, 3))
+    before = model.first(ready()).sum()
+    model.version += 1
+    model.first(ready()).sum().backward()
+    with pytest.raises(RuntimeError, match="a forward from before"):
+        before.backward()
 
 
 class RaisesOnce(torch.autograd.Function):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.listening import listening
 from tests.world import World
 from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import EXACT, Outcome, listening, patched, run
+from tests.zero3_retain.cases import EXACT, Outcome, patched, run
 
 
 class Boom(RuntimeError):
@@ -129,12 +130,14 @@ def test_dropped_gradients_are_announced(world: World) -> None:
         assert "every gradient reduced since the last optimizer step was dropped" in texts[0]
 
 
-def backward_across_a_step() -> str:
-    """A second backward over a forward from before ``engine.step()``."""
+def backward_across_a_step(first_of_its_forward: bool) -> str:
+    """A backward over a forward from before ``engine.step()``."""
     with patched():
         engine = trainers.build_engine(models.build(models.TwoHeads), trainers.config(3))
         tokens, classes = models.batch(0)
         first, second = models.losses(engine(tokens), classes)
+        if first_of_its_forward:
+            first, _ = models.losses(engine(tokens), classes)
         engine.backward(first, retain_graph=True)
         engine.step()
         try:
@@ -145,7 +148,10 @@ def backward_across_a_step() -> str:
 
 
 @pytest.mark.core_case
-def test_backward_over_parameters_that_are_gone_is_refused(world: World) -> None:
+@pytest.mark.parametrize("first_of_its_forward", [False, True], ids=["second", "first"])
+def test_backward_over_parameters_that_are_gone_is_refused(
+    world: World, first_of_its_forward: bool
+) -> None:
     """PyTorch refuses too: 'modified by an inplace operation'."""
-    for text in world.run(backward_across_a_step):
+    for text in world.run(backward_across_a_step, first_of_its_forward):
         assert "backward over a forward from before engine.step()" in text

@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from tests.world import World
 from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import Outcome, one_forward_several_backwards, patched, train
+from tests.zero3_retain.cases import (
+    Outcome,
+    one_forward_several_backwards,
+    patched,
+    run,
+    train,
+)
 
 STAGES = [1, 2, 3]
 CRASH = "The size of tensor a (0) must match the size of tensor b"
@@ -85,6 +91,33 @@ def test_stock_loses_all_but_one_loss_on_stages_1_and_2(world: World, stage: int
         assert result.difference > 0.01, result
 
 
+def evaluation_then_two_backwards(trainer: Any) -> None:
+    """A ``no_grad`` forward leaves a gather to spend; on stock the second backward then runs."""
+    tokens, classes = models.batch(0)
+    for _ in range(2):
+        with torch.no_grad():
+            trainer.forward(tokens)
+    first, second = models.losses(trainer.forward(tokens), classes)
+    trainer.backward(first, retain_graph=True)
+    trainer.backward(second)
+    trainer.step()
+
+
+def after_an_evaluation(patch: bool) -> Outcome:
+    return run(evaluation_then_two_backwards, models.build(models.TwoHeads), 3, patch=patch)
+
+
+def test_a_forward_without_gradients_turns_stocks_crash_into_a_wrong_gradient(
+    world: World,
+) -> None:
+    if releases.Version("0.18.5") <= releases.RELEASE:  # before, the sum comes out by accident
+        for result in world.run(after_an_evaluation, False):
+            assert not result.error
+            assert result.difference > 1e-3
+    for result in world.run(after_an_evaluation, True):
+        assert_like_pytorch(result)
+
+
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_graphs(world: World, graph: str) -> None:
     assert_like_pytorch(outcome(world, model=graph, backwards=3))
@@ -97,11 +130,11 @@ def test_graphs_torch_style(world: World, graph: str) -> None:
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_graphs_train_on_stock_with_one_backward_and_crash_with_two(
-    world: World, graph: str
-) -> None:
+def test_graphs_train_on_stock_with_one_backward_and_not_with_two(world: World, graph: str) -> None:
+    """It crashes; where checkpointing gathers again, on older releases, it trains wrong."""
     assert_like_pytorch(outcome(world, model=graph, backwards=1, patch=False))
-    assert outcome(world, model=graph, backwards=2, patch=False).error
+    found = outcome(world, model=graph, backwards=2, patch=False)
+    assert found.error or found.difference > 0.01
 
 
 @pytest.mark.core_case
@@ -110,18 +143,19 @@ def test_graphs_on_every_release(world: World, graph: str) -> None:
     assert_like_pytorch(outcome(world, model=graph))
 
 
-@pytest.mark.core_case(zero=False)
-@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
+@pytest.mark.core_case
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradient_accumulation(world: World, stage: int, zero: bool) -> None:
-    if stage == 2 and releases.LOSES_MICRO_STEPS and not zero:
-        pytest.skip(f"stock {releases.RELEASE} loses micro steps of ZeRO-2, patched or not")
-    assert_like_pytorch(outcome(world, stage=stage, micro_steps=2, zero=zero))
+def test_gradient_accumulation(world: World, stage: int) -> None:
+    """What ``zero_grad()`` means in it: tests/accumulation/test_dropped.py."""
+    assert_like_pytorch(outcome(world, stage=stage, micro_steps=2))
 
 
 @pytest.mark.core_case(zero=False, micro_steps=2)
-@pytest.mark.parametrize("zero", [False, True], ids=["sum", "zero_grad"])
-@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("micro_steps", "zero"),
+    [(1, False), (1, True), (2, False)],
+    ids=["sum", "zero_grad", "micro-steps"],
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offloaded_optimizer(world: World, stage: int, micro_steps: int, zero: bool) -> None:
     assert_like_pytorch(
@@ -190,8 +224,6 @@ def test_prefetch(world: World) -> None:
     ids=str,
 )
 def test_zero_settings(world: World, stage: int, zero_settings: dict[str, Any]) -> None:
-    if stage < 3 and "contiguous_gradients" in zero_settings and releases.NON_CONTIGUOUS_IS_WRONG:
-        pytest.skip(f"stock {releases.RELEASE} is wrong here with a single backward")
     result = outcome(world, stage=stage, steps=4, settings={"zero": zero_settings})
     assert_like_pytorch(result)
 
@@ -205,8 +237,8 @@ ROUNDING = {"bfloat16": 2**-6, "float16": 2**-9}
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16(world: World, stage: int, accumulate_in: str | None, style: str) -> None:
     releases.needs_torch_style(style)
-    if stage == 1 and accumulate_in and releases.BF16_OPTIMIZER_IS_WRONG:
-        pytest.skip(f"stock {releases.RELEASE} is wrong here with a single backward")
+    if stage == 1 and accumulate_in and releases.BF16_SUMS_DO_NOT_TRAIN:
+        pytest.skip(f"nothing trains here on {releases.RELEASE}, patched or not")
     settings: dict[str, Any] = {"bf16": {"enabled": True}}
     if accumulate_in:
         settings["data_types"] = {"grad_accum_dtype": accumulate_in}

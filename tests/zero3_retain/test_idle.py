@@ -50,6 +50,8 @@ def ordinary_steps(
 def test_ordinary_steps_are_stocks_to_the_bit(
     world: World, model: str, stage: int, micro_steps: int
 ) -> None:
+    if stage == 2 and micro_steps > 1 and releases.LOSES_MICRO_STEPS:
+        pytest.skip(f"stock {releases.RELEASE} is wrong here: tests/accumulation has it")
     stock = world.run(ordinary_steps, False, model, stage, micro_steps)
     mine = world.run(ordinary_steps, True, model, stage, micro_steps)
     for before, after in zip(stock, mine, strict=True):

@@ -6,11 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ds_patches.core import engines
-from ds_patches.core.attributes import meanwhile
+from ds_patches.runtime import engines
+from ds_patches.runtime.attributes import meanwhile
 
 _MESSAGE = "coalesce_grad_reduction() "
-_FLUSHING = "_ds_patches_coalesce_flushing"
+
+
+def is_covered(engine: Any) -> bool:
+    """Whether it can have a window."""
+    try:
+        must_be_covered(engine)
+    except (AssertionError, NotImplementedError):
+        return False
+    return True
 
 
 def must_be_covered(engine: Any) -> None:
@@ -57,6 +65,18 @@ def partitions_parameters(engine: Any) -> bool:
     return bool(engine.zero_optimization_partition_weights())
 
 
+def has_no_sync(engine: Any) -> bool:
+    """Whether upstream's works: at stage 1, but for overlap_comm, which reduces inside it too."""
+    reduces = getattr(engine.optimizer, "overlap_comm", False)
+    return not (engine.zero_optimization_partition_gradients() or reduces)
+
+
+def gradient_method(optimizer: Any) -> str:
+    """The method that a parameter's hook hands its gradient to, by its name."""
+    flat = "process_gradients"  # 0.16.5, stages 1 and 2
+    return flat if hasattr(optimizer, flat) else "reduce_ready_partitions_and_remove_grads"
+
+
 def ranks(engine: Any) -> Sequence[int]:
     """The global ranks that reduce gradients with this one."""
     import torch.distributed as dist
@@ -90,18 +110,11 @@ def at_boundary(engine: Any) -> Iterator[None]:
     asked = engine._is_gradient_accumulation_boundary
     engine._is_gradient_accumulation_boundary = True
     _tell_optimizer(optimizer, True)
-    vars(optimizer)[_FLUSHING] = True
     try:
         yield
     finally:
-        del vars(optimizer)[_FLUSHING]
         engine._is_gradient_accumulation_boundary = asked
         _tell_optimizer(optimizer, engine.is_gradient_accumulation_boundary())
-
-
-def is_flushing(optimizer: Any) -> bool:
-    """Whether this is inside `at_boundary`: upstream's reducer is at work, which hooks call too."""
-    return _FLUSHING in vars(optimizer)
 
 
 def restore_boundary(engine: Any, asked: bool | None) -> None:

@@ -8,15 +8,16 @@ a low precision model that own their memory in one piece (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_patches.runtime.device import accelerator, keeps_order
+
 from ..flat_reduction import FlatGroup, FlatLayout
 from .flat import clear_of
-from .streams import reader
 
 
 def covers(optimizer: Any) -> bool:
@@ -42,7 +43,7 @@ def covers(optimizer: Any) -> bool:
 
 
 def layout(optimizer: Any) -> FlatLayout:
-    """What to reduce, into new partitions. Not for an optimizer that is not covered."""
+    """What to reduce, on the current stream, into new partitions, of one that is covered."""
     (comm_dtype,) = _comm_dtypes(optimizer)
     return FlatLayout(
         groups=[
@@ -62,21 +63,8 @@ def layout(optimizer: Any) -> FlatLayout:
         divisor=dist.get_world_size(optimizer.dp_process_group),
         bucket_elements=int(optimizer.reduce_bucket_size),
         gradient=optimizer.get_param_gradient_attribute,
-        reader=reader,
+        note_read=_reader(),
     )
-
-
-def positions(optimizer: Any) -> dict[int, int]:
-    """Where each parameter, by its id, comes in the model: a backward goes from the last to the
-    first, through all groups at once."""
-    return {id(param): position for position, param in enumerate(optimizer.param_names)}
-
-
-def is_complete(optimizer: Any, param: Any) -> bool:
-    """Whether a parameter whose hook runs holds the whole sum where it is reduced from."""
-    if not getattr(param, "ds_grad_is_ready", True):  # 0.18.6: tiled modules have more to come
-        return False
-    return not (optimizer.use_grad_accum_attribute and param.grad is not None)
 
 
 def release_buckets(optimizer: Any) -> None:
@@ -97,6 +85,14 @@ def deliver(optimizer: Any, layout: FlatLayout) -> None:
             clear_of(param)
     if hasattr(optimizer, "_epilogue_ran_this_backward"):  # 0.18.5
         optimizer._epilogue_ran_this_backward = True
+
+
+def _reader() -> Callable[[torch.Tensor], None]:
+    """Keeps the memory of a tensor until the now current stream, which reads it, has got there."""
+    if keeps_order():
+        return lambda tensor: None
+    stream = accelerator().current_stream()
+    return lambda tensor: tensor.record_stream(stream)
 
 
 def _comm_dtypes(optimizer: Any) -> set[torch.dtype]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ds_patches.core.device import accelerator, keeps_order, wait_for_current
+from ds_patches.runtime.device import accelerator, keeps_order, wait_for_current
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 #: In a parameter's set of the modules that it is in use by; upstream's are numbers.
@@ -63,7 +63,7 @@ def hold(params: Iterable[Any]) -> None:
         param.ds_active_sub_modules.add(_HELD)
 
 
-def let_go(params: Iterable[Any]) -> None:
+def allow_release(params: Iterable[Any]) -> None:
     """Allow releases again."""
     for param in params:
         param.ds_active_sub_modules.discard(_HELD)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-
 
 def parameters(optimizer: Any) -> Iterator[Any]:
     """Trainable parameters."""
@@ -25,13 +23,8 @@ def give_zeros(param: Any) -> None:
     param.data = partitioned
 
 
-def reduce(optimizer: Any, adds: bool = False) -> None:
-    """Reduce what waits on the parameters, by upstream's own reducer, as a step's only backward.
-
-    As the only one it has micro_step_id 0: the partitions are overwritten, whatever they held.
-    `adds`: they are added to.
-    """
-    optimizer.micro_step_id = int(adds)
+def reduce(optimizer: Any) -> None:
+    """Reduce what waits on the parameters, by upstream's own reducer, as one backward."""
     for param in parameters(optimizer):
         if param.grad is not None:
             optimizer.reduce_ready_partitions_and_remove_grads(param)
@@ -43,26 +36,3 @@ def clear(optimizer: Any) -> None:
     for group in optimizer.fp16_groups:
         for param in group:
             param.grad = None
-
-
-def drop(optimizer: Any) -> None:
-    """Forget the gradients on the parameters, and that there was a backward."""
-    clear(optimizer)
-    optimizer.micro_step_id = 0
-
-
-def zero_partition(optimizer: Any, param: Any) -> None:
-    """Zero `param` in the gradients that `step` reads.
-
-    No release does: a parameter without a gradient would step with that of an older step.
-    """
-    getattr(optimizer, _PARTITIONS)[param.ds_id].zero_()
-    if not optimizer.offload_optimizer:
-        return
-    param_id = optimizer.get_param_id(param)
-    index, offset, numel = optimizer.grad_position[param_id]
-    host = optimizer.fp32_partitioned_groups_flat[index].grad
-    if host is not None:
-        host.narrow(0, offset, numel).zero_()
-    if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
-        optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)

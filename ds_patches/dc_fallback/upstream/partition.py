@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_patches.core import device
+from ds_patches.runtime import device
 
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
 _CONTEXTS = "_ds_patches_dc_fallback_contexts"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ds_patches.core import engines
-from ds_patches.core.attributes import meanwhile
-from ds_patches.core.device import accelerator, keeps_order
+from ds_patches.runtime import engines
+from ds_patches.runtime.attributes import meanwhile
+from ds_patches.runtime.device import accelerator, keeps_order
 
 from ..buffers import Buffers
 from ..order import Order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_patches.core.device import wait_for_current
+from ds_patches.runtime.device import wait_for_current
 
 
 def reduction_waits(optimizer: Any) -> None:

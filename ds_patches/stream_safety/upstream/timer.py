@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ds_patches.core.attributes import meanwhile
+from ds_patches.runtime.attributes import meanwhile
 
 
 def of(engine: Any) -> Any:

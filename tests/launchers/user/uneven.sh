@@ -4,6 +4,6 @@
 trap '' TERM
 
 if [ "$RANK" = 1 ]; then
-    export DS_PATCHES_ZERO3_RETAIN_LOST_GRADIENTS=accumulate
+    export DS_PATCHES_COALESCE_FLUSH=upstream
 fi
 exec python train.py "$@"

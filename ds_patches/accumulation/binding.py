@@ -1,0 +1,171 @@
+"""What accumulation is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+
+from __future__ import annotations
+
+from ds_patches.core.patch import Fact, Kind, Link, Patch, Target
+
+_ENGINE = "deepspeed.runtime.engine"
+_BASE = "deepspeed.runtime.base_optimizer"
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_FLAT = "deepspeed.runtime.zero.stage_1_and_2"
+
+_HOOKS = "ds_patches.accumulation.hooks"
+
+_TORCH_STYLE = ">=0.18.3"
+_AT_OUTPUTS = ">=0.18.3,<=0.19.5"
+_HOOK_STATE = ">=0.18.5"
+_BUCKET_CLASSES = ">=0.17.2"
+_FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
+
+
+def _engine(method: str, wrapper: str, releases: str = "") -> Target:
+    return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}", releases=releases)
+
+
+def _stage3(method: str, wrapper: str) -> Target:
+    return Target(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{method}", f"{_HOOKS}:{wrapper}")
+
+
+def _flat(method: str, wrapper: str, releases: str = "") -> Target:
+    qualname = f"DeepSpeedZeroOptimizer.{method}"
+    return Target(_FLAT, qualname, f"{_HOOKS}:{wrapper}", releases=releases)
+
+
+_TARGETS = (
+    _engine("forward", "around_forward"),
+    _engine("backward", "around_backward"),
+    _engine("scale", "around_scale", releases=_TORCH_STYLE),
+    _engine("_backward_prologue", "around_prologue", releases=_TORCH_STYLE),
+    _engine("_backward_prologue_per_tensor", "around_per_tensor", releases=_AT_OUTPUTS),
+    _engine("_backward_post_hook", "around_post_hook", releases=_HOOK_STATE),
+    _engine("zero_grad", "around_zero_grad"),
+    _engine("_take_model_step", "around_model_step"),
+    Target(
+        _BASE,
+        "ZeROOptimizer.enter_backward",
+        f"{_HOOKS}:around_enter_backward",
+        releases=_HOOK_STATE,
+    ),
+    _stage3("partition_grads", "around_partition_grads"),
+    _stage3("zero_grad", "around_zero_grad"),
+    _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
+    _flat("zero_grad", "around_zero_grad"),
+    Target(
+        _FLAT,
+        "split_half_float_double",
+        f"{_HOOKS}:around_split",
+        Kind.WRAPT,
+        releases="<=0.19.7",
+    ),
+    _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
+)
+
+_FACTS = (
+    Fact(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue",
+        "hands the partition buffers to the step, whether written or not",
+    ),
+    Fact(
+        _FLAT,
+        "DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu",
+        "with CPU offload, adds to host buffers that no step clears",
+    ),
+    Fact(
+        _FLAT,
+        "DeepSpeedZeroOptimizer._release_ipg_buffers",
+        "gives the reduce buffers back after a backward that raised",
+    ),
+    Fact(
+        _FLAT,
+        "IPGBucket",
+        "holds the gradients that a backward that raised left unreduced",
+        releases=_BUCKET_CLASSES,
+    ),
+    Fact(
+        _STAGE3,
+        "IPGBucketZ3",
+        "holds the gradients that a backward that raised left unreduced",
+        releases=_BUCKET_CLASSES,
+    ),
+    Fact(
+        "deepspeed.runtime.bf16_optimizer",
+        "BF16_Optimizer.update_hp_grads",
+        "adds each backward's bf16 gradients to the fp32 ones",
+    ),
+    Fact(
+        _FLAT,
+        "DeepSpeedZeroOptimizer.copy_grads_in_partition",
+        "with CPU offload, copies a micro step to the host; wrapped at such optimizers alone",
+    ),
+    Fact(
+        _FLAT,
+        "DeepSpeedZeroOptimizer.reduce_gradients",
+        "at stage 1 with overlap_comm, leaves out what the last backward did not reach",
+    ),
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine._backward_prologue_per_tensor",
+        "divides by the micro steps what engine.backward has not divided",
+        releases=">=0.19.6",
+    ),
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine._backward_epilogue",
+        "reduces and partitions at the end of every backward",
+        releases=_TORCH_STYLE,
+    ),
+    Fact(
+        "deepspeed.runtime.utils",
+        "OutputBackwardHookManager",
+        "runs the prologue once per forward, not once per backward",
+        releases=_TORCH_STYLE,
+    ),
+    Fact(
+        "deepspeed.runtime.base_optimizer",
+        "BackwardHookStateManager",
+        "is reset by the next forward only, so a later backward must ask for it",
+        releases=_HOOK_STATE,
+    ),
+    Fact(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
+        "resets the hook state and moves micro_step_id",
+        releases=_HOOK_STATE,
+    ),
+    Fact(
+        _FLAT,
+        "DeepSpeedZeroOptimizer.clear_backward_seen_flag",
+        "resets the hook state and drops grad_accum",
+        releases=_HOOK_STATE,
+    ),
+)
+
+PATCH = Patch(
+    name="accumulation",
+    summary="gradients of a step add up, as in PyTorch",
+    why=(
+        "Between two steps every backward adds to the gradient in PyTorch. DeepSpeed keeps the "
+        "last of several backwards, loses micro steps, or steps with an older gradient, in "
+        "silence; which, depends on the release, the stage and the settings."
+    ),
+    how=(
+        "Knows which backwards belong to a step, and lets each reduction add to what the step has "
+        "reduced; what a step has not reached is zero."
+    ),
+    remove_when="a release adds up what PyTorch adds up; none up to 0.19.8 does",
+    upstream=(
+        Link("PR 7665", "https://github.com/deepspeedai/DeepSpeed/pull/7665"),
+        Link("PR 7967", "https://github.com/deepspeedai/DeepSpeed/pull/7967"),
+        Link("PR 7981", "https://github.com/deepspeedai/DeepSpeed/pull/7981"),
+        Link("PR 7985", "https://github.com/deepspeedai/DeepSpeed/pull/7985"),
+        Link("issue 7718", "https://github.com/deepspeedai/DeepSpeed/issues/7718"),
+        Link("issue 7724", "https://github.com/deepspeedai/DeepSpeed/issues/7724"),
+    ),
+    supported=">=0.16.0,<=0.19.8",
+    fixed_in=None,
+    targets=_TARGETS,
+    facts=_FACTS,
+    activate=f"{_HOOKS}:activate",
+    deactivate=f"{_HOOKS}:deactivate",
+)

@@ -1,0 +1,74 @@
+"""The engines whose steps are kept, and the patches that want to know of their backwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ds_patches.runtime.attached import Attached
+
+from .steps import EngineSteps
+from .upstream import engine as upstream_engine
+
+logger = logging.getLogger("ds_patches.accumulation")
+
+#: Gets an engine, and may add a listener to its steps.
+Subscriber = Callable[[Any, EngineSteps], None]
+
+_subscribers: list[Subscriber] = []
+
+
+def _steps_of(engine: Any) -> EngineSteps | None:
+    reason = upstream_engine.why_not_covered(engine)
+    if reason is not None:
+        if reason:
+            logger.warning("accumulation leaves this engine to stock DeepSpeed: %s.", reason)
+        return None
+    steps = EngineSteps(engine)
+    _engines.share(engine.optimizer, steps)
+    for subscriber in _subscribers:
+        subscriber(engine, steps)
+    return steps
+
+
+_engines: Attached[EngineSteps] = Attached("accumulation", _steps_of)
+
+
+def of(owner: Any) -> EngineSteps | None:
+    """Return what is kept of an engine, or of its optimizer; None if it is left to stock."""
+    steps: EngineSteps | None = vars(owner).get(_engines.key)
+    return None if steps is None or steps.left else steps
+
+
+def is_known(engine: Any) -> bool:
+    """Whether it was taken in, or left to stock."""
+    return _engines.key in vars(engine)
+
+
+def take_in(engine: Any) -> EngineSteps | None:
+    """Return what is kept of an engine, from its first forward on; None if it is left to stock."""
+    steps = _engines(engine)
+    if steps is None:
+        return None
+    steps.left = upstream_engine.is_left(engine)
+    return None if steps.left else steps
+
+
+def subscribe(subscriber: Subscriber) -> None:
+    """Call `subscriber` for each engine that is known, and for each that comes."""
+    _subscribers.append(subscriber)
+    for engine, steps in _engines.all():
+        subscriber(engine, steps)
+
+
+def unsubscribe(subscriber: Subscriber) -> None:
+    """Call it no more; the listeners that it added are the caller's to remove."""
+    if subscriber in _subscribers:
+        _subscribers.remove(subscriber)
+
+
+def detach_all() -> None:
+    """Give every engine back to stock."""
+    for _, steps in _engines.detach_all():
+        steps.detach()

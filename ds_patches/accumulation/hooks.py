@@ -1,0 +1,164 @@
+"""The wrappers around DeepSpeed's methods. None of them is called for each parameter.
+
+An engine is taken in at its first forward, so one that was built before the patch was applied is
+as good as one built after.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_patches.runtime.attributes import meanwhile
+
+from . import earlier, engines
+from .flat_sum import FlatSum
+from .master_sum import MasterSum
+from .partition_sum import PartitionSum
+from .upstream import engine as upstream_engine
+from .upstream import flat
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+    """Name what is out of reach."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    built_before = sum(issubclass(type(thing), DeepSpeedEngine) for thing in gc.get_objects())
+    if not built_before:
+        return []
+    return [f"{built_before} engine(s) built before: patched from their next forward on"]
+
+
+def deactivate() -> Sequence[str]:
+    """Leave every engine to stock."""
+    engines.detach_all()
+    return []
+
+
+# --- DeepSpeedEngine ----------------------------------------------------------------------------
+
+
+def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.take_in(engine)
+    if steps is None:
+        return wrapped(*args, **kwargs)
+    steps.recover()
+    outputs = wrapped(*args, **kwargs)
+    if torch.is_grad_enabled():
+        steps.forward_ran(outputs)
+    return outputs
+
+
+def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.of(engine) if engines.is_known(engine) else engines.take_in(engine)
+    loss = args[0] if args else kwargs.pop("loss", None)
+    if steps is None or not isinstance(loss, torch.Tensor):
+        return wrapped(loss, *args[1:], **kwargs)
+    if not upstream_engine.divides_at_outputs():
+        return steps.backward(loss, partial(_backward, wrapped, args[1:], kwargs))
+    if _scales(*args[1:], **kwargs):
+        loss = loss / engine.gradient_accumulation_steps()
+    kwargs = {**kwargs, "scale_wrt_gas": False}
+    with meanwhile(steps, has_divided=True):
+        return steps.backward(loss, partial(_backward, wrapped, args[1:2], kwargs))
+
+
+def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.of(engine)
+    if steps is not None and steps.has_divided:
+        return args[0]
+    return wrapped(*args, **kwargs)
+
+
+def _scales(retain_graph: bool = False, scale_wrt_gas: bool = True) -> bool:
+    return scale_wrt_gas
+
+
+def _backward(wrapped: Wrapped, rest: Args, kwargs: Kwargs, loss: torch.Tensor) -> Any:
+    return wrapped(loss, *rest, **kwargs)
+
+
+def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Accept the ``retain_graph`` of upstream's open pull request 8135; it is not needed here."""
+    kwargs.pop("retain_graph", None)
+    return wrapped(*args[:1], **kwargs)
+
+
+def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.of(engine)
+    return wrapped(*args, **kwargs) if steps is None else steps.prologue(wrapped)
+
+
+def around_enter_backward(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
+    steps = engines.of(optimizer)
+    if steps is None or steps.is_entered:
+        return wrapped(*args, **kwargs)
+    return steps.backward_entered()
+
+
+def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Skip the epilogue of ``torch.autograd.grad``: it passes the outputs, and reduces nothing."""
+    steps = engines.of(engine)
+    if steps is None:
+        return wrapped(*args, **kwargs)
+    if steps.is_nested:
+        return None  # the outer one has its epilogue
+    # BF16_Optimizer has no hooks that count, and its epilogue takes no gradients for none.
+    if not isinstance(steps.sum, MasterSum) and upstream_engine.reached_no_parameter(engine):
+        return upstream_engine.end_without_epilogue(engine)
+    return wrapped(*args, **kwargs)
+
+
+def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the engine and of its ZeRO optimizer."""
+    steps = engines.of(owner)
+    result = wrapped(*args, **kwargs)
+    if steps is not None:
+        steps.zero_grad()
+    return result
+
+
+def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.of(engine)
+    if steps is None:
+        return wrapped(*args, **kwargs)
+    return steps.step(partial(wrapped, *args, **kwargs))
+
+
+# --- ZeRO ---------------------------------------------------------------------------------------
+
+
+def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.of(optimizer)
+    if steps is None or not isinstance(steps.sum, PartitionSum):
+        return wrapped(*args, **kwargs)
+    return steps.sum.partition(wrapped, *args, **kwargs)
+
+
+def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    steps = engines.of(optimizer)
+    if steps is None or not isinstance(steps.sum, FlatSum):
+        return wrapped(*args, **kwargs)
+    return steps.epilogue(wrapped)
+
+
+def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    if not flat.forgets_micro_steps(optimizer):
+        return wrapped(*args, **kwargs)
+    return earlier.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
+
+
+def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
+    """Up to 0.19.7 it finds no gradient on a CPU: ``contiguous_gradients`` off reduces nothing."""
+    (tensors,) = (*args, *kwargs.values())
+    found = wrapped(tensors)
+    return found if sum(map(len, found)) == len(tensors) else flat.by_dtype(tensors)

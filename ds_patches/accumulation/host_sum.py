@@ -1,0 +1,99 @@
+"""Stages 1 and 2 with an offloaded optimizer: micro steps add up on the host.
+
+Stock keeps a sum per parameter there, which a backward at the boundary copies over the fp32
+gradients that the step reads. It never clears either: up to 0.18.9 what the second micro step adds
+is lost to the third, a parameter that a later forward reaches first finds the last step's sum, and
+one that no backward at the boundary reaches is stepped with an older gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_patches.runtime import engines
+from ds_patches.runtime.attributes import Shadow, meanwhile
+
+from .upstream import offload
+
+
+class HostSum:
+    """Which of one optimizer's parameters have gradients of the present step on the host."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._aside: list[torch.Tensor] = []  # fp32 partitions
+        self._pending: set[int] = set()  # parameters whose host sum no boundary has delivered
+        self._delivered: set[int] = set()  # those whose gradients are in the fp32 partition
+        #: At this one optimizer: it is called for every parameter, and only here it matters.
+        self._shadow = Shadow(optimizer, "copy_grads_in_partition", self._copy)
+
+    def set_aside(self) -> None:
+        """Take the fp32 partitions out; the backward then runs as a step's only one would."""
+        optimizer = self._optimizer
+        if self._aside or not self._delivered or offload.sums_in_place(optimizer):
+            return
+        offload.finish_copies()
+        offload.zero_partitions(optimizer, all_but=self._delivered)
+        for gradient in offload.partitions(optimizer):
+            self._aside.append(gradient.clone())
+            gradient.zero_()
+        if offload.sums_in_partitions(optimizer):
+            self._pending.clear()
+
+    def add_back(self) -> None:
+        """After the backward's epilogue."""
+        if not self._aside:
+            return
+        offload.finish_copies()
+        for gradient, before in zip(offload.partitions(self._optimizer), self._aside, strict=True):
+            gradient.add_(before)
+        self._aside = []
+        offload.renew_norms(self._optimizer)
+
+    def complete(self) -> None:
+        """A step is about to read the fp32 partitions."""
+        optimizer = self._optimizer
+        if not self._pending and self._delivered.issuperset(optimizer.grad_position):
+            return
+        offload.finish_copies()
+        if not offload.sums_in_partitions(optimizer):
+            offload.zero_partitions(optimizer, all_but=self._delivered)
+            offload.add_host_sums(optimizer, self._pending)
+
+    def drop(self) -> None:
+        """Forget the step's gradients so far."""
+        for gradient in offload.partitions(self._optimizer):
+            gradient.zero_()
+        for buffer in offload.host_sums(self._optimizer).values():
+            buffer.zero_()
+
+    def step_taken(self) -> None:
+        """The optimizer has consumed the gradients."""
+        self._aside = []
+        self._pending.clear()
+        self._delivered.clear()
+
+    def detach(self) -> None:
+        """Leave the optimizer to stock."""
+        self._shadow.remove()
+
+    def _copy(self, wrapped: Any, param: Any, *rest: Any) -> Any:
+        """Stock's ``copy_grads_in_partition``, made to add to what is pending alone."""
+        optimizer = self._optimizer
+        param_id = optimizer.get_param_id(param)
+        boundary = engines.at_boundary(optimizer)
+        adds = param_id in self._pending
+        with (
+            meanwhile(optimizer, micro_step_id=int(adds)),
+            offload.keeping_micro_steps(optimizer, also=adds or not boundary),
+        ):
+            result = wrapped(param, *rest)
+        if boundary:
+            self._pending.discard(param_id)
+            self._delivered.add(param_id)
+        else:
+            offload.store_host_sum(optimizer, param)
+            self._pending.add(param_id)
+        return result

@@ -1,0 +1,61 @@
+"""Stage 1 with bf16 parameters and fp32 gradients: the optimizer adds up by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ds_patches.runtime.attributes import Shadow
+
+from .upstream import engine as upstream_engine
+
+
+class MasterSum:
+    """The fp32 gradients of one ``BF16_Optimizer`` over the backwards of a step.
+
+    Every backward's epilogue adds the bf16 gradients to them, every prologue clears the bf16 ones:
+    what is left to do is to forget, and up to 0.18.9 to add before the sum is reduced.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = engine.optimizer
+        self._added = False  # the running backward's, before its epilogue
+        self._shadows: list[Shadow] = []
+        if upstream_engine.reduces_before_it_adds():
+            self._shadows = [
+                Shadow(engine, "allreduce_gradients", self._reduce),
+                Shadow(engine.optimizer, "backward_epilogue", self._epilogue),
+            ]
+
+    def begin_backward(self) -> None:
+        """Nothing to prepare."""
+
+    def complete(self) -> None:
+        """Nothing to complete."""
+
+    def drop(self) -> None:
+        """Forget the step's gradients so far."""
+        self._optimizer.clear_lp_grads()
+        self._optimizer.clear_hp_grads()
+
+    def abandon(self) -> None:
+        """A backward raised: forget the step's gradients so far."""
+        self.drop()
+
+    def step_taken(self) -> None:
+        """The optimizer clears its gradients itself."""
+
+    def detach(self) -> None:
+        """Leave the optimizer to stock."""
+        for shadow in self._shadows:
+            shadow.remove()
+
+    def _reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._optimizer.backward_epilogue()
+        self._added = True
+        wrapped(*args, **kwargs)
+
+    def _epilogue(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not self._added:
+            wrapped(*args, **kwargs)
+        self._added = False

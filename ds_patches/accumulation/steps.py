@@ -1,0 +1,244 @@
+"""The steps of one engine: which backwards belong to one, and what becomes of their gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ds_patches.runtime import engines
+from ds_patches.runtime.graph_task import Entry, TaskWatch
+
+from . import outputs
+from .flat_sum import FlatSum
+from .master_sum import MasterSum
+from .partition_sum import PartitionSum
+from .upstream import engine as upstream_engine
+from .upstream import flat
+
+logger = logging.getLogger("ds_patches.accumulation")
+
+
+class GradientSum(Protocol):
+    """How a ZeRO stage adds up the backwards of one step."""
+
+    def begin_backward(self) -> None:
+        """A backward begins; what it reduces is added."""
+
+    def complete(self) -> None:
+        """A step is about to read the gradients."""
+
+    def drop(self) -> None:
+        """Forget the step's gradients so far."""
+
+    def abandon(self) -> None:
+        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
+
+    def step_taken(self) -> None:
+        """The optimizer has consumed the gradients."""
+
+    def detach(self) -> None:
+        """Leave the optimizer to stock."""
+
+
+class Listener(Protocol):
+    """What another patch does at the backwards of an engine."""
+
+    def backward_begins(self, again: bool) -> None:
+        """Inside its graph task. `again`: no forward has run since the one before."""
+
+    def backward_nested(self) -> None:
+        """One over a forward of the engine begins inside the one that is running."""
+
+    def dropped(self, failed: bool) -> None:
+        """The gradients of the step were, by the user or because a backward `failed`."""
+
+
+class EngineSteps:
+    """What there is to know of one engine between its backwards.
+
+    engine: a DeepSpeedEngine that `upstream.engine.why_not_covered` lets pass.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.listeners: list[Listener] = []
+        #: Steps that changed parameters.
+        self.count = 0
+        #: A compiler's backwards are left to stock.
+        self.left = False
+        #: In a backward whose loss was divided by the micro steps: outputs need not do it.
+        self.has_divided = False
+        self.sum: GradientSum = _sum_of(engine)
+        self._engine = engine
+        self._watch = TaskWatch()
+        self._begun = 0  # backwards, ever
+        #: Of this step's backwards, the first and the last: in which micro step they were.
+        self._micro_steps: tuple[int, int] | None = None
+        self._fresh = False  # a forward has run since the last backward
+        self._prologue_due = False
+        self._dropped = False  # the last backward raised
+        self._own_zero_grad = False  # upstream calls zero_grad() by itself
+        self._warned = False
+
+    # --- Backwards ------------------------------------------------------------------------------
+
+    def forward_ran(self, result: Any) -> None:
+        """Watch for the backwards over a forward, by its outputs."""
+        self._fresh = True
+        outputs.watch(result, self.backward_entered)
+
+    def backward_entered(self, grad: torch.Tensor | None = None) -> None:
+        """From inside a graph task of this engine; the first time there, a backward begins."""
+        entry = self._watch.enter()
+        if entry is Entry.RUNS:
+            return
+        if entry is Entry.AFTER_FAILURE:
+            self._drop_failed_backward()
+            entry = self._watch.enter()
+        if entry is Entry.BEGINS:
+            self._backward_begins()
+        else:
+            for listener in self.listeners:
+                listener.backward_nested()
+
+    def _backward_begins(self) -> None:
+        self._begun += 1
+        now = self._engine.micro_steps
+        self._micro_steps = (self._micro_steps[0] if self._micro_steps else now, now)
+        again, self._fresh, self._dropped = not self._fresh, False, False
+        self._prologue_due = True
+        upstream_engine.begin_backward(self._engine, again)
+        self._prologue_due = False
+        self.sum.begin_backward()
+        for listener in self.listeners:
+            listener.backward_begins(again)
+
+    def prologue(self, wrapped: Callable[[], None]) -> None:
+        """Upstream's, whose hooks ask for it once per forward: run it once per backward."""
+        if self._prologue_due:
+            self._prologue_due = False
+            wrapped()
+        else:
+            self.backward_entered()
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether a backward is running."""
+        return self._watch.running
+
+    @property
+    def is_nested(self) -> bool:
+        """Inside a backward: whether it is within another one that is running."""
+        return self._watch.running and self._watch.enter() is Entry.NESTED
+
+    def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
+        """Around ``engine.backward``, which `run` calls.
+
+        What the loss is a function of does not matter, so that any tensor may have a backward.
+        """
+        if not loss.requires_grad:
+            return run(loss)  # for upstream to refuse
+        if loss.grad_fn is None:  # hooks of the user's own are to come after ours
+            loss = loss.view_as(loss)
+        begun = self._begun
+        handle = loss.register_hook(self.backward_entered)  # type: ignore[no-untyped-call]
+        try:
+            return run(loss)
+        except BaseException:
+            if self._begun != begun:
+                self._drop_failed_backward()
+            raise
+        finally:
+            handle.remove()
+
+    def recover(self) -> None:
+        """Undo a plain ``loss.backward()`` that raised, at the next call that comes."""
+        if self._watch.raised:
+            self._drop_failed_backward()
+
+    def _drop_failed_backward(self) -> None:
+        self._watch.forget()
+        self._dropped = True
+        self._micro_steps = None
+        logger.warning(
+            "A backward raised: every gradient reduced since the last optimizer step was dropped."
+        )
+        engines.forget_backward(self._engine)
+        self.sum.abandon()
+        for listener in self.listeners:
+            listener.dropped(failed=True)
+
+    # --- Steps ----------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """The user asked for zero gradients: what this step has reduced is forgotten.
+
+        But for micro steps that ``engine.step()`` has counted: loops from PyTorch begin each with
+        ``zero_grad()``, and mean DeepSpeed to accumulate.
+        """
+        if self._own_zero_grad:
+            return
+        self.recover()
+        if self._micro_steps is None or self._micro_steps[1] != self._engine.micro_steps:
+            return
+        if self._micro_steps[0] != self._micro_steps[1]:
+            self._keep_what_is_counted()
+            return
+        self._micro_steps = None
+        self.sum.drop()
+        for listener in self.listeners:
+            listener.dropped(failed=False)
+
+    def _keep_what_is_counted(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "zero_grad() after a backward, in the middle of a gradient accumulation: what "
+                "engine.step() has counted stays, and with it the gradients of that backward, "
+                "which have been added to it."
+            )
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Around the optimizer's step, at the boundary, which `run` takes."""
+        self.recover()
+        if self._dropped:
+            raise RuntimeError(
+                "engine.step() after a backward that raised: its gradients were dropped and none "
+                "have come since. Run forward and backward again before the step."
+            )
+        if self._begun:  # else its gradients are from before we knew of it
+            self.sum.complete()
+        self._own_zero_grad = True
+        try:
+            result = run()
+        finally:
+            self._own_zero_grad = False
+        if not getattr(self._engine.optimizer, "overflow", False):
+            self.count += 1
+        self._micro_steps = None
+        self.sum.step_taken()
+        return result
+
+    def epilogue(self, wrapped: Callable[[], Any]) -> Any:
+        """Upstream's of stages 1 and 2, which up to 0.18.4 ends with a ``zero_grad()``."""
+        assert isinstance(self.sum, FlatSum)
+        self._own_zero_grad, before = True, self._own_zero_grad
+        try:
+            return self.sum.epilogue(wrapped)
+        finally:
+            self._own_zero_grad = before
+
+    def detach(self) -> None:
+        """Give the engine back to stock."""
+        self.sum.detach()
+        self.listeners.clear()
+
+
+def _sum_of(engine: Any) -> GradientSum:
+    if engine.zero_optimization_partition_weights():
+        return PartitionSum(engine.optimizer)
+    if flat.keeps_its_own_sum(engine.optimizer):
+        return MasterSum(engine)
+    return FlatSum(engine)

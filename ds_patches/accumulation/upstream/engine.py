@@ -1,0 +1,86 @@
+"""The engine, and the state its backward hooks keep."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from ds_patches.core import live
+from ds_patches.runtime.engines import has_torch_style_backward, is_deep_compiled
+
+
+def why_not_covered(engine: Any) -> str | None:
+    """None if the patch covers `engine`; else the reason, empty where there is nothing to cover."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    optimizer = engine.optimizer
+    if not engine.zero_optimization() or not hasattr(optimizer, "step"):
+        return ""  # no ZeRO, or inference only
+    if getattr(engine, "zenflow", False):
+        return "ZenFlow moves parameters and gradients in a way of its own"
+    covered = (BF16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    if type(optimizer) not in covered:
+        return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
+    return None
+
+
+def is_left(engine: Any) -> bool:
+    """Whether its backwards are graphs of a compiler's, which runs no code of ours in them."""
+    return is_deep_compiled(engine) or bool(getattr(engine, "_is_compiled_autograd_enabled", False))
+
+
+def begin_backward(engine: Any, again: bool) -> None:
+    """Do for any backward what the first one over a forward does; `again`: what that forward did.
+
+    From 0.18.3 hooks on the engine's outputs run the prologue, once per forward. From 0.18.5 a
+    forward also resets the per-step hook state, without which the epilogue of the second backward
+    is never queued.
+    """
+    if not has_torch_style_backward(engine):
+        return
+    optimizer = engine.optimizer
+    reset = getattr(optimizer, "clear_backward_seen_flag", None)
+    if again and reset is not None:
+        reset()
+        optimizer._backward_active_depth = 0
+    engine._backward_prologue()
+
+
+def reached_no_parameter(engine: Any) -> bool:
+    """Whether the graph task that ends here produced no parameter's gradient (0.18.5 and later)."""
+    optimizer = engine.optimizer
+    return not engine._running_engine_backward and optimizer._hooks_fired_this_backward == 0
+
+
+def end_without_epilogue(engine: Any) -> None:
+    """Leave the backward that the prologue entered."""
+    engine.optimizer.exit_backward()
+    engine._stop_timers(engine.engine_timers.backward_inner_timers)
+    engine._stop_timers(engine.engine_timers.backward_timers)
+
+
+@cache
+def divides_at_outputs() -> bool:
+    """0.18.3 to 0.19.5 divide by the micro steps where a gradient comes to an engine's output.
+
+    So a loss of ``engine.module(x)`` is not divided (8224), and in 0.18.3 one is that should not be
+    (7724).
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    per_tensor = live.raw(DeepSpeedEngine, "_backward_prologue_per_tensor")
+    if per_tensor is live.MISSING:
+        return False
+    return "is_current_graph_registered" not in live.innermost(per_tensor).__code__.co_names
+
+
+@cache
+def reduces_before_it_adds() -> bool:
+    """0.18.3 to 0.18.9 reduce fp32 sums before they add the boundary's micro step (PR 7985)."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    epilogue = live.raw(DeepSpeedEngine, "_backward_epilogue")
+    torch_style = live.raw(DeepSpeedEngine, "_backward_post_hook") is not live.MISSING
+    return torch_style and "BF16_Optimizer" not in live.innermost(epilogue).__code__.co_names

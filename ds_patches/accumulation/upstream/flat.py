@@ -1,0 +1,167 @@
+"""Gradients of stages 1 and 2: averaged, pending, and in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_patches.runtime import engines
+from ds_patches.runtime.attributes import meanwhile
+
+Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
+
+INITIAL_MICRO_STEP_ID = -1  # before a step's first backward
+
+
+def keeps_its_own_sum(optimizer: Any) -> bool:
+    """bf16 parameters with fp32 gradients at stage 1: ``BF16_Optimizer``, whose fp32 gradients
+    add up by themselves once every backward has its prologue."""
+    return hasattr(optimizer, "clear_hp_grads")
+
+
+def pending_gradients(optimizer: Any) -> Gradients:
+    """Reduced gradients of micro steps before the boundary; a store of its own from 0.17.6."""
+    pending: Gradients = getattr(optimizer, "all_grad_tensors", {})
+    return pending
+
+
+def sums_in_place(optimizer: Any, group: int) -> bool:
+    """0.19.8 adds reduced gradients of a low precision model to an fp32 partition by itself."""
+    compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
+    return compact is not None and bool(compact(group))
+
+
+def refuse_muon(optimizer: Any) -> None:
+    """Muon orthogonalises what an epilogue has reduced: two of those do not add up to one.
+
+    Raises RuntimeError for it, inside a second backward at the boundary.
+    """
+    if "muon" in type(optimizer.optimizer).__name__.lower():
+        raise RuntimeError(
+            "a second backward at the gradient accumulation boundary of one step, with Muon: each "
+            "would be orthogonalised by itself, and not their sum. Add the losses, or call "
+            "engine.set_gradient_accumulation_boundary(False) before all but the last backward, or "
+            "put the backwards into `with engine.coalesce_grad_reduction():`."
+        )
+
+
+def leaves_what_came_before(optimizer: Any) -> bool:
+    """Stage 1 with overlap_comm: of a step, what the last backward names is reduced, and no more.
+
+    Sums that it did not add to are dropped.
+    """
+    return bool(optimizer.overlap_comm) and not optimizer.partition_gradients
+
+
+def reduce_what_is_left(optimizer: Any) -> None:
+    """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
+    if not engines.at_boundary(optimizer):
+        return
+    attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+    waiting = _in_buckets(optimizer)
+    for index, group in enumerate(optimizer.bit16_groups):
+        left = [param for param in group if getattr(param, attribute, None) is not None]
+        for param in left:
+            param_id = optimizer.get_param_id(param)
+            if not optimizer.params_already_reduced[param_id] and param_id not in waiting:
+                optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+
+
+def _in_buckets(optimizer: Any) -> set[int]:
+    buckets = getattr(optimizer, "ipg_buckets", None)  # 0.17.2
+    waiting = (
+        [entry for bucket in buckets.values() for entry in bucket.params]
+        if buckets is not None
+        else optimizer.params_in_ipg_bucket
+    )
+    return {entry[-1] for entry in waiting}
+
+
+def forgets_micro_steps(optimizer: Any) -> bool:
+    """Whether this release looks for earlier micro steps where they are not: 0.17.6 to 0.18.2."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return (
+        hasattr(optimizer, "all_grad_tensors")
+        and not hasattr(optimizer, "setup_buckets")  # 0.18.3
+        and type(optimizer) is DeepSpeedZeroOptimizer  # ZenFlow's is a subclass
+        and "muon" not in type(optimizer.optimizer).__name__.lower()  # steps inside the epilogue
+    )
+
+
+def earlier_micro_steps(optimizer: Any, params: Any) -> list[torch.Tensor] | None:
+    """What waits for the boundary beside the averaged gradients, of the group with `params`."""
+    for group, known in enumerate(optimizer.params_in_partition):
+        if known is params:
+            earlier: list[torch.Tensor] | None = optimizer.all_grad_tensors.get(group)
+            return earlier
+    return None
+
+
+def steps_unreduced(optimizer: Any) -> bool:
+    """Up to 0.19.7 stage 1 with fp32 sums of a low precision model, and an offloaded optimizer.
+
+    Upstream reduces a low precision copy of each sum there, and steps with the sum itself.
+    """
+    return bool(
+        optimizer.use_grad_accum_attribute
+        and optimizer.cpu_offload
+        and not any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
+    )
+
+
+@contextmanager
+def reducing_what_it_steps_with(optimizer: Any) -> Iterator[None]:
+    """Where `steps_unreduced`, let the low precision copies be the gradients of the step."""
+    if not (steps_unreduced(optimizer) and engines.at_boundary(optimizer)):
+        yield
+        return
+    for group in optimizer.bit16_groups:
+        for param in group:
+            if param.requires_grad and param.grad_accum is not None:
+                param.grad, param.grad_accum = optimizer.get_gradient_for_reduction(param), None
+    with meanwhile(optimizer, use_grad_accum_attribute=False):
+        yield
+
+
+def give_zeros(optimizer: Any) -> None:
+    """Let a step find zeros, where the gradients of all its backwards were dropped."""
+    for group, size in enumerate(optimizer.partition_size):
+        device = optimizer.bit16_groups_flat[group].device
+        dtype = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.dtype
+        optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Buckets of one dtype each, of what can be flattened into a reduce buffer."""
+    buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            buckets.setdefault(tensor.dtype, []).append(tensor)
+    return list(buckets.values())
+
+
+def clear(optimizer: Any) -> None:
+    """Forget what no reduction has taken from the parameters."""
+    for group in optimizer.bit16_groups:
+        for param in group:
+            param.grad = None
+            param.grad_accum = None
+
+
+def empty_buckets(optimizer: Any) -> None:
+    """Drop gradients that wait in the reduce buckets of stages 1 and 2, and their buffers."""
+    buckets = getattr(optimizer, "ipg_buckets", None)
+    if buckets is None:  # 0.16.0-0.17.1
+        optimizer.grads_in_ipg_bucket = []
+        optimizer.params_in_ipg_bucket = []
+        optimizer.elements_in_ipg_bucket = 0
+        optimizer.ipg_bucket_has_moe_params = False
+    else:
+        for bucket in buckets.values():
+            bucket.clear()
+    optimizer._release_ipg_buffers()
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)

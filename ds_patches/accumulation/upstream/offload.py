@@ -1,0 +1,119 @@
+"""Gradients of stages 1 and 2 under CPU offload: host sums and fp32 partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from ds_patches.core import live
+from ds_patches.runtime import device
+from ds_patches.runtime.attributes import meanwhile
+
+from . import flat
+
+
+def partitions(optimizer: Any) -> list[torch.Tensor]:
+    """The fp32 gradients that an offloaded optimizer reads in `step`, stages 1 and 2."""
+    return [group.grad for group in optimizer.single_partition_of_fp32_groups]
+
+
+def sums_in_place(optimizer: Any) -> bool:
+    """Whether the partition sums in place, so that a boundary backward delivers all of a step."""
+    groups = range(len(optimizer.bit16_groups))
+    return any(flat.sums_in_place(optimizer, group) for group in groups)
+
+
+def sums_in_partitions(optimizer: Any) -> bool:
+    """Half precision masters: the host sums are the partitions' own memory."""
+    for name in ("low_precision_master_weights_and_grads", "fp16_master_weights_and_gradients"):
+        if hasattr(optimizer, name):
+            return bool(getattr(optimizer, name))
+    return False
+
+
+@cache
+def keeps_host_sums() -> bool:
+    """Whether the host sums grow with every backward (0.19.0, PR 7981).
+
+    Before, only the first micro step was kept on the host: what a second one added was lost to
+    the third.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    copy = live.innermost(DeepSpeedZeroOptimizer.copy_grads_in_partition)
+    return "micro_step_id" in copy.__code__.co_names
+
+
+@contextmanager
+def keeping_micro_steps(optimizer: Any, *, also: bool) -> Iterator[None]:
+    """Let a micro step that the user sets apart be kept; up to 0.18.9 only counted ones are."""
+    if not also or optimizer.gradient_accumulation_steps > 1 or keeps_host_sums():
+        yield
+        return
+    with meanwhile(optimizer, gradient_accumulation_steps=2):
+        yield
+
+
+def host_sums(optimizer: Any) -> dict[int, torch.Tensor]:
+    """The sum over a parameter's micro steps, on the host."""
+    sums: dict[int, torch.Tensor] = optimizer.accumulated_grads_in_cpu
+    return sums
+
+
+def store_host_sum(optimizer: Any, param: Any) -> None:
+    """Write the sum that a micro step made in `param`'s gradient back to the host."""
+    param_id = optimizer.get_param_id(param)
+    gradient = optimizer.get_param_gradient_attribute(param)
+    host_sum = optimizer.accumulated_grads_in_cpu.get(param_id)
+    if host_sum is None or gradient is None or keeps_host_sums():
+        return
+    if host_sum.numel() == gradient.numel():
+        host_sum.copy_(gradient.view(-1))
+    else:  # half precision masters: the host holds this rank's part only
+        _, source_offset, _, numel = optimizer.grad_position[param_id]
+        host_sum.copy_(gradient.view(-1).narrow(0, source_offset, numel))
+
+
+def zero_partitions(optimizer: Any, *, all_but: set[int]) -> None:
+    """Zero the fp32 gradients of parameters that got none in this step: an old step left some."""
+    for param_id in optimizer.grad_position.keys() - all_but:
+        _on_host(optimizer, param_id).zero_()
+        if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
+            optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
+
+
+def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
+    """Add host sums to the fp32 gradients, where a backward at the boundary copies them."""
+    for param_id in param_ids:
+        if (host_sum := host_sums(optimizer).get(param_id)) is None:
+            continue
+        target = _on_host(optimizer, param_id)
+        source_offset = optimizer.grad_position[param_id][1]
+        target.add_(host_sum.view(-1).narrow(0, source_offset, target.numel()))
+        optimizer.norm_for_param_grads[param_id] = target.float().norm(2)
+        optimizer.local_overflow |= not bool(target.isfinite().all())
+
+
+def _on_host(optimizer: Any, param_id: int) -> torch.Tensor:
+    """Where the step reads this rank's part of a parameter's gradient."""
+    group, _, offset, numel = optimizer.grad_position[param_id]
+    gradient: torch.Tensor = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
+    return gradient.narrow(0, offset, numel)
+
+
+def finish_copies() -> None:
+    """Wait for gradients that still travel to the host."""
+    device.synchronize()
+
+
+def renew_norms(optimizer: Any) -> None:
+    """Let the per-parameter norms, which clipping reads, follow the fp32 gradients."""
+    norms = optimizer.norm_for_param_grads
+    for param_id in optimizer.grad_position:
+        if (previous := norms.get(param_id)) is not None:
+            norm = _on_host(optimizer, param_id).norm(2)
+            norms[param_id] = norm.to(previous.dtype).to(previous.device)

@@ -1,0 +1,154 @@
+"""One engine while its gradients stay on their parameters: in a block, or for ``no_sync()``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ds_patches.accumulation.flat_sum import FlatSum as FlatStepSum
+from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.runtime.attributes import Shadow, meanwhile
+
+from .sums import FlatSum, LocalSum, PartitionedSum, ScatteredSum
+from .upstream import engine as upstream_engine
+from .upstream import flat_layout
+
+logger = logging.getLogger("ds_patches.coalesce")
+
+
+class LocalGradients:
+    """Where the gradients of one engine's backwards stay.
+
+    While they stay on the parameters, autograd adds up, and nothing is reduced: the methods that
+    would do so are shadowed at this one engine. At all other times nothing of ours is there.
+
+    scatters: reduce-scatter past DeepSpeed's own reducer, where that is known to be right.
+    """
+
+    def __init__(self, engine: Any, steps: EngineSteps, scatters: bool) -> None:
+        self.sum: LocalSum = _sum_of(engine, steps, scatters)
+        #: Whether a block, or ``no_sync()``, is open.
+        self.in_block = self.in_no_sync = False
+        #: A backward that raised since a block was opened.
+        self.failed = False
+        self._engine, self._steps = engine, steps
+        self._shadows: list[Shadow] = []
+        self._waiting = False  # a backward has begun since gradients stay
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return self._waiting and not self.sum.is_empty()
+
+    def begin(self) -> None:
+        """From here on gradients stay on their parameters."""
+        if self._shadows:
+            return
+        engine, optimizer = self._engine, self._engine.optimizer
+        upstream_engine.forget_last_step(engine)
+        method = upstream_engine.gradient_method(optimizer)
+        self._shadows = [
+            Shadow(optimizer, method, self._gradient_arrives),
+            Shadow(engine, "allreduce_gradients", self._backward_ends),
+            Shadow(engine, "backward", self._backward),
+            Shadow(engine, "step", self._step),
+        ]
+
+    def end(self) -> None:
+        """From here on DeepSpeed reduces as ever."""
+        for shadow in self._shadows:
+            shadow.remove()
+        self._shadows = []
+        self._waiting = False
+
+    def reduce(self, uneven: bool = True) -> None:
+        """Add what is there to the gradients of the step; `LocalSum.prepare` comes before."""
+        self.end()
+        with upstream_engine.at_boundary(self._engine):
+            self.sum.reduce(uneven)
+
+    # --- What `accumulation` tells of the engine's backwards --------------------------------------
+
+    def backward_begins(self, again: bool) -> None:
+        self._waiting |= bool(self._shadows)
+
+    def backward_nested(self) -> None:
+        """The outer one ends with one reduction, whatever runs inside it."""
+        self.begin()
+        self._waiting = True
+
+    def dropped(self, failed: bool) -> None:
+        self.failed |= failed
+        if self.in_block or self.in_no_sync:
+            self._waiting = False
+        else:
+            self.end()
+
+    # --- no_sync() --------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Raises AssertionError inside itself or a block."""
+        engine = self._engine
+        assert not self.in_block, (
+            "no_sync() is nested in coalesce_grad_reduction(), in which nothing is reduced anyway"
+        )
+        assert not self.in_no_sync, "no_sync() is not re-entrant"
+        self.begin()
+        self.in_no_sync = engine.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.in_no_sync = engine.inside_no_sync_ctxt = False
+            if not self._waiting:
+                self.end()
+
+    # --- In the place of DeepSpeed's methods ------------------------------------------------------
+
+    def _gradient_arrives(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
+        """What a parameter's hook calls: its gradient stays where it is."""
+
+    def _backward_ends(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
+        """Outside blocks and ``no_sync()``, at the boundary, the sum is reduced."""
+        if not self.in_block and self._engine.is_gradient_accumulation_boundary():
+            self.sum.prepare()
+            self.reduce()
+
+    def _backward(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+        with upstream_engine.dividing_by_micro_steps(self._engine):
+            return wrapped(*args, **kwargs)
+
+    def _step(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+        """At a micro step it only counts, also inside ``no_sync()``."""
+        engine = self._engine
+        assert not self.in_block, (
+            "engine.step() inside coalesce_grad_reduction(), where nothing is reduced yet, as "
+            "inside no_sync(). Step after the block."
+        )
+        if upstream_engine.steps_now(engine):
+            assert not self.in_no_sync, (
+                "engine.step() inside no_sync context manager, at a gradient accumulation "
+                "boundary: its gradients are not reduced. Run the last backward of the step, and "
+                "step, outside."
+            )
+            if self.waits:
+                raise RuntimeError(
+                    "engine.step() with gradients that no backward has reduced: all backwards of "
+                    "this step were inside no_sync() or before the gradient accumulation boundary. "
+                    "Run the last one outside, at the boundary."
+                )
+        if not self.in_no_sync:
+            return wrapped(*args, **kwargs)
+        with meanwhile(engine, inside_no_sync_ctxt=False):
+            return wrapped(*args, **kwargs)
+
+
+def _sum_of(engine: Any, steps: EngineSteps, scatters: bool) -> LocalSum:
+    optimizer = engine.optimizer
+    if upstream_engine.partitions_parameters(engine):
+        return PartitionedSum(optimizer)
+    if scatters and isinstance(steps.sum, FlatStepSum) and flat_layout.covers(optimizer):
+        return ScatteredSum(optimizer, steps.sum)
+    return FlatSum(optimizer)

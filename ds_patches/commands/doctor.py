@@ -1,0 +1,97 @@
+"""`doctor`: the environment, what would be applied and why not, and trials."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from ds_patches.core import columns, flags, gate, registry, release, shape
+from ds_patches.core.gate import Verdict
+from ds_patches.core.patch import Patch
+from ds_patches.core.state import State
+from ds_patches.doctor import locks
+from ds_patches.startup import diagnosis
+
+_PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
+
+
+def finds_nothing(*, train_check: bool, streams: bool, seconds: float) -> bool:
+    """Print the whole picture, and with it the trials that are asked for.
+
+    Returns whether nothing is wrong: no patch that is wanted would be refused for drift, and no
+    trial has failed.
+    """
+    text, drifted = report()
+    print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
+    if found := locks.lines(os.environ):
+        _say(f"warning: {line}" for line in found)
+    sound = [not drifted]
+    if train_check:
+        sound.append(_trains(seconds))
+    if streams:
+        sound.append(_is_equal_on_streams(seconds))
+    return all(sound)
+
+
+def report() -> tuple[str, bool]:
+    """Return environment and patches as text, and whether drift would keep one from applying."""
+    patches = registry.patches()
+    requests = flags.read(patches)
+    facts = [("python", platform.python_version()), ("platform", platform.platform())]
+    facts += [(name, _version(name)) for name in _PACKAGES]
+    facts.insert(3, (release.PACKAGE, release.told()))
+    facts += sorted((k, v) for k, v in os.environ.items() if k.startswith(flags.PREFIX))
+    lines = ["environment", *(f"  {line}" for line in columns.aligned(facts)), "", "patches"]
+    refused = False
+    for name, patch in patches.items():
+        request = requests.of[name]
+        verdict = gate.check(patch, request.force)
+        refused |= request.wanted and verdict.state is State.SHAPE_CHANGED
+        lines += _diagnosis(patch, verdict, "" if request.wanted else request.why)
+    return "\n".join(lines), refused
+
+
+def _trains(seconds: float) -> bool:
+    from ds_patches.traincheck import doctor
+
+    trial = doctor.Diagnosis(os.environ, seconds)
+    _say(trial.lines())
+    return trial.trains
+
+
+def _is_equal_on_streams(seconds: float) -> bool:
+    from ds_patches.streamcheck import doctor
+
+    trial = doctor.Diagnosis(os.environ, seconds)
+    _say(trial.lines())
+    return trial.equal
+
+
+def _say(lines: Iterable[str]) -> None:
+    """Print a paragraph line by line, as they come."""
+    print(flush=True)
+    for line in lines:
+        print(line, flush=True)
+
+
+def _diagnosis(patch: Patch, verdict: Verdict, disabled: str) -> list[str]:
+    answer = "would apply" if verdict.may_apply else f"would not apply, {verdict.state.value}"
+    lines = [f"  {patch.name}: {f'disabled ({disabled})' if disabled else answer}"]
+    lines.append(f"    {patch.summary}")
+    if not verdict.drift:
+        lines.append(f"    {verdict.reason}")
+    for drift in verdict.drift:
+        lines.append(f"    drift: {drift.place.key}" + f" ({drift.origin})" * bool(drift.origin))
+        lines.append(f"      found {drift.found}")
+        spans = shape.known(patch).get(drift.place.key, {})
+        lines += [f"      known {digest}  {releases}" for digest, releases in spans.items()]
+    return lines
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

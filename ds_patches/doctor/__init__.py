@@ -1,0 +1,1 @@
+"""What `doctor` looks at beside the patches themselves: stale locks, and trials in a process."""

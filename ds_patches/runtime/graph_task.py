@@ -1,0 +1,87 @@
+"""One run of the autograd engine, seen from inside it. Plain PyTorch.
+
+PyTorch numbers every run of the engine (`torch._C._current_graph_task_id`) and lets code that
+runs inside it queue a callback for its end. A run that raises never calls back: it drops the
+callback, and with it the last reference to the callback's owner. So a weak reference tells all
+three fates of a run apart: alive (still running), finished, or gone without finishing (raised).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from weakref import ref
+
+import torch
+
+NO_TASK = -1
+
+
+#: Id of the graph task that is running on this thread, or :data:`NO_TASK`.
+current_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def at_end_of_task(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running graph task ends, unless it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _RunningTask:
+    """Held alive by the autograd engine alone, for as long as the graph task runs."""
+
+    __slots__ = ("__weakref__", "_watch")
+
+    def __init__(self, watch: TaskWatch) -> None:
+        self._watch = watch
+
+    def end(self) -> None:
+        self._watch._task = None
+
+
+class Entry(Enum):
+    """What a call from inside a graph task has met."""
+
+    #: A backward begins here.
+    BEGINS = auto()
+    #: The same, but for the one before, which raised: that is to be dealt with first.
+    AFTER_FAILURE = auto()
+    #: The one that is running.
+    RUNS = auto()
+    #: One inside that, as by reentrant checkpointing, or in a hook: it belongs to the outer one.
+    NESTED = auto()
+
+
+class TaskWatch:
+    """Which backward is running, and how the last one ended."""
+
+    __slots__ = ("_id", "_task")
+
+    def __init__(self) -> None:
+        self._task: ref[_RunningTask] | None = None
+        self._id = NO_TASK
+
+    @property
+    def running(self) -> bool:
+        """Whether the backward that was entered last has not ended."""
+        return self._task is not None and self._task() is not None
+
+    @property
+    def raised(self) -> bool:
+        """True when the last backward is gone and never called back."""
+        return self._task is not None and self._task() is None
+
+    def enter(self) -> Entry:
+        """From inside a backward, as often as you like."""
+        task_id = current_task_id()
+        if self._task is not None:
+            if self._task() is None:
+                return Entry.AFTER_FAILURE
+            return Entry.RUNS if task_id == self._id else Entry.NESTED
+        task = _RunningTask(self)
+        at_end_of_task(task.end)
+        self._task, self._id = ref(task), task_id
+        return Entry.BEGINS
+
+    def forget(self) -> None:
+        """Take the failure as handled."""
+        self._task = None

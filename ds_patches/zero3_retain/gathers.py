@@ -1,0 +1,99 @@
+"""When the modules of a ZeRO-3 model are gathered in a backward, and until when.
+
+One backward gathers a module, runs through it and releases it; whether the graph was retained is
+not asked, since the next backward gathers again. A module that is still open when the backward
+ends (a first layer: its input needs no gradient) is released there.
+
+Upstream's prefetch trace keeps a parameter gathered if it is used again soon. Once it has learned
+that a second backward follows, that would be every parameter, all the time between the two. So an
+engine that retains graphs partitions them at the end of each backward: it holds its partitions,
+and what must persist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_patches.runtime.graph_task import at_end_of_task
+
+from .boundaries import ModuleBoundary, NoBoundary, OpenCalls
+from .upstream import gathered
+
+
+class Gathers:
+    """The boundaries around the modules of one ``DeepSpeedZeRoOffload``.
+
+    version: of the parameters; it moves with each step that changes them.
+    """
+
+    def __init__(self, offload: Any, version: Callable[[], int]) -> None:
+        self._offload = offload
+        self._version = version
+        self._calls = OpenCalls(self._task_begins)
+        self._retains = False  # a second backward over one forward was seen
+        self._leaves: list[torch.nn.Module] = []
+        self._leaf_inputs: dict[torch.nn.Module, int] = {}
+        self._stock: dict[torch.nn.Module, gathered.Functions] = {}
+
+    def install(self) -> None:
+        """Put our boundary at every registered module that has none yet."""
+        for module in gathered.registered_modules(self._offload):
+            self.install_at(module)
+
+    def install_at(self, module: torch.nn.Module) -> None:
+        """Put our boundary at one module, unless it has one."""
+        if module in self._stock:
+            return
+        if gathered.is_leaf(module):
+            self._leaves.append(module)
+        self._stock[module] = gathered.functions_at(module)
+        gathered.set_functions(module, self._functions_for(module))
+
+    def _functions_for(self, module: torch.nn.Module) -> gathered.Functions:
+        if gathered.holds_none(module):
+            return NoBoundary, NoBoundary
+        boundary = ModuleBoundary(
+            gather=partial(gathered.gather, self._offload, module),
+            release=partial(gathered.release, self._offload, module),
+            calls=self._calls,
+            version=self._version,
+        )
+        return boundary.before, boundary.after
+
+    def remove(self) -> None:
+        """Put back what stood at each module; graphs built meanwhile keep our boundaries."""
+        for module, stock in self._stock.items():
+            gathered.set_functions(module, stock)
+        self._stock.clear()
+        self._leaves.clear()
+
+    # --- What `accumulation` tells of the engine's backwards --------------------------------------
+
+    def backward_begins(self, again: bool) -> None:
+        """`again`: no forward has run since the one before."""
+        if again:
+            self._retains = True
+            gathered.restore_leaf_inputs(self._leaf_inputs)
+            gathered.rewind_prefetch(self._offload)
+        else:
+            self._leaf_inputs = gathered.leaf_inputs(self._leaves)
+
+    def backward_nested(self) -> None:
+        """Its graph task has calls of its own."""
+
+    def dropped(self, failed: bool) -> None:
+        """Of a backward that raised, forget the open calls; what it gathered is partitioned."""
+        if failed:
+            self._calls.abandon()
+
+    def _task_begins(self, task_id: int) -> None:
+        at_end_of_task(partial(self._task_ends, task_id))
+
+    def _task_ends(self, task_id: int) -> None:
+        self._calls.end(task_id)
+        if self._retains and not self._calls:  # else nested, as reentrant checkpointing is
+            gathered.release_all(self._offload)

@@ -1,0 +1,170 @@
+"""What `no_sync()` refuses, what is left to stock, and what an exception in it leaves behind."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.coalesce import cases, micro_steps, releases
+from tests.coalesce.test_guards import BF16, caught_by, engine_of, one_backward
+from tests.listening import listening
+from tests.world import World
+from tests.zero3_retain import models, trainers
+from tests.zero3_retain.test_failure import Boom, Fragile, RaiseInBackward
+
+STAGES = [1, 2, 3]
+REFUSING = [2, 3]  # stock
+STOCKS = "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
+
+
+def refusals(stage: int) -> dict[str, str]:
+    with cases.patched():
+        engine = engine_of(stage)
+        found = {}
+        with engine.no_sync():
+            one_backward(engine)
+            found["step inside"] = caught_by(engine.step)
+            found["again"] = caught_by(engine.no_sync)
+            found["window"] = caught_by(engine.coalesce_grad_reduction)
+        found["unsynced step"] = caught_by(engine.step)
+        one_backward(engine)
+        found["step"] = caught_by(engine.step)
+        with engine.coalesce_grad_reduction():
+            found["in window"] = caught_by(engine.no_sync)
+            one_backward(engine)
+        return found
+
+
+@releases.reduces_in_no_sync
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("stage", REFUSING)
+def test_refusals(world: World, stage: int) -> None:
+    """In words that stock has for them too, where it has any."""
+    for found in world.run(refusals, stage):
+        assert found.pop("step") == "no error"
+        assert "no backward has reduced" in found.pop("unsynced step")
+        assert all(text.startswith("AssertionError") for text in found.values()), found
+        assert "engine.step() inside no_sync context manager" in found["step inside"]
+        assert "not re-entrant" in found["again"]
+        assert "nested in no_sync()" in found["window"]
+        assert "nested" in found["in window"]
+
+
+# --- Left to stock -------------------------------------------------------------------------------
+
+
+def stock_refuses(stage: int) -> str:
+    return caught_by(engine_of(stage).no_sync)
+
+
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("stage", REFUSING)
+def test_stock_refuses(world: World, stage: int) -> None:
+    for text in world.run(stock_refuses, stage):
+        assert STOCKS in text
+
+
+def left_to_stock(stage: int, dtype: str, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    with cases.patched(), listening() as heard:
+        model = models.build(models.TwoHeads, getattr(torch, dtype))
+        engine = trainers.build_engine(model, trainers.config(stage, **settings))
+        return caught_by(engine.no_sync), heard
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "settings"), [(1, "bfloat16", BF16), (0, "float32", {})], ids=str
+)
+def test_engines_that_are_not_covered(
+    world: World, stage: int, dtype: str, settings: dict[str, Any]
+) -> None:
+    for found in world.run(left_to_stock, stage, dtype, settings):
+        assert found == ("no error", [])
+
+
+#: Options, by what they are called for.
+OFF = {"option": {"no_sync": "off"}, "native method": {"implementation": "native"}}
+
+
+def turned_off(stage: int, by: str) -> str:
+    variables = {"DS_PATCHES_COALESCE_NO_SYNC": "off"} if by == "variable" else {}
+    with mock.patch.dict(os.environ, variables), cases.patched(**OFF.get(by, {})):
+        engine = engine_of(stage)
+        if by == "kind of engine":
+            engine.pipeline_parallelism = True
+        one_backward(engine)
+        engine.zero_grad()
+        return caught_by(engine.no_sync)
+
+
+@pytest.mark.core_case(stage=2, by="variable")
+@pytest.mark.parametrize("by", ["variable", "option", "native method", "kind of engine"])
+@pytest.mark.parametrize("stage", REFUSING)
+def test_then_stock_refuses(world: World, stage: int, by: str) -> None:
+    if by == "native method" and not releases.NATIVE:
+        pytest.skip("coalesce_grad_reduction came with 0.19.1")
+    for text in world.run(turned_off, stage, by):
+        assert STOCKS in text
+
+
+# --- Exceptions ----------------------------------------------------------------------------------
+
+
+def backwards_that_raise(trainer: Any, place: str) -> None:
+    with trainer.no_sync():
+        micro_steps.one_backward(trainer, 1, 0)
+        RaiseInBackward.armed = place == "backward"
+        try:
+            micro_steps.one_backward(trainer, 1, 1)
+        finally:
+            RaiseInBackward.armed = False
+        raise Boom("in user code")
+
+
+def fail_in_no_sync(trainer: Any, place: str, zero: bool) -> None:
+    """Step 1 raises in its second backward without sync, or behind it.
+
+    What has come until then stays as it does in DistributedDataParallel, unless a backward raised:
+    then all of the step is dropped.
+    """
+    for step in range(3):
+        if step == 1:
+            micro_steps.one_backward(trainer, step, 4)
+            if isinstance(trainer, micro_steps.EngineTrainer):
+                with pytest.raises(Boom):
+                    backwards_that_raise(trainer, place)
+                if place == "backward":
+                    trainer.leaves_nothing()
+                elif place == "user" and releases.TORCH_STYLE:
+                    # Older releases leave an embedding gathered between a backward and the step.
+                    assert not trainers.available(trainer.engine)
+            elif place == "user":
+                micro_steps.one_backward(trainer, step, 0)
+                micro_steps.one_backward(trainer, step, 1)
+            else:
+                trainer.zero_grad()
+            if zero:
+                trainer.zero_grad()
+        with trainer.no_sync():
+            micro_steps.one_backward(trainer, step, 2)
+        micro_steps.one_backward(trainer, step, 3)
+        trainer.step()
+
+
+def failure(stage: int, place: str, zero: bool) -> cases.Outcome:
+    script = partial(fail_in_no_sync, place=place, zero=zero)
+    return micro_steps.outcome_of(script, models.build(Fragile), stage=stage)
+
+
+@pytest.mark.core_case(place="backward", stage=3)
+@pytest.mark.parametrize(("place", "zero"), [("user", False), ("user", True), ("backward", False)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_an_exception_leaves(world: World, stage: int, place: str, zero: bool) -> None:
+    for result in world.run(failure, stage, place, zero):
+        assert result.equal(), result
+        dropped = "every gradient reduced since the last optimizer step was dropped"
+        assert sum(dropped in text for text in result.heard) == (place == "backward")

@@ -1,0 +1,247 @@
+"""What another library puts in the place of a wrapped method is noticed, named and told once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+
+import ds_patches
+from ds_patches.core import gate, live, registry
+from tests.core.engines import build
+from tests.listening import listening
+from tests.world import World
+
+ZERO_GRAD = "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad"
+#: A way to have something else in a method's place; returns how to take it back.
+Way = Callable[[Any], Callable[[], None]]
+
+
+@pytest.fixture(scope="module")
+def name() -> str:
+    """A patch that wraps DeepSpeedEngine.zero_grad."""
+    for patch in registry.patches().values():
+        wraps_it = any(target.key == ZERO_GRAD for target in patch.targets)
+        if wraps_it and gate.check(patch).may_apply:
+            return patch.name
+    pytest.skip("nothing to replace: no patch wraps DeepSpeedEngine.zero_grad on this release")
+
+
+def build_as(kind: Any) -> Any:
+    """Build an engine of this class."""
+    import deepspeed
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(deepspeed, "DeepSpeedEngine", kind)
+        return build(stage=1)
+
+
+def train(engine: Any, steps: int) -> None:
+    import torch
+
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        engine.zero_grad()
+
+
+def theirs(original: Any, *, calls: bool) -> Any:
+    @functools.wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if calls else None
+
+    @functools.wraps(original)
+    def none(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    return zero_grad if calls else none
+
+
+def at_the_class(name: str, calls: bool) -> tuple[list[str], bool, str]:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    ds_patches.apply(name)
+    engine = build(stage=1)
+    ours = vars(DeepSpeedEngine)["zero_grad"]
+    DeepSpeedEngine.zero_grad = theirs(ours, calls=calls)
+    try:
+        with listening() as heard:
+            train(engine, 1)
+            build(stage=1)
+            build(stage=1)
+        status = ds_patches.status()[name]
+        return heard, status.live, status.reason
+    finally:
+        DeepSpeedEngine.zero_grad = ours
+        assert ds_patches.is_applied(name), "it is back"
+        ds_patches.unapply(name)
+
+
+def test_a_replacement_at_the_class(world: World, name: str) -> None:
+    """It keeps what it replaces, as functools.wraps does, and never calls it."""
+    for heard, is_live, reason in world.run(at_the_class, name, False):
+        assert not is_live
+        assert f"{ZERO_GRAD} is replaced by" in reason
+        (line,) = (line for line in heard if f"{name}: {ZERO_GRAD} is replaced by" in line)
+        assert "test_watch.py" in line
+
+
+def test_a_wrapper_that_calls_ours_is_none(world: World, name: str) -> None:
+    for heard, is_live, reason in world.run(at_the_class, name, True):
+        assert is_live
+        assert "wrapped over" in reason
+        assert not heard
+
+
+def at_one_engine(name: str, calls: bool) -> tuple[list[str], bool, str, bool]:
+    ds_patches.apply(name)
+    try:
+        engine = build(stage=1)
+        train(engine, 1)
+        bound = engine.zero_grad
+        if calls:
+            engine.zero_grad = functools.partial(bound)
+        else:
+            engine.zero_grad = MethodType(lambda self: None, engine)
+        with listening() as heard:
+            train(engine, 2)
+        status = ds_patches.status()[name]
+        return heard, status.live, status.reason, ds_patches.is_applied(name)
+    finally:
+        ds_patches.unapply(name)
+
+
+def test_a_replacement_at_one_engine(world: World, name: str) -> None:
+    for heard, is_live, reason, is_applied in world.run(at_one_engine, name, False):
+        assert not is_live
+        assert not is_applied
+        assert "DeepSpeedEngine.zero_grad is replaced by" in reason
+        assert reason.endswith("at one DeepSpeedEngine")
+        assert sum("is replaced by" in line for line in heard) == 1
+
+
+def test_a_wrapper_at_one_engine_is_none(world: World, name: str) -> None:
+    for heard, is_live, _, _ in world.run(at_one_engine, name, True):
+        assert is_live
+        assert not heard
+
+
+def in_a_subclass(name: str, calls: bool) -> tuple[list[str], bool, str]:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    class Bare(DeepSpeedEngine):  # type: ignore[misc]
+        def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    class Calling(DeepSpeedEngine):  # type: ignore[misc]
+        def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+            return super().zero_grad(*args, **kwargs)
+
+    ds_patches.apply(name)
+    try:
+        with listening() as heard:
+            build_as(Calling if calls else Bare)
+            build_as(Calling if calls else Bare)
+        status = ds_patches.status()[name]
+        return heard, status.live, status.reason
+    finally:
+        ds_patches.unapply(name)
+
+
+def test_a_subclass_that_does_not_call_super(world: World, name: str) -> None:
+    for heard, is_live, reason in world.run(in_a_subclass, name, False):
+        assert not is_live
+        assert "in Bare" in reason
+        assert sum("is replaced by" in line for line in heard) == 1
+
+
+def test_a_subclass_that_does(world: World, name: str) -> None:
+    for heard, is_live, _ in world.run(in_a_subclass, name, True):
+        assert is_live
+        assert not heard
+
+
+def calls_of_a_step(name: str) -> int:
+    """Python calls of the look at a step where nothing was replaced."""
+    import sys
+
+    from ds_patches.core import watch
+
+    ds_patches.apply(name)
+    try:
+        engine = build(stage=1)
+        train(engine, 2)
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            watch._look(engine)
+        finally:
+            sys.setprofile(None)
+        return calls
+    finally:
+        ds_patches.unapply(name)
+
+
+def test_a_look_is_cheap(world: World, name: str) -> None:
+    assert max(world.run(calls_of_a_step, name)) <= 2
+
+
+# --- What leads to what -------------------------------------------------------------------------
+
+
+def ours(*args: Any) -> None:
+    """Stands for our wrapper."""
+
+
+class Functor:
+    """An object that is called, and calls one of the two functions it keeps."""
+
+    def __init__(self, calls: Any, keeps: Any) -> None:
+        self.calls, self._keeps = calls, keeps
+
+    def __call__(self, *args: Any) -> Any:
+        return self.calls(*args)
+
+
+class Keeper:
+    """It has ours under a name that its code never speaks of."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+def keeping() -> Any:
+    keeper = Keeper()
+    vars(keeper)["original"] = ours
+    return keeper
+
+
+@pytest.mark.parametrize(
+    ("value", "leads"),
+    [
+        (functools.partial(ours), True),
+        (staticmethod(ours), True),
+        (theirs(ours, calls=True), True),
+        (theirs(ours, calls=False), False),
+        (Functor(ours, None), True),
+        (functools.partial(Functor(ours, None)), True),
+        (keeping(), False),
+        (functools.lru_cache(ours), True),
+        (lambda *args: None, False),
+    ],
+)
+def test_a_call_may_come_to_what_the_code_speaks_of(value: Any, leads: bool) -> None:
+    assert live.leads_to(value, ours) is leads
+
+
+def test_where_a_functor_comes_from() -> None:
+    assert "test_watch.py" in live.origin(Functor(ours, None))
+    assert "test_watch.py" in live.origin(keeping())

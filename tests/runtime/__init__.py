@@ -1,0 +1,1 @@
+"""Tests of what patches share of DeepSpeed's objects."""

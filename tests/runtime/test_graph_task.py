@@ -1,0 +1,153 @@
+"""Three fates of a run of the autograd engine, and the runs inside it: plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_patches.runtime.graph_task import (
+    NO_TASK,
+    Entry,
+    TaskWatch,
+    at_end_of_task,
+    current_task_id,
+)
+
+
+class RaiseIf(torch.autograd.Function):
+    """Identity; its backward raises if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.raises:
+            raise RuntimeError("half way")
+        return grad, None
+
+
+class Watched:
+    """Notes what each call of `enter` from inside a backward has met."""
+
+    def __init__(self) -> None:
+        self.watch = TaskWatch()
+        self.met: list[Entry] = []
+
+    def at(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self.met.append(self.watch.enter()))
+        return tensor
+
+    def loss(self, raises: bool = False) -> Tensor:
+        return self.at(RaiseIf.apply(ready(), raises).sum())
+
+
+def ready() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def test_no_task_outside_a_backward() -> None:
+    assert current_task_id() == NO_TASK
+
+
+def test_one_backward_begins_once() -> None:
+    watched = Watched()
+    middle = watched.at(ready() * 2)
+    for _ in range(2):
+        watched.at(middle.sum()).backward(retain_graph=True)
+        assert watched.met == [Entry.BEGINS, Entry.RUNS]
+        assert not watched.watch.running
+        assert not watched.watch.raised
+        watched.met.clear()
+
+
+def test_it_runs_until_it_ends() -> None:
+    watched = Watched()
+    leaf, seen = ready(), []
+    leaf.register_hook(lambda grad: seen.append((watched.watch.running, watched.watch.raised)))
+    watched.at((leaf * 2).sum()).backward()
+    assert seen == [(True, False)]
+    assert not watched.watch.running
+
+
+def test_backward_that_raises_is_told_at_once() -> None:
+    watched = Watched()
+    with pytest.raises(RuntimeError, match="half way"):
+        watched.loss(raises=True).backward()
+    assert watched.watch.raised
+    assert not watched.watch.running
+    watched.watch.forget()
+    assert not watched.watch.raised
+
+
+def test_failure_shows_through_a_kept_exception() -> None:
+    """The traceback that a user keeps must not keep the graph task alive."""
+    watched = Watched()
+    try:
+        watched.loss(raises=True).backward()
+    except RuntimeError as error:
+        kept = error
+    assert kept.__traceback__ is not None
+    assert watched.watch.raised
+
+
+def test_the_one_after_a_failure_meets_it_until_it_is_dealt_with() -> None:
+    watched = Watched()
+    with pytest.raises(RuntimeError, match="half way"):
+        watched.loss(raises=True).backward()
+    watched.loss().backward()
+    assert watched.met == [Entry.BEGINS, Entry.AFTER_FAILURE]
+    watched.watch.forget()
+    watched.loss().backward()
+    assert watched.met[2:] == [Entry.BEGINS]
+
+
+def test_a_backward_in_a_hook_of_another_is_nested() -> None:
+    watched = Watched()
+    total, inner = ready().sum(), watched.loss()
+    total.register_hook(lambda grad: inner.backward())
+    watched.at(total)
+    watched.at(total * 2).backward()
+    assert watched.met == [Entry.BEGINS, Entry.NESTED, Entry.RUNS]
+    assert not watched.watch.running
+    assert not watched.watch.raised
+
+
+def test_reentrant_checkpointing_is_nested() -> None:
+    watched = Watched()
+    leaf = ready()
+    out = checkpoint(lambda x: watched.at(x.square()), leaf, use_reentrant=True)
+    watched.at(out.sum()).backward()
+    assert watched.met == [Entry.BEGINS, Entry.NESTED]
+    assert leaf.grad is not None
+
+
+def test_a_nested_one_that_raised_and_was_caught_is_no_failure() -> None:
+    watched = Watched()
+    total, inner = ready().sum(), watched.loss(raises=True)
+
+    def hook(grad: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="half way"):
+            inner.backward()
+
+    total.register_hook(hook)
+    watched.at(total * 2).backward()
+    assert watched.met == [Entry.BEGINS, Entry.NESTED]
+    assert not watched.watch.raised
+
+
+def test_end_of_task_runs_after_all_gradients() -> None:
+    leaf = ready()
+    order: list[str] = []
+    leaf.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    out = leaf.sum()
+    out.register_hook(lambda grad: at_end_of_task(lambda: order.append("end")))
+    out.backward()
+    assert order == ["gradient", "end"]
