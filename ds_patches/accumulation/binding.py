@@ -12,7 +12,6 @@ _FLAT = "deepspeed.runtime.zero.stage_1_and_2"
 _HOOKS = "ds_patches.accumulation.hooks"
 
 _TORCH_STYLE = ">=0.18.3"
-_AT_OUTPUTS = ">=0.18.3,<=0.19.5"
 _HOOK_STATE = ">=0.18.5"
 _BUCKET_CLASSES = ">=0.17.2"
 _FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
@@ -36,13 +35,13 @@ _TARGETS = (
     _engine("backward", "around_backward"),
     _engine("scale", "around_scale", releases=_TORCH_STYLE),
     _engine("_backward_prologue", "around_prologue", releases=_TORCH_STYLE),
-    _engine("_backward_prologue_per_tensor", "around_per_tensor", releases=_AT_OUTPUTS),
+    _engine("_backward_prologue_per_tensor", "around_per_tensor", releases=_TORCH_STYLE),
     _engine("_backward_post_hook", "around_post_hook", releases=_HOOK_STATE),
     _engine("zero_grad", "around_zero_grad"),
     _engine("_take_model_step", "around_model_step"),
     Target(
         _BASE,
-        "ZeROOptimizer.enter_backward",
+        "BackwardHookStateManager.enter_backward",
         f"{_HOOKS}:around_enter_backward",
         releases=_HOOK_STATE,
     ),
@@ -102,12 +101,6 @@ _FACTS = (
         _FLAT,
         "DeepSpeedZeroOptimizer.reduce_gradients",
         "at stage 1 with overlap_comm, leaves out what the last backward did not reach",
-    ),
-    Fact(
-        _ENGINE,
-        "DeepSpeedEngine._backward_prologue_per_tensor",
-        "divides by the micro steps what engine.backward has not divided",
-        releases=">=0.19.6",
     ),
     Fact(
         _ENGINE,

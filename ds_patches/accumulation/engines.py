@@ -27,6 +27,8 @@ def _steps_of(engine: Any) -> EngineSteps | None:
         return None
     steps = EngineSteps(engine)
     _engines.share(engine.optimizer, steps)
+    if (state := upstream_engine.hook_state(engine.optimizer)) is not None:
+        _engines.share(state, steps)
     for subscriber in _subscribers:
         subscriber(engine, steps)
     return steps

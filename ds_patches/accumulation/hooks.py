@@ -17,7 +17,6 @@ from ds_patches.runtime.attributes import meanwhile
 
 from . import earlier, engines
 from .flat_sum import FlatSum
-from .master_sum import MasterSum
 from .partition_sum import PartitionSum
 from .upstream import engine as upstream_engine
 from .upstream import flat
@@ -73,7 +72,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps = engines.of(engine)
-    if steps is not None and steps.has_divided:
+    if steps is not None and (steps.has_divided or not steps.is_in_backward):
         return args[0]
     return wrapped(*args, **kwargs)
 
@@ -97,25 +96,18 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     return wrapped(*args, **kwargs) if steps is None else steps.prologue(wrapped)
 
 
-def around_enter_backward(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
-    steps = engines.of(optimizer)
-    if steps is None or steps.is_entered:
+    steps = engines.of(state)
+    if steps is None or steps.is_running:
         return wrapped(*args, **kwargs)
-    return steps.backward_entered()
+    return steps.parameter_entered()
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Skip the epilogue of ``torch.autograd.grad``: it passes the outputs, and reduces nothing."""
+    """It has the epilogue of a backward that ``engine.backward`` has not begun."""
     steps = engines.of(engine)
-    if steps is None:
-        return wrapped(*args, **kwargs)
-    if steps.is_nested:
-        return None  # the outer one has its epilogue
-    # BF16_Optimizer has no hooks that count, and its epilogue takes no gradients for none.
-    if not isinstance(steps.sum, MasterSum) and upstream_engine.reached_no_parameter(engine):
-        return upstream_engine.end_without_epilogue(engine)
-    return wrapped(*args, **kwargs)
+    return wrapped(*args, **kwargs) if steps is None else steps.post_hook(wrapped)
 
 
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_patches.runtime import engines
-from ds_patches.runtime.graph_task import Entry, TaskWatch
+from ds_patches.runtime.graph_task import Entry, TaskWatch, accumulates
 
 from . import outputs
 from .flat_sum import FlatSum
@@ -19,6 +19,12 @@ from .upstream import engine as upstream_engine
 from .upstream import flat
 
 logger = logging.getLogger("ds_patches.accumulation")
+
+
+_NO_OUTPUT = (
+    "backward() of a tensor that is no output of the engine: call engine.backward(tensor) instead; "
+    "DeepSpeed does not know of this one"
+)
 
 
 class GradientSum(Protocol):
@@ -87,9 +93,19 @@ class EngineSteps:
     def forward_ran(self, result: Any) -> None:
         """Watch for the backwards over a forward, by its outputs."""
         self._fresh = True
-        outputs.watch(result, self.backward_entered)
+        outputs.watch(result, self._output_entered)
 
-    def backward_entered(self, grad: torch.Tensor | None = None) -> None:
+    def _output_entered(self, grad: torch.Tensor) -> None:
+        if self.is_in_backward:
+            self._backward_entered()
+
+    def parameter_entered(self) -> None:
+        """A gradient has come to a parameter, and to no output before."""
+        if self._engine.gradient_accumulation_steps() > 1:
+            raise RuntimeError(f"{_NO_OUTPUT}, and does not divide it by the micro steps either.")
+        self._backward_entered()
+
+    def _backward_entered(self, grad: torch.Tensor | None = None) -> None:
         """From inside a graph task of this engine; the first time there, a backward begins."""
         entry = self._watch.enter()
         if entry is Entry.RUNS:
@@ -120,18 +136,23 @@ class EngineSteps:
         if self._prologue_due:
             self._prologue_due = False
             wrapped()
-        else:
-            self.backward_entered()
+        elif self.is_in_backward:
+            self._backward_entered()
 
     @property
-    def is_entered(self) -> bool:
-        """Whether a backward is running."""
+    def is_running(self) -> bool:
+        """Whether a backward is."""
         return self._watch.running
 
     @property
-    def is_nested(self) -> bool:
-        """Inside a backward: whether it is within another one that is running."""
-        return self._watch.running and self._watch.enter() is Entry.NESTED
+    def is_in_backward(self) -> bool:
+        """In a hook of an output: whether in a backward, and not in ``torch.autograd.grad``."""
+        return self._watch.runs_here or accumulates()
+
+    def post_hook(self, wrapped: Callable[[], None]) -> None:
+        """Upstream's, with the epilogue; one inside another leaves it to the outer one."""
+        if not (self._watch.running and self._watch.enter() is Entry.NESTED):
+            wrapped()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Around ``engine.backward``, which `run` calls.
@@ -143,7 +164,7 @@ class EngineSteps:
         if loss.grad_fn is None:  # hooks of the user's own are to come after ours
             loss = loss.view_as(loss)
         begun = self._begun
-        handle = loss.register_hook(self.backward_entered)  # type: ignore[no-untyped-call]
+        handle = loss.register_hook(self._backward_entered)  # type: ignore[no-untyped-call]
         try:
             return run(loss)
         except BaseException:
@@ -172,6 +193,11 @@ class EngineSteps:
 
     # --- Steps ----------------------------------------------------------------------------------
 
+    @property
+    def _begun_here(self) -> bool:
+        """Whether a backward was, in this micro step."""
+        return self._micro_steps is not None and self._micro_steps[1] == self._engine.micro_steps
+
     def zero_grad(self) -> None:
         """The user asked for zero gradients: what this step has reduced is forgotten.
 
@@ -181,7 +207,7 @@ class EngineSteps:
         if self._own_zero_grad:
             return
         self.recover()
-        if self._micro_steps is None or self._micro_steps[1] != self._engine.micro_steps:
+        if self._micro_steps is None or not self._begun_here:
             return
         if self._micro_steps[0] != self._micro_steps[1]:
             self._keep_what_is_counted()
@@ -208,6 +234,8 @@ class EngineSteps:
                 "engine.step() after a backward that raised: its gradients were dropped and none "
                 "have come since. Run forward and backward again before the step."
             )
+        if not self._begun_here and upstream_engine.was_not_entered(self._engine.optimizer):
+            raise RuntimeError(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
         if self._begun:  # else its gradients are from before we knew of it
             self.sum.complete()
         self._own_zero_grad = True

@@ -8,8 +8,9 @@ three fates of a run apart: alive (still running), finished, or gone without fin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,6 +25,34 @@ current_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def at_end_of_task(callback: Callable[[], None]) -> None:
     """Run `callback` when the running graph task ends, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulates() -> bool:
+    """In a hook of a tensor: whether this run adds to leaves beneath it, as a backward does.
+
+    ``torch.autograd.grad`` hands gradients out, and so does a backward whose `inputs` are others.
+    """
+    return any(map(_gets_its_gradient, _leaves_beneath(torch._C._current_autograd_node())))
+
+
+def _gets_its_gradient(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # so it answers of a leaf that torch.autograd.grad was asked for
+        return False
+
+
+def _leaves_beneath(node: Any) -> Iterator[Any]:
+    """Depth first: of most modules the first is a node or two away."""
+    pending, seen = [node], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node
+        pending.extend(beneath for beneath, _ in node.next_functions)
 
 
 class _RunningTask:
@@ -69,6 +98,11 @@ class TaskWatch:
     def raised(self) -> bool:
         """True when the last backward is gone and never called back."""
         return self._task is not None and self._task() is None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it is the backward that was entered last, and no other, that runs here."""
+        return self.running and current_task_id() == self._id
 
     def enter(self) -> Entry:
         """From inside a backward, as often as you like."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ def check(world: World, script: cases.Script, stage: int, **case: Any) -> None:
     for outcome in world.run(cases.run, script, stage, **case):
         assert outcome.equal(), outcome
         assert not outcome.heard
+
+
+def expect(world: World, message: str, script: cases.Script, stage: int, **case: Any) -> None:
+    for outcome in world.run(cases.run, script, stage, **case):
+        assert re.search(message, outcome.error), outcome
 
 
 # --- Tensors that are no output -------------------------------------------------------------------
@@ -64,12 +70,28 @@ def test_a_tensor_that_is_no_output(world: World, stage: int, script: cases.Scri
     check(world, script, stage, patch=patch, model="Auxiliary")
 
 
-@pytest.mark.xfail(strict=True, reason="nothing tells of a backward that passes no output")
-@pytest.mark.parametrize("stage", STAGES)
-def test_its_plain_backward(world: World, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("script", "stage"), [(aux_before, 1), (aux_before, 3), *((aux_after, s) for s in STAGES)]
+)
+def test_its_plain_backward(world: World, stage: int, script: cases.Script) -> None:
     """``module.aux.backward()``, where the release has plain backwards."""
     releases.needs_torch_style("torch")
-    check(world, aux_alone, stage, model="Auxiliary", style="torch")
+    if script is aux_after and not releases.QUEUES_EPILOGUE:
+        pytest.skip("as on stock: stage 1 takes the last only, 2 and 3 raise")
+    patch = "zero3_retain" if stage == 3 else "accumulation"
+    check(world, script, stage, patch=patch, model="Auxiliary", style="torch")
+
+
+@pytest.mark.skipif(not releases.QUEUES_EPILOGUE, reason="as on stock: KeyError")
+@pytest.mark.parametrize(("script", "micro_steps"), [(aux_alone, 1), (aux_after, 2)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_its_plain_backward_is_refused(
+    world: World, stage: int, script: cases.Script, micro_steps: int
+) -> None:
+    """Where DeepSpeed has reduced nothing, or has not divided it."""
+    case: dict[str, Any] = dict(model="Auxiliary", style="torch", micro_steps=micro_steps)
+    case["patch"] = "zero3_retain" if stage == 3 else "accumulation"
+    expect(world, "call engine.backward.tensor. instead", script, stage, **case)
 
 
 # --- torch.autograd.grad --------------------------------------------------------------------------
@@ -121,11 +143,6 @@ def slopes(trainer: Any) -> None:
             trainer.step()
 
 
-@pytest.mark.xfail(
-    releases.TORCH_STYLE,
-    strict=True,
-    reason="the outputs' hooks divide by the micro steps, in whatever passes them",
-)
 @pytest.mark.parametrize("stage", STAGES)
 def test_autograd_grad_is_not_divided_by_the_micro_steps(world: World, stage: int) -> None:
     check(world, slopes, stage, micro_steps=2)

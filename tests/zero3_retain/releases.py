@@ -11,6 +11,9 @@ RELEASE = Version(version("deepspeed"))
 
 TORCH_STYLE = Version("0.18.3") <= RELEASE
 
+#: A plain backward's epilogue is queued for its end; before, it runs at the last gradient.
+QUEUES_EPILOGUE = Version("0.18.5") <= RELEASE
+
 STYLES = ["engine", "scale", "torch"] if TORCH_STYLE else ["engine"]
 
 #: Stock ZeRO-2 forgets all but the last micro step of a gradient accumulation (issue 7718; the

@@ -48,17 +48,18 @@ def begin_backward(engine: Any, again: bool) -> None:
     engine._backward_prologue()
 
 
-def reached_no_parameter(engine: Any) -> bool:
-    """Whether the graph task that ends here produced no parameter's gradient (0.18.5 and later)."""
-    optimizer = engine.optimizer
-    return not engine._running_engine_backward and optimizer._hooks_fired_this_backward == 0
+def hook_state(optimizer: Any) -> Any:
+    """What counts the gradients of a backward, from 0.18.5 on; None before."""
+    return getattr(optimizer, "_backward_hook_state", None)
 
 
-def end_without_epilogue(engine: Any) -> None:
-    """Leave the backward that the prologue entered."""
-    engine.optimizer.exit_backward()
-    engine._stop_timers(engine.engine_timers.backward_inner_timers)
-    engine._stop_timers(engine.engine_timers.backward_timers)
+def was_not_entered(optimizer: Any) -> bool:
+    """Whether gradients have come since the last forward, and no backward that upstream knows of.
+
+    Parameters' hooks ask for one when there was another before, over the same forward.
+    """
+    state = hook_state(optimizer)
+    return bool(state) and state.hooks_fired_this_backward and not state.backward_seen_this_step
 
 
 @cache
