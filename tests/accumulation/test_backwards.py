@@ -89,7 +89,7 @@ def test_its_plain_backward_is_refused(
     world: World, stage: int, script: cases.Script, micro_steps: int
 ) -> None:
     """Where DeepSpeed has reduced nothing, or has not divided it."""
-    case: dict[str, Any] = dict(model="Auxiliary", style="torch", micro_steps=micro_steps)
+    case: dict[str, Any] = {"model": "Auxiliary", "style": "torch", "micro_steps": micro_steps}
     case["patch"] = "zero3_retain" if stage == 3 else "accumulation"
     expect(world, "call engine.backward.tensor. instead", script, stage, **case)
 
