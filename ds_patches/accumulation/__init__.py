@@ -5,6 +5,7 @@ What
     that no backward reached has none: PyTorch keeps that sentence, DeepSpeed does not. ZeRO 1, 2
     and 3, on every release, whatever calls the backward: ``engine.backward(loss)``,
     ``engine.scale(loss).backward()`` or ``loss.backward()``, where the release has those.
+    ``torch.autograd.grad`` is no backward: what it returns is divided by nothing.
 
 Why
     What an ordinary loop trains on is wrong, without a word:
@@ -21,6 +22,7 @@ Why
     - ``scale_wrt_gas=False``, which Accelerate passes, is ignored (0.18.3);
     - bf16 with fp32 sums: the last micro step is not averaged over the ranks (0.18.3 to 0.18.9), or
       nothing is (stage 1 with an offloaded optimizer, up to 0.19.7);
+    - what ``torch.autograd.grad`` returns at an output is divided by the micro steps (0.18.3 on);
     - on a CPU without ``contiguous_gradients`` nothing is reduced (up to 0.19.7).
 
 How
@@ -35,6 +37,9 @@ What to know
       ``zero_grad()``, and mean DeepSpeed to accumulate. A backward since then cannot be told from
       them any more; it stays too, with a warning. PyTorch's own ``module.zero_grad()`` finds
       nothing to clear under ZeRO, patched or not.
+    - A plain ``tensor.backward()`` of what the engine's forward did not return is refused, but after
+      a backward of what it did; ``engine.backward(tensor)`` is right for any tensor. In 0.18.3 and
+      0.18.4 it is stock's, wrong or an error.
     - If a backward raises, every gradient since the last step is dropped, with a warning: part of
       it may have been reduced already. The next forward starts clean; ``engine.step()`` without a
       backward since is refused.

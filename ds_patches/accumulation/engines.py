@@ -35,26 +35,24 @@ def _steps_of(engine: Any) -> EngineSteps | None:
 
 
 _engines: Attached[EngineSteps] = Attached("accumulation", _steps_of)
+#: In the `__dict__` of engines that were taken in, or left to stock.
+KEY = _engines.key
 
 
 def of(owner: Any) -> EngineSteps | None:
     """Return what is kept of an engine, or of its optimizer; None if it is left to stock."""
-    steps: EngineSteps | None = vars(owner).get(_engines.key)
-    return None if steps is None or steps.left else steps
-
-
-def is_known(engine: Any) -> bool:
-    """Whether it was taken in, or left to stock."""
-    return _engines.key in vars(engine)
+    steps: EngineSteps | None = vars(owner).get(KEY)
+    return steps
 
 
 def take_in(engine: Any) -> EngineSteps | None:
-    """Return what is kept of an engine, from its first forward on; None if it is left to stock."""
-    steps = _engines(engine)
-    if steps is None:
-        return None
-    steps.left = upstream_engine.is_left(engine)
-    return None if steps.left else steps
+    """Return what is kept of an engine, from its first forward on; None if it is left to stock.
+
+    A compiler's backwards are, from the compilation on.
+    """
+    if engine._is_compiled and upstream_engine.is_left(engine):
+        _engines.leave(engine)
+    return _engines(engine)
 
 
 def subscribe(subscriber: Subscriber) -> None:

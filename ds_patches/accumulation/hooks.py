@@ -18,10 +18,14 @@ from ds_patches.runtime.attributes import meanwhile
 from . import earlier, engines
 from .flat_sum import FlatSum
 from .partition_sum import PartitionSum
+from .steps import EngineSteps
 from .upstream import engine as upstream_engine
 from .upstream import flat
 
 Wrapped = Callable[..., Any]
+#: Looked up in the `__dict__` of an engine or its optimizer, as `engines.of` does, by each wrapper
+#: that a training step calls: a call less for each.
+KEY = engines.KEY
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -57,7 +61,9 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.of(engine) if engines.is_known(engine) else engines.take_in(engine)
+    steps: EngineSteps | None = vars(engine).get(KEY)
+    if steps is None:
+        steps = engines.take_in(engine)
     loss = args[0] if args else kwargs.pop("loss", None)
     if steps is None or not isinstance(loss, torch.Tensor):
         return wrapped(loss, *args[1:], **kwargs)
@@ -71,7 +77,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.of(engine)
+    steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is not None and (steps.has_divided or not steps.is_in_backward):
         return args[0]
     return wrapped(*args, **kwargs)
@@ -92,27 +98,27 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.of(engine)
+    steps: EngineSteps | None = vars(engine).get(KEY)
     return wrapped(*args, **kwargs) if steps is None else steps.prologue(wrapped)
 
 
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
-    steps = engines.of(state)
-    if steps is None or steps.is_running:
+    steps: EngineSteps | None = vars(state).get(KEY)
+    if steps is None or steps.watch.running:
         return wrapped(*args, **kwargs)
     return steps.parameter_entered()
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """It has the epilogue of a backward that ``engine.backward`` has not begun."""
-    steps = engines.of(engine)
+    steps: EngineSteps | None = vars(engine).get(KEY)
     return wrapped(*args, **kwargs) if steps is None else steps.post_hook(wrapped)
 
 
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of the engine and of its ZeRO optimizer."""
-    steps = engines.of(owner)
+    steps: EngineSteps | None = vars(owner).get(KEY)
     result = wrapped(*args, **kwargs)
     if steps is not None:
         steps.zero_grad()
@@ -120,7 +126,7 @@ def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.of(engine)
+    steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
         return wrapped(*args, **kwargs)
     return steps.step(partial(wrapped, *args, **kwargs))
@@ -130,14 +136,14 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.of(optimizer)
+    steps: EngineSteps | None = vars(optimizer).get(KEY)
     if steps is None or not isinstance(steps.sum, PartitionSum):
         return wrapped(*args, **kwargs)
     return steps.sum.partition(wrapped, *args, **kwargs)
 
 
 def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.of(optimizer)
+    steps: EngineSteps | None = vars(optimizer).get(KEY)
     if steps is None or not isinstance(steps.sum, FlatSum):
         return wrapped(*args, **kwargs)
     return steps.epilogue(wrapped)

@@ -72,13 +72,11 @@ class EngineSteps:
         self.listeners: list[Listener] = []
         #: Steps that changed parameters.
         self.count = 0
-        #: A compiler's backwards are left to stock.
-        self.left = False
         #: In a backward whose loss was divided by the micro steps: outputs need not do it.
         self.has_divided = False
         self.sum: GradientSum = _sum_of(engine)
         self._engine = engine
-        self._watch = TaskWatch()
+        self.watch = TaskWatch()
         self._begun = 0  # backwards, ever
         #: Of this step's backwards, the first and the last: in which micro step they were.
         self._micro_steps: tuple[int, int] | None = None
@@ -95,8 +93,8 @@ class EngineSteps:
         self._fresh = True
         outputs.watch(result, self._output_entered)
 
-    def _output_entered(self, grad: torch.Tensor) -> None:
-        if self.is_in_backward:
+    def _output_entered(self, grad: torch.Tensor | None = None) -> None:
+        if not self.watch.runs_here and accumulates():
             self._backward_entered()
 
     def parameter_entered(self) -> None:
@@ -107,12 +105,12 @@ class EngineSteps:
 
     def _backward_entered(self, grad: torch.Tensor | None = None) -> None:
         """From inside a graph task of this engine; the first time there, a backward begins."""
-        entry = self._watch.enter()
+        entry = self.watch.enter()
         if entry is Entry.RUNS:
             return
         if entry is Entry.AFTER_FAILURE:
             self._drop_failed_backward()
-            entry = self._watch.enter()
+            entry = self.watch.enter()
         if entry is Entry.BEGINS:
             self._backward_begins()
         else:
@@ -136,22 +134,17 @@ class EngineSteps:
         if self._prologue_due:
             self._prologue_due = False
             wrapped()
-        elif self.is_in_backward:
-            self._backward_entered()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a backward is."""
-        return self._watch.running
+        else:
+            self._output_entered()
 
     @property
     def is_in_backward(self) -> bool:
         """In a hook of an output: whether in a backward, and not in ``torch.autograd.grad``."""
-        return self._watch.runs_here or accumulates()
+        return self.watch.runs_here or accumulates()
 
     def post_hook(self, wrapped: Callable[[], None]) -> None:
         """Upstream's, with the epilogue; one inside another leaves it to the outer one."""
-        if not (self._watch.running and self._watch.enter() is Entry.NESTED):
+        if self.watch.runs_here or not self.watch.running:
             wrapped()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
@@ -176,11 +169,11 @@ class EngineSteps:
 
     def recover(self) -> None:
         """Undo a plain ``loss.backward()`` that raised, at the next call that comes."""
-        if self._watch.raised:
+        if self.watch.raised:
             self._drop_failed_backward()
 
     def _drop_failed_backward(self) -> None:
-        self._watch.forget()
+        self.watch.forget()
         self._dropped = True
         self._micro_steps = None
         logger.warning(

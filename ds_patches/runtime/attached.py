@@ -39,6 +39,15 @@ class Attached(Generic[State]):
         vars(part)[self.key] = state
         self._parts.add(part)
 
+    def leave(self, thing: Any) -> None:
+        """Leave an object to stock from now on, whatever was known of it."""
+        state = vars(thing).get(self.key)
+        vars(thing)[self.key] = None
+        self._objects.add(thing)
+        for part in self._parts if state is not None else ():
+            if vars(part).get(self.key) is state:
+                vars(part)[self.key] = None
+
     def all(self) -> list[tuple[Any, State]]:
         """Return every object that is not left to stock, with its state."""
         found = [(thing, self.get(thing)) for thing in self._objects]

@@ -102,7 +102,8 @@ class TaskWatch:
     @property
     def runs_here(self) -> bool:
         """Whether it is the backward that was entered last, and no other, that runs here."""
-        return self.running and current_task_id() == self._id
+        task = self._task
+        return task is not None and task() is not None and current_task_id() == self._id
 
     def enter(self) -> Entry:
         """From inside a backward, as often as you like."""
