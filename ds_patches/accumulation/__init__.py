@@ -37,9 +37,9 @@ What to know
       ``zero_grad()``, and mean DeepSpeed to accumulate. A backward since then cannot be told from
       them any more; it stays too, with a warning. PyTorch's own ``module.zero_grad()`` finds
       nothing to clear under ZeRO, patched or not.
-    - A plain ``tensor.backward()`` of what the engine's forward did not return is refused, but after
-      a backward of what it did; ``engine.backward(tensor)`` is right for any tensor. In 0.18.3 and
-      0.18.4 it is stock's, wrong or an error.
+    - A plain ``tensor.backward()`` of what the engine's forward did not return is refused, unless a
+      backward of what it did came before; ``engine.backward(tensor)`` is right for any tensor. In
+      0.18.3 and 0.18.4 the plain one is stock's, wrong or an error.
     - If a backward raises, every gradient since the last step is dropped, with a warning: part of
       it may have been reduced already. The next forward starts clean; ``engine.step()`` without a
       backward since is refused.

@@ -28,6 +28,8 @@ _TARGETS = (
     _engine("forward", "around_forward"),
     _engine("_backward_prologue", "around_prologue"),
     _engine("_backward_epilogue", "around_epilogue"),
+    _engine("zero_grad", "around_zero_grad"),
+    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", f"{_HOOKS}:around_zero_grad"),
     Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", f"{_HOOKS}:around_step"),
     _context("__init__", "around_gathered"),
     _context("__enter__", "around_enter"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +17,7 @@ from .reduction import Reduction
 from .units import Call, Units
 from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
-from .upstream.graphs import Graphs, after_backward, keep_nothing_gathered
+from .upstream.graphs import Graphs, before_backward, keep_nothing_gathered
 from .uses import Uses
 
 logger = logging.getLogger("ds_patches.dc_fallback")
@@ -43,23 +42,19 @@ class Fallback:
         )
         self.uses = Uses(
             partition.gather,
-            self._reduction.add,
+            self._gradient_arrives,
             partition.shape_of,
             partition.is_here,
             Units(partition.below(leaf) for leaf in upstream_engine.leaves(engine)),
         )
-        self._aside: dict[int, torch.Tensor] = {}  # gradients that a graph would overwrite
-        self._graphs_ids: set[int] = set()
-        self._new_step = self._graphs_write_anew = True
-        self._before: torch.Tensor | None = None
+        self._aside: dict[int, torch.Tensor] = {}  # to be added when the graphs have ended
+        self._new_step, self._first_micro_step = True, 0
+        self._told: set[torch.nn.Parameter] = set()
         self._records, self._in_forward, self._in_backward = False, False, False
         self._saving = dynamo.SavedTensorsHooks(
             dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
         )
-        self._ran: Counter[int] = Counter()  # graphs whose backward may come, or has come
-        self._ended: Counter[int] = Counter()  # those of this backward whose has
-        self._overwritten: dict[int, set[int]] = {}
-        self._saves = True  # whether the last forward had eager frames; unknown before the first
+        self._saves = True  # whether a forward has had eager frames; unknown before the first
         self._undo: list[Any] = []
         self._install()
 
@@ -77,6 +72,7 @@ class Fallback:
         def again() -> None:
             dynamo.leave_alone(getter)
             keep_nothing_gathered()
+            self._graphs.look_again()
 
         self._undo.append(upstream_engine.after_compile_passes(self._engine, again))
         before_call, after_call = self._call_hooks()
@@ -123,13 +119,21 @@ class Fallback:
     def remove(self) -> None:
         """Leave the engine as DeepCompile made it."""
         self._recover()
+        if self._new_step:
+            partition.clear(
+                self._optimizer
+            )  # graphs add, until a backward at the boundary has ended
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 
     def _see(self, param: Any) -> Any:
-        if not self.uses.calls or not partition.is_partitioned(param):
+        if not partition.is_partitioned(param):
             return param
+        if not self.uses.calls:
+            if not (self._in_backward and torch.is_grad_enabled()):
+                return param
+            self.uses.recompute()
         seen = self.uses.cached(param)
         if seen is None and not dynamo.is_compiling_a_frame():
             seen = self.uses.use(param)
@@ -147,7 +151,6 @@ class Fallback:
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
             self._recover()
             partition.release(upstream_engine.persistent(self._engine))
-            self.uses.gathered_any = False
         depth = len(calls)
         calls.open(None)
         saves = self._saves and self._records and outermost
@@ -163,69 +166,82 @@ class Fallback:
     def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:
         """Run a compiled graph, in a forward or for a recomputation in the backward."""
         outputs = self._saving.run_without(graph, inputs)
-        if self._records:
-            self._ran[graph_id] += 1
-            after_backward(outputs, partial(self._set_aside, graph_id))
-            if self._in_backward:
-                self._overwritten = self._graphs.overwritten(self._ran)
+        if self._records and (ids := self._graphs.to_be_written(graph_id)):
+            before_backward(inputs, outputs, partial(self._graph_writes, graph_id))
+            for param in self._engine.module.parameters():
+                hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+                if hooks and param.ds_id in ids:
+                    self._tell_of_hook(param)
         return outputs
 
-    def _set_aside(self, graph_id: int) -> None:
-        """The backward of a graph has run: move what another may overwrite out of its way.
-
-        A forward that no backward follows counts as one to come; that only moves more.
-        """
-        self._ended[graph_id] += 1
+    def _graph_writes(self, graph_id: int) -> None:
+        """The first backward of a graph begins: it writes where all others will add."""
         found = partition.partitions(self._optimizer)
-        for ds_id in self._overwritten.get(graph_id, ()):
+        for ds_id in self._graphs.writes(graph_id):
             if ds_id in found and found[ds_id].numel():
                 self._add_aside(ds_id, found[ds_id], found[ds_id])
                 found[ds_id].zero_()
 
     def begin_backward(self) -> None:
-        """Right after the engine's own prologue."""
+        """Right after the engine's own prologue, which a second backward may come without."""
+        self._graphs.add_up()
         if self._in_backward:
-            return  # the second output of a forward
+            return  # it has come to another forward
         self._in_backward = True
-        self._graphs_ids = self._graphs.param_ids()
-        if self._graphs_write_anew:
-            # What they write must not be lost in what there is, nor that in what they write.
-            self._before = None if self._new_step else partition.saved(self._optimizer)
+        if self._new_step:
             partition.clear(self._optimizer)
-            self._new_step = self._graphs_write_anew = False
-        self._overwritten = self._graphs.overwritten(self._ran)
+            self._first_micro_step = self._engine.micro_steps
+            self._new_step = False
 
     def end_backward(self) -> None:
         """Right before the engine's own epilogue."""
         self._reduction.finish()
         self.uses.forget_backward()
-        if self._before is not None:
-            partition.add(self._optimizer, self._before)
-            self._before = None
-        if self._engine.is_gradient_accumulation_boundary():
-            self._hand_over()
-            self._graphs_write_anew = True
-        self._ran -= self._ended  # what is left has a backward of its own to come
-        self._ended.clear()
-        self._overwritten.clear()
+        self._hand_over()
         self._in_backward = False
+
+    def zero_grad(self) -> None:
+        """Drop what the step has, but for micro steps that ``engine.step()`` has counted."""
+        if self._engine.micro_steps == self._first_micro_step:
+            self._aside.clear()
+            self._new_step = True
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
         self._reduction.finish()  # of a backward that had no epilogue
+        if self._new_step:
+            partition.clear(self._optimizer)  # no backward since the last step, or zero_grad()
         self._hand_over()
         partition.order_step_behind(self._optimizer)
 
     def after_step(self, failed: bool = False) -> None:
         """The optimizer has stepped, or skipped a step after an overflow."""
         self._graphs.stepped(failed)
-        self._ran.clear()
-        self._new_step = self._graphs_write_anew = True
+        self._new_step = True
+
+    def _gradient_arrives(self, param: Any, grad: torch.Tensor) -> None:
+        """The full gradient of a parameter, from eager frames."""
+        for hook in [*(param._backward_hooks or {}).values()]:
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if getattr(param, "_post_accumulate_grad_hooks", None):
+            self._tell_of_hook(param)
+        self._reduction.add(param, grad)
+
+    def _tell_of_hook(self, param: Any) -> None:
+        if param not in self._told:
+            self._told.add(param)
+            (name,) = (n for n, p in self._engine.module.named_parameters() if p is param)
+            logger.warning(
+                "A hook of parameter %s is not run: DeepCompile's graphs run none, and skipped "
+                "frames none of register_post_accumulate_grad_hook().",
+                name,
+            )
 
     def _receive(self, param: Any, part: torch.Tensor) -> None:
-        """Add to the partition; what a graph may overwrite waits for the boundary."""
+        """What a graph may be writing to, on a stream of its own, waits for the end."""
         target = partition.partitions(self._optimizer)[param.ds_id]
-        if param.ds_id in self._graphs_ids:
+        if self._graphs.has(param.ds_id):
             self._add_aside(param.ds_id, part, target)
         else:
             target.add_(part)
@@ -251,8 +267,5 @@ class Fallback:
         )
         self._reduction.abandon()
         self._aside.clear()
-        self._before = None
-        self._ended.clear()
-        self._overwritten.clear()
         engines.forget_backward(self._engine)
         self.after_step(failed=True)

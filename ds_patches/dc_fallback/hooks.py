@@ -131,6 +131,14 @@ def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     return wrapped(*args, **kwargs)
 
 
+def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the engine and of its ZeRO optimizer."""
+    result = wrapped(*args, **kwargs)
+    if (state := _engines.get(owner)) is not None:
+        state.zero_grad()
+    return result
+
+
 # --- ZeRO stage 3 -------------------------------------------------------------------------------
 
 

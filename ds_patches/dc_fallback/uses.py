@@ -21,6 +21,9 @@ import torch
 
 from .units import Call, Calls, Units
 
+#: In place of a module: what a backward runs again.
+_BACKWARD = object()
+
 #: Gathers parameters; returns their full values, in order.
 Gather = Callable[[Sequence[torch.nn.Parameter]], list[torch.Tensor]]
 #: Takes the full gradient of a parameter.
@@ -28,10 +31,13 @@ Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
 class _Roots(torch.autograd.Function):
-    """A root for each trained parameter of a unit: of its shape, without memory."""
+    """A root for each trained parameter of a unit: of its shape, without memory.
+
+    anchor: has autograd record it. The parameters are no inputs, whose hooks would be given none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, deliver: Deliver, shapes: Any, *params: Any) -> Any:
+    def forward(ctx: Any, deliver: Deliver, shapes: Any, params: Any, anchor: torch.Tensor) -> Any:
         ctx.deliver, ctx.params = deliver, params
         return tuple(
             param.new_empty(()).expand(shape) for param, shape in zip(params, shapes, strict=True)
@@ -42,7 +48,7 @@ class _Roots(torch.autograd.Function):
         # Of a leaf module all get a gradient, zeros where there was no use: the ranks must agree.
         for param, grad in zip(ctx.params, grads, strict=True):
             ctx.deliver(param, grad)
-        return (None, None, *([None] * len(ctx.params)))
+        return None, None, None, None
 
 
 class _Use(torch.autograd.Function):
@@ -93,6 +99,7 @@ class Uses:
         self._roots: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._origins: dict[int, tuple[Call, torch.nn.Parameter]] = {}
         self._again = _GatheredAgain(gather, units)
+        self._anchor = torch.zeros((), requires_grad=True)
 
     def cached(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """What this module call has seen of `param` before."""
@@ -118,7 +125,8 @@ class Uses:
         return None if origin is None else origin[1]
 
     def _fill(self, call: Call, param: torch.nn.Parameter) -> None:
-        with torch.no_grad():
+        # No tensors of inference_mode: they could not be used outside it, nor count writes.
+        with torch.inference_mode(False), torch.no_grad():
             if self._is_here(param):
                 call.full[param] = param.detach()
                 return
@@ -132,7 +140,8 @@ class Uses:
         if param not in self._roots:
             params = self._units.of(param).trained
             shapes = [tuple(self._shape_of(one)) for one in params]
-            roots = _Roots.apply(self._deliver, shapes, *params)  # type: ignore[no-untyped-call]
+            recorded: Any = _Roots.apply
+            roots = recorded(self._deliver, shapes, params, self._anchor)
             self._roots.update(zip(params, roots, strict=True))
         return self._roots[param]
 
@@ -166,9 +175,14 @@ class Uses:
         full = self._again.full(saved.call, saved.param)
         return full.as_strided(saved.size, saved.stride, saved.offset)
 
+    def recompute(self) -> None:
+        """A backward runs code of the forward again, and outside any module call."""
+        self.calls.open(_BACKWARD)
+
     def forget_backward(self) -> None:
         """After a backward, whole or not: nothing gathered for it stays."""
         self._again.forget_all()
+        self.close(self.calls.close(_BACKWARD))
 
 
 class _GatheredAgain:

@@ -104,10 +104,12 @@ def run(
     patch: bool = True,
     whole: bool = False,
     keeps: bool = False,
+    anew: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> Outcome:
     """`script`, by an engine and by plain PyTorch, from the same start. Runs on every rank.
 
+    anew: DeepCompile compiles all again in the second step, as it does after its warm-up.
     keeps: graphs keep parameters gathered until the step, as DeepCompile's selective_gather does.
     whole: nothing of the model is compiled, as on a release whose graphs this torch cannot trace.
     """
@@ -124,6 +126,7 @@ def run(
         wanted = trainers.config(3, micro_steps=micro_steps, **(settings or {}))
         trainer = Trainer(engine_of(start, wanted), style)
         native.keeps = keeps
+        native.begins_anew = {1} if anew else set()
         outcome = Outcome(
             available=trainer.available_after_backward, graphs=trainer.graphs, heard=heard
         )

@@ -29,6 +29,7 @@ class Native:
         self.keeps = False  # as selective_gather has it: parameters stay gathered until a step
         self.chosen: set[int] = set()  # those parameters
         self.kept: dict[int, torch.Tensor] = {}
+        self.begins_anew: set[int] = set()  # in which steps DeepCompile does
         self.at_boundary = False
         self.compiled = 0
         self.with_backward: list[int] = []  # graphs that need one, in the order of their forwards
@@ -152,9 +153,10 @@ class CompiledFunction(torch.autograd.Function):  # as PyTorch's is called
         passed: list[Any] = []
         for index, grad in enumerate(grads):
             reduced = index in ctx.ds_ids
-            if reduced and ctx.needs_input_grad[index + 2]:
-                torch.ops.dc.reduce_grad(grad, ctx.graph_id, ctx.ds_ids[index])
-            passed.append(None if reduced else grad)
+            if reduced:
+                wanted = ctx.needs_input_grad[index + 2]
+                grad = _reduce_grad(grad, ctx.graph_id, ctx.ds_ids[index]) if wanted else None
+            passed.append(grad)
         _end_backward(ctx.graph_id)
         # What is only handed on may be computed after the end, which waits for gradients alone.
         for ds_id in sorted(native.chosen.intersection(ctx.ds_ids.values())):
@@ -235,12 +237,25 @@ def _compile_backward(graph_id: int) -> None:
         known.bwd_graph = torch.fx.Graph()
 
 
+def _reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> Any:
+    return torch.ops.dc.reduce_grad(grad, graph_id, ds_id)  # what autograd gets is empty
+
+
 def _end_backward(graph_id: int) -> None:
     torch.ops.dc.end_backward([torch.empty(0)], graph_id, graph_id == native.with_backward[0])
 
 
-def no_passes(*args: Any, **kwargs: Any) -> None:
-    """In place of DeepCompile's passes, which rewrite real graphs."""
+def _launch_passes(global_steps: int, *args: Any, **kwargs: Any) -> None:
+    """In place of DeepCompile's passes, which rewrite real graphs, compiled anew for them."""
+    if global_steps not in native.begins_anew:
+        return
+    from deepspeed.compile import backend
+
+    native.begins_anew.remove(global_steps)
+    torch._dynamo.reset()
+    native.reset()
+    backend.profiling_results.clear()
+    backend.param_manager.clear()
 
 
 @contextmanager
@@ -260,7 +275,7 @@ def deep_compile() -> Iterator[Native]:
     handle, make = util.dc_handle, init_z3.make_backend
     util.dc_handle, init_z3.make_backend = native, _make_backend
     launch = init_z3.launch_compile_passes
-    init_z3.launch_compile_passes = no_passes
+    init_z3.launch_compile_passes = _launch_passes
     newer_than = getattr(engine_module, "required_torch_version", None)  # 0.18.4
 
     def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
@@ -269,9 +284,12 @@ def deep_compile() -> Iterator[Native]:
 
     if newer_than is not None:
         engine_module.required_torch_version = required_torch_version
+    accelerator: Any = engine_module.get_accelerator()
+    accelerator.on_accelerator = lambda tensor: False  # whose streams zero_grad() tells of .grad
     try:
         yield native
     finally:
+        del accelerator.on_accelerator
         if newer_than is not None:
             engine_module.required_torch_version = newer_than
         util.dc_handle, init_z3.make_backend = handle, make

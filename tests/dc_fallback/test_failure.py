@@ -166,5 +166,5 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
     assert "WatchedParameters" not in left["containers"]
     assert left["hooks"] == 0
     assert not left["attributes"]
-    assert left["launch"] == "no_passes"
+    assert left["launch"] == "_launch_passes"
     assert left["native"]

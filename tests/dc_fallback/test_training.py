@@ -32,6 +32,12 @@ def test_micro_steps(world: World, pattern: str, style: str) -> None:
     assert_trained(outcome(world, pattern, micro_steps=2, style=style))
 
 
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("pattern", MIXED)
+def test_after_deepcompile_began_anew(world: World, pattern: str, micro_steps: int) -> None:
+    assert_trained(outcome(world, pattern, micro_steps=micro_steps, anew=True))
+
+
 @pytest.mark.parametrize("pattern", MIXED)
 def test_two_forwards_before_one_backward(world: World, pattern: str) -> None:
     assert_trained(outcome(world, pattern, forwards=2))

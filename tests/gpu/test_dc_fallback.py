@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import ds_patches
-from tests.dc_fallback import cases, patterns
+from tests.dc_fallback import cases, patterns, scripts
+from tests.gpu import exact
 from tests.gpu.held import BFLOAT16, Held, hold, repeated
 from tests.world import World
 from tests.zero3_retain import trainers
@@ -61,6 +62,20 @@ def test_trains_as_eager_does(gpus: World, pattern: str) -> None:
 @pytest.mark.parametrize("pattern", SOME)
 def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
     assert_like_eager(held(gpus, pattern, **case))
+
+
+@pytest.mark.parametrize(("pattern", "name"), scripts.CASES)
+def test_weights_are_those_of_plain_pytorch(gpus: World, pattern: str, name: str) -> None:
+    found = gpus.within(SECONDS).run(exact.run, pattern, name, True)[0]
+    print(f"exact {pattern} {name} {found}", file=sys.stderr)
+    assert found.apart <= 1e-4, found
+
+
+@pytest.mark.parametrize("name", ["retained", "several"])
+def test_stock_takes_the_last_of_several_backwards(gpus: World, name: str) -> None:
+    found = gpus.within(SECONDS).run(exact.run, "Compiled", name, False)[0]
+    print(f"exact stock Compiled {name} {found}", file=sys.stderr)
+    assert found.apart > 1e-3
 
 
 def test_overflow(gpus: World) -> None:

@@ -20,10 +20,6 @@ def under_deepcompile(
     return script({3: stock}, **settings)
 
 
-UNKNOWN = "unknown parameter type"
-AWAITS = {"awaits": {3: {"values": "dc_fallback"}}}
-
-
 def loss_of(trainer: Any, step: int, part: int = 0) -> Tensor:
     loss: Tensor = trainer(*patterns.batch(step, part, dist.get_rank()))
     return loss
@@ -37,13 +33,13 @@ def compiled(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises(UNKNOWN), "Mixed", quick=())
+@under_deepcompile(WRONG, "Mixed", quick=())
 def partly_compiled(trainer: Any) -> None:
     """Some frames are skipped."""
     compiled.run(trainer)
 
 
-@under_deepcompile(RIGHT, quick=(), **AWAITS)
+@under_deepcompile(RIGHT, quick=())
 def compiled_bad_batch(trainer: Any) -> None:
     """A bad batch: ``engine.optimizer.zero_grad()``, and the next one is stepped."""
     for step in trainer.steps():
@@ -53,13 +49,13 @@ def compiled_bad_batch(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises(UNKNOWN), "Mixed", quick=(), **AWAITS)
+@under_deepcompile(WRONG, "Mixed", quick=())
 def partly_compiled_bad_batch(trainer: Any) -> None:
     """The same where frames are skipped."""
     compiled_bad_batch.run(trainer)
 
 
-@under_deepcompile(WRONG, quick=(), **AWAITS)
+@under_deepcompile(WRONG, quick=())
 def compiled_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
     for step in trainer.steps():
@@ -78,7 +74,7 @@ def compiled_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(raises("NoneType"), quick=(), **AWAITS)
+@under_deepcompile(WRONG, quick=())
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
     for layer in trainer.module.layers:
@@ -86,7 +82,7 @@ def compiled_parameter_hook(trainer: Any) -> None:
     compiled.run(trainer)
 
 
-@under_deepcompile(raises(UNKNOWN), "Disabled", quick=(), **AWAITS)
+@under_deepcompile(WRONG, "Disabled", quick=())
 def skipped_parameter_hook(trainer: Any) -> None:
     """The same in a frame that is skipped."""
     compiled_parameter_hook.run(trainer)
@@ -102,19 +98,19 @@ def compiled_inference_mode(trainer: Any) -> None:
             loss_of(trainer, step, 7)
 
 
-@under_deepcompile(raises(UNKNOWN), "Disabled", quick=(), **AWAITS)
+@under_deepcompile(WRONG, "Disabled", quick=())
 def skipped_inference_mode(trainer: Any) -> None:
     """The same where a frame is skipped."""
     compiled_inference_mode.run(trainer)
 
 
-@under_deepcompile(raises("traced for partitioned"), "RecomputedMethod", quick=(), **AWAITS)
+@under_deepcompile(raises("traced for partitioned"), "RecomputedMethod", quick=())
 def skipped_recomputed_method(trainer: Any) -> None:
     """``torch.utils.checkpoint`` of a method that reads ``self.weight``."""
     compiled.run(trainer)
 
 
-@under_deepcompile(raises(UNKNOWN), "OwnCompile", quick=())
+@under_deepcompile(WRONG, "OwnCompile", quick=())
 def skipped_with_a_compiled_layer(trainer: Any) -> None:
     """A layer of a skipped frame that its owner compiles: ``layer.compile()``."""
     compiled.run(trainer)

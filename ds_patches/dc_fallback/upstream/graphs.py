@@ -1,29 +1,26 @@
 """What DeepCompile's graphs do by themselves, in C++: gather, and reduce gradients.
 
 Each graph writes the first gradient that it has of a parameter into the partition and adds those
-that follow, by a mark of its own per parameter, which it takes back when a backward at the
-boundary ends in it. That loses gradients where the graph runs twice in such a backward, as after
-two forwards, and where two graphs use the parameter. So what may be overwritten is to be moved
-away whenever a graph's backward has ended.
+that follow, by a mark of its own per parameter, which it takes back when a backward at the boundary
+ends in it. That loses gradients where a step has several backwards, or two graphs use a parameter.
+So each backward is said not to be at the boundary: a graph then writes in its first backward alone.
 
-With the end of such a backward a graph also takes what it keeps gathered, from the sixth step on,
-for stale. But the end waits for the graph's gradients alone: where a parameter is gathered for what
-the graph hands back to another, that may come later, and stays for the next step; and so does what
-was gathered when DeepCompile chose what to keep, and by a graph that ran in an evaluation alone. So
-at each step all of it is taken for stale.
+With the end of a backward at the boundary a graph also takes what it keeps gathered, from the sixth
+step on, for stale. But the end waits for the graph's gradients alone: where a parameter is gathered
+for what the graph hands back to another, that may come later, and stays for the next step; and so
+does what was gathered when DeepCompile chose what to keep, and by a graph that ran in an evaluation
+alone. So at each step all of it is taken for stale.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 _OURS = -1  # a graph of ours in DeepCompile's books; its own are known by their addresses
 _NODE = "CompiledFunctionBackward"  # in autograd, a graph's backward
-_NODES = 100  # to look at for it; it is the first where an output is not a view
 
 
 class Graphs:
@@ -38,28 +35,39 @@ class Graphs:
         self._known: tuple[int, int] | None = None  # what DeepCompile had compiled when we looked
         self._by_graph: dict[int, set[int]] = {}  # the parameters of each graph
         self._registered: tuple[int, int] | None = None  # the same, when our own graph was
+        self._adding: set[int] = set()  # graphs that have had a backward
 
-    def param_ids(self) -> set[int]:
-        """The ``ds_id`` of each parameter that some graph uses."""
-        return {ds_id for ids in self._of_graphs().values() for ds_id in ids}
+    def look_again(self) -> None:
+        """DeepCompile may have begun anew, and forgotten all graphs."""
+        from deepspeed.compile import backend
+
+        if not self._adding <= backend.param_manager.keys():
+            self._adding.clear()
+            self._known = self._registered = None
+
+    def to_be_written(self, graph_id: int) -> set[int]:
+        """The parameters, by ``ds_id``, whose gradients the graph's next backward writes."""
+        return set() if graph_id in self._adding else self._of_graphs().get(graph_id, set())
+
+    def writes(self, graph_id: int) -> set[int]:
+        """The same, as that backward begins."""
+        written = self.to_be_written(graph_id)
+        self._adding.add(graph_id)
+        return written
+
+    def has(self, ds_id: int) -> bool:
+        """Whether some graph uses this parameter."""
+        return any(ds_id in ids for ids in self._of_graphs().values())
 
     def _of_graphs(self) -> dict[int, set[int]]:
-        """The parameters of each graph, by ``ds_id``; looked up when something was compiled."""
+        """The parameters of each graph; looked up when something was compiled."""
         if self._known != (now := _compiled()):
             self._known, self._by_graph = now, _by_graph()
         return self._by_graph
 
-    def overwritten(self, ran: Mapping[int, int]) -> dict[int, set[int]]:
-        """By graph, the parameters whose gradient another run of a graph may overwrite.
-
-        ran: how often each graph did.
-        """
-        by_graph = {graph: ids for graph, ids in self._of_graphs().items() if graph in ran}
-        graphs_of = Counter(ds_id for ids in by_graph.values() for ds_id in ids)
-        return {
-            graph: {ds_id for ds_id in ids if ran[graph] > 1 or graphs_of[ds_id] > 1}
-            for graph, ids in by_graph.items()
-        }
+    def add_up(self) -> None:
+        """Have gradients added up, from here until the next step."""
+        _handle().start_backward(False)
 
     def stepped(self, failed: bool = False) -> None:
         """After a step: the next gradients are new, and what is kept gathered is stale.
@@ -75,6 +83,7 @@ class Graphs:
         _handle().start_backward(True)
         if failed:
             self._end_backward()
+            self._adding.clear()
         # Of a graph that uses every parameter and has no gradient: what is gathered is stale.
         self._end_one(_OURS, release=False)
 
@@ -87,7 +96,7 @@ class Graphs:
         a full bucket fails.
         """
         smallest_first = sorted(self._trained, key=lambda param: int(param.ds_numel))
-        by_graph = [one for one in self._of_graphs().items() if _has_backward(one[0])]
+        by_graph = [one for one in _by_graph().items() if _has_backward(one[0])]
         for last, (graph_id, ids) in enumerate(by_graph, 1 - len(by_graph)):
             of_dtype: dict[torch.dtype, Any] = {}
             for param in smallest_first:
@@ -105,19 +114,29 @@ class Graphs:
         end(*(given[argument.name] for argument in end.default._schema.arguments))
 
 
-def after_backward(outputs: Any, action: Callable[[], None]) -> None:
-    """Have `action` run when the backward of the graph that these are of has run."""
-    tensors = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    nodes = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn]
-    seen = set(nodes)
-    for node in nodes:  # which grows
+def before_backward(inputs: Any, outputs: Any, action: Callable[[], None]) -> None:
+    """Have `action` run before the backward of the graph that these are of, if it has one."""
+    seen = {None, *_nodes_of(inputs)}
+    pending = [node for node in _nodes_of(outputs) if node not in seen]
+    if not pending:
+        return
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
         if node.name() == _NODE:
-            node.register_hook(lambda *grads: action())
+            node.register_prehook(lambda grads: action())
             return
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen and len(nodes) < _NODES:
-                seen.add(before)
-                nodes.append(before)
+        seen.add(node)
+        pending.extend(beneath for beneath, _ in node.next_functions)
+    raise RuntimeError(
+        "the backward of a compiled graph is not in what autograd has recorded of it"
+    )
+
+
+def _nodes_of(given: Any) -> list[Any]:
+    tensors = given if isinstance(given, (tuple, list)) else (given,)
+    return [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn]
 
 
 def id_of(gm: Any) -> int:

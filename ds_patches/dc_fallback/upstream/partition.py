@@ -89,16 +89,6 @@ def clear(optimizer: Any) -> None:
     optimizer.grad_partitions_flat_buffer.zero_()
 
 
-def saved(optimizer: Any) -> torch.Tensor:
-    """A copy of all of them."""
-    return optimizer.grad_partitions_flat_buffer.clone()  # type: ignore[no-any-return]
-
-
-def add(optimizer: Any, saved: torch.Tensor) -> None:
-    """Add what was saved."""
-    optimizer.grad_partitions_flat_buffer.add_(saved)
-
-
 def dtype_to_send(optimizer: Any, grad: torch.Tensor) -> torch.dtype:
     """What gradients are reduced in."""
     chosen: torch.dtype | None = getattr(optimizer, "communication_data_type", None)
