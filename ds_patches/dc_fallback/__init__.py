@@ -23,8 +23,9 @@ How
     - ZeRO-3 leaf modules are gathered, and reduced, whole: ranks may use other experts.
     - DeepSpeed's own fallback is put aside for the engine, and given back by ``unapply``.
     - Compiled graphs lose gradients of their own in stock: of all but one forward where several
-      come before one backward, of all but one backward where a step has several, and of parameters
-      that two graphs share. Those add up too.
+      come before one backward, of all but one backward where a step has several, also over one
+      forward, and of parameters that two graphs share. Those add up too. ``zero_grad()`` drops what
+      it drops in ``accumulation``: not the micro steps that ``engine.step()`` has counted.
     - Where a model has two graphs or more, stock runs with weights that are one step behind, from
       the seventh step on, when DeepCompile keeps parameters gathered. Here none outlives a step.
 
@@ -37,6 +38,11 @@ What to know
       hit. So nothing within a ZeRO-3 leaf module is compiled, and graphs without parameters are
       compiled by PyTorch alone. Have other modules whose input shapes differ by rank be leaf
       modules (``set_z3_leaf_modules``).
+    - ``param.register_hook`` is honoured in skipped frames. Graphs run no hooks, in stock neither,
+      and skipped frames none of ``register_post_accumulate_grad_hook``: a warning names the
+      parameter.
+    - Whoever iterates over ``self.parameters()`` in a skipped forward sees partitioned ones, of
+      shape [0], as in eager ZeRO-3 those of other modules are. Attributes are what is gathered.
     - Under ``loss.backward()`` and ``engine.backward()`` alike. If a backward raises, every
       gradient reduced since the last step is dropped, with a warning.
     - Apply it before ``engine.compile()``: an engine compiled before is left to stock, with a
