@@ -50,6 +50,8 @@ def deactivate() -> Sequence[str]:
 
 def _state(engine: Any) -> Fallback | None:
     """What the patch knows of `engine`; None if it is left to stock."""
+    if not engine._is_compiled:
+        return None
     if not engines.is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
         return None  # not yet, or never
     return _engines(engine)

@@ -24,6 +24,9 @@ Why
       queued reduction, and the others for none. Each has to wait for the last one of the buffer.
       With two buffers that is nearly the same wait: the backward stands still while a wide layer's
       gradient is reduced.
+
+    And for speed, where you have measured that it pays; by default these are off:
+
     - ``bucket_ready``, all: a full bucket of ZeRO-1/2 is reduced when the next gradient is there,
       and not when its own are. The reduction stands still for the backward of one layer more.
     - ``host_wait``, all: at the end of a backward of ZeRO-1/2 the host waits until the device has
@@ -44,6 +47,11 @@ How
     - ZeRO-3's gathers wait for each step, once.
 
 What to know
+    - ``DS_PATCHES_STREAM_SAFETY=all`` adds the parts for speed: on 2 H200 without P2P some 0.87 to
+      0.91 of stock's step from 4096 rows on, and up to 1.12 of it where the host is the limit
+      (docs/benchmarks.md). They ask more of a program: nobody but the step may read gradients
+      between micro steps, and a hook on an AccumulateGrad node that comes after DeepSpeed's may
+      find its gradient being reduced.
     - ``DS_PATCHES_STREAM_SAFETY=record_stream,producer_streams`` takes these parts alone. A part
       that is not for the release does nothing; asked for by name, it says so.
     - The buffers beyond two take memory, each of ``reduce_bucket_size`` elements, but no more than

@@ -20,6 +20,9 @@ LACKS = {
     "host_wait": ">=0.16.0",
     "micro_steps": ">=0.17.6",
 }
+#: Those that let something overlap, and are for whoever has measured that it pays.
+FOR_SPEED = ("bucket_ready", "host_wait", "micro_steps")
+SAFE = tuple(part for part in LACKS if part not in FOR_SPEED)
 
 
 def _flat(method: str, wrapper: str) -> Target:
@@ -40,7 +43,7 @@ def _fact(method: str, why: str, releases: str = "") -> Fact:
 
 
 _TARGETS = (
-    _flat("reduce_independent_p_g_buckets_and_remove_grads", "around_gradient"),
+    _flat("__init__", "around_init"),
     _flat("reduce_ipg_grads", "around_reduce"),
     _flat("average_tensor", "around_average"),
     _flat("allreduce_and_copy", "around_allreduce"),
@@ -70,6 +73,10 @@ _TARGETS = (
 )
 
 _FACTS = (
+    _fact(
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        "puts a gradient into its bucket; wrapped at optimizers that overlap",
+    ),
     _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
     _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
     _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
@@ -84,7 +91,7 @@ _FACTS = (
 
 PATCH = Patch(
     name="stream_safety",
-    summary="overlap_comm without races, and without needless waits",
+    summary="overlap_comm without races; if you say so, without needless waits",
     why=(
         "Gradients that cross streams are overwritten, read too early or freed while they are "
         "reduced, in one release or another; and backward, reduction and host wait for more than "
@@ -110,9 +117,9 @@ PATCH = Patch(
     options=(
         Option(
             "parts",
-            default="all",
+            default=",".join(SAFE),
             choices=tuple(LACKS),
-            help="which fixes; each where the release lacks it",
+            help="which fixes, each where the release lacks it; all: what is for speed, too",
             first=True,
             several=True,
         ),

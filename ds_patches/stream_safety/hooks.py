@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,8 +11,9 @@ from typing import Any
 
 from ds_patches.core import release as releases
 from ds_patches.runtime.attached import Attached
+from ds_patches.runtime.attributes import Shadow
 
-from .binding import LACKS
+from .binding import LACKS, SAFE
 from .order import Order
 from .upstream import flat, stage3, timer
 
@@ -26,6 +28,8 @@ Kwargs = dict[str, Any]
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
 #: Parts that have to keep what is reduced: the first is for it, the others let it go earlier.
 _KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
+#: Parts that have something to do for each gradient.
+_OF_GRADIENTS = (*_PRODUCERS, "buffer_reuse")
 #: Which parts are live.
 _live: frozenset[str] = frozenset()
 #: What the buffers may take that stay in memory while micro steps go on: 512 MiB.
@@ -42,7 +46,11 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     _spare = int(options["buffers"]) - 2
     asked = options["parts"].split(",")
     _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
-    if len(asked) == len(LACKS):
+    if not _live.isdisjoint(_OF_GRADIENTS):
+        for thing in gc.get_objects():
+            if issubclass(type(thing), flat.optimizer_class()):
+                _shadow(thing)
+    if tuple(asked) in (SAFE, tuple(LACKS)):
         return []
     return [
         f"{part} is not live in DeepSpeed {release}: it is for {LACKS[part]}"
@@ -57,17 +65,37 @@ def deactivate() -> Sequence[str]:
     _live = frozenset()
     for optimizer, _ in _order.detach_all():
         flat.unwatch(optimizer)
+    for _, shadow in _shadow.detach_all():
+        shadow.remove()
     return []
 
 
 # --- ZeRO stages 1 and 2 ------------------------------------------------------------------------
 
 
-def around_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A gradient goes into its bucket, which may be reduced before."""
+def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the optimizer: most have no streams whose order is to be kept."""
+    result = wrapped(*args, **kwargs)
+    if not _live.isdisjoint(_OF_GRADIENTS):
+        _shadow(optimizer)
+    return result
+
+
+def _shadow_of(optimizer: Any) -> Shadow | None:
     order = _order(optimizer)
     if order is None:
-        return wrapped(*args, **kwargs)
+        return None
+    method = "reduce_independent_p_g_buckets_and_remove_grads"
+    return Shadow(optimizer, method, partial(_gradient_comes, optimizer, order))
+
+
+_shadow: Attached[Shadow] = Attached("stream_safety_gradients", _shadow_of)
+
+
+def _gradient_comes(
+    optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
+) -> Any:
+    """A gradient goes into its bucket, which may be reduced before."""
     by_stock = flat.has_waits_of_its_own(optimizer)
     ready = "bucket_ready" in _live and not by_stock
     reuses = "buffer_reuse" in _live and not by_stock

@@ -20,7 +20,6 @@ FP32_SUMS = {
 #: So that steps are far larger than what half precision rounds.
 SCALE = 30.0
 ON_STREAMS: dict[str, Any] = {"on": STREAMS, "model": "streams"}
-RACES = {stage: {"values": "stream_safety"} for stage in (1, 2)}
 SUMS: dict[str, Any] = {**ON_STREAMS, "settings": FP32_SUMS, "tolerance": 2e-2}
 
 
@@ -37,7 +36,7 @@ def overlapped(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, quick=(2,), **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, quick=(2,), **SUMS)
 def gradients_read_between_micro_steps(trainer: Any) -> None:
     """``safe_get_full_grad`` before the step."""
     for step in trainer.steps():
@@ -57,7 +56,7 @@ def offloaded_between_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, awaits=RACES, at_rest=False, quick=(), **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, quick=(), **SUMS)
 def boundary_set_late(trainer: Any) -> None:
     """That this was the last backward is known after it, as when the data end."""
     for step in trainer.steps():
@@ -70,7 +69,6 @@ def boundary_set_late(trainer: Any) -> None:
 
 @script(
     {1: RIGHT, 2: RIGHT},
-    awaits=RACES,
     at_rest=False,
     settings={"zero": OVERLAP},
     quick=(2,),

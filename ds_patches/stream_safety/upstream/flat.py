@@ -16,9 +16,21 @@ from ..buffers import Buffers
 from ..order import Order
 
 
+def optimizer_class() -> type:
+    """Of stages 1 and 2."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    found: type = DeepSpeedZeroOptimizer
+    return found
+
+
 def order_of(optimizer: Any) -> Order | None:
     """None where nothing overlaps, where the device keeps order, and for ZenFlow's optimizers."""
-    if not optimizer.overlap_comm or keeps_order() or getattr(optimizer, "zenflow", False):
+    if (
+        not getattr(optimizer, "overlap_comm", False)
+        or keeps_order()
+        or getattr(optimizer, "zenflow", False)
+    ):
         return None
     return Order(accelerator(), optimizer.reduction_stream)
 
