@@ -35,8 +35,8 @@ What to know
     - ``zero_grad()`` of the engine or of its ZeRO optimizer drops what the step has so far, but for
       micro steps that ``engine.step()`` has counted: loops written for PyTorch begin each with
       ``zero_grad()``, and mean DeepSpeed to accumulate. A backward since then cannot be told from
-      them any more; it stays too, with a warning. PyTorch's own ``module.zero_grad()`` finds
-      nothing to clear under ZeRO, patched or not.
+      them any more; it stays too, with a warning. Stage 1 clears all, as on
+      stock. PyTorch's own ``module.zero_grad()`` finds nothing to clear under ZeRO, patched or not.
     - A plain ``tensor.backward()`` of what the engine's forward did not return is refused, unless a
       backward of what it did came before; ``engine.backward(tensor)`` is right for any tensor. In
       0.18.3 and 0.18.4 the plain one is stock's, wrong or an error.

@@ -70,6 +70,8 @@ What to know
       ``managed_gradient_accumulation=False``.
     - With gradient_accumulation_steps above 1, a block is a micro step: its losses are divided, and
       ``engine.step()`` after it counts. The boundary that was set last inside holds after it.
+    - Inside, gradients are this rank's own: ``safe_get_full_grad`` gives them as they are, not
+      reduced, and so does DeepSpeed's own method. After the block it gives the average.
     - Gradients add up in the precision of the parameters, as on any PyTorch parameter. At stage 1
       with an offloaded optimizer, a low precision model and fp32 sums, they do in fp32.
 

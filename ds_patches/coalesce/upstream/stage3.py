@@ -32,7 +32,13 @@ def reduce(optimizer: Any) -> None:
 
 
 def clear(optimizer: Any) -> None:
-    """Forget the gradients on the parameters."""
+    """Forget the gradients on the parameters.
+
+    0.17.2 counts what a bucket holds without ever beginning anew, and full is when to reduce: ranks
+    must count alike, also after one of them alone has dropped what waits in its buckets.
+    """
     for group in optimizer.fp16_groups:
         for param in group:
             param.grad = None
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        bucket.elements = 0
