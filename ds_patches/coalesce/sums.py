@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ds_patches.accumulation.flat_sum import FlatSum as StepSum
+from ds_patches.accumulation.upstream import stage3 as partitions
 
 from .flat_reduction import Flush
 from .upstream import flat, flat_layout, gathers, stage3
@@ -115,7 +116,10 @@ class PartitionedSum:
         stage3.reduce(self._optimizer)
 
     def drop(self) -> None:
-        stage3.clear(self._optimizer)
+        partitions.clear(self._optimizer)
+        # Nothing waits there, but 0.17.2 never begins anew to count what a bucket holds. Full is
+        # when to reduce: ranks must count alike, also after one of them alone has raised.
+        partitions.empty_buckets(self._optimizer)
         gathers.reset(self._optimizer.parameter_offload)
 
     def _present(self) -> list[bool]:

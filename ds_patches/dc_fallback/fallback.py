@@ -120,9 +120,8 @@ class Fallback:
         """Leave the engine as DeepCompile made it."""
         self._recover()
         if self._new_step:
-            partition.clear(
-                self._optimizer
-            )  # graphs add, until a backward at the boundary has ended
+            # Graphs go on adding until a backward at the boundary has ended.
+            partition.clear(self._optimizer)
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

@@ -54,16 +54,9 @@ def window_with_unused(trainer: Any) -> None:
 def cached_loss(trainer: Any) -> None:
     """Mini-batches have their backwards in a hook of the outer loss, as GradCache losses do."""
     for step in trainer.steps():
-        with torch.no_grad():
-            outputs = [trainer(batch(step, micro)[0])[1] for micro in range(2)]
-        leaves = [output.detach().requires_grad_() for output in outputs]
-        loss = torch.cat(leaves).square().mean()
-        gradients = torch.autograd.grad(loss, leaves)
-        # The loss that the user gets has no other gradient than what this hook makes of it.
-        outer = loss.detach().requires_grad_()
-        outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
+        loss = _cached_loss(trainer, step)
         with trainer.window():
-            trainer.backward(1.0 * outer)
+            trainer.backward(1.0 * loss)
         trainer.step()
 
 
@@ -75,15 +68,20 @@ def cached_loss(trainer: Any) -> None:
 def cached_loss_without_a_block(trainer: Any) -> None:
     """The same as a framework has it: it gets a loss that is a leaf, and knows of no block."""
     for step in trainer.steps():
-        with torch.no_grad():
-            outputs = [trainer(batch(step, micro)[0])[1] for micro in range(2)]
-        leaves = [output.detach().requires_grad_() for output in outputs]
-        loss = torch.cat(leaves).square().mean()
-        gradients = torch.autograd.grad(loss, leaves)
-        outer = loss.detach().requires_grad_()
-        outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
-        trainer.backward(outer)
+        trainer.backward(_cached_loss(trainer, step))
         trainer.step()
+
+
+def _cached_loss(trainer: Any, step: int) -> torch.Tensor:
+    """The loss that a user gets: it has no other gradient than what its hook makes of it."""
+    with torch.no_grad():
+        outputs = [trainer(batch(step, micro)[0])[1] for micro in range(2)]
+    leaves = [output.detach().requires_grad_() for output in outputs]
+    loss = torch.cat(leaves).square().mean()
+    gradients = torch.autograd.grad(loss, leaves)
+    outer = loss.detach().requires_grad_()
+    outer.register_hook(_backwards_of_mini_batches(trainer, step, gradients))
+    return outer
 
 
 def _backwards_of_mini_batches(trainer: Any, step: int, gradients: Any) -> Any:

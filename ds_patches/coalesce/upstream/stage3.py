@@ -29,16 +29,3 @@ def reduce(optimizer: Any) -> None:
         if param.grad is not None:
             optimizer.reduce_ready_partitions_and_remove_grads(param)
     optimizer.independent_gradient_partition_epilogue()
-
-
-def clear(optimizer: Any) -> None:
-    """Forget the gradients on the parameters.
-
-    0.17.2 counts what a bucket holds without ever beginning anew, and full is when to reduce: ranks
-    must count alike, also after one of them alone has dropped what waits in its buckets.
-    """
-    for group in optimizer.fp16_groups:
-        for param in group:
-            param.grad = None
-    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        bucket.elements = 0
