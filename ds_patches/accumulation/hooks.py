@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ds_patches.runtime.attributes import meanwhile
+from ds_patches.runtime.graph_task import accumulates
 
 from . import earlier, engines
 from .flat_sum import FlatSum
@@ -50,10 +51,13 @@ def deactivate() -> Sequence[str]:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps = engines.take_in(engine)
-    if steps is None:
-        return wrapped(*args, **kwargs)
-    steps.recover()
+    steps: EngineSteps | None = vars(engine).get(KEY)
+    if steps is None or engine._is_compiled:
+        steps = engines.take_in(engine)
+        if steps is None:
+            return wrapped(*args, **kwargs)
+    if steps.watch.raised:
+        steps.recover()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
         steps.forward_ran(outputs)
@@ -68,27 +72,23 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     if steps is None or not isinstance(loss, torch.Tensor):
         return wrapped(loss, *args[1:], **kwargs)
     if not upstream_engine.divides_at_outputs():
-        return steps.backward(loss, partial(_backward, wrapped, args[1:], kwargs))
+        return steps.backward(loss, wrapped, *args[1:], **kwargs)
     if _scales(*args[1:], **kwargs):
         loss = loss / engine.gradient_accumulation_steps()
     kwargs = {**kwargs, "scale_wrt_gas": False}
     with meanwhile(steps, has_divided=True):
-        return steps.backward(loss, partial(_backward, wrapped, args[1:2], kwargs))
+        return steps.backward(loss, wrapped, *args[1:2], **kwargs)
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is not None and (steps.has_divided or not steps.is_in_backward):
-        return args[0]
-    return wrapped(*args, **kwargs)
+    if steps is None or (not steps.has_divided and (steps.watch.runs_here or accumulates())):
+        return wrapped(*args, **kwargs)
+    return args[0]  # divided, or of torch.autograd.grad
 
 
 def _scales(retain_graph: bool = False, scale_wrt_gas: bool = True) -> bool:
     return scale_wrt_gas
-
-
-def _backward(wrapped: Wrapped, rest: Args, kwargs: Kwargs, loss: torch.Tensor) -> Any:
-    return wrapped(loss, *rest, **kwargs)
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -99,7 +99,9 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
-    return wrapped(*args, **kwargs) if steps is None else steps.prologue(wrapped)
+    if steps is None or steps.prologue_is_due:
+        return wrapped(*args, **kwargs)
+    return steps.output_entered()
 
 
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -81,7 +81,8 @@ class EngineSteps:
         #: Of this step's backwards, the first and the last: in which micro step they were.
         self._micro_steps: tuple[int, int] | None = None
         self._fresh = False  # a forward has run since the last backward
-        self._prologue_due = False
+        #: Upstream's, whose hooks ask for it once per forward: it runs once per backward.
+        self.prologue_is_due = False
         self._dropped = False  # the last backward raised
         self._own_zero_grad = False  # upstream calls zero_grad() by itself
         self._warned = False
@@ -91,9 +92,10 @@ class EngineSteps:
     def forward_ran(self, result: Any) -> None:
         """Watch for the backwards over a forward, by its outputs."""
         self._fresh = True
-        outputs.watch(result, self._output_entered)
+        outputs.watch(result, self.output_entered)
 
-    def _output_entered(self, grad: torch.Tensor | None = None) -> None:
+    def output_entered(self, grad: torch.Tensor | None = None) -> None:
+        """A gradient has come to an output; ``torch.autograd.grad`` is no backward."""
         if not self.watch.runs_here and accumulates():
             self._backward_entered()
 
@@ -122,44 +124,33 @@ class EngineSteps:
         now = self._engine.micro_steps
         self._micro_steps = (self._micro_steps[0] if self._micro_steps else now, now)
         again, self._fresh, self._dropped = not self._fresh, False, False
-        self._prologue_due = True
+        self.prologue_is_due = True
         upstream_engine.begin_backward(self._engine, again)
-        self._prologue_due = False
+        self.prologue_is_due = False
         self.sum.begin_backward()
         for listener in self.listeners:
             listener.backward_begins(again)
-
-    def prologue(self, wrapped: Callable[[], None]) -> None:
-        """Upstream's, whose hooks ask for it once per forward: run it once per backward."""
-        if self._prologue_due:
-            self._prologue_due = False
-            wrapped()
-        else:
-            self._output_entered()
-
-    @property
-    def is_in_backward(self) -> bool:
-        """In a hook of an output: whether in a backward, and not in ``torch.autograd.grad``."""
-        return self.watch.runs_here or accumulates()
 
     def post_hook(self, wrapped: Callable[[], None]) -> None:
         """Upstream's, with the epilogue; one inside another leaves it to the outer one."""
         if self.watch.runs_here or not self.watch.running:
             wrapped()
 
-    def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
-        """Around ``engine.backward``, which `run` calls.
+    def backward(
+        self, loss: torch.Tensor, run: Callable[..., Any], *args: Any, **given: Any
+    ) -> Any:
+        """Around ``engine.backward``, which `run` is.
 
         What the loss is a function of does not matter, so that any tensor may have a backward.
         """
         if not loss.requires_grad:
-            return run(loss)  # for upstream to refuse
+            return run(loss, *args, **given)  # for upstream to refuse
         if loss.grad_fn is None:  # hooks of the user's own are to come after ours
             loss = loss.view_as(loss)
         begun = self._begun
         handle = loss.register_hook(self._backward_entered)  # type: ignore[no-untyped-call]
         try:
-            return run(loss)
+            return run(loss, *args, **given)
         except BaseException:
             if self._begun != begun:
                 self._drop_failed_backward()
@@ -221,7 +212,8 @@ class EngineSteps:
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Around the optimizer's step, at the boundary, which `run` takes."""
-        self.recover()
+        if self.watch.raised:
+            self._drop_failed_backward()
         if self._dropped:
             raise RuntimeError(
                 "engine.step() after a backward that raised: its gradients were dropped and none "

@@ -27,7 +27,6 @@ _TARGETS = (
     _engine("compile", "around_compile", Kind.WRAPT),
     _engine("forward", "around_forward"),
     _engine("_backward_prologue", "around_prologue"),
-    _engine("_backward_epilogue", "around_epilogue"),
     _engine("zero_grad", "around_zero_grad"),
     Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", f"{_HOOKS}:around_zero_grad"),
     Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", f"{_HOOKS}:around_step"),
@@ -37,6 +36,11 @@ _TARGETS = (
 )
 
 _FACTS = (
+    Fact(
+        _ENGINE,
+        "DeepSpeedEngine._backward_epilogue",
+        "ends every backward; wrapped at engines that DeepCompile has compiled",
+    ),
     Fact(
         f"{_COMPILE}.init_z3",
         "init_z3",

@@ -75,6 +75,7 @@ class Fallback:
             self._graphs.look_again()
 
         self._undo.append(upstream_engine.after_compile_passes(self._engine, again))
+        self._undo.append(upstream_engine.before_epilogue(self._engine, self._end_backward))
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
@@ -192,8 +193,7 @@ class Fallback:
             self._first_micro_step = self._engine.micro_steps
             self._new_step = False
 
-    def end_backward(self) -> None:
-        """Right before the engine's own epilogue."""
+    def _end_backward(self) -> None:
         self._reduction.finish()
         self.uses.forget_backward()
         self._hand_over()

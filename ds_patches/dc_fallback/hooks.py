@@ -28,17 +28,15 @@ _compiled_here: WeakSet[Any] = WeakSet()
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
-    """Name what is out of reach."""
+    """Take in the engines that were compiled here; name what is out of reach."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    compiled = sum(
-        engines.is_deep_compiled(thing)
+    left = sum(
+        _compiled(thing) is None
         for thing in gc.get_objects()
-        if issubclass(type(thing), DeepSpeedEngine)
+        if issubclass(type(thing), DeepSpeedEngine) and engines.is_deep_compiled(thing)
     )
-    if not compiled:
-        return []
-    return [f"{compiled} engine(s) compiled before: left to stock DeepSpeed"]
+    return [f"{left} engine(s) compiled before: left to stock DeepSpeed"] if left else []
 
 
 def deactivate() -> Sequence[str]:
@@ -48,12 +46,10 @@ def deactivate() -> Sequence[str]:
     return []
 
 
-def _state(engine: Any) -> Fallback | None:
-    """What the patch knows of `engine`; None if it is left to stock."""
-    if not engine._is_compiled:
-        return None
+def _compiled(engine: Any) -> Fallback | None:
+    """Take in an engine that was compiled; None if it is left to stock."""
     if not engines.is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
-        return None  # not yet, or never
+        return None
     return _engines(engine)
 
 
@@ -71,6 +67,8 @@ def _take_in(engine: Any) -> Fallback | None:
 
 
 _engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
+#: Looked up in the `__dict__` of an engine or its optimizer by each wrapper that a step calls.
+_KEY = _engines.key
 
 
 # --- DeepSpeedEngine ----------------------------------------------------------------------------
@@ -78,12 +76,14 @@ _engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
 
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     if not upstream_engine.wants_deep_compile(engine):
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        _compiled(engine)
+        return result
     alone = dynamo.backend(upstream_engine.backend_of(wrapped, args, kwargs))
     with upstream_engine.compiling(engine, partial(_watched_backend, ref(engine), alone)):
         result = wrapped(*args, **kwargs)
     _compiled_here.add(engine)
-    _state(engine)
+    _compiled(engine)
     return result
 
 
@@ -113,7 +113,7 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = _state(engine)
+    state: Fallback | None = vars(engine).get(_KEY)
     if state is None:
         return wrapped(*args, **kwargs)
     with state.forward():
@@ -121,22 +121,18 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    state: Fallback | None = vars(engine).get(_KEY)
     result = wrapped(*args, **kwargs)
-    if (state := _state(engine)) is not None:
+    if state is not None:
         state.begin_backward()
     return result
 
 
-def around_epilogue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    if (state := _state(engine)) is not None:
-        state.end_backward()
-    return wrapped(*args, **kwargs)
-
-
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of the engine and of its ZeRO optimizer."""
+    state: Fallback | None = vars(owner).get(_KEY)
     result = wrapped(*args, **kwargs)
-    if (state := _engines.get(owner)) is not None:
+    if state is not None:
         state.zero_grad()
     return result
 
@@ -145,7 +141,7 @@ def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    state = _engines.get(optimizer)
+    state: Fallback | None = vars(optimizer).get(_KEY)
     if state is None:
         return wrapped(*args, **kwargs)
     state.before_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Link, Option, Patch, Target
+from ds_patches.core.patch import Fact, Kind, Link, Option, Patch, Target
 
 _FLAT = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -29,11 +29,11 @@ def _flat(method: str, wrapper: str) -> Target:
     return Target(_FLAT, f"DeepSpeedZeroOptimizer.{method}", f"{_HOOKS}:{wrapper}")
 
 
-def _timer(method: str) -> Target:
-    return Target(
+def _timer(method: str) -> Fact:
+    return Fact(
         "deepspeed.utils.timer",
         f"ThroughputTimer.{method}",
-        f"{_HOOKS}:around_timer",
+        "waits for the device; wrapped at engines whose micro steps go on",
         releases=LACKS["micro_steps"],
     )
 
@@ -44,9 +44,6 @@ def _fact(method: str, why: str, releases: str = "") -> Fact:
 
 _TARGETS = (
     _flat("__init__", "around_init"),
-    _flat("reduce_ipg_grads", "around_reduce"),
-    _flat("average_tensor", "around_average"),
-    _flat("allreduce_and_copy", "around_allreduce"),
     _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
     Target(
         _FLAT,
@@ -56,12 +53,11 @@ _TARGETS = (
     ),
     Target(
         "deepspeed.runtime.engine",
-        "DeepSpeedEngine.step",
-        f"{_HOOKS}:around_step",
+        "DeepSpeedEngine.__init__",
+        f"{_HOOKS}:around_engine_init",
+        Kind.WRAPT,
         releases=LACKS["micro_steps"],
     ),
-    _timer("start"),
-    _timer("stop"),
     Target(_FLAT, "IPGBucket.clear", f"{_HOOKS}:around_clear", releases=LACKS["ping_pong"]),
     Target(
         _STAGE3,
@@ -72,15 +68,22 @@ _TARGETS = (
     Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", f"{_HOOKS}:around_stage3_step"),
 )
 
+_AT_OPTIMIZERS = "; wrapped at optimizers that overlap"
+
 _FACTS = (
     _fact(
         "reduce_independent_p_g_buckets_and_remove_grads",
-        "puts a gradient into its bucket; wrapped at optimizers that overlap",
+        f"puts a gradient into its bucket{_AT_OPTIMIZERS}",
     ),
+    _fact("reduce_ipg_grads", f"reduces what is in the buckets{_AT_OPTIMIZERS}"),
+    _fact("average_tensor", f"reduces one tensor{_AT_OPTIMIZERS}"),
+    _fact("allreduce_and_copy", f"reduces what is not contiguous{_AT_OPTIMIZERS}"),
     _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
     _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
     _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
     _fact("get_all_grad_tensors", "adds up micro steps where it is called", LACKS["micro_steps"]),
+    _timer("start"),
+    _timer("stop"),
     _fact("_clear_previous_reduced_grads", "has nothing to clear where gradients are contiguous"),
     Fact(
         "deepspeed.runtime.zero.partitioned_param_coordinator",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,6 @@ _live: frozenset[str] = frozenset()
 _KEPT_BYTES = 2**29
 #: How many buffers more than DeepSpeed's two a bucket may have.
 _spare = 0
-#: The order of an optimizer's streams; None if there is none to keep, or it is left to stock.
-_order: Attached[Order] = Attached("stream_safety", flat.order_of)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -46,10 +44,12 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     _spare = int(options["buffers"]) - 2
     asked = options["parts"].split(",")
     _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
-    if not _live.isdisjoint(_OF_GRADIENTS):
-        for thing in gc.get_objects():
-            if issubclass(type(thing), flat.optimizer_class()):
-                _shadow(thing)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), flat.optimizer_class()):
+            _orders(thing)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), timer.engine_class()):
+            _take_in_timer(thing)
     if tuple(asked) in (SAFE, tuple(LACKS)):
         return []
     return [
@@ -63,33 +63,45 @@ def deactivate() -> Sequence[str]:
     """Leave every optimizer as DeepSpeed made it."""
     global _live
     _live = frozenset()
-    for optimizer, _ in _order.detach_all():
+    for optimizer, order in _orders.detach_all():
         flat.unwatch(optimizer)
-    for _, shadow in _shadow.detach_all():
-        shadow.remove()
+        for shadow in order.shadows:
+            shadow.remove()
     return []
+
+
+def _order_of(optimizer: Any) -> Order | None:
+    """None if it has no streams whose order is to be kept, as most have not."""
+    order = flat.order_of(optimizer)
+    if order is None:
+        return None
+    around = {
+        "reduce_ipg_grads": _buckets_are_reduced,
+        "average_tensor": _tensor_is_reduced,
+        "allreduce_and_copy": _gradients_are_reduced,
+    }
+    if not _live.isdisjoint(_OF_GRADIENTS):
+        around["reduce_independent_p_g_buckets_and_remove_grads"] = _gradient_comes
+    order.shadows += [
+        Shadow(optimizer, method, partial(function, optimizer, order))
+        for method, function in around.items()
+    ]
+    return order
+
+
+_orders: Attached[Order] = Attached("stream_safety", _order_of)
+#: Looked up in the `__dict__` of an optimizer by each wrapper that a step calls.
+_KEY = _orders.key
 
 
 # --- ZeRO stages 1 and 2 ------------------------------------------------------------------------
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the optimizer: most have no streams whose order is to be kept."""
+    """Of the optimizer."""
     result = wrapped(*args, **kwargs)
-    if not _live.isdisjoint(_OF_GRADIENTS):
-        _shadow(optimizer)
+    _orders(optimizer)
     return result
-
-
-def _shadow_of(optimizer: Any) -> Shadow | None:
-    order = _order(optimizer)
-    if order is None:
-        return None
-    method = "reduce_independent_p_g_buckets_and_remove_grads"
-    return Shadow(optimizer, method, partial(_gradient_comes, optimizer, order))
-
-
-_shadow: Attached[Shadow] = Attached("stream_safety_gradients", _shadow_of)
 
 
 def _gradient_comes(
@@ -111,11 +123,9 @@ def _gradient_comes(
     return result
 
 
-def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Buckets are reduced."""
-    order = _order(optimizer)
-    if order is None:
-        return wrapped(*args, **kwargs)
+def _buckets_are_reduced(
+    optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
+) -> Any:
     order.reducing = True
     try:
         return wrapped(*args, **kwargs)
@@ -128,24 +138,24 @@ def around_reduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
             order.at_the_end()
 
 
-def around_average(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+def _tensor_is_reduced(
+    optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
+) -> Any:
     """One tensor of gradients is: of a bucket, or a gradient that fits none."""
-    order = _order(optimizer)
-    if order is not None:
-        if not _live.isdisjoint(("producer_streams", "bucket_ready")):
-            order.before_reduction()
-        tensor = args[0] if args else kwargs["tensor"]
-        # A buffer lives until all streams have met.
-        keeps = not _live.isdisjoint(_KEEPS)
-        if keeps and not flat.is_buffer(optimizer, tensor):
-            order.keep(tensor)
+    if not _live.isdisjoint(("producer_streams", "bucket_ready")):
+        order.before_reduction()
+    tensor = args[0] if args else kwargs["tensor"]
+    # A buffer lives until all streams have met.
+    if not _live.isdisjoint(_KEEPS) and not flat.is_buffer(optimizer, tensor):
+        order.keep(tensor)
     return wrapped(*args, **kwargs)
 
 
-def around_allreduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Gradients that are not contiguous are."""
-    order = _order(optimizer)
-    if order is not None and "record_stream" in _live:
+def _gradients_are_reduced(
+    optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
+) -> Any:
+    """Those that are not contiguous are."""
+    if "record_stream" in _live:
         for gradient in args[0] if args else kwargs["small_bucket"]:
             order.keep(gradient)
     return wrapped(*args, **kwargs)
@@ -153,7 +163,7 @@ def around_allreduce(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwarg
 
 def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The last buckets are, and then the host waits for the device."""
-    order = _order(optimizer)
+    order: Order | None = vars(optimizer).get(_KEY)
     if order is None:
         return wrapped(*args, **kwargs)
     order.goes_on = False
@@ -201,26 +211,34 @@ def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:
 
 def around_finalize(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """A step follows, which no backward knew of."""
-    if (order := _order(optimizer)) is not None:
+    order: Order | None = vars(optimizer).get(_KEY)
+    if order is not None:
         order.meet()
     return wrapped(*args, **kwargs)
 
 
-def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The engine counts a micro step, and its throughput timer stops."""
-    order = None if engine.optimizer is None else _order.get(engine.optimizer)
-    if order is not None:
-        _order.share(timer.of(engine), order)
-    return wrapped(*args, **kwargs)
+def around_engine_init(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the engine, which has a throughput timer."""
+    result = wrapped(*args, **kwargs)
+    _take_in_timer(engine)
+    return result
 
 
-def around_timer(wrapped: Wrapped, throughput: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The timer starts or stops, and waits for the device."""
-    order = _order.get(throughput)
-    if order is None or not order.goes_on:
-        return wrapped(*args, **kwargs)
-    with timer.waits_for_nothing(throughput):
-        return wrapped(*args, **kwargs)
+def _take_in_timer(engine: Any) -> None:
+    order = None if engine.optimizer is None else _orders.get(engine.optimizer)
+    if order is None or "micro_steps" not in _live:
+        return
+    throughput = timer.of(engine)
+    around = partial(_timer_moves, throughput, order)
+    order.shadows += [Shadow(throughput, method, around) for method in ("start", "stop")]
+
+
+def _timer_moves(
+    throughput: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
+) -> None:
+    """It starts or stops, and waits for the device."""
+    with timer.waits_for_nothing(throughput) if order.goes_on else nullcontext():
+        wrapped(*args, **kwargs)
 
 
 def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> Any:

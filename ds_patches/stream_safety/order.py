@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ds_patches.runtime.attributes import Shadow
+
 
 class _Over:
     """An event that nobody has to wait for."""
@@ -89,6 +91,8 @@ class Order:
         # Each with an event after which its gradients are there; None if that is not known yet.
         self._producers: dict[Any, Any] = {}
         self.reducing = False
+        #: Around methods of the optimizer's, and of its engine's timer.
+        self.shadows: list[Shadow] = []
         #: What to do once the last reduction of a backward is queued; None for what stock does.
         self.at_the_end: Callable[[], None] | None = None
         #: Whether nobody has waited for the reductions of the last backward.

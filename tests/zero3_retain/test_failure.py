@@ -155,3 +155,31 @@ def test_backward_over_parameters_that_are_gone_is_refused(
     """PyTorch refuses too: 'modified by an inplace operation'."""
     for text in world.run(backward_across_a_step, first_of_its_forward):
         assert "backward over a forward from before engine.step()" in text
+
+
+def backward_over_a_changed_parameter(sharded: bool) -> str:
+    """A parameter changes between two backwards over one forward; sharded: of ZeRO-3."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = models.build(models.TwoHeads)
+    tokens, classes = models.batch(0)
+    with patched():
+        engine = trainers.build_engine(model, trainers.config(3)) if sharded else model
+        backward = engine.backward if sharded else Tensor.backward
+        first, second = models.losses(engine(tokens), classes)
+        backward(first, retain_graph=True)
+        weight = model.blocks[1].down.weight
+        with GatheredParameters([weight], modifier_rank=0, enabled=sharded), torch.no_grad():
+            weight.mul_(2)
+        try:
+            backward(second)
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("sharded", [False, True], ids=["pytorch", "zero3"])
+def test_backward_over_a_parameter_that_was_changed_is_refused(world: World, sharded: bool) -> None:
+    for text in world.run(backward_over_a_changed_parameter, sharded):
+        assert "modified by an inplace operation" in text

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ds_patches.runtime.attributes import Shadow
+
 from . import partition
 
 _NATIVE = "_deepcompile_z3_eager_fallback"
@@ -101,14 +103,25 @@ def after_compile_passes(engine: Any, action: Callable[[], Any]) -> Callable[[],
 
     Returns what undoes that.
     """
-    launch = engine.launch_compile_passes
 
-    def launch_and_act(*args: Any, **kwargs: Any) -> None:
+    def launch_and_act(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         launch(*args, **kwargs)
         action()
 
-    engine.launch_compile_passes = launch_and_act
-    return lambda: setattr(engine, "launch_compile_passes", launch)
+    return Shadow(engine, "launch_compile_passes", launch_and_act).remove
+
+
+def before_epilogue(engine: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Have `action` run where a backward ends, right before the engine's own epilogue.
+
+    Returns what undoes that.
+    """
+
+    def act_and_end(epilogue: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        action()
+        epilogue(*args, **kwargs)
+
+    return Shadow(engine, "_backward_epilogue", act_and_end).remove
 
 
 def drop_leaf_hooks(engine: Any) -> None:
