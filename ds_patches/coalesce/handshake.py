@@ -11,10 +11,9 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from ds_patches.core.errors import OtherRankFailed
-from ds_patches.runtime.device import accelerator
+from ds_patches.runtime.ranks import patience, store
 
 from .counters import Counters, FileCounters, StoreCounters
 
@@ -91,7 +90,7 @@ class Handshake:
         begin, pause = time.monotonic(), 2e-5
         while not self._all_left(total := self._add(0)):
             waited = time.monotonic() - begin
-            if waited > 0.01 and waited > _patience():
+            if waited > 0.01 and waited > patience():
                 # The late rank must not take itself for the last one and reduce alone.
                 self._say(f"some rank had not left its window after {waited:.0f} s")
                 raise self._other_failed()
@@ -108,11 +107,11 @@ class Handshake:
     # --- The counter ------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        _store().compare_set(f"{self._engine}/{self._failures}/error", "", text)
+        store().compare_set(f"{self._engine}/{self._failures}/error", "", text)
         self._add(_RAISED)
 
     def _other_failed(self) -> OtherRankFailed:
-        error = _store().get(f"{self._engine}/{self._failures}/error").decode()
+        error = store().get(f"{self._engine}/{self._failures}/error").decode()
         return OtherRankFailed(f"in this coalesce_grad_reduction(), {error}")
 
     def _add(self, word: int) -> int:
@@ -122,9 +121,9 @@ class Handshake:
         if self._counters is None:
             key = f"{self._engine}/{self._failures}"
             self._counters = (
-                FileCounters(_store(), key, _COUNTERS, self._size)
+                FileCounters(store(), key, _COUNTERS, self._size)
                 if self._on_one_host
-                else StoreCounters(_store(), key)
+                else StoreCounters(store(), key)
             )
         return self._counters
 
@@ -132,20 +131,3 @@ class Handshake:
 def _count(total: int, word: int) -> int:
     """How many ranks have added `word`."""
     return total // word & _FIELD
-
-
-def _store() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
-
-
-def _patience() -> float:
-    """Seconds that a collective of the default group would wait."""
-    import torch
-    from torch.distributed import distributed_c10d
-
-    group: Any = distributed_c10d._get_default_group()
-    device = torch.device(accelerator().device_name())
-    timeout = group._get_backend(device).options._timeout
-    return float(timeout.total_seconds())

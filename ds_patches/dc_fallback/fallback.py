@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ds_patches.runtime import engines
+from ds_patches.core.errors import OtherRankFailed
+from ds_patches.runtime import engines, ranks
 
 from . import dynamo
 from .reduction import Reduction
@@ -19,6 +22,9 @@ from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
 from .upstream.graphs import Graphs, before_backward, keep_nothing_gathered
 from .uses import Uses
+
+#: Engines so far, in the order that is the same on all ranks.
+_built = count()
 
 logger = logging.getLogger("ds_patches.dc_fallback")
 
@@ -55,6 +61,8 @@ class Fallback:
             dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
         )
         self._saves = True  # whether a forward has had eager frames; unknown before the first
+        self._name = f"ds_patches/dc_fallback/{next(_built)}"
+        self._failures, self._alone = 0, False
         self._undo: list[Any] = []
         self._install()
 
@@ -119,13 +127,16 @@ class Fallback:
 
     def remove(self) -> None:
         """Leave the engine as DeepCompile made it."""
-        self._recover()
-        if self._new_step:
-            # Graphs go on adding until a backward at the boundary has ended.
-            partition.clear(self._optimizer)
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        try:
+            if not self._alone:
+                self._recover()
+            if self._new_step:
+                # Graphs go on adding until a backward at the boundary has ended.
+                partition.clear(self._optimizer)
+        finally:
+            for undo in reversed(self._undo):
+                undo()
+            self._undo.clear()
 
     def _see(self, param: Any) -> Any:
         if not partition.is_partitioned(param):
@@ -145,7 +156,7 @@ class Fallback:
     def forward(self) -> Iterator[None]:
         """Around ``engine.forward``."""
         calls = self.uses.calls
-        outermost, self._in_forward = not self._in_forward, True
+        outermost = not self._in_forward
         if outermost:
             self._records = torch.is_grad_enabled()
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
@@ -154,6 +165,7 @@ class Fallback:
         depth = len(calls)
         calls.open(None)
         saves = self._saves and self._records and outermost
+        self._in_forward = True
         try:
             with self._saving if saves else nullcontext():
                 yield
@@ -260,6 +272,7 @@ class Fallback:
         self.uses.forget_backward()
         if not self._in_backward:
             return
+        self._meet_in_failure()
         self._in_backward = False
         logger.warning(
             "A backward raised: every gradient reduced since the last optimizer step was dropped."
@@ -268,3 +281,19 @@ class Fallback:
         self._aside.clear()
         engines.forget_backward(self._engine)
         self.after_step(failed=True)
+
+    def _meet_in_failure(self) -> None:
+        """What graphs hold of the backward goes by collectives, in which all ranks take part.
+
+        Raises OtherRankFailed if some rank does not come.
+        """
+        world = range(dist.get_world_size())
+        absent = ranks.come(f"{self._name}/{self._failures}", dist.get_rank(), world)
+        self._alone = bool(absent)
+        if absent:
+            raise OtherRankFailed(
+                f"a backward raised here, and none on rank {', '.join(map(str, absent))}: what "
+                "DeepCompile's graphs hold of it can be dropped on all ranks together only. Start "
+                "the job again"
+            )
+        self._failures += 1

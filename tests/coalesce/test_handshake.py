@@ -64,8 +64,8 @@ class Rank(threading.Thread):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SlowStore:
     slow = SlowStore()
-    monkeypatch.setattr(handshake, "_store", lambda: slow)
-    monkeypatch.setattr(handshake, "_patience", lambda: 20.0)
+    monkeypatch.setattr(handshake, "store", lambda: slow)
+    monkeypatch.setattr(handshake, "patience", lambda: 20.0)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     return slow
 
@@ -162,7 +162,7 @@ def test_patterns_are_compared(store: SlowStore) -> None:
 
 def test_a_rank_that_does_not_come(store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others give up; when it comes, it does not reduce alone."""
-    monkeypatch.setattr(handshake, "_patience", lambda: 0.05)
+    monkeypatch.setattr(handshake, "patience", lambda: 0.05)
     on_time, late = Handshake(range(2)), Handshake(range(2))
     on_time._engine = late._engine = "the same"
     for rank in (on_time, late):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ds_patches
 from ds_patches.dc_fallback.upstream import engine as upstream_engine
+from ds_patches.runtime import ranks
 from tests.dc_fallback import cases, patterns, releases, stand_in
 from tests.dc_fallback.cases import Outcome, inputs
 from tests.listening import listening
@@ -168,3 +171,51 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
     assert not left["attributes"]
     assert left["launch"] == "_launch_passes"
     assert left["native"]
+
+
+class _RaisesAtTheEnd(torch.autograd.Function):
+    """Of one rank alone, when all that its backward sends has been sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        def refuse() -> None:
+            raise RuntimeError("refused at the end of the backward")
+
+        if dist.get_rank() == 1:
+            torch.autograd.Variable._execution_engine.queue_callback(refuse)
+        return grad
+
+
+def raised_on_one_rank_alone() -> list[str]:
+    """What each forward says that comes after, on the rank that raised."""
+    said = []
+    with (
+        stand_in.deep_compile(),
+        cases.patched(),
+        mock.patch.object(ranks, "patience", return_value=1),
+    ):
+        trainer = trainers.EngineTrainer(
+            cases.engine_of(patterns.build("Compiled"), trainers.config(3))
+        )
+        loss = _RaisesAtTheEnd.apply(trainer.forward(*inputs(0, 0)))
+        if dist.get_rank() == 0:
+            trainer.backward(loss)
+            return []
+        with pytest.raises(RuntimeError, match="refused at the end"):
+            trainer.backward(loss)
+        for _ in range(2):
+            with pytest.raises(ds_patches.OtherRankFailed) as raised:
+                trainer.forward(*inputs(1, 0))
+            said.append(str(raised.value))
+    return said
+
+
+def test_a_rank_that_raised_alone_says_so(fresh_world: World) -> None:
+    """What it has to drop goes by collectives, in which the others would take no part."""
+    _, said = fresh_world.run(raised_on_one_rank_alone)
+    assert len(said) == 2
+    assert all("a backward raised here, and none on rank 0" in text for text in said)

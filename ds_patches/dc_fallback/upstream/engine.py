@@ -31,9 +31,18 @@ def why_not_covered(engine: Any) -> str | None:
         return "quantized weights or gradients (ZeRO++) have a layout that it does not know"
     if config.zero_hpz_partition_size > 1 or getattr(config, "mics_shard_size", 0) > 0:
         return "secondary partitions (hpZ, MiCS) have a layout that it does not know"
+    if getattr(optimizer, "sequence_parallel_size", 1) > 1:
+        return "under sequence parallelism gradients are averaged over fewer ranks than reduce them"
+    if any(_is_reduced_apart(optimizer, param) for param in partition.below(engine.module)):
+        return "some parameters (AutoEP's experts) are averaged over more ranks than reduce them"
     if getattr(config.offload_param, "device", None) == "nvme":
         return "parameters on NVMe are swapped in by ZeRO's hooks, which DeepCompile removes"
     return None
+
+
+def _is_reduced_apart(optimizer: Any, param: Any) -> bool:
+    size = torch.distributed.get_world_size
+    return size(partition.group_of(param)) != size(optimizer.dp_process_group)
 
 
 def wants_deep_compile(engine: Any) -> bool:
