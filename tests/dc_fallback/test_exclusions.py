@@ -1,0 +1,65 @@
+"""Engines that are left to stock DeepSpeed, which is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.dc_fallback import patterns, releases, stand_in
+from tests.dc_fallback.cases import patched
+from tests.listening import listening
+from tests.world import World
+from tests.zero3_retain import trainers
+
+
+@pytest.fixture(autouse=True)
+def _needs_graphs() -> None:
+    releases.needs_graphs()
+
+
+def _nothing(engine: Any) -> None:
+    """The engine is as it was configured."""
+
+
+def _sequence_parallel(engine: Any) -> None:
+    engine.optimizer.sequence_parallel_size = 2  # Ulysses would take more ranks than there are
+
+
+def _one_parameter_of_a_smaller_group(engine: Any) -> None:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    next(engine.module.parameters()).ds_process_group = alone[dist.get_rank()]
+
+
+def compiled(settings: dict[str, Any], change: Callable[[Any], None]) -> tuple[bool, list[str]]:
+    """Whether the patch has taken a compiled engine in, and what was said."""
+    settings = trainers.config(3, **settings, compile={"deepcompile": True})
+    with stand_in.deep_compile(), patched(), listening() as heard:
+        engine = trainers.build_engine(deepcopy(patterns.build("Compiled")), settings)
+        change(engine)
+        engine.compile(backend="eager")
+        taken_in = vars(engine).get("_ds_patches_dc_fallback") is not None
+    return taken_in, [text for text in heard if "to stock" in text]
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "why"),
+    [
+        ({}, _nothing, ""),
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, _nothing, "an offloaded optimizer"),
+        ({"zero": {"zero_hpz_partition_size": 2}}, _nothing, "secondary partitions"),
+        ({}, _sequence_parallel, "under sequence parallelism"),
+        ({}, _one_parameter_of_a_smaller_group, "some parameters (AutoEP's experts)"),
+    ],
+    ids=["taken in", "offload", "hpz", "sequence parallel", "experts"],
+)
+def test_what_it_does_not_cover_it_names(
+    world: World, settings: dict[str, Any], change: Callable[[Any], None], why: str
+) -> None:
+    for taken_in, said in world.run(compiled, settings, change):
+        assert taken_in == (not why)
+        assert len(said) == bool(why)
+        assert all(why in text for text in said)
