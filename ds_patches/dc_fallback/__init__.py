@@ -53,7 +53,13 @@ What to know
     - ``torch.func.grad`` and its like cannot run in a skipped frame: PyTorch does not let them
       while tensors are saved as notes.
     - Left to stock, with a warning: an offloaded optimizer, ZeRO++ quantization and secondary
-      partitions, MiCS, parameters on NVMe.
+      partitions, MiCS, parameters on NVMe, sequence parallelism, and AutoEP where experts are
+      averaged over more ranks than hold them.
+    - It is for 0.19.2 and later. On GPUs 0.19.2 and 0.19.8 were trained, and the releases between
+      them were not: there it rests on the tests on CPU. On older ones no graph was ever trained
+      with it. A skipped frame crashes there, and is not silently wrong.
+    - After a backward that raised on one rank alone, that rank refuses the next forward: what
+      DeepCompile's graphs hold of it can be dropped on all ranks together only.
     - ``with ds_patches.train_check(engine):`` around a step says what did not train.
 
 Upstream

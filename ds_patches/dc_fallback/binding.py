@@ -97,7 +97,7 @@ PATCH = Patch(
         Link("PR 8059", "https://github.com/deepspeedai/DeepSpeed/pull/8059"),
         Link("PR 8157", "https://github.com/deepspeedai/DeepSpeed/pull/8157"),
     ),
-    supported=">=0.16.6,<=0.19.8",
+    supported=">=0.19.2,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
     facts=_FACTS,

@@ -20,7 +20,7 @@ from .reduction import Reduction
 from .units import Call, Units
 from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
-from .upstream.graphs import Graphs, before_backward, keep_nothing_gathered
+from .upstream.graphs import Graphs, before_backward
 from .uses import Uses
 
 #: Engines so far, in the order that is the same on all ranks.
@@ -79,7 +79,6 @@ class Fallback:
 
         def again() -> None:
             dynamo.leave_alone(getter)
-            keep_nothing_gathered()
             self._graphs.look_again()
 
         self._undo.append(upstream_engine.after_compile_passes(self._engine, again))

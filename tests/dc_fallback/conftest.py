@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dc_fallback import releases
+from ds_patches.core import release
+from ds_patches.dc_fallback.binding import PATCH
 from tests.world import World
 
 
 @pytest.fixture(scope="package")
 def world() -> Iterator[World]:
-    if not releases.has_deepcompile():
-        pytest.skip("no DeepCompile before 0.16.6")
+    found = release.installed()
+    assert found is not None
+    assert found.version is not None
+    if not release.covers(PATCH.supported, found.version):
+        pytest.skip(f"dc_fallback is for DeepSpeed {PATCH.supported}")
     with World() as living:
         yield living

@@ -276,22 +276,12 @@ def deep_compile() -> Iterator[Native]:
     util.dc_handle, init_z3.make_backend = native, _make_backend
     launch = init_z3.launch_compile_passes
     init_z3.launch_compile_passes = _launch_passes
-    newer_than = getattr(engine_module, "required_torch_version", None)  # 0.18.4
-
-    def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-        """0.18.4 to 0.18.9 refuse stage 3 from torch 2.9 on, whose compiler is not at work here."""
-        return min_version != 2.9 and newer_than(min_version, max_version)
-
-    if newer_than is not None:
-        engine_module.required_torch_version = required_torch_version
     accelerator: Any = engine_module.get_accelerator()
     accelerator.on_accelerator = lambda tensor: False  # whose streams zero_grad() tells of .grad
     try:
         yield native
     finally:
         del accelerator.on_accelerator
-        if newer_than is not None:
-            engine_module.required_torch_version = newer_than
         util.dc_handle, init_z3.make_backend = handle, make
         init_z3.launch_compile_passes = launch
         for one, old in zip(hooks, before, strict=True):

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.dc_fallback import patterns, releases, stand_in
+from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.cases import patched
 from tests.listening import listening
 from tests.world import World
 from tests.zero3_retain import trainers
-
-
-@pytest.fixture(autouse=True)
-def _needs_graphs() -> None:
-    releases.needs_graphs()
 
 
 def _nothing(engine: Any) -> None:

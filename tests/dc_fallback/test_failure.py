@@ -13,16 +13,11 @@ from torch import Tensor
 import ds_patches
 from ds_patches.dc_fallback.upstream import engine as upstream_engine
 from ds_patches.runtime import ranks
-from tests.dc_fallback import cases, patterns, releases, stand_in
+from tests.dc_fallback import cases, patterns, stand_in
 from tests.dc_fallback.cases import Outcome, inputs
 from tests.listening import listening
 from tests.world import World
 from tests.zero3_retain import trainers
-
-
-@pytest.fixture(autouse=True)
-def _needs_graphs() -> None:
-    releases.needs_graphs()
 
 
 class _Refuses(torch.autograd.Function):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.dc_fallback import patterns, releases
+from tests.dc_fallback import patterns
 from tests.dc_fallback.cases import Outcome, train
 from tests.world import World
 
@@ -43,7 +43,6 @@ def test_nothing_is_compiled(world: World, pattern: str) -> None:
 @pytest.mark.core_case(pattern="LoopOfBlocks")
 @pytest.mark.parametrize("pattern", NAMES)
 def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
-    releases.needs_graphs()
     found = outcome(world, pattern)
     assert_trained(found)
     assert len(set(found.graphs)) == 1, "something was compiled again"

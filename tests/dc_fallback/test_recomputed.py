@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.dc_fallback import cases, patterns, stand_in
 from tests.dc_fallback.cases import inputs
-from tests.dc_fallback.releases import needs_graphs
 from tests.world import World
 from tests.zero3_retain import trainers
 
@@ -23,5 +22,4 @@ def calls_left_open(pattern: str) -> list[int]:
 
 def test_no_call_stays_open(world: World) -> None:
     """One that did would have the next forward taken for a nested one."""
-    needs_graphs()
     assert world.run(calls_left_open, "Recomputed") == [[0, 0]] * 2

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dc_fallback import cases, releases, scripts
+from tests.dc_fallback import cases, scripts
 from tests.dc_fallback.test_patterns import assert_trained
 from tests.world import World
 
 
 def outcome(world: World, pattern: str, name: str) -> cases.Outcome:
-    releases.needs_graphs()
     script, micro_steps = scripts.ALL[name]
     found = world.run(cases.run, pattern, script, micro_steps=micro_steps, anew=True)
     first: cases.Outcome = found[0]

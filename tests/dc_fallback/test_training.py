@@ -8,27 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from ds_patches.dc_fallback.upstream import graphs
 from tests.dc_fallback import cases, patterns, stand_in
-from tests.dc_fallback import releases as here
 from tests.dc_fallback.cases import inputs
 from tests.dc_fallback.test_patterns import assert_trained, outcome
 from tests.world import World
-from tests.zero3_retain import releases, trainers
+from tests.zero3_retain import trainers
 from tests.zero3_retain.cases import half_precision_allowed
 
 MIXED = ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
 
 
-@pytest.fixture(autouse=True)
-def _needs_graphs() -> None:
-    here.needs_graphs()
-
-
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("pattern", MIXED)
 def test_micro_steps(world: World, pattern: str, style: str) -> None:
-    releases.needs_torch_style(style)
     assert_trained(outcome(world, pattern, micro_steps=2, style=style))
 
 
@@ -67,22 +59,6 @@ def test_an_evaluation_does_not_see_older_parameters(world: World) -> None:
     found = world.run(evaluated)[0]
     assert len({expected for _, expected in found}) == len(found)
     assert all(abs(ours - expected) < 1e-5 for ours, expected in found), found
-
-
-@pytest.mark.parametrize("can_tell", [True, False])
-def test_nothing_is_kept_where_it_could_not_be_renewed(
-    monkeypatch: pytest.MonkeyPatch, can_tell: bool
-) -> None:
-    """Up to 0.17.6 nothing can be told to graphs; the passes are the release's own."""
-    from deepspeed.compile import backend
-    from deepspeed.compile.passes import prefetch, selective_gather
-
-    keeps = selective_gather.selective_gather
-    monkeypatch.setattr(graphs, "_can_end_backward", lambda: can_tell)
-    monkeypatch.setattr(backend, "next_passes", [prefetch.schedule_prefetch, keeps])
-    graphs.keep_nothing_gathered()
-    assert (keeps in backend.next_passes) == can_tell
-    assert prefetch.schedule_prefetch in backend.next_passes
 
 
 def twice_a_step(trainer: Any) -> None:

@@ -75,7 +75,7 @@ class Graphs:
         `failed`: graphs may hold gradients of a backward that raised; on every rank, as this sends
         them off.
         """
-        if not self._of_graphs() or not _can_end_backward():
+        if not self._of_graphs():
             return
         if self._registered != (now := _compiled()):  # DeepCompile may have begun anew
             _handle().register_graph_z3(_OURS, self._ds_ids)
@@ -108,10 +108,8 @@ class Graphs:
             self._end_one(graph_id, release=not last)
 
     def _end_one(self, graph_id: int, release: bool) -> None:
-        end = torch.ops.dc.end_backward
         deps = [torch.empty(0, device=self._device)]  # an empty list has no type for an operator
-        given = {"deps": deps, "graph_id": graph_id, "release_reduce_buckets": release}
-        end(*(given[argument.name] for argument in end.default._schema.arguments))
+        torch.ops.dc.end_backward(deps, graph_id, release)
 
 
 def before_backward(inputs: Any, outputs: Any, action: Callable[[], None]) -> None:
@@ -172,25 +170,7 @@ def _has_backward(graph_id: int) -> bool:
     return known is not None and known.bwd_graph is not None
 
 
-def keep_nothing_gathered() -> None:
-    """Take the pass away that keeps parameters gathered between steps, up to 0.17.6: nothing tells
-    the graphs there that what they keep is stale.
-    """
-    from deepspeed.compile import backend
-    from deepspeed.compile.passes import selective_gather
-
-    if backend.next_passes and not _can_end_backward():
-        keeps = selective_gather.selective_gather
-        backend.next_passes = [one for one in backend.next_passes if one is not keeps]
-
-
 def _handle() -> Any:
     from deepspeed.compile.util import get_deepcompile_handle
 
     return get_deepcompile_handle()
-
-
-def _can_end_backward() -> bool:
-    """Whether the end of a graph's backward can be asked for from here: 0.18.0 and later."""
-    _handle()  # registers the operators
-    return hasattr(torch.ops.dc, "end_backward")
