@@ -54,12 +54,18 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
 
 @contextmanager
 def a_new_process() -> Iterator[None]:
-    """Frameworks keep their state for the process, and here one process has many scripts."""
-    with mock.patch.dict(os.environ):
-        yield
-    from accelerate.state import AcceleratorState, GradientState
+    """Frameworks keep their state for the process, and here one process has many scripts.
+
+    Left to itself, Accelerate counts one process where there is no GPU, also under DeepSpeed.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    ranks = os.environ["WORLD_SIZE"] != "1"
+    launched = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": str(ranks)}
+    with mock.patch.dict(os.environ, launched):
+        PartialState(backend="gloo" if ranks else None)
+        yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()

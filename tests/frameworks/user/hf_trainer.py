@@ -23,11 +23,13 @@ def train(
     arguments = TrainingArguments(
         output_dir=str(output),
         deepspeed=deepspeed,
+        accelerator_config={"use_configured_state": True},
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=micro_steps,
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
+        train_sampling_strategy="sequential",
         optim="sgd",
         learning_rate=0.2,
         lr_scheduler_type="constant",

@@ -22,6 +22,7 @@ def train(
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(output),
         deepspeed=deepspeed,
+        accelerator_config={"use_configured_state": True},
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=micro_steps,
