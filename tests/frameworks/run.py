@@ -52,6 +52,12 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     return found
 
 
+def automatic(stage: int, **zero: Any) -> dict[str, Any]:
+    """A configuration whose sizes are the Trainer's, and one bucket for all gradients."""
+    sizes = {"micro_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    return trainers.config(stage, zero={"reduce_bucket_size": 10**6, **zero}, **sizes)
+
+
 @contextmanager
 def a_new_process() -> Iterator[None]:
     """Frameworks keep their state for the process, and here one process has many scripts.
@@ -65,10 +71,12 @@ def a_new_process() -> Iterator[None]:
     launched = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": str(ranks)}
     with mock.patch.dict(os.environ, launched):
         PartialState(backend="gloo" if ranks else None)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            unset_hf_deepspeed_config()
 
 
 def whole(model: Any) -> trainers.Parameters:

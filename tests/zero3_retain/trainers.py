@@ -28,7 +28,7 @@ WHILE_APPLIED = leftovers.WHILE_APPLIED | {
 Parameters = dict[str, Tensor]
 
 
-def config(stage: int, *, micro_steps: int = 1, **overrides: Any) -> dict[str, Any]:
+def config(stage: int, *, micro_steps: int | str = 1, **overrides: Any) -> dict[str, Any]:
     """A DeepSpeed configuration with every default that moved between releases pinned."""
     zero = {
         "stage": stage,
