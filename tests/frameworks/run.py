@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
-import torch
-
 import ds_patches
 from tests.collectives import Gradients
 from tests.listening import listening

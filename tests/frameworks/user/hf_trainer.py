@@ -46,7 +46,8 @@ def train(
     )
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return Trained(
-        trainer.model_wrapped, [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        trainer.model_wrapped,
+        [line["loss"] for line in trainer.state.log_history if "loss" in line],
     )
 
 

@@ -44,13 +44,14 @@ def train(
     )
     trainer.train()
     return Trained(
-        trainer.model_wrapped, [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        trainer.model_wrapped,
+        [line["loss"] for line in trainer.state.log_history if "loss" in line],
     )
 
 
 def pairs() -> Dataset:
     """Questions and answers that share words."""
-    numbers = range(BATCH * STEPS * 2)
+    numbers = range(BATCH * STEPS * 4)
     return Dataset.from_dict(
         {
             "anchor": [f"w{n % 29} w{n % 7} w{n % 13}" for n in numbers],
