@@ -60,13 +60,13 @@ def test_patched(
 def test_with_micro_steps(
     alone: World, patched: World, folder: Path, start: Parameters, stage: int
 ) -> None:
-    """Each micro step of the Trainer is reduced, whatever its chunks are."""
+    """The chunks of all micro steps are reduced at once."""
     model = folder / "model"
     expected = on_one(alone, SCRIPT, model, folder / "alone", micro_steps=4)
     found = train(patched, folder, stage, micro_steps=2)
     assert_patched(found)
     assert_equal(found, expected, start)
-    assert found.reductions == 2 * STEPS
+    assert found.reductions == STEPS
 
 
 @pytest.mark.exhaustive
