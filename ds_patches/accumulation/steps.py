@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,12 @@ logger = logging.getLogger("ds_patches.accumulation")
 _NO_OUTPUT = (
     "backward() of a tensor that is no output of the engine: call engine.backward(tensor) instead; "
     "DeepSpeed does not know of this one"
+)
+_OLD_FORWARD = (
+    "backward over a forward from before engine.step(): its gradients are of parameters that are no "
+    "more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
+    "backward() steps at once, also in its no_sync(): call the engine's no_sync() and backward() "
+    "there."
 )
 
 
@@ -86,16 +93,23 @@ class EngineSteps:
         self._dropped = False  # the last backward raised
         self._own_zero_grad = False  # upstream calls zero_grad() by itself
         self._warned = False
+        self._warned_of_old = isinstance(self.sum, PartitionSum)  # which has to raise there
 
     # --- Backwards ------------------------------------------------------------------------------
 
     def forward_ran(self, result: Any) -> None:
         """Watch for the backwards over a forward, by its outputs."""
         self._fresh = True
-        outputs.watch(result, self.output_entered)
+        outputs.watch(result, partial(self.output_entered, after=self.count))
 
-    def output_entered(self, grad: torch.Tensor | None = None) -> None:
-        """A gradient has come to an output; ``torch.autograd.grad`` is no backward."""
+    def output_entered(self, grad: Any = None, after: int | None = None) -> None:
+        """A gradient has come to an output; ``torch.autograd.grad`` is no backward.
+
+        after: so many steps its forward ran, if that is known.
+        """
+        if after not in (None, self.count) and not self._warned_of_old and accumulates():
+            self._warned_of_old = True
+            logger.warning(_OLD_FORWARD)
         if not self.watch.runs_here and accumulates():
             self._backward_entered()
 

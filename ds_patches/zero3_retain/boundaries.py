@@ -128,16 +128,23 @@ class ModuleBoundary:
         return self.open_calls == 0
 
     def _input_of_call(self, needs_grad: bool) -> _Call:
-        # Recomputation stops in the midst of a call, whose outputs are never seen.
-        task_id = current_task_id()
-        if self._call.sealed or self._call.made_in != task_id:
-            self._call = _Call(task_id, self.version())
-        self._call.inputs += needs_grad
-        return self._call
+        call = self._running_call(begins=self._call.sealed)
+        call.inputs += needs_grad
+        return call
 
     def _output_of_call(self) -> _Call:
-        self._call.sealed = True
-        return self._call
+        # A call begins with an output where all arguments have names: upstream sees none of them.
+        call = self._running_call(begins=False)
+        call.sealed = True
+        return call
+
+    def _running_call(self, begins: bool) -> _Call:
+        task_id, version = current_task_id(), self.version()
+        call = self._call
+        # Recomputation stops in the midst of a call, whose outputs are never seen.
+        if begins or call.made_in != task_id or call.version != version:
+            call = self._call = _Call(task_id, version)
+        return call
 
     def _before_backward(self, call: _Call) -> None:
         if call.version != self.version():

@@ -210,3 +210,27 @@ def test_a_backward_inside_another_belongs_to_it(
         reason = "as on stock: 'Gradient computed twice for this partition'"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     check(world, script, stage, style=style)
+
+
+# --- A forward of the step before -----------------------------------------------------------------
+
+
+def a_step_between(trainer: Any) -> None:
+    """Two backwards over one forward, and a step after each, as Accelerate takes it."""
+    for step in range(2):
+        tokens, classes = models.batch(step)
+        first, second = models.losses(trainer.forward(tokens), classes)
+        trainer.backward(first, retain_graph=True)
+        trainer.step()
+        if trainer.is_engine:
+            trainer.backward(second)
+            trainer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_over_a_forward_of_the_step_before_is_said_once(
+    world: World, stage: int
+) -> None:
+    for outcome in world.run(cases.run, a_step_between, stage, "zero3_retain"):
+        (said,) = [outcome.error] if stage == 3 else outcome.heard
+        assert "backward over a forward from before engine.step()" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_patches
 from tests.listening import listening
@@ -199,21 +197,6 @@ class Uneven(models.TwoHeads):
     def __init__(self) -> None:
         super().__init__()
         self.blocks.insert(1, Either())
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what is sent: every collective passes PyTorch's dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function.namespace == "c10d":
-            self.seen[function._schema.name.removeprefix("c10d::")] += 1
-        return function(*args, **(kwargs or {}))
 
 
 # --- Cases with a script of their own; each runs on every rank -----------------------------------

@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from tests import releases
 from tests.coalesce import cases
 from tests.coalesce.releases import LOSES_MICRO_STEPS
+from tests.collectives import Gradients
 from tests.world import World
 from tests.zero3_retain import models, trainers
 
@@ -63,17 +63,6 @@ def accelerator(stage: int) -> Iterator[Any]:
     GradientState._reset_state()
 
 
-class Gradients(cases.Collectives):
-    """What is sent, but for the single numbers that a step sums for its norm."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if all(leaf.numel() == 1 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
-            return function(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(function, types, args, kwargs)
-
-
 class AccelerateTrainer(trainers.EngineTrainer):
     """reductions: of each backward, and of the step that Accelerate may take at its end."""
 
@@ -91,7 +80,7 @@ class AccelerateTrainer(trainers.EngineTrainer):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         with Gradients() as sent:
             self._accelerator.backward(loss, retain_graph=retain_graph)
-        self.reductions.append(sum(n for name, n in sent.seen.items() if "reduce" in name))
+        self.reductions.append(sent.reductions)
 
     def step(self) -> None:
         self._optimizer.step()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.coalesce import cases
 from tests.coalesce.micro_steps import OFFLOADED, OVERLAP
+from tests.collectives import Collectives
 from tests.world import World
 from tests.zero3_retain import models, trainers
 
@@ -21,7 +22,7 @@ def sent_in(
         start = models.build(models.TwoHeads)
         engine = trainers.build_engine(start, trainers.config(stage, **settings))
         cases.several_backwards(cases.EngineTrainer(engine), backwards=1, steps=2, **window)
-        inside, at_end = cases.Collectives(), cases.Collectives()
+        inside, at_end = Collectives(), Collectives()
         open_window = engine.coalesce_grad_reduction(**window)
         with inside:
             open_window.__enter__()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.coalesce import cases, micro_steps
 from tests.coalesce.micro_steps import OFFLOADED, OVERLAP
+from tests.collectives import Collectives
 from tests.world import World
 from tests.zero3_retain import models, trainers
 from tests.zero3_retain.test_failure import Boom, Fragile, RaiseInBackward
@@ -102,7 +103,7 @@ def sent(stage: int, script: cases.Script, parts: int) -> Counter[str]:
     with cases.patched():
         start = models.build(models.TwoHeads)
         trainer = micro_steps.EngineTrainer(trainers.build_engine(start, trainers.config(stage)))
-        with cases.Collectives() as collectives:
+        with Collectives() as collectives:
             script(trainer, parts)
         return Counter({name: n for name, n in collectives.seen.items() if "reduce" in name})
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.coalesce import cases, micro_steps, releases
 from tests.coalesce.micro_steps import OFFLOADED, OVERLAP
+from tests.collectives import Collectives
 from tests.world import World
 from tests.zero3_retain import models, trainers
 
@@ -151,7 +152,7 @@ def sent_in_three_steps(stage: int, backwards: int, script: cases.Script, gas: i
         start = models.build(models.TwoHeads)
         settings = trainers.config(stage, micro_steps=gas)
         trainer = micro_steps.EngineTrainer(trainers.build_engine(start, settings))
-        with cases.Collectives() as sent:
+        with Collectives() as sent:
             script(trainer, backwards)
         return {name: n for name, n in sent.seen.items() if "reduce" in name}
 
@@ -185,7 +186,7 @@ class Watching(trainers.EngineTrainer):
         self.seen: list[tuple[dict[str, int], list[str]]] = []
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        with cases.Collectives() as sent:
+        with Collectives() as sent:
             super().backward(loss, retain_graph)
         parameters = self.engine.module.named_parameters()
         left = [name for name, param in parameters if param.grad is not None]

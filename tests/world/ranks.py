@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from multiprocessing import Pipe
@@ -32,14 +33,22 @@ FORK = "TEST_RANKS_FORK"
 
 
 def environment(
-    rank: int, size: int, port: int, path: Path | None, accelerator: str
+    rank: int,
+    size: int,
+    port: int,
+    path: Path | None,
+    accelerator: str,
+    variables: Mapping[str, str],
 ) -> dict[str, str]:
     """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too.
 
     path: comes before all of it.
+    variables: of the user's shell, in place of pytest's.
     """
-    inherited = os.environ.get("PYTHONPATH", "")
-    return os.environ | {
+    inherited = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {
+        **os.environ,
+        **variables,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), inherited])),
         "DS_ACCELERATOR": accelerator,
         # Of a GPU's queues there are 8 by default. Streams that share one wait for each other by
@@ -61,7 +70,7 @@ def environment(
 
 @cache
 def living_zygote() -> Zygote:
-    return Zygote(environment(0, 1, 0, None, "cpu"), ROOT)
+    return Zygote(environment(0, 1, 0, None, "cpu", {}), ROOT)
 
 
 def start(
@@ -125,7 +134,9 @@ class Rank:
 class Ranks:
     """`size` ranks in one process group. After an error they are ended and not asked again."""
 
-    def __init__(self, size: int, path: Path | None, accelerator: str) -> None:
+    def __init__(
+        self, size: int, path: Path | None, accelerator: str, variables: Mapping[str, str]
+    ) -> None:
         from torch.distributed import TCPStore
 
         # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
@@ -134,10 +145,10 @@ class Ranks:
         # end of this process, however that came about.
         reading, self.lifeline = os.pipe()
         self.ranks: list[Rank] = []
-        forked = FORK in os.environ and path is None and accelerator == "cpu"
+        forked = FORK in os.environ and not (path or variables) and accelerator == "cpu"
         try:
             for rank in range(size):
-                env = environment(rank, size, self.store.port, path, accelerator)
+                env = environment(rank, size, self.store.port, path, accelerator, variables)
                 self.ranks.append(Rank(rank, env, reading, forked))
             self.gather(START_SECONDS)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,20 @@ class World:
 
     path: a folder whose packages the ranks have in place of the environment's.
     accelerator: DeepSpeed's name of what they run on; "cuda" takes a GPU for each.
+    variables: the ranks' interpreters start with these beside pytest's own.
     """
 
-    def __init__(self, size: int = 2, path: Path | None = None, accelerator: str = "cpu") -> None:
+    def __init__(
+        self,
+        size: int = 2,
+        path: Path | None = None,
+        accelerator: str = "cpu",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.size = size
         self.path = path
         self.accelerator = accelerator
+        self.variables = variables or {}
         self._ranks: Ranks | None = None
 
     def __enter__(self) -> World:
@@ -62,7 +70,7 @@ class World:
             ranks.leave()
 
     def _start(self) -> Ranks:
-        return Ranks(self.size, self.path, self.accelerator)
+        return Ranks(self.size, self.path, self.accelerator, self.variables)
 
     def _run(self, call: wire.Call, seconds: float) -> list[Any]:
         # Taken off for the time of the call: ranks that failed a case are ended, and the next

@@ -111,6 +111,29 @@ class NonReentrant(Reentrant):
     reentrant = False
 
 
+class Named(nn.Module):
+    """A block whose arguments all have names, as in the layers of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, *, hidden: Tensor) -> Tensor:
+        return self.block(hidden)
+
+
+class NamedArguments(NonReentrant):
+    """What is called by names has no input that DeepSpeed's hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = Named()
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = self.named(hidden=super().trunk(tokens))
+        return checkpoint(self.named, hidden=x, use_reentrant=False)
+
+
 class Experts(nn.Module):
     """A module for ``set_z3_leaf_modules``: which of its children run depends on the data."""
 

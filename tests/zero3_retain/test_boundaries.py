@@ -49,6 +49,22 @@ def ready() -> Tensor:
     return torch.ones(2, 3, requires_grad=True)
 
 
+class Named(nn.Module):
+    def forward(self, *, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_call_whose_arguments_have_names_is_of_its_own_step() -> None:
+    model = Model(named=Named())
+    old = model.named(x=ready())
+    model.version += 1
+    new = model.named(x=ready())
+    new.sum().backward()
+    assert model.take() == ["gather named", "release named"]
+    with pytest.raises(RuntimeError, match=r"from before engine\.step\(\)"):
+        old.sum().backward()
+
+
 def test_every_backward_gathers_and_releases() -> None:
     model = Model(first=nn.Linear(3, 3), second=nn.Linear(3, 3))
     out = model.second(model.first(ready())).sum()

@@ -29,6 +29,7 @@ GRAPHS = [
     "FrozenTrunk",
     "Reentrant",
     "NonReentrant",
+    "NamedArguments",
     "LeafModule",
 ]
 

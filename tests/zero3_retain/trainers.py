@@ -28,7 +28,7 @@ WHILE_APPLIED = leftovers.WHILE_APPLIED | {
 Parameters = dict[str, Tensor]
 
 
-def config(stage: int, *, micro_steps: int = 1, **overrides: Any) -> dict[str, Any]:
+def config(stage: int, *, micro_steps: int | str = 1, **overrides: Any) -> dict[str, Any]:
     """A DeepSpeed configuration with every default that moved between releases pinned."""
     zero = {
         "stage": stage,
@@ -141,13 +141,18 @@ class EngineTrainer:
             self.leaves_nothing()
 
     def parameters(self) -> Parameters:
-        from deepspeed.runtime.zero import GatheredParameters
+        return parameters(self.engine.module)
 
-        result = {}
-        for name, param in self.engine.module.named_parameters():
-            with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-                result[name] = param.detach().float().clone()
-        return result
+
+def parameters(module: nn.Module) -> Parameters:
+    """All of a model, which ZeRO-3 may have in parts."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    result = {}
+    for name, param in module.named_parameters():
+        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            result[name] = param.detach().float().clone()
+    return result
 
 
 def available(engine: Any) -> list[str]:

@@ -1,0 +1,84 @@
+"""One run of a user's script on a rank, and what came of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import ds_patches
+from tests.collectives import Gradients
+from tests.listening import listening
+from tests.zero3_retain import trainers
+
+
+@dataclass
+class Run:
+    """error: what ended it, in place of all the rest.
+
+    engine_steps: of the DeepSpeedEngine that trained; None if none did.
+    """
+
+    error: str = ""
+    losses: list[float] = field(default_factory=list)
+    parameters: trainers.Parameters = field(default_factory=dict)
+    engine_steps: int | None = None
+    reductions: int = 0
+    live: list[str] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+
+
+def script(name: str, *arguments: Any, **options: Any) -> Run:
+    """Run `train` of a script of `user/`."""
+    found = Run()
+    with a_new_process(), listening() as found.heard, Gradients() as sent:
+        try:
+            train = import_module(f"tests.frameworks.user.{name}").train
+            trained = train(*arguments, **options)
+        except Exception as error:
+            found.error = f"{type(error).__name__}: {error}"
+            return found
+        found.reductions = sent.reductions
+    found.live = [name for name, status in ds_patches.status().items() if status.live]
+    found.losses = trained.losses
+    found.engine_steps = getattr(trained.model, "global_steps", None)
+    found.parameters = whole(trained.model)
+    return found
+
+
+def automatic(stage: int, **zero: Any) -> dict[str, Any]:
+    """A configuration whose sizes are the Trainer's, and one bucket for all gradients."""
+    sizes = {"micro_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    return trainers.config(stage, zero={"reduce_bucket_size": 10**6, **zero}, **sizes)
+
+
+@contextmanager
+def a_new_process() -> Iterator[None]:
+    """Frameworks keep their state for the process, and here one process has many scripts.
+
+    Left to itself, Accelerate counts one process where there is no GPU, also under DeepSpeed.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    ranks = os.environ["WORLD_SIZE"] != "1"
+    launched = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": str(ranks)}
+    with mock.patch.dict(os.environ, launched):
+        PartialState(backend="gloo" if ranks else None)
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            unset_hf_deepspeed_config()
+
+
+def whole(model: Any) -> trainers.Parameters:
+    """All parameters, by the names that they have without an engine around them."""
+    if hasattr(model, "module"):
+        return trainers.parameters(model.module)
+    return trainers.parameters(model)

@@ -1,0 +1,82 @@
+"""A cached contrastive loss under its own Trainer: its backwards run in a hook of another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks import models
+from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
+from tests.frameworks.run import Run, automatic
+from tests.world import World
+from tests.zero3_retain.trainers import Parameters
+
+pytest.importorskip("sentence_transformers", reason="it is in the extra `test`")
+
+SCRIPT = "sentences"
+STEPS = 4
+TWICE_REDUCED = {2: "has already been reduced", 3: "AssertionError"}
+
+stages = pytest.mark.parametrize("stage", [2, 3])
+
+
+@pytest.fixture(scope="module")
+def start(folder: Path) -> Parameters:
+    return models.save_embedder(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(alone: World, folder: Path, start: Parameters) -> Run:
+    """One process, and a micro step for each rank: each has the negatives of its own batch."""
+    return on_one(alone, SCRIPT, folder / "model", folder / "alone", micro_steps=2)
+
+
+def train(world: World, folder: Path, stage: int, micro_steps: int = 1) -> Run:
+    model, output = folder / "model", folder / "output"
+    return on_two(world, SCRIPT, model, output, automatic(stage), micro_steps=micro_steps)
+
+
+@stages
+def test_stock_reduces_each_chunk(
+    unpatched: World, folder: Path, start: Parameters, stage: int
+) -> None:
+    found = train(unpatched, folder, stage)
+    assert TWICE_REDUCED[stage] in found.error
+
+
+@stages
+def test_patched(
+    patched: World, folder: Path, reference: Run, start: Parameters, stage: int
+) -> None:
+    found = train(patched, folder, stage)
+    assert_patched(found)
+    assert_equal(found, reference, start)
+    assert found.reductions == STEPS
+
+
+@pytest.mark.exhaustive
+@stages
+def test_with_micro_steps(
+    alone: World, patched: World, folder: Path, start: Parameters, stage: int
+) -> None:
+    """The chunks of all micro steps are reduced at once."""
+    model = folder / "model"
+    expected = on_one(alone, SCRIPT, model, folder / "alone", micro_steps=4)
+    found = train(patched, folder, stage, micro_steps=2)
+    assert_patched(found)
+    assert_equal(found, expected, start)
+    assert found.reductions == STEPS
+
+
+@pytest.mark.exhaustive
+def test_an_old_release(
+    old_unpatched: World, old_patched: World, folder: Path, reference: Run, start: Parameters
+) -> None:
+    """At stage 2: at 3, transformers 5 loads what is no model there, patched or not."""
+    stock = train(old_unpatched, folder, 2)
+    assert TWICE_REDUCED[2] in stock.error
+    found = train(old_patched, folder, 2)
+    assert_patched(found)
+    assert_equal(found, reference, start)
+    assert found.reductions == STEPS

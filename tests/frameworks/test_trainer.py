@@ -1,0 +1,114 @@
+"""The Trainer of transformers: four micro steps, recomputed activations, ZeRO 2 and 3, offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks import models
+from tests.frameworks.outcome import WRONG, assert_equal, assert_patched, on_one, on_two, part_lost
+from tests.frameworks.run import Run, automatic
+from tests.world import World
+from tests.zero3_retain.trainers import Parameters
+
+SCRIPT = "hf_trainer"
+MICRO_STEPS, STEPS = 4, 4
+PLAIN: dict[str, Any] = {}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ENGINES = [(2, PLAIN), (3, PLAIN), (2, OFFLOAD), (3, OFFLOAD)]
+NAMES = ["2", "3", "2-offload", "3-offload"]
+
+every_engine = pytest.mark.parametrize(("stage", "zero"), ENGINES, ids=NAMES)
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.fixture(scope="module")
+def start(folder: Path) -> Parameters:
+    return models.save_causal(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(alone: World, folder: Path, start: Parameters) -> Run:
+    """One process has twice the micro steps, in place of two ranks."""
+    model, output = folder / "model", folder / "alone"
+    return on_one(alone, SCRIPT, model, output, micro_steps=2 * MICRO_STEPS)
+
+
+def train(world: World, folder: Path, stage: int, zero: dict[str, Any], **more: Any) -> Run:
+    settings = automatic(stage, **zero)
+    output = folder / f"{stage}-{len(zero)}"
+    return on_two(world, SCRIPT, folder / "model", output, settings, **more)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_patched(
+    patched: World, folder: Path, reference: Run, start: Parameters, stage: int
+) -> None:
+    found = train(patched, folder, stage, PLAIN)
+    assert_patched(found)
+    assert_equal(found, reference, start)
+    assert found.reductions == MICRO_STEPS * STEPS
+
+
+@exhaustive
+@every_engine
+def test_stock_is_right_by_now(
+    unpatched: World, folder: Path, reference: Run, stage: int, zero: dict[str, Any]
+) -> None:
+    found = train(unpatched, folder, stage, zero)
+    assert not found.live
+    assert_equal(found, reference)
+    assert found.reductions == MICRO_STEPS * STEPS
+
+
+@exhaustive
+@pytest.mark.parametrize("stage", [2, 3])
+def test_patched_with_offload(patched: World, folder: Path, reference: Run, stage: int) -> None:
+    found = train(patched, folder, stage, OFFLOAD)
+    assert_patched(found)
+    assert_equal(found, reference)
+
+
+@exhaustive
+@every_engine
+def test_an_old_release(
+    old_unpatched: World,
+    old_patched: World,
+    folder: Path,
+    reference: Run,
+    start: Parameters,
+    stage: int,
+    zero: dict[str, Any],
+) -> None:
+    """Its stage 2 drops micro steps."""
+    stock = train(old_unpatched, folder, stage, zero)
+    lost = part_lost(stock, reference, start)
+    assert (lost > WRONG) == (stage == 2), lost
+    found = train(old_patched, folder, stage, zero)
+    assert_patched(found)
+    assert_equal(found, reference)
+
+
+@exhaustive
+@every_engine
+@pytest.mark.parametrize("way", ["to patched", "to stock"])
+def test_a_checkpoint_is_resumed_the_other_way(
+    unpatched: World,
+    patched: World,
+    folder: Path,
+    reference: Run,
+    stage: int,
+    zero: dict[str, Any],
+    way: str,
+) -> None:
+    """The second half of the steps, after the first one's checkpoint was loaded."""
+    first, second = (unpatched, patched) if way == "to patched" else (patched, unpatched)
+    every = STEPS // 2
+    whole = train(first, folder, stage, zero, save_strategy="steps", save_steps=every)
+    assert_equal(whole, reference)
+    saved = folder / f"{stage}-{len(zero)}" / f"checkpoint-{every}"
+    resumed = train(second, folder, stage, zero, resume=saved)
+    assert_equal(resumed, reference)
+    assert resumed.reductions == MICRO_STEPS * (STEPS - every)
