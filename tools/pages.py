@@ -22,7 +22,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ds_patches.commands import table
+from ds_patches.commands import symptoms, table
 from ds_patches.core import flags, registry
 from ds_patches.core.patch import Fact, Option, Patch, Place
 
@@ -159,20 +159,15 @@ def _table(name: str, repository: Path) -> str:
     return _TABLES[name](repository)
 
 
+def _symptoms(repository: Path) -> str:
+    """The table of the README, with links to the pages."""
+    return symptoms.markdown("troubleshooting.md", f"{_FOLDER}/{{}}.md")
+
+
 def _patches(repository: Path) -> str:
-    """The table of the README, with a page for each name."""
+    """A row for each patch, with its page."""
     linked = rf"| [`\1`]({_FOLDER}/\1.md)"
     return re.sub(r"^\| `(\w+)`", linked, table.markdown(), flags=re.MULTILINE)
-
-
-def _flags(repository: Path) -> str:
-    """The table of the README: it says what a variable means, and nothing else does."""
-    readme = (repository / "README.md").read_text(encoding="utf-8")
-    _, begin, rest = readme.partition("<!-- flags:begin -->")
-    table, end, _ = rest.partition("<!-- flags:end -->")
-    if not (begin and end):
-        raise PluginError("README.md has no flags:begin and flags:end")
-    return table.strip()
 
 
 def _options(repository: Path) -> str:
@@ -186,8 +181,8 @@ def _options(repository: Path) -> str:
 
 
 _TABLES: dict[str, Callable[[Path], str]] = {
+    "symptoms": _symptoms,
     "patches": _patches,
-    "flags": _flags,
     "options": _options,
 }
 
