@@ -25,20 +25,27 @@ from mkdocs.structure.pages import Page
 from ds_patches.commands import symptoms, table
 from ds_patches.core import flags, registry
 from ds_patches.core.patch import Fact, Option, Patch, Place
+from ds_patches.symptoms import SYMPTOMS
 
 _FOLDER = "patches"
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
 _PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
+_CURES = "What it cures"
 #: Of a page's sections; others come last.
 _ORDER = (
+    "Use",
     "What",
-    "Why",
-    "How",
+    _CURES,
     "Arguments",
     "If something raises",
     "no_sync()",
+    "Risks",
     "What to know",
+    "Not covered",
+    "Cost",
+    "Why",
+    "How",
     "Option",
     "Options",
     "Upstream",
@@ -72,15 +79,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def page_of(patch: Patch) -> str:
     """Return the page of one patch. A section that its docstring lacks is the binding's."""
     summary, sections = _docstring(patch)
+    if any(one.patch == patch.name for one in SYMPTOMS):
+        sections[_CURES] = symptoms.markdown("../troubleshooting.md", only=patch.name)
     sections = {
         "Why": patch.why,
         "How": patch.how,
         "Remove it when": f"{patch.remove_when}.",
     } | sections
     names = sorted(sections, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-    parts = [f"# {patch.name}", summary, _glance(patch)]
+    parts = [f"# {patch.name}", summary]
     parts += [f"## {name}\n\n{sections[name]}" for name in names]
-    return "\n\n".join([*parts, *_touches(patch)]) + "\n"
+    return "\n\n".join([*parts, "## At a glance", _glance(patch), *_touches(patch)]) + "\n"
 
 
 def _uri(name: str) -> str:

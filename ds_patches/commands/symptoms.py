@@ -9,16 +9,19 @@ from packaging.version import Version
 from ds_patches.core import columns, release
 from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
 
-_TITLES = ("what you run", "what happens", "ZeRO", "patch", "also add", "wrong from", "right from")
+_TITLES: tuple[str, ...] = ("what you run", "what happens", "ZeRO", "patch", "also add", "wrong from", "right from")
 
 
-def markdown(page: str = "", patches: str = "") -> str:
+def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     """Return the table of all releases.
 
     page: where the anchors are, if the first column is to link there. patches: the page of each
-    patch, with {} for its name.
+    patch, with {} for its name. only: the rows of this patch, without the column that names it.
     """
-    rows = (_TITLES, ("---",) * len(_TITLES), *(_row(one, page, patches) for one in SYMPTOMS))
+    rows = [_TITLES, ("---",) * len(_TITLES)]
+    rows += [_row(one, page, patches) for one in SYMPTOMS if only in ("", one.patch)]
+    if only:
+        rows = [(*row[:3], *row[4:]) for row in rows]
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
