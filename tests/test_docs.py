@@ -21,7 +21,10 @@ from tests.core import fake
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 #: What the site is built of.
-SOURCES = ("docs", "tools", "ds_patches", "benchmarks", "examples", "mkdocs.yml", "README.md")
+SOURCES = (
+    *("docs", "tools", "ds_patches", "benchmarks", "examples"),
+    *("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+)
 
 
 def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:

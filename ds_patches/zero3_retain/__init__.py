@@ -28,9 +28,9 @@ Risks
 
 Cost
     A second backward gathers the parameters again: a step with two backwards takes 1.45 times an
-    ordinary one. Two forwards instead take 1.90. Memory is an ordinary step's, besides the
+    ordinary one. Two forwards instead take 1.96. Memory is an ordinary step's, besides the
     activations that any retained graph keeps. An ordinary step takes 0.90 to 0.95 of stock's time
-    (docs/benchmarks.md).
+    (docs/benchmarks-zero3-retain.md).
 
 Why
     Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other. The
