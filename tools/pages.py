@@ -80,7 +80,8 @@ def page_of(patch: Patch) -> str:
     """Return the page of one patch. A section that its docstring lacks is the binding's."""
     summary, sections = _docstring(patch)
     if any(one.patch == patch.name for one in SYMPTOMS):
-        sections[_CURES] = symptoms.markdown("../troubleshooting.md", only=patch.name)
+        table = symptoms.markdown("../troubleshooting.md", only=patch.name)
+        sections[_CURES] = f'<div class="symptoms" markdown>\n\n{table}\n\n</div>'
     sections = {
         "Why": patch.why,
         "How": patch.how,

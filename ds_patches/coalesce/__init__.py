@@ -74,7 +74,8 @@ Not covered
 Cost
     A block takes 0.93 to 0.96 of the time of DeepSpeed's own at ZeRO 1 and 2 with P2P, and 0.81 to
     0.88 without. Measured again, on a slower host, it took 0.95 to 1.05, and 1.05 to 1.11 at ZeRO
-    3. With ``gather_once=True`` ZeRO 3 takes 0.35 to 0.47 (docs/benchmarks-coalesce.md). Where no gradient
+    3. With ``gather_once=True`` ZeRO 3 takes 0.35 to 0.47 (docs/benchmarks-coalesce.md). Where no
+       gradient
     waits, nothing of this patch is in the way of one.
 
 Why

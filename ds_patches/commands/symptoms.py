@@ -9,19 +9,24 @@ from packaging.version import Version
 from ds_patches.core import columns, release
 from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
 
-_TITLES: tuple[str, ...] = ("what you run", "what happens", "ZeRO", "patch", "also add", "wrong from", "right from")
+_TITLES: tuple[str, ...] = (
+    "what you run",
+    "what happens",
+    "ZeRO",
+    "wrong from",
+    "right from",
+    "cure",
+)
 
 
 def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     """Return the table of all releases.
 
     page: where the anchors are, if the first column is to link there. patches: the page of each
-    patch, with {} for its name. only: the rows of this patch, without the column that names it.
+    patch, with {} for its name. only: the rows of this patch alone.
     """
     rows = [_TITLES, ("---",) * len(_TITLES)]
     rows += [_row(one, page, patches) for one in SYMPTOMS if only in ("", one.patch)]
-    if only:
-        rows = [(*row[:3], *row[4:]) for row in rows]
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
@@ -52,18 +57,10 @@ def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
 
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})" if page else one.script
-    patch = f"[{one.patch}]({patches.format(one.patch)})" if patches and one.patch else one.patch
-    warned = f" ({_span(one.warned)}: only a warning)" if one.warned else ""
-    stages = _stages(one.stages)
-    return (
-        script,
-        one.outcome,
-        stages,
-        patch or "none",
-        one.add,
-        one.first + warned,
-        one.right or "-",
-    )
+    patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
+    warned = f"; {_span(one.warned)} it only warns" if one.warned else ""
+    cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + warned
+    return script, one.outcome, _stages(one.stages), one.first, one.right or "none", cure
 
 
 def _heading(patch: str, answers: Mapping[str, str]) -> str:
