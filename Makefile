@@ -23,10 +23,11 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-all test-turn lint docs compatibility install accelerate clean
+.PHONY: help demo example test test-all test-turn lint docs compatibility release-support \
+	install accelerate clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## two losses over one ZeRO-3 forward, stock and patched
 	$(BIN)/python -m demo
@@ -60,6 +61,10 @@ docs: install ## the site, in build/site; a broken link or anchor is an error
 compatibility: install ## every known DeepSpeed, and other torches; into docs/compatibility.*
 	$(BIN)/python -m tests.releases record
 	$(BIN)/python -m tests.releases record --pair
+
+release-support: install ## VERSION=0.0.0: ranges, shapes, tests and page for a new DeepSpeed
+	@test -n "$(VERSION)" || { echo "make release-support VERSION=0.0.0"; exit 2; }
+	$(BIN)/python -m tests.releases support $(VERSION)
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
 

@@ -27,15 +27,26 @@ _STYLE: Any = {
 
 
 @contextmanager
+def stack(picture: Path, lines: Sequence[int]) -> Iterator[Any]:
+    """Panels one below the other, each as high as its lines; they share the axis below."""
+    with _figure(picture) as pyplot:
+        figure, panels = pyplot.subplots(
+            len(lines),
+            1,
+            figsize=(8.4, sum(0.21 * count + 0.55 for count in lines)),
+            height_ratios=lines,
+            sharex=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        yield panels[:, 0]
+        _save(figure, picture)
+
+
+@contextmanager
 def canvas(picture: Path, rows: int, columns: int, sharey: bool | str = True) -> Iterator[Any]:
     """Panels to draw on, as an array; saved as `picture` afterwards."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    same = {"svg.hashsalt": picture.stem}  # the same picture, the same file
-    with pyplot.rc_context(_STYLE | same):
+    with _figure(picture) as pyplot:
         figure, panels = pyplot.subplots(
             rows,
             columns,
@@ -45,9 +56,26 @@ def canvas(picture: Path, rows: int, columns: int, sharey: bool | str = True) ->
             layout="constrained",
         )
         yield panels
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(picture, transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
+        _save(figure, picture)
+
+
+@contextmanager
+def _figure(picture: Path) -> Iterator[Any]:
+    """pyplot, in the style of the pages."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    same = {"svg.hashsalt": picture.stem}  # the same picture, the same file
+    with pyplot.rc_context(_STYLE | same):
+        yield pyplot
+        pyplot.close()
+
+
+def _save(figure: Any, picture: Path) -> None:
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, transparent=True, metadata={"Date": None})
 
 
 def bar(

@@ -9,6 +9,9 @@ from typing import Any
 
 from benchmarks.timing import Spread
 
+#: Rounds whose quartiles say something.
+_MANY = 5
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -76,13 +79,26 @@ def _word(bar: Bar) -> str:
     return {True: "yes", False: "NO", None: "-"}[bar.held]
 
 
+def by_round(ratios: Sequence[float], digits: int = 3) -> str:
+    """The rounds' ratios: of a few all of them, of many the quartiles."""
+    if len(ratios) < _MANY:
+        return ", ".join(f"{ratio:.{digits}f}" for ratio in ratios) or "-"
+    spread = Spread.of(ratios)
+    return f"{spread.low:.{digits}f} to {spread.high:.{digits}f}"
+
+
+def middle(ratios: Sequence[float], digits: int = 3) -> str:
+    """The one rule for a ratio: the median of the rounds', each of two rows of one round."""
+    return number(statistics.median(ratios) if ratios else None, digits)
+
+
 def _spread(ratios: Sequence[float]) -> str:
     if not ratios:
         return ""
     if len(ratios) == 1:
         return f" ({rounds(1)})"
-    spread = Spread.of(ratios)
-    return f" (quartiles {spread.low:.4f} to {spread.high:.4f}, {rounds(spread.count)})"
+    what = "quartiles " if len(ratios) >= _MANY else ""
+    return f" ({rounds(len(ratios))}: {what}{by_round(ratios, 4)})"
 
 
 def rounds(count: int) -> str:

@@ -66,9 +66,9 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
 
 def _table(chosen: argparse.Namespace) -> None:
-    from ds_patches.commands import table
+    from ds_patches.commands import symptoms
 
-    print(table.markdown())
+    print(symptoms.markdown())
 
 
 def _run(chosen: argparse.Namespace) -> None:
@@ -137,7 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         "-v", "--verbose", action="store_true", help="all that is to say of every patch"
     )
     status.add_argument("--json", action="store_true", help="the same as JSON")
-    doctor = commands.add_parser("doctor", help="environment, what would apply and why not, drift")
+    doctor = commands.add_parser(
+        "doctor", help="what would apply and why not, drift, what your DeepSpeed gets wrong"
+    )
     doctor.add_argument(
         "--train-check",
         action="store_true",
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for each training of --train-check, and for all of --streams (default: %(default)s)",
     )
-    commands.add_parser("table", help="the patches as a markdown table")
+    commands.add_parser("table", help="the scripts that releases get wrong, as a markdown table")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     commands.add_parser("enable", help="let DS_PATCHES patch every program of this environment")

@@ -43,8 +43,8 @@ def retain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_retain_prints_every_row_and_bar(retain: Outcome) -> None:
     rows = {cells[0]: cells for cells in retain.table("#")}
     assert list(rows) == ROWS
-    for number in TIMED:
-        assert float(rows[number][2]) > 0
+    for number in TIMED:  # a reference has milliseconds, the others are ratios to it
+        assert float(rows[number][2 if number in ("1", "9") else 3]) > 0
     assert "The size of tensor a (0) must match" in rows["3"][2]
     bars = retain.table("against row 1")
     assert [cells[2] for cells in bars] == ["<= 1.02", "<= 1.02", "<= 1.01", "<= 1.2", "-"]

@@ -86,4 +86,5 @@ def test_the_page_says_which_tests_run_on_stand_ins() -> None:
         assert bool(files) == bool(about.stand_in)
         assert all((fake.REPOSITORY / path).is_file() for path in files)
         assert about.stand_in in text
-        assert not about.on_gpus or f"[{name}](benchmarks.md#{about.where})" in text
+        assert not about.on_gpus or f"| [{name}]({about.where}) | {about.on_gpus} |" in text
+        assert bool(about.on_gpus) == bool(about.on) == bool(about.where)

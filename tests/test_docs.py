@@ -15,12 +15,16 @@ import pytest
 from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, release
 from ds_patches.core.state import State
+from ds_patches.symptoms import SYMPTOMS
 from tests.core import fake
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 #: What the site is built of.
-SOURCES = ("docs", "tools", "ds_patches", "benchmarks", "examples", "mkdocs.yml", "README.md")
+SOURCES = (
+    *("docs", "tools", "ds_patches", "benchmarks", "examples"),
+    *("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+)
 
 
 def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -76,22 +80,24 @@ def test_every_patch_has_its_page(site: Path, name: str) -> None:
     assert "`" not in page, "markup that was not understood"
 
 
-def test_the_index_has_the_table_of_the_readme(site: Path) -> None:
-    index = _text(site / "index.html")
+def test_the_index_has_every_symptom_and_every_patch(site: Path) -> None:
+    index, links = _text(site / "index.html"), _Links.of(site / "index.html").pages
+    for one in SYMPTOMS:
+        assert f"troubleshooting.html#{one.anchor}" in links
+        for cell in (one.script, one.outcome, one.add):
+            assert cell.replace("`", "") in index
     for name, patch in registry.patches().items():
-        assert f"patches/{name}.html" in _Links.of(site / "index.html").pages
+        assert f"patches/{name}.html" in links
         for cell in (patch.summary, patch.remove_when, *(link.label for link in patch.upstream)):
             assert cell in index
 
 
-def test_the_flags_of_readme_site_and_code_are_the_same(site: Path) -> None:
+def test_the_flags_of_site_and_code_are_the_same(site: Path) -> None:
     page = _text(site / "flags.html")
     for variable in flags.variables(registry.patches()):
         assert variable in page
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, rest = readme.partition("<!-- flags:begin -->")
-    rows = rest.partition("<!-- flags:end -->")[0].strip().splitlines()[2:]
-    named = [re.split("[`=]", row)[1] for row in rows]
+    table = (DOCS / "flags.md").read_text(encoding="utf-8").partition("\n## For all patches\n")[2]
+    named = re.findall(r"^\| `(DS_PATCHES[\w<>]*)=", table.partition("\n## ")[0], re.MULTILINE)
     of_one_patch = {"DS_PATCHES_<NAME>", "DS_PATCHES_<NAME>_<OPTION>"}
     assert len(named) == len(set(named))
     assert set(named) == {*flags.variables({}), *of_one_patch}

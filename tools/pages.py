@@ -22,23 +22,30 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ds_patches.commands import table
+from ds_patches.commands import symptoms, table
 from ds_patches.core import flags, registry
 from ds_patches.core.patch import Fact, Option, Patch, Place
+from ds_patches.symptoms import SYMPTOMS
 
 _FOLDER = "patches"
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
 _PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
+_CURES = "What it cures"
 #: Of a page's sections; others come last.
 _ORDER = (
+    "Use",
     "What",
-    "Why",
-    "How",
+    _CURES,
     "Arguments",
     "If something raises",
     "no_sync()",
+    "Risks",
     "What to know",
+    "Not covered",
+    "Cost",
+    "Why",
+    "How",
     "Option",
     "Options",
     "Upstream",
@@ -72,15 +79,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def page_of(patch: Patch) -> str:
     """Return the page of one patch. A section that its docstring lacks is the binding's."""
     summary, sections = _docstring(patch)
+    if any(one.patch == patch.name for one in SYMPTOMS):
+        table = symptoms.markdown("../troubleshooting.md", only=patch.name)
+        sections[_CURES] = f'<div class="symptoms" markdown>\n\n{table}\n\n</div>'
     sections = {
         "Why": patch.why,
         "How": patch.how,
         "Remove it when": f"{patch.remove_when}.",
     } | sections
     names = sorted(sections, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-    parts = [f"# {patch.name}", summary, _glance(patch)]
+    parts = [f"# {patch.name}", summary]
     parts += [f"## {name}\n\n{sections[name]}" for name in names]
-    return "\n\n".join([*parts, *_touches(patch)]) + "\n"
+    return "\n\n".join([*parts, "## At a glance", _glance(patch), *_touches(patch)]) + "\n"
 
 
 def _uri(name: str) -> str:
@@ -159,20 +169,15 @@ def _table(name: str, repository: Path) -> str:
     return _TABLES[name](repository)
 
 
+def _symptoms(repository: Path) -> str:
+    """The table of the README, with links to the pages."""
+    return symptoms.markdown("troubleshooting.md", f"{_FOLDER}/{{}}.md")
+
+
 def _patches(repository: Path) -> str:
-    """The table of the README, with a page for each name."""
+    """A row for each patch, with its page."""
     linked = rf"| [`\1`]({_FOLDER}/\1.md)"
     return re.sub(r"^\| `(\w+)`", linked, table.markdown(), flags=re.MULTILINE)
-
-
-def _flags(repository: Path) -> str:
-    """The table of the README: it says what a variable means, and nothing else does."""
-    readme = (repository / "README.md").read_text(encoding="utf-8")
-    _, begin, rest = readme.partition("<!-- flags:begin -->")
-    table, end, _ = rest.partition("<!-- flags:end -->")
-    if not (begin and end):
-        raise PluginError("README.md has no flags:begin and flags:end")
-    return table.strip()
 
 
 def _options(repository: Path) -> str:
@@ -186,8 +191,8 @@ def _options(repository: Path) -> str:
 
 
 _TABLES: dict[str, Callable[[Path], str]] = {
+    "symptoms": _symptoms,
     "patches": _patches,
-    "flags": _flags,
     "options": _options,
 }
 

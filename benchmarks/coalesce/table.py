@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.coalesce.measure import Result, native_of, ratios
 from benchmarks.coalesce.modes import PHASES
-from benchmarks.tables import cell, markdown, number
+from benchmarks.tables import by_round, cell, markdown, middle, number
 from benchmarks.timing import Spread, median_phases
 
 _TIMES = (
     "row",
-    "ms per step",
-    "quartiles",
+    "native's ms per step",
     "/ native",
-    "quartiles",
+    "by round",
     f"host ms: {', '.join(PHASES)}",
     "gradient error",
     "parameter error",
@@ -43,16 +42,16 @@ def _groups(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 
 def _times(result: Result, results: Sequence[Result]) -> tuple[str, ...]:
-    spread = Spread.of(result.totals) if result.times else None
-    by_round = ratios(result, native_of(results, result))
-    ratio = Spread.of(by_round) if by_round else None
+    base = native_of(results, result)
+    alone = base is None or base is result  # the floor, too
+    found = [] if alone else ratios(result, base)
+    timed = number(Spread.of(result.totals).median, 2) if result.times and alone else "-"
     return (
         _stage(result),
         result.mode,
-        cell(result.error) if result.error else _median(spread, 2),
-        f"{spread.low:.2f} to {spread.high:.2f}" if spread else "-",
-        _median(ratio, 3),
-        f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "-",
+        cell(result.error) if result.error else timed,
+        middle(found),
+        by_round(found),
         _host(result),
         _error(result.gradient_error),
         _error(result.parameter_error),
@@ -86,10 +85,6 @@ def _host(result: Result) -> str:
         return "-"
     phases = median_phases([step.host for step in result.steps])
     return ", ".join(number(phases.get(phase), 2) for phase in PHASES)
-
-
-def _median(spread: Spread | None, digits: int) -> str:
-    return number(None if spread is None else spread.median, digits)
 
 
 def _stage(result: Result) -> str:

@@ -20,7 +20,7 @@ def filled(text: str, runs: Mapping[str, Run]) -> str:
     """`text` with the tables of `runs`, by the path that it can link to."""
     parts = [f"![Step time and peak memory over eager ZeRO-3's]({_PICTURE})"]
     for path, run in runs.items():
-        heading = f"### DeepSpeed {run['provenance']['deepspeed']}"
+        heading = f"## DeepSpeed {run['provenance']['deepspeed']}"
         parts += [heading, table.section(run), pages.link(path)]
     return pages.between_marks(text, "dc_fallback", parts)
 

@@ -10,7 +10,7 @@ from benchmarks.dc_fallback.bars import bars
 from benchmarks.dc_fallback.results import Difference, Row, find, ratios
 from benchmarks.dc_fallback.rows import EAGER, STOCK
 from benchmarks.provenance import sentence
-from benchmarks.tables import bars_table, cell, markdown, number, over, rounds
+from benchmarks.tables import bars_table, cell, markdown, middle, number, over, rounds
 from benchmarks.timing import Spread
 
 _LOSSES = 6
@@ -39,8 +39,7 @@ def _times(rows: Sequence[Row]) -> str:
     header = (
         "skipped",
         "mode",
-        "ms per step",
-        "least to most",
+        "eager's ms per step",
         "/ eager",
         "/ stock",
         "ms: forward, backward, step",
@@ -50,12 +49,11 @@ def _times(rows: Sequence[Row]) -> str:
 
 
 def _times_of(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    spread = row.ms
+    spread = row.ms if row.mode == EAGER else None
     return (
         row.skipped,
         row.mode,
         cell(row.error)[:_LENGTH] if row.error else number(spread.median if spread else None, 2),
-        f"{spread.least:.2f} to {spread.most:.2f}" if spread else "-",
         *(_ratio(row, find(rows, base, row.skipped)) for base in (EAGER, STOCK)),
         _phases(row),
         _trains(row),
@@ -149,8 +147,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _ratio(row: Row, base: Row | None) -> str:
-    by_round = ratios(row, base)
-    return number(Spread.of(by_round).median, 3) if by_round else "-"
+    return "-" if row is base else middle(ratios(row, base))
 
 
 def _phases(row: Row) -> str:

@@ -65,7 +65,7 @@ class _Run:
 
     def show(self) -> None:
         results = self.results.values()
-        say("", table.rows(results), "", table.phases(results), "")
+        say("", table.rows(self.results), "", table.phases(results), "")
         say(bars_table("against row 1", table.bars(self.results)), "")
         if self._bench.device.type == "cpu":
             say("On CPU these times mean nothing; on GPUs the bars do.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 
 from benchmarks.retain.measure import Result
-from benchmarks.tables import Bar, cell, markdown, number, over
+from benchmarks.tables import Bar, by_round, cell, markdown, middle, number, over
 from benchmarks.timing import Spread
 
 RESIDENT_BAR, IDLE_BAR, STEP_BAR = 1.02, 1.01, 1.20
@@ -39,22 +38,21 @@ def bars(results: Mapping[int, Result]) -> list[Bar]:
     ]
 
 
-def rows(results: Iterable[Result]) -> str:
-    results = sorted(results, key=lambda result: result.number)
-    ordinary = next((_median(r) for r in results if r.number == ORDINARY), None)
+def rows(results: Mapping[int, Result]) -> str:
+    """Each row over row 1, or over the other reference, with which it shares an engine."""
     header = (
         "#",
         "row",
-        "ms per step",
-        "quartiles",
-        "/ row 1",
+        "reference's ms per step",
+        "/ reference",
+        "by round",
         "MiB after each backward",
         "peak MiB",
         "gathered after each backward",
         "gradient error",
         "all-gathers, reduce-scatters",
     )
-    return markdown(header, [_row(result, ordinary) for result in results])
+    return markdown(header, [_row(results[number], results) for number in sorted(results)])
 
 
 def phases(results: Iterable[Result]) -> str:
@@ -86,23 +84,22 @@ def _resident(results: Mapping[int, Result], *, like_with_like: bool) -> list[fl
     return [ratio for ratio in ratios if ratio is not None]
 
 
-def _row(result: Result, ordinary: float | None) -> tuple[str, ...]:
-    median = _median(result)
-    spread = Spread.of(result.totals) if result.times else None
+def _row(result: Result, results: Mapping[int, Result]) -> tuple[str, ...]:
+    retained, persistent = _HOLDING
+    reference = persistent if result.number in (retained, persistent) else ORDINARY
+    alone = result.number == reference
+    found = [] if alone else ratios(results, result.number, reference)
+    timed = number(Spread.of(result.totals).median, 2) if result.times and alone else "-"
     counts = result.collectives
     return (
         str(result.number),
         result.title,
-        cell(result.error) if result.error else number(median, 2),
-        f"{spread.low:.2f} to {spread.high:.2f}" if spread else "-",
-        number(over(median, ordinary), 3),
+        cell(result.error) if result.error else timed,
+        middle(found),
+        by_round(found),
         ", ".join(number(held.mib, 0) for held in result.held) or "-",
         number(result.peak_mib, 0),
         ", ".join(str(held.available) for held in result.held) or "-",
         "-" if result.gradient_error is None else f"{result.gradient_error:.1e}",
         f"{counts['all_gather']}, {counts['reduce_scatter']}" if counts else "-",
     )
-
-
-def _median(result: Result) -> float | None:
-    return statistics.median(result.totals) if result.times else None

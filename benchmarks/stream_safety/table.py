@@ -10,15 +10,13 @@ from benchmarks.stream_safety.agreement import Agreement
 from benchmarks.stream_safety.bars import bars
 from benchmarks.stream_safety.results import Result, groups, ratios, stock_of
 from benchmarks.stream_safety.rows import PHASES
-from benchmarks.tables import bars_table, cell, markdown, number, over, rounds
-from benchmarks.timing import Spread
+from benchmarks.tables import bars_table, by_round, cell, markdown, middle, number, over, rounds
 
 _TIMES = (
     "mode",
-    "ms per step",
-    "quartiles",
+    "stock's ms per step",
     "/ stock",
-    "quartiles",
+    "by round",
     f"ms: {', '.join(PHASES)}",
     "peak MiB",
     "gradient error",
@@ -67,18 +65,16 @@ def _tables(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _times(result: Result, results: Sequence[Result]) -> tuple[str, ...]:
-    spread = result.spread
-    by_round = ratios(result, stock_of(results, result))
-    ratio = Spread.of(by_round) if by_round else None
+    base = stock_of(results, result)
+    found = [] if base is result else ratios(result, base)
     raised = cell(result.error)[:_LENGTH] if result.error else "-"
     return (
         result.name,
         result.mode,
-        number(spread.median, 2) if spread else raised,
-        f"{spread.low:.2f} to {spread.high:.2f}" if spread else "-",
-        number(ratio.median, 3) if ratio else "-",
-        f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "-",
-        ", ".join(number(result.phases.get(name), 2) for name in PHASES) if spread else "-",
+        number(result.spread.median, 2) if result.spread and base is result else raised,
+        middle(found),
+        by_round(found),
+        ", ".join(number(result.phases.get(name), 2) for name in PHASES) if result.spread else "-",
         number(result.peak_mib, 0),
         "-" if result.gradient_error is None else f"{result.gradient_error:.1e}",
         _agreement(result.gradients),

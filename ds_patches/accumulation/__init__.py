@@ -1,61 +1,56 @@
 """Gradients of a step add up, as in PyTorch.
 
-What
-    Between two ``zero_grad()`` or ``step()`` every backward adds to the gradient, and a parameter
-    that no backward reached has none: PyTorch keeps that sentence, DeepSpeed does not. ZeRO 1, 2
-    and 3, on every release, whatever calls the backward: ``engine.backward(loss)``,
-    ``engine.scale(loss).backward()`` or ``loss.backward()``, where the release has those.
-    ``torch.autograd.grad`` is no backward: what it returns is divided by nothing.
+Use
+    Apply it, and leave the training loop as it is. Between two steps, every backward then adds to
+    the gradient, and a parameter that no backward reached has none. This holds at ZeRO 1, 2 and 3,
+    for ``engine.backward(loss)``, and for ``engine.scale(loss).backward()`` and ``loss.backward()``
+    in releases that have those. ``torch.autograd.grad`` is no backward, and its result is not
+    divided.
 
-Why
-    What an ordinary loop trains on is wrong, without a word:
+    ``zero3_retain`` and ``coalesce`` require this patch: who applies one of them gets it too.
 
-    - several backwards before one step: only the last counts (stages 1 and 2 from 0.18.3 on, stage
-      3 from 0.18.5 on; with an offloaded optimizer up to 0.18.9);
-    - three micro steps or more with an offloaded optimizer: all but the first and the last are
-      dropped (stage 2, up to 0.18.9); micro steps that the user sets apart by
-      ``set_gradient_accumulation_boundary`` are, too;
-    - plain micro steps: only the last counts (stage 2, 0.17.6 to 0.18.2);
-    - a parameter that a step did not use is stepped again with its last gradient (stage 3, and
-      offloaded optimizers; every release);
-    - a sum that the last micro step does not add to is lost (stage 1 with overlap_comm);
-    - ``scale_wrt_gas=False``, which Accelerate passes, is ignored (0.18.3);
-    - bf16 with fp32 sums: the last micro step is not averaged over the ranks (0.18.3 to 0.18.9), or
-      nothing is (stage 1 with an offloaded optimizer, up to 0.19.7);
-    - what ``torch.autograd.grad`` returns at an output is divided by the micro steps (0.18.3 on);
-    - on a CPU without ``contiguous_gradients`` nothing is reduced (up to 0.19.7).
+Risks
+    - **zero_grad().** PyTorch loops begin each micro step with ``zero_grad()`` and still mean to
+      accumulate. So ``zero_grad()`` of the engine or of its ZeRO optimizer drops the gradients of
+      this step, except for micro steps that ``engine.step()`` has counted. If a backward has run
+      since then, it stays too, with a warning. Stage 1 clears everything, as on stock. PyTorch's
+      own ``module.zero_grad()`` finds nothing to clear under ZeRO, patched or not.
+    - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
+      warning, because part of it may have been reduced. The next forward starts clean.
+      ``engine.step()`` without another backward is refused.
+    - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor. The optimizer
+      steps a parameter without a gradient with zeros; momentum and weight decay still move it.
+    - **Clipping.** DeepSpeed 0.19.3 and later clip to 1.0 unless ``gradient_clipping`` says
+      otherwise. That is a changed default, no defect, but such a step is not PyTorch's.
+
+Not covered
+    | what | what happens |
+    |---|---|
+    | with Muon, a second backward at the accumulation boundary | refused: an error with the cures |
+    | ``tensor.backward()`` of what ``engine(x)`` did not return | refused, see below |
+    | ZenFlow, SuperOffload and MiCS optimizers | left to stock, with a warning |
+    | bf16 with fp32 sums at stage 1 in 0.17.6 to 0.18.4 | left to stock, with a warning |
+    | DeepCompile, compiled autograd | left to stock |
+    | stage 0, pipelines, an optimizer on NVMe | left to stock |
+
+    The plain backward is right if a backward of an output came before it in the step, and
+    ``engine.backward(tensor)`` is right for any tensor. In 0.18.3 and 0.18.4 the plain one is
+    stock's: wrong, or an error. Muon would orthogonalise each of two backwards by itself, and not
+    their sum.
+
+Cost
+    An ordinary step takes 0.99 to 1.07 of stock's time at ZeRO 1 and 2, and 0.90 to 0.95 at ZeRO 3,
+    with ``coalesce`` and ``zero3_retain`` applied as well (docs/benchmarks.md).
 
 How
-    Each run of the autograd engine that reaches the engine's outputs, or the loss that
-    ``engine.backward`` got, is a backward of its own: what begins inside it belongs to it, and it
-    has failed if an exception left it. What a reduction leaves is added to what the step has
-    reduced before; what the step has not reached is zero when the optimizer reads it.
-
-What to know
-    - ``zero_grad()`` of the engine or of its ZeRO optimizer drops what the step has so far, but for
-      micro steps that ``engine.step()`` has counted: loops written for PyTorch begin each with
-      ``zero_grad()``, and mean DeepSpeed to accumulate. A backward since then cannot be told from
-      them any more; it stays too, with a warning. Stage 1 clears all, as on
-      stock. PyTorch's own ``module.zero_grad()`` finds nothing to clear under ZeRO, patched or not.
-    - A plain ``tensor.backward()`` of what the engine's forward did not return is refused, unless a
-      backward of what it did came before; ``engine.backward(tensor)`` is right for any tensor. In
-      0.18.3 and 0.18.4 the plain one is stock's, wrong or an error.
-    - If a backward raises, every gradient since the last step is dropped, with a warning: part of
-      it may have been reduced already. The next forward starts clean; ``engine.step()`` without a
-      backward since is refused.
-    - ZeRO keeps the gradients of a group in one flat tensor: a parameter without a gradient is
-      stepped with zeros, which an optimizer with momentum or weight decay does not ignore.
-    - With Muon a second backward at the gradient accumulation boundary is refused, as each would be
-      orthogonalised by itself.
-    - Engines with a ZenFlow, SuperOffload or MiCS optimizer are left to stock, with a warning;
-      engines under DeepCompile or compiled autograd are left to stock. Stage 0, pipelines and an
-      optimizer on NVMe are out of its reach.
-    - 0.19.3 and later clip to 1.0 unless ``gradient_clipping`` says otherwise: a change, and no
-      defect, but a step that was PyTorch's before is not any more.
+    The patch watches each run of the autograd engine that reaches the engine's outputs, or the loss
+    that ``engine.backward`` got. Each such run is one backward: what begins inside it belongs to
+    it, and it has failed if an exception left it. What a reduction leaves is added to what the step
+    has reduced before. What the step has not reached is zero when the optimizer reads it.
 
 Upstream
-    pull requests 7665 (``loss.backward()``, 0.18.3), 7967 and 7981 (offload, 0.19.0), 7985 (bf16,
-    0.19.0), 8382 (CPU, 0.19.8), issues 7718 and 7724.
+    Pull requests 7665 (``loss.backward()``, 0.18.3), 7967 and 7981 (offload, 0.19.0), 7985 (bf16,
+    0.19.0), 8382 (CPU, 0.19.8); issues 7718 and 7724.
 
 Remove it when
     your release adds up what PyTorch adds up.

@@ -27,8 +27,8 @@ _NO_OUTPUT = (
     "DeepSpeed does not know of this one"
 )
 _OLD_FORWARD = (
-    "backward over a forward from before engine.step(): its gradients are of parameters that are no "
-    "more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
+    "backward over a forward from before engine.step(): its gradients are of parameters that are "
+    "no more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
     "backward() steps at once, also in its no_sync(): call the engine's no_sync() and backward() "
     "there."
 )

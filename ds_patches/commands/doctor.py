@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
+from ds_patches.commands import symptoms
 from ds_patches.core import columns, flags, gate, registry, release, shape
 from ds_patches.core.gate import Verdict
 from ds_patches.core.patch import Patch
@@ -36,7 +37,10 @@ def finds_nothing(*, train_check: bool, streams: bool, seconds: float) -> bool:
 
 
 def report() -> tuple[str, bool]:
-    """Return environment and patches as text, and whether drift would keep one from applying."""
+    """Return environment, patches and what the release gets wrong as text.
+
+    And whether drift would keep a patch that is wanted from applying.
+    """
     patches = registry.patches()
     requests = flags.read(patches)
     facts = [("python", platform.python_version()), ("platform", platform.platform())]
@@ -45,11 +49,17 @@ def report() -> tuple[str, bool]:
     facts += sorted((k, v) for k, v in os.environ.items() if k.startswith(flags.PREFIX))
     lines = ["environment", *(f"  {line}" for line in columns.aligned(facts)), "", "patches"]
     refused = False
+    answers: dict[str, str] = {}
+    found: Verdict | None = None
     for name, patch in patches.items():
         request = requests.of[name]
-        verdict = gate.check(patch, request.force)
+        found = verdict = gate.check(patch, request.force)
         refused |= request.wanted and verdict.state is State.SHAPE_CHANGED
-        lines += _diagnosis(patch, verdict, "" if request.wanted else request.why)
+        disabled = "" if request.wanted else f"disabled ({request.why})"
+        lines += _diagnosis(patch, verdict, disabled)
+        answers[name] = disabled or ("" if verdict.may_apply else verdict.state.value)
+    if found and found.release:
+        lines += ["", *symptoms.lines(found.release, answers)]
     return "\n".join(lines), refused
 
 
@@ -78,7 +88,7 @@ def _say(lines: Iterable[str]) -> None:
 
 def _diagnosis(patch: Patch, verdict: Verdict, disabled: str) -> list[str]:
     answer = "would apply" if verdict.may_apply else f"would not apply, {verdict.state.value}"
-    lines = [f"  {patch.name}: {f'disabled ({disabled})' if disabled else answer}"]
+    lines = [f"  {patch.name}: {disabled or answer}"]
     lines.append(f"    {patch.summary}")
     if not verdict.drift:
         lines.append(f"    {verdict.reason}")

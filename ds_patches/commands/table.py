@@ -1,4 +1,4 @@
-"""`table`: the patches as a markdown table."""
+"""The patches as a markdown table, for the site."""
 
 from __future__ import annotations
 

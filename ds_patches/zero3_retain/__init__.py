@@ -1,37 +1,49 @@
 """Several backwards over one ZeRO-3 forward, with no parameter held in between.
 
-What
-    ``out = engine(x)``, then ``engine.backward(loss1, retain_graph=True)`` and
-    ``engine.backward(loss2)``, any number of them, also as ``engine.scale(loss).backward(...)`` and
-    plain ``loss.backward(retain_graph=True)`` where the release has those (0.18.3 and later), of
-    any tensor that the forward made; and gradients of gradients, ``create_graph=True``.
+Use
+    Apply it. One forward may then have any number of backwards:
+
+        out = engine(x)
+        engine.backward(loss_one(out), retain_graph=True)
+        engine.backward(loss_two(out))
+        engine.step()
+
+    ``engine.scale(loss).backward(...)`` and ``loss.backward(...)`` work too, in releases that have
+    them (0.18.3 and later). The loss may be any tensor that the forward made. Gradients of
+    gradients work as well (``create_graph=True``).
+
+    At stages 1 and 2, ``accumulation`` is all that several backwards need. This patch requires it:
+    it adds up the gradients.
+
+Risks
+    - **After the step.** A forward has backwards until ``engine.step()`` has updated its
+      parameters. A later one over that forward is refused, as PyTorch refuses it, even if it is the
+      first.
+    - **Memory of the graph.** Plain ``nn.Linear`` saves a view of its gathered weight for the
+      backward, so a retained graph keeps that weight in memory. DeepSpeed puts a Linear in its
+      place that does not: from 0.19.4 on always, before that for models built under
+      ``deepspeed.zero.Init``, as ``from_pretrained`` does with a ZeRO-3 configuration.
+    - **Loss scalers.** DeepSpeed up to 0.18.2 drops ``retain_graph`` if it has a custom loss
+      scaler.
+
+Cost
+    A second backward gathers the parameters again: a step with two backwards takes 1.45 times an
+    ordinary one. Two forwards instead take 1.96. Memory is an ordinary step's, besides the
+    activations that any retained graph keeps. An ordinary step takes 0.90 to 0.95 of stock's time
+    (docs/benchmarks-zero3-retain.md).
 
 Why
     Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other. The
-    second fails with ``The size of tensor a (0) must match the size of tensor b (...)``; after a
-    forward under ``torch.no_grad()`` it may run instead, and be wrong. No release up to 0.19.8 has
-    a fix.
+    second one fails. After a forward under ``torch.no_grad()`` it may run instead, and be wrong. No
+    release up to 0.19.8 has a fix.
 
 How
-    Gather and release belong to the backward, not to the forward: each run of the autograd engine
-    gathers what it passes and releases it behind itself. Nothing stays gathered between two
-    backwards, so memory is an ordinary backward's; what a retained graph holds anyway are its
-    activations. The price is time: a second backward gathers again (docs/benchmarks.md).
-
-    It requires ``accumulation``, by which the gradients of all backwards add up; at stages 1 and 2
-    that is all there is to it.
-
-What to know
-    - A forward has backwards until ``engine.step()`` has updated its parameters. After that one
-      over it is refused, the first one too, as PyTorch refuses it.
-    - Plain ``nn.Linear`` saves a view of its gathered weight for backward, so that a *retained*
-      graph keeps the weight alive however soon it is released. From 0.19.4 DeepSpeed puts a Linear
-      in its place that does not; before, it does so for models built under
-      ``deepspeed.zero.Init`` (``from_pretrained`` with a ZeRO-3 config is).
-    - A custom loss scaler drops ``retain_graph`` inside stock DeepSpeed up to 0.18.2.
+    Each run of the autograd engine gathers the parameters that it comes to, and releases them
+    behind itself. So gathering belongs to the backward, no longer to the forward, and nothing stays
+    gathered between two backwards.
 
 Upstream
-    issues 7352 and 3539, pull requests 8045 and 8135 (open). Those keep every gathered parameter
+    Issues 7352 and 3539; pull requests 8045 and 8135 (open). Those keep every gathered parameter
     until a backward that does not retain its graph.
 
 Remove it when

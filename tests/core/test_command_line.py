@@ -1,4 +1,4 @@
-"""`ds-patches`: what it prints, and when it fails; and that the README's table is its table."""
+"""`ds-patches`: what it prints, and when it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import ds_patches
 from ds_patches import __main__ as command_line
-from ds_patches.commands import table
+from ds_patches.commands import symptoms, table
 from ds_patches.core import registry, values
 from ds_patches.core.patch import ALL
 from tests.core import fake
@@ -108,6 +108,8 @@ def test_doctor_shows_the_environment_and_what_would_apply(tmp_path: Path) -> No
         assert part in done.stdout
     assert "DS_PATCHES_SAMPLE_MODE  hard" in done.stdout
     assert "deepspeed               0.19.8" in done.stdout
+    wrong = done.stdout.partition("ordinary scripts that DeepSpeed 0.19.8 gets wrong\n")[2]
+    assert "accumulation would cure these, but is disabled (DS_PATCHES=sample):\n" in wrong
 
 
 def test_doctor_fails_on_drift_and_lists_all_of_it(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_a_word_that_means_nothing_is_an_error(
 def test_the_module_runs() -> None:
     done = fake.run("", arguments=("-m", "ds_patches", "table"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == table.markdown()
+    assert done.stdout.strip() == symptoms.markdown()
 
 
 def test_the_script_is_the_module() -> None:
@@ -195,15 +197,10 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
-def test_the_table_has_every_folder_and_the_readme_has_the_table() -> None:
+def test_the_table_of_patches_has_every_folder() -> None:
     rows = table.markdown().splitlines()[2:]
     folders = sorted(p.parent.name for p in fake.REPOSITORY.glob("ds_patches/*/binding.py"))
     assert [row.split("`")[1] for row in rows] == folders == list(registry.patches())
-    readme = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
-    _, _, rest = readme.partition("<!-- patches:begin -->")
-    embedded, end, _ = rest.partition("<!-- patches:end -->")
-    assert end, "README.md has the markers"
-    assert embedded.strip() == table.markdown(), "python -m ds_patches table"
 
 
 @pytest.mark.parametrize("name", ds_patches.names())

@@ -6,6 +6,7 @@
     python -m tests.releases run --whole 0.18.2        # every test of the patches
     python -m tests.releases record                    # what docs/compatibility.json lacks
     python -m tests.releases record --pair 0.16.9+2.6.0  # with another torch; see pairs.json
+    python -m tests.releases support 0.19.9            # all that a new release asks for
     python -m tests.releases index                     # is there a new release?
     python -m tests.releases page                      # docs/compatibility.md from the records
     python -m tests.releases install accelerate==1.7.0 # for the tests that ask for it

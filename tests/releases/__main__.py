@@ -9,7 +9,7 @@ import sys
 from packaging.version import Version
 
 from tests import releases
-from tests.releases import at_once, index, matrix, page, pairs, record, turn
+from tests.releases import at_once, index, matrix, page, pairs, record, support, turn
 from tests.releases.install import install
 from tests.releases.run import run
 
@@ -41,6 +41,8 @@ def _do(given: argparse.Namespace) -> int:
         return pairs.run([pairs.parse(text) for text in given.pair], given.again)
     if given.command == "index":
         return index.look()
+    if given.command == "support":
+        return support.support(given.release)
     page.rewrite(record.load())
     return 0
 
@@ -85,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         "--pair", nargs="*", metavar="RELEASE+TORCH", help="default: every outstanding one"
     )
 
+    supporting = commands.add_parser("support", help="prepare support for a new release, hours")
+    supporting.add_argument("release", type=lambda text: str(Version(text)))
     commands.add_parser("index", help="ask the package index for new releases")
     commands.add_parser("page", help="write docs/compatibility.md again, from the records")
     return parser

@@ -21,43 +21,51 @@ class About:
     """What a column's passes do not say by themselves.
 
     stand_in: what its tests have in the place of something real, and where that is.
-    on_gpus: what of it ran on GPUs, as docs/benchmarks.md has it.
-    where: the heading there, as a link's anchor.
+    on_gpus: what of it ran on GPUs, as the pages of benchmarks have it, and when.
+    where: the page and the heading there.
     """
 
     stand_in: str = ""
     on_gpus: str = ""
+    on: str = ""
     where: str = ""
 
 
 #: Of the columns of which there is something to say.
 ABOUT: Mapping[str, About] = {
     "coalesce": About(
-        on_gpus="0.19.8: 95 of 95 cases equal plain PyTorch",
-        where="coalesce-several-backwards-one-gradient-reduction",
+        on_gpus="0.19.8: 60 of 60 cases equal plain PyTorch",
+        on="2026-11-22",
+        where="benchmarks-coalesce.md#correct-on-gpus",
     ),
     "dc_fallback": About(
         stand_in=(
-            "DeepCompile's C++ and its compiler need a GPU. The tests here have something else in "
-            "their place (`tests/dc_fallback/stand_in.py`); Dynamo and the rest are real."
+            "DeepCompile's C++ and its compiler need a GPU. `tests/dc_fallback/stand_in.py` "
+            "replaces them. Dynamo and the rest are real."
         ),
-        on_gpus="0.19.2: 18 of 18 patterns; 0.19.8: 45 of 45 cases, with DeepCompile itself",
-        where="against-eager-zero-3-on-gpus",
+        on_gpus=(
+            "with DeepCompile itself; 0.19.2: 18 of 18 patterns; 0.19.8: 45 of 45 cases. What "
+            "changed on 2026-11-23 was not run"
+        ),
+        on="2026-11-21",
+        where="benchmarks-dc-fallback.md#correct-on-gpus",
     ),
     "stream_safety": About(
         stand_in=(
-            "There are no streams on a CPU. The tests here have streams that run nothing, and a "
-            "detector that tells which work is not ordered (`tests/stream_safety/clocks.py`)."
+            "A CPU has no streams. `tests/stream_safety/clocks.py` replaces them: its streams run "
+            "nothing, and a detector tells which work is not ordered."
         ),
         on_gpus=(
-            "0.17.4 and 0.18.7: 27 of 27 cases; 0.19.8: 24 of 24, after a run with 23; "
-            "with late streams"
+            "with streams that are late; 0.17.4 and 0.18.7: 27 of 27 cases; 0.19.8: 24 of 24, "
+            "after a run with 23"
         ),
-        where="against-no-overlap-on-gpus",
+        on="2026-11-22",
+        where="benchmarks-stream-safety.md#correct-on-gpus",
     ),
     "zero3_retain": About(
         on_gpus="0.19.8: 46 of 46 cases equal plain PyTorch",
-        where="zero3_retain-several-backwards-over-one-zero-3-forward",
+        on="2026-11-22",
+        where="benchmarks-zero3-retain.md#correct-on-gpus",
     ),
 }
 

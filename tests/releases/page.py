@@ -19,61 +19,81 @@ _TEXT = """\
 
 # Compatibility
 
-What was tested, release by release. {when}
-Each cell is one run of a patch's core tests on two CPU ranks (gloo).
+Each cell is one run of the core tests of a patch on two CPU ranks (gloo). {when}
 The package index had {count} releases from {oldest} to {newest} on {looked_at}.
+
+What a cell does not say:
+
+- A column with a \\* was tested [on stand-ins](#stand-ins), since it is about GPUs.
+- The cells say nothing of GPUs or NCCL; [what ran there](#on-gpus) is listed by itself.
+- A cell is as old as [its column](#when-this-was-run). Code that changed later was not run again on
+  every release.
 
 ## With torch {torch}
 
+<div class="cells" markdown>
+
 {table}
 
-- **pass (N)**: the patch was applied to this release, and N of its tests passed.
-  Tests of what an older release does not have are left out.
-- **fixed upstream**: this release needs no patch, and gets none.
-- **not applicable**: the patch is not for this release, and is not applied.
-- **refused**: the patch does not know this release or its code. It is not applied, and says so.
-- **failed**: a test failed. Do not rely on the patch here.
-- **unknown**: never run.
+</div>
 
-`core` is what checks, applies and takes back every patch, and `train_check`.
-Stock 0.18.7 to 0.18.9 cannot step ZeRO-1/2 on several CPU ranks; the tests' ranks work around that.
-{notes}
+| cell | meaning |
+| --- | --- |
+| pass (N) | the patch was applied to this release, and N of its tests passed |
+| fixed upstream | this release needs no patch, and gets none |
+| not applicable | the patch is not for this release, and is not applied |
+| refused | the patch does not know this release or its code; it is not applied, and says so |
+| failed | a test failed; do not rely on the patch here |
+| unknown | never run |
+
+N differs between releases, because tests of what a release does not have are left out. The column
+`core` tests what checks, applies and takes back every patch, and `train_check`. Stock 0.18.7 to
+0.18.9 cannot step ZeRO-1/2 on several CPU ranks; the tests work around that. {notes}
 ## With another torch
 
-The same tests, with the torch that people have beside these releases.
+The same tests ran with the torch that people have beside these releases.
+
+<div class="cells" markdown>
 
 {pairs}
+
+</div>
 {pair_notes}
-## What a pass is worth
+## Stand-ins
 
 {stand_ins}
-Each column was recorded at these commits; a `+` means that the patch or its tests had uncommitted
-changes, and records from before commits were noted have none.
-
-{commits}
 
 ## On GPUs
 
-No cell above is about GPUs or NCCL. This ran on 2 x NVIDIA H200 with torch 2.11.0, by hand; how,
-and at which commit, is in [benchmarks.md](benchmarks.md).
+This ran by hand on 2 x NVIDIA H200 with torch 2.11.0. What changed after that day was not run
+there.
 
 {on_gpus}
+
+`accumulation` ran as part of coalesce and zero3_retain, which require it.
+
+## When this was run
+
+A `+` after a commit means that the patch or its tests had uncommitted changes. Records from before
+commits were noted have none.
+
+{commits}
 
 ## Your release is refused or unknown
 
 Nothing is applied to it, and training is stock's. `python -m ds_patches doctor` names what differs.
-From a clone of the project, with the release for 0.0.0, this tests it and writes its row:
+[CHANGELOG.md](../CHANGELOG.md) says what a new release means for you. In a clone of the project,
+this prepares support for a new release, here 0.0.0, and tests it:
 
-    make install
+    make release-support VERSION=0.0.0
+
+This tests a release again, and then one with torch 2.0.0, in an environment of some 5 GB that is
+removed afterwards:
+
     .venv/bin/python -m tests.releases record 0.0.0
-
-With the torch 2.0.0 beside it, in an environment of some 5 GB that is removed afterwards:
-
     .venv/bin/python -m tests.releases record --pair 0.0.0+2.0.0
 
-A refused patch is not tested. When `doctor` finds nothing but an unknown version, raise `supported`
-in the patch's `binding.py` and run the command again: the row says whether it holds.
-Everything behind the table: [compatibility.json](compatibility.json).
+Everything behind the tables is in [compatibility.json](compatibility.json).
 """
 
 
@@ -94,9 +114,9 @@ def render(records: Records) -> str:
         notes="".join(_notes(records, "\n## Why it is no pass\n\n", main=True)),
         pairs=table(records, _pairs(records)),
         pair_notes="".join(_pair_notes(records)),
-        stand_ins="".join(f"- `{c}`: {a.stand_in}\n" for c, a in ABOUT.items() if a.stand_in),
+        stand_ins=_lines(("column", "what is replaced"), _stand_ins()),
         commits=_lines(("column", "recorded", "at"), _recorded(records)),
-        on_gpus=_lines(("patch", "DeepSpeed"), _on_gpus()),
+        on_gpus=_lines(("patch", "what ran", "on"), _on_gpus()),
     )
 
 
@@ -104,7 +124,10 @@ def table(records: Records, rows: Iterable[tuple[str, str]]) -> str:
     """One row for each release and torch, the newest first; also what a run prints at its end."""
     rows = list(rows)
     told_apart = {torch for _, torch in rows} != {TORCH}
-    head = ("DeepSpeed", *(["torch"] if told_apart else []), *columns())
+    marked = (
+        f"{name} \\*" if name in ABOUT and ABOUT[name].stand_in else name for name in columns()
+    )
+    head = ("DeepSpeed", *(["torch"] if told_apart else []), *marked)
     lines = []
     for release, torch in reversed(rows):
         found = (records.of.get((release, torch, column)) for column in columns())
@@ -158,7 +181,13 @@ def _recorded(records: Records) -> Iterator[tuple[str, ...]]:
 def _on_gpus() -> Iterator[tuple[str, ...]]:
     for column, about in ABOUT.items():
         if about.on_gpus:
-            yield f"[{column}](benchmarks.md#{about.where})", about.on_gpus
+            yield f"[{column}]({about.where})", about.on_gpus, about.on
+
+
+def _stand_ins() -> Iterator[tuple[str, ...]]:
+    for column, about in ABOUT.items():
+        if about.stand_in:
+            yield f"`{column}`", about.stand_in
 
 
 def _pair_notes(records: Records) -> Iterator[str]:

@@ -1,0 +1,85 @@
+"""The wheel and the sdist: built with what is here, and installed beside DeepSpeed alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import ds_patches
+from ds_patches.core import registry, release
+from tests.core import fake
+
+NAME = f"ds_patches-{ds_patches.__version__}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both; the sdist is built first, and the wheel out of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", str(folder), cwd=fake.REPOSITORY)
+    sdist = folder / f"{NAME}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder))
+    run(*pip, str(folder / NAME), cwd=folder)
+    return folder
+
+
+def run(*arguments: str, cwd: Path, python: str = sys.executable) -> str:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" and not name.startswith("DS_PATCHES")
+    }
+    done = subprocess.run([python, *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_the_package_whole(built: Path) -> None:
+    with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = fake.REPOSITORY / "ds_patches"
+    written = {
+        str(path.relative_to(fake.REPOSITORY))
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert packed == written
+
+
+def test_the_sdist_has_what_tests_and_site_are_made_of(built: Path) -> None:
+    folder = built / NAME
+    for path in ("tests/conftest.py", "docs/index.md", "tools/pages.py", "mkdocs.yml", "LICENSE"):
+        assert (folder / path).is_file(), path
+    assert not [*folder.rglob("__pycache__")]
+
+
+def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None:
+    """A bare environment: its own Python, the wheel, what that requires, and DeepSpeed."""
+    run("-m", "venv", "--without-pip", str(tmp_path / "env"), cwd=tmp_path)
+    python = str(tmp_path / "env/bin/python")
+    (site,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site))
+    run(*pip, str(built / f"{NAME}-py3-none-any.whl"), cwd=tmp_path)
+    here = Path(sysconfig.get_path("purelib"))
+    installed = release.installed()
+    assert installed is not None
+    for required in (*here.glob("wrapt*"), *here.glob("packaging*")):
+        (site / required.name).symlink_to(required)
+    for part in (installed.folder, *installed.folder.parent.glob("deepspeed-*.dist-info")):
+        (site / part.name).symlink_to(part)
+    assert find_spec("torch"), "which the environment below has not"
+    said = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python)
+    assert "torch       not installed" in said
+    assert f"ordinary scripts that DeepSpeed {installed.version} gets wrong" in said
+    for name in registry.patches():
+        assert f"  {name}: would apply\n" in said
