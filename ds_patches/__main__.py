@@ -59,9 +59,7 @@ def _status(chosen: argparse.Namespace) -> None:
 def _doctor(chosen: argparse.Namespace) -> int:
     from ds_patches.commands import doctor
 
-    sound = doctor.finds_nothing(
-        train_check=chosen.train_check, streams=chosen.streams, seconds=chosen.timeout
-    )
+    sound = doctor.finds_nothing(train_check=chosen.train_check, seconds=chosen.timeout)
     return int(not sound)
 
 
@@ -146,16 +144,11 @@ def _parser() -> argparse.ArgumentParser:
         help="train a small model too, and name parameters that get no gradient",
     )
     doctor.add_argument(
-        "--streams",
-        action="store_true",
-        help="train a small pipeline on the GPUs too, with CUDA streams and without, and compare",
-    )
-    doctor.add_argument(
         "--timeout",
         type=values.seconds,
         default=120,
         metavar="SECONDS",
-        help="for each training of --train-check, and for all of --streams (default: %(default)s)",
+        help="for each training of --train-check (default: %(default)s)",
     )
     commands.add_parser("table", help="the scripts that releases get wrong, as a markdown table")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")

@@ -43,8 +43,6 @@ NO_TROUBLE = {
     "wrappers in place": "a patch that is applied",
     "unapplied, no wrapper is left": "a patch that was taken back",
     "waits for the import of": "a patch that is pending",
-    "stages on": "doctor --streams, where it was checked",
-    "equal to the bit with a stream per stage and without:": "doctor --streams, and all is well",
     'import os; os.environ.get("DS_PATCHES") and exec(': "code of the .pth file",
     ', {"os": os})': "code of the .pth file",
 }

@@ -18,11 +18,11 @@ from ds_patches.startup import diagnosis
 _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
-def finds_nothing(*, train_check: bool, streams: bool, seconds: float) -> bool:
-    """Print the whole picture, and with it the trials that are asked for.
+def finds_nothing(*, train_check: bool, seconds: float) -> bool:
+    """Print the whole picture, and with it the trial if it is asked for.
 
-    Returns whether nothing is wrong: no patch that is wanted would be refused for drift, and no
-    trial has failed.
+    Returns whether nothing is wrong: no patch that is wanted would be refused for drift, and the
+    trial has not failed.
     """
     text, drifted = report()
     print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
@@ -31,8 +31,6 @@ def finds_nothing(*, train_check: bool, streams: bool, seconds: float) -> bool:
     sound = [not drifted]
     if train_check:
         sound.append(_trains(seconds))
-    if streams:
-        sound.append(_is_equal_on_streams(seconds))
     return all(sound)
 
 
@@ -69,14 +67,6 @@ def _trains(seconds: float) -> bool:
     trial = doctor.Diagnosis(os.environ, seconds)
     _say(trial.lines())
     return trial.trains
-
-
-def _is_equal_on_streams(seconds: float) -> bool:
-    from ds_patches.streamcheck import doctor
-
-    trial = doctor.Diagnosis(os.environ, seconds)
-    _say(trial.lines())
-    return trial.equal
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -59,14 +59,9 @@ def leaving(result: Path) -> Iterator[dict[str, Any]]:
         found["error"] = first_line(error)
         raise
     finally:
-        leave(found, result)
-
-
-def leave(found: Mapping[str, Any], result: Path) -> None:
-    """Leave what there is so far, whole or not at all: the trial may be killed at any time."""
-    part = result.with_suffix(".part")
-    part.write_text(json.dumps(found), encoding="utf-8")
-    part.replace(result)
+        part = result.with_suffix(".part")  # whole or not at all: the trial may be killed
+        part.write_text(json.dumps(found), encoding="utf-8")
+        part.replace(result)
 
 
 def first_line(error: Exception) -> str:

@@ -76,7 +76,6 @@ What to know
       links, ``overlap_comm`` has nothing to hide: ZeRO-1/2 are faster without it.
     - Collectives of your forward, as of experts or sequence parallelism, then run beside
       reductions, as those of the backward do in stock; or leave ``micro_steps`` out.
-    - ``python -m ds_patches doctor --streams`` checks your torch and your GPUs.
 
 Upstream
     pull requests 7805, 7371, 7898, 7965, 8080 (merged), issue 8364 (open), PyTorch issue 33909.
