@@ -36,11 +36,12 @@ class Shadow:
 
         self._function = self._own[name] = function
 
-    def remove(self) -> None:
+    def remove(self) -> bool:
         """Leave the object as it was, unless another function has come in ours' place."""
         if self._own.get(self._name) is not self._function:
-            return
+            return False
         if self._before is None:
             del self._own[self._name]
         else:
             self._own[self._name] = self._before
+        return True

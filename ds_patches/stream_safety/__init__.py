@@ -20,10 +20,8 @@ Why
       reduced. From 0.19.0 on, only on ranks that own no part of it.
     - ``producer_streams``, up to 0.19.2: the reduction of ZeRO-1/2 waits for one of several streams
       that gradients come from, as under ``torch.compile``.
-    - ``buffer_reuse``, all: of the streams that fill a bucket of ZeRO-1/2, one waits for every
+    - ``buffer_reuse``, all: of several streams that fill a bucket of ZeRO-1/2, one waits for every
       queued reduction, and the others for none. Each has to wait for the last one of the buffer.
-      With two buffers that is nearly the same wait: the backward stands still while a wide layer's
-      gradient is reduced.
 
     And for speed, where you have measured that it pays; by default these are off:
 
@@ -37,9 +35,13 @@ Why
 How
     - The reduction stream waits for every stream that a gradient came from, as far as its last
       gradient; where a hook of yours comes to it after DeepSpeed's, for what this does, too.
-    - Whoever writes into a bucket's buffer waits for the last reduction of this very buffer, and
-      for nothing else. The buffers of a bucket sit in a list that sees who takes which, and there
-      are up to eight of them.
+    - Where gradients come from several streams, whoever writes into a bucket's buffer waits for the
+      last reduction of this very buffer, and for nothing else. The buffers of a bucket sit in a
+      list that sees who takes which, and there are up to eight of them.
+    - Where all gradients of the first backward have come from one stream, DeepSpeed's own waits are
+      enough, and nothing is done for each gradient from then on. Each bucket tells whether that
+      still holds; so the backward in which a second stream first appears may race once, as each
+      does in stock. Up to 0.19.2, where buckets do not tell, every gradient is looked at.
     - What the reduction reads is recorded on its stream.
     - At the end of a backward the streams wait for each other, and the host goes on, until the
       memory of one backward's gradients is still to be reduced. If no step follows, not even the
@@ -71,9 +73,10 @@ What to know
       time of all micro steps, without what the host did between them.
     - The device may still reduce when ``backward`` returns. A stream of your own that reads
       gradients has to wait for the current one, as ever in PyTorch; or leave ``host_wait`` out.
-    - Each gradient costs the host some 30 to 70 microseconds more, next to some hundreds of
-      DeepSpeed's own. Where the host is what a step takes so long for, as with few tokens and fast
-      links, ``overlap_comm`` has nothing to hide: ZeRO-1/2 are faster without it.
+    - With the parts for speed, with several streams and up to 0.19.2, each gradient costs the host
+      some 30 to 70 microseconds more, next to some hundreds of DeepSpeed's own. Where the host is
+      what a step takes so long for, as with few tokens and fast links, ``overlap_comm`` has nothing
+      to hide: ZeRO-1/2 are faster without it.
     - Collectives of your forward, as of experts or sequence parallelism, then run beside
       reductions, as those of the backward do in stock; or leave ``micro_steps`` out.
 

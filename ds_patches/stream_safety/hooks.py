@@ -13,7 +13,7 @@ from ds_patches.core import release as releases
 from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Shadow
 
-from .binding import LACKS, SAFE
+from .binding import FOR_SPEED, LACKS, SAFE
 from .order import Order
 from .upstream import flat, stage3, timer
 
@@ -30,6 +30,9 @@ _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
 _KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
 #: Parts that have something to do for each gradient.
 _OF_GRADIENTS = (*_PRODUCERS, "buffer_reuse")
+#: Parts that go on looking at each gradient where all come from one stream. Up to 0.19.2 nothing
+#: tells of another one afterwards.
+_WATCH = (*FOR_SPEED, "producer_streams")
 #: Which parts are live.
 _live: frozenset[str] = frozenset()
 #: What the buffers may take that stay in memory while micro steps go on: 512 MiB.
@@ -64,7 +67,7 @@ def deactivate() -> Sequence[str]:
     global _live
     _live = frozenset()
     for optimizer, order in _orders.detach_all():
-        flat.unwatch(optimizer)
+        _leave_gradients(optimizer, order)
         for shadow in order.shadows:
             shadow.remove()
     return []
@@ -80,12 +83,11 @@ def _order_of(optimizer: Any) -> Order | None:
         "average_tensor": _tensor_is_reduced,
         "allreduce_and_copy": _gradients_are_reduced,
     }
-    if not _live.isdisjoint(_OF_GRADIENTS):
-        around["reduce_independent_p_g_buckets_and_remove_grads"] = _gradient_comes
     order.shadows += [
         Shadow(optimizer, method, partial(function, optimizer, order))
         for method, function in around.items()
     ]
+    _watch_gradients(optimizer, order)
     return order
 
 
@@ -104,10 +106,26 @@ def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
     return result
 
 
+def _watch_gradients(optimizer: Any, order: Order) -> None:
+    """Look at each gradient from now on, unless somebody else is there, as a window of coalesce."""
+    method = flat.GRADIENT_METHOD
+    if order.gradients is not None or method in vars(optimizer):
+        return
+    if not _live.isdisjoint(_OF_GRADIENTS):
+        order.gradients = Shadow(optimizer, method, partial(_gradient_comes, optimizer, order))
+
+
+def _leave_gradients(optimizer: Any, order: Order) -> None:
+    if order.gradients is not None and order.gradients.remove():
+        order.gradients = None
+        flat.unwatch(optimizer)
+
+
 def _gradient_comes(
     optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
 ) -> Any:
     """A gradient goes into its bucket, which may be reduced before."""
+    order.learn()
     by_stock = flat.has_waits_of_its_own(optimizer)
     ready = "bucket_ready" in _live and not by_stock
     reuses = "buffer_reuse" in _live and not by_stock
@@ -142,6 +160,8 @@ def _tensor_is_reduced(
     optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
 ) -> Any:
     """One tensor of gradients is: of a bucket, or a gradient that fits none."""
+    if order.gradients is None and order.meets_a_new_stream(flat.producers(optimizer)):
+        _watch_gradients(optimizer, order)
     if not _live.isdisjoint(("producer_streams", "bucket_ready")):
         order.before_reduction()
     tensor = args[0] if args else kwargs["tensor"]
@@ -179,6 +199,8 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
         finally:
             order.at_the_end = None
             order.backward_is_over()
+            if order.has_one_stream and _live.isdisjoint(_WATCH):
+                _leave_gradients(optimizer, order)
 
 
 def _meet(optimizer: Any, order: Order, rest: ExitStack) -> None:

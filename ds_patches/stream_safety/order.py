@@ -93,12 +93,40 @@ class Order:
         self.reducing = False
         #: Around methods of the optimizer's, and of its engine's timer.
         self.shadows: list[Shadow] = []
+        #: Around the one that each gradient passes, until all have come from one stream.
+        self.gradients: Shadow | None = None
+        self._streams: set[Any] = set()  # that gradients have come from, ever
+        self._is_late = False  # a new one came while nobody looked at gradients
         #: What to do once the last reduction of a backward is queued; None for what stock does.
         self.at_the_end: Callable[[], None] | None = None
         #: Whether nobody has waited for the reductions of the last backward.
         self.goes_on = False
         self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
+
+    def learn(self) -> None:
+        """A gradient comes on the current stream."""
+        current = self.current()
+        self._streams.add(current)
+        if self._is_late:  # so may whoever writes to a buffer behind it
+            self._is_late = False
+            current.wait_stream(self._reduction)
+
+    @property
+    def has_one_stream(self) -> bool:
+        """Whether all gradients so far have come from one: DeepSpeed's own waits are enough."""
+        return len(self._streams) == 1
+
+    def meets_a_new_stream(self, producers: set[Any]) -> bool:
+        """A bucket is reduced: whether a stream is new of those that it was filled on."""
+        producers = {self.current(), *producers}
+        if self._streams >= producers:
+            return False
+        self._streams |= producers
+        self._is_late = True
+        for stream in self._streams:
+            self._reduction.wait_stream(stream)
+        return True
 
     def backward_begins(self) -> None:
         """Let the reduction wait for the step before, which has read what it allocated."""

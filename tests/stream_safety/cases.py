@@ -125,8 +125,8 @@ def on_a_side_stream(device: Device, engine: Any) -> Any:
     return device.on(side)
 
 
-def from_several_streams(device: Device, engine: Any) -> Any:
-    """Each layer's gradient is handed over on one of three streams, as compiled graphs do.
+def from_several_streams(device: Device, engine: Any, since: int = 0) -> Any:
+    """From a step on, each layer's gradient comes on one of three streams, as of compiled graphs.
 
     As autograd has it, the stream waits for what made the gradient, and keeps it; and at the end of
     the backward, after the gradient of the first layer, the program's stream waits for them all.
@@ -134,6 +134,8 @@ def from_several_streams(device: Device, engine: Any) -> Any:
     streams = [device.default, Stream(name="second"), Stream(name="third")]
 
     def hand_over(grad: torch.Tensor, at: int) -> None:
+        if engine.global_steps < since:
+            return
         if streams[at] is not device.default:
             streams[at].wait_stream(device.default)
             grad.record_stream(streams[at])
@@ -183,6 +185,7 @@ def in_checkpoints(device: Device, engine: Any) -> Any:
 AROUND: dict[str, Around] = {
     "side": on_a_side_stream,
     "several": from_several_streams,
+    "several later": partial(from_several_streams, since=1),
     "hooks": with_hooks_behind,
     "checkpoints": in_checkpoints,
 }
@@ -251,3 +254,18 @@ def _look(device: Device, engine: Any, found: Found) -> None:
         found.seen = device.default.clock.get(reduction, 0)
 
     next(engine.module.parameters()).register_hook(look)
+
+
+def watches_gradients(parts: str, around: str) -> list[bool]:
+    """Whether the patch looks at each gradient: before the first step, and after each of two."""
+    config = trainers.config(2, zero={"overlap_comm": True, "reduce_bucket_size": BUCKET})
+    with detecting() as (device, _), applied("stream_safety", parts=parts):
+        engine = trainers.build_engine(model(), config)
+        own, name = vars(engine.optimizer), "reduce_independent_p_g_buckets_and_remove_grads"
+        found = [name in own]
+        with AROUND[around](device, engine) if around else nullcontext():
+            for step in range(2):
+                engine.backward(engine(batch(step)).square().mean())
+                engine.step()
+                found.append(name in own)
+    return found

@@ -107,7 +107,7 @@ def keep_shapes_static(engine: Any) -> None:
         put_back()
 
 
-def after_compile_passes(engine: Any, action: Callable[[], Any]) -> Callable[[], None]:
+def after_compile_passes(engine: Any, action: Callable[[], Any]) -> Callable[[], object]:
     """Have `action` run whenever DeepCompile has looked for new passes, which resets Dynamo.
 
     Returns what undoes that.
@@ -120,7 +120,7 @@ def after_compile_passes(engine: Any, action: Callable[[], Any]) -> Callable[[],
     return Shadow(engine, "launch_compile_passes", launch_and_act).remove
 
 
-def before_epilogue(engine: Any, action: Callable[[], None]) -> Callable[[], None]:
+def before_epilogue(engine: Any, action: Callable[[], None]) -> Callable[[], object]:
     """Have `action` run where a backward ends, right before the engine's own epilogue.
 
     Returns what undoes that.

@@ -15,6 +15,9 @@ from ds_patches.runtime.device import accelerator, keeps_order
 from ..buffers import Buffers
 from ..order import Order
 
+#: What a parameter's hook calls: its gradient goes into a bucket.
+GRADIENT_METHOD = "reduce_independent_p_g_buckets_and_remove_grads"
+
 
 def optimizer_class() -> type:
     """Of stages 1 and 2."""
@@ -38,6 +41,12 @@ def order_of(optimizer: Any) -> Order | None:
 def has_waits_of_its_own(optimizer: Any) -> bool:
     """With CPU offload, where the host has a part, and for gradients that are not contiguous."""
     return bool(optimizer.cpu_offload or not optimizer.contiguous_gradients)
+
+
+def producers(optimizer: Any) -> set[Any]:
+    """The streams that what is in the buckets came from, where DeepSpeed keeps them: 0.19.3."""
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    return {stream for bucket in buckets for stream in getattr(bucket, "copy_streams", ())}
 
 
 def may_be_touched(param: torch.Tensor) -> bool:
