@@ -23,10 +23,12 @@ def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     """Return the table of all releases.
 
     page: where the anchors are, if the first column is to link there. patches: the page of each
-    patch, with {} for its name. only: the rows of this patch alone.
+    patch, with {} for its name. only: the rows of this patch, without the column that names it.
     """
     rows = [_TITLES, ("---",) * len(_TITLES)]
     rows += [_row(one, page, patches) for one in SYMPTOMS if only in ("", one.patch)]
+    if only:
+        rows = [row[:-1] for row in rows]
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
