@@ -42,7 +42,7 @@ def of_release(version: Version) -> Iterator[Symptom]:
 def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
     """Say what this release gets wrong, and which patch cures it.
 
-    answers: for each patch, why it is not applied; nothing if it is, or would be.
+    answers: for each patch, why it would not be applied; nothing if it would.
     """
     wrong = list(of_release(version))
     newest = min(version, Version(TESTED))
@@ -69,7 +69,7 @@ def _heading(patch: str, answers: Mapping[str, str]) -> str:
     if not patch:
         return "no patch, a setting:"
     why = answers.get(patch, "not installed")
-    return f"{patch} would cure these, but is {why}:" if why else f"{patch} cures:"
+    return f"{patch} would cure these, but is {why}:" if why else f"{patch} cures, once applied:"
 
 
 def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
