@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks import pictures
 from benchmarks.provenance import p2p
 
-_COLOUR, _AGAIN = "#0072B2", "#B0B0B0"
+_COLOUR, _AGAIN = "#1E88D2", "#B0B0B0"
 _BACKWARDS = 4
 _ORDINARY, _RETAINED, _TWO_FORWARDS = "1", "4", "8"
 

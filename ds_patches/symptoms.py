@@ -161,7 +161,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "`torch.autograd.grad` at an output",
-        "its result is divided by the micro steps",
+        "its result is divided by the micro steps, or `list index out of range`",
         _ALL,
         "0.18.3",
         None,

@@ -128,6 +128,13 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not [url for url in links.loaded if "//" in url], page
 
 
+def test_the_search_works_from_the_disk(site: Path) -> None:
+    """A page of a file may not fetch the index, nor start a worker."""
+    assert (site / "search/search_index.js").read_text(encoding="utf-8").startswith("var __index")
+    for page in site.rglob("*.html"):
+        assert [url for url in _Links.of(page).loaded if url.endswith("iframe-worker.js")], page
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("page", "text", "complaint"),

@@ -90,7 +90,7 @@ def test_doctor_says_what_comes_of_it() -> None:
     answers = dict.fromkeys(registry.patches(), "") | {"coalesce": "disabled (by me)"}
     said = symptoms.lines(Version("0.18.3"), answers)
     assert said[0] == "ordinary scripts that DeepSpeed 0.18.3 gets wrong"
-    assert "  accumulation cures:" in said
+    assert "  accumulation cures, once applied:" in said
     assert "  coalesce would cure these, but is disabled (by me):" in said
     assert len([line for line in said if line.endswith("; here the patch only warns")]) == 1
     assert "no patch, a setting:" not in "\n".join(said)

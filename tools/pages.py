@@ -101,9 +101,16 @@ def _docstring(patch: Patch) -> tuple[str, dict[str, str]]:
     """Return the summary and the sections: a line at the margin over an indented text."""
     text = inspect.getdoc(import_module(patch.package)) or f"{patch.summary}."
     text = text.replace("``", "`")
-    summary, *rest = _HEADING.split(_PAGE_OF_DOCS.sub(r"[\1](../\1.md)", text))
+    summary, *rest = _HEADING.split(_PAGE_OF_DOCS.sub(_page_link, text))
     bodies = (inspect.cleandoc(f"\n{body}") for body in rest[1::2])
     return summary.strip(), dict(zip(rest[::2], bodies, strict=True))
+
+
+def _page_link(found: re.Match[str]) -> str:
+    """A link that is named like its file: "benchmarks: coalesce"."""
+    kind, dash, of = found[1].partition("-")
+    label = f"{kind}: {of.replace('-', '_')}" if kind == "benchmarks" and dash else found[1]
+    return f"[{label.replace('-', ' ')}](../{found[1]}.md)"
 
 
 def _glance(patch: Patch) -> str:

@@ -59,9 +59,11 @@ def _origin(run: Mapping[str, Any]) -> str:
 
 def _tables(results: Sequence[Result]) -> Iterator[str]:
     for where, group in groups(results):
-        yield markdown((where, *_TIMES), [_times(one, results) for one in group])
+        yield f"#### {where[0].upper()}{where[1:]}"
+        yield markdown(("row", *_TIMES), [_times(one, results) for one in group])
         if traced := [one for one in group if one.trace]:
-            yield markdown((f"{where}: trace", *_TRACE), map(_trace, traced))
+            yield "Traced:"
+            yield markdown(("row", *_TRACE), map(_trace, traced))
 
 
 def _times(result: Result, results: Sequence[Result]) -> tuple[str, ...]:

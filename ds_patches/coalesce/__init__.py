@@ -1,15 +1,15 @@
 """N backwards, one gradient reduction.
 
 Use
-    Put any number of forwards and backwards into the block, then step:
+    Put the forwards and backwards into the block, then step:
 
         with engine.coalesce_grad_reduction():
             for chunk in chunks:
                 engine.backward(loss_of(engine(chunk)))
         engine.step()
 
-    Inside the block gradients add up on the parameters. When it ends they are reduced once, and
-    added to what the step has reduced before. This holds at ZeRO 1, 2 and 3 on every release.
+    Gradients add up on the parameters inside, and are reduced once when the block ends. This holds
+    at ZeRO 1, 2 and 3 on every release.
 
     ``with engine.no_sync():`` works at stages 2 and 3 too, as in DistributedDataParallel. A
     backward that runs others inside it, as a cached loss does, ends with one reduction without a
@@ -18,16 +18,16 @@ Use
     docs/coalesce-in-practice.md has GradCache and Accelerate.
 
 Arguments
-    - ``gather_once=True``, stage 3: the block gathers all parameters when it opens, and takes away
-      the module hooks that gather and release until it ends. Forwards and backwards then run as a
-      plain module's. Every rank holds a whole copy of the parameters meanwhile, in their own
-      precision. Not with ZeRO++ secondary partitions, nor with parameters on NVMe.
+    - ``gather_once=True``, stage 3: the block gathers all parameters when it opens, and switches
+      off the module hooks that gather and release. Every rank holds a whole copy of the parameters
+      meanwhile, in their own precision. Not with ZeRO++ secondary partitions, nor with parameters
+      on NVMe.
 
 If something raises
     - The block drops its gradients, reduces nothing, restores flags and hooks, and lets the
-      exception through. Training may go on: the next block is as if this one had not been.
-    - Let the exception leave the block. If it is caught inside, the block still ends in a
-      RuntimeError, and ``accumulation`` drops all gradients of the step.
+      exception through. Training may go on with the next block.
+    - Do not catch it inside: the block would still end in a RuntimeError, and ``accumulation``
+      drops all gradients of the step.
     - The other ranks raise ``OtherRankFailed``, with the number and the error of the rank that
       raised.
     - At stage 3, if one rank raises in the middle, the others wait in their next gather until the
@@ -37,10 +37,9 @@ If something raises
 no_sync()
     - Inside, gradients stay on their parameters. The next backward outside, at the gradient
       accumulation boundary, reduces their sum in one pass.
-    - Until then every rank keeps whole gradients, in the precision of the parameters, and that
-      backward does not overlap with reductions.
-    - Ranks do not meet here. Each step needs one reduction on every rank, and at stage 3 every rank
-      needs as many backwards.
+    - Until then every rank keeps whole gradients, in the precision of the parameters.
+    - Ranks do not meet here. Each step needs one reduction on every rank, and at stage 3 as many
+      backwards.
     - After an exception of other code the gradients stay, as in DistributedDataParallel.
       ``engine.zero_grad()`` drops them.
     - ``engine.step()`` inside counts a micro step, as Accelerate up to 1.7 calls it. At the
@@ -50,11 +49,10 @@ no_sync()
     - Stage 1, and engines that cannot have a block, keep stock's.
 
 Risks
-    - **Micro steps.** With gradient_accumulation_steps above 1 a block is a micro step: its losses
-      are divided, and ``engine.step()`` after it counts. The boundary that was set last inside
-      holds after it.
-    - **Reading gradients.** Inside a block they are this rank's own: ``safe_get_full_grad`` gives
-      them unreduced, as with DeepSpeed's own method. After the block it gives the average.
+    - **Micro steps.** With gradient_accumulation_steps above 1 a block is one micro step, and its
+      losses are divided. A boundary that was set inside holds after it.
+    - **Reading gradients.** Inside a block ``safe_get_full_grad`` gives this rank's own, unreduced,
+      as with DeepSpeed's own method.
     - **Precision.** Gradients add up in the precision of the parameters, as on any PyTorch
       parameter. At stage 1 with an offloaded optimizer, a low precision model and fp32 sums, they
       add up in fp32.
@@ -72,18 +70,15 @@ Not covered
     | an optimizer on NVMe | NotImplementedError |
 
 Cost
-    A block takes 0.93 to 0.96 of the time of DeepSpeed's own at ZeRO 1 and 2 with P2P, and 0.81 to
-    0.88 without. Measured again, on a slower host, it took 0.95 to 1.05, and 1.05 to 1.11 at ZeRO
-    3. With ``gather_once=True`` ZeRO 3 takes 0.35 to 0.47 (docs/benchmarks-coalesce.md). Where no
-       gradient
-    waits, nothing of this patch is in the way of one.
+    A block takes 0.81 to 0.88 of the time of DeepSpeed's own at ZeRO 1 and 2 without P2P, and 0.95
+    to 1.05 with it. At ZeRO 3 it takes 1.05 to 1.11, or 0.35 to 0.47 with ``gather_once=True``
+    (docs/benchmarks-coalesce.md).
 
 Why
-    DeepSpeed has the method from 0.19.1 on; without it, N backwards per step are N reductions. The
-    method of 0.19.1 to 0.19.8 reduces what is there when something inside raises, so half a block
-    becomes a step. If one rank alone raised, the others wait for it until a timeout. And
-    ``no_sync()`` is an AssertionError at stages 2 and 3, which ends ``accelerator.accumulate()`` on
-    many pairs of releases.
+    DeepSpeed has the method from 0.19.1 on. Its own reduces what is there when something inside
+    raises, so half a block becomes a step; if one rank alone raised, the others wait until a
+    timeout. And ``no_sync()`` is an AssertionError at stages 2 and 3, which ends
+    ``accelerator.accumulate()``.
 
 How
     - The patch adds the method where it is missing, and replaces it where it is not.

@@ -24,10 +24,12 @@ def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     """Return the table of all releases.
 
     page: where the anchors are, if the first column is to link there. patches: the page of each
-    patch, with {} for its name. only: the rows of this patch alone.
+    patch, with {} for its name. only: the rows of this patch, without the column that names it.
     """
     rows = [_TITLES, ("---",) * len(_TITLES)]
     rows += [_row(one, page, patches) for one in SYMPTOMS if only in ("", one.patch)]
+    if only:
+        rows = [row[:-1] for row in rows]
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
@@ -41,7 +43,7 @@ def of_release(version: Version) -> Iterator[Symptom]:
 def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
     """Say what this release gets wrong, and which patch cures it.
 
-    answers: for each patch, why it is not applied; nothing if it is, or would be.
+    answers: for each patch, why it would not be applied; nothing if it would.
     """
     wrong = list(of_release(version))
     newest = min(version, Version(TESTED))
@@ -77,7 +79,7 @@ def _heading(patch: str, answers: Mapping[str, str]) -> str:
     if not patch:
         return "no patch, a setting:"
     why = answers.get(patch, "not installed")
-    return f"{patch} would cure these, but is {why}:" if why else f"{patch} cures:"
+    return f"{patch} would cure these, but is {why}:" if why else f"{patch} cures, once applied:"
 
 
 def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
