@@ -27,8 +27,8 @@ _NO_OUTPUT = (
     "DeepSpeed does not know of this one"
 )
 _OLD_FORWARD = (
-    "backward over a forward from before engine.step(): its gradients are of parameters that are no "
-    "more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
+    "backward over a forward from before engine.step(): its gradients are of parameters that are "
+    "no more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
     "backward() steps at once, also in its no_sync(): call the engine's no_sync() and backward() "
     "there."
 )
@@ -158,8 +158,16 @@ class EngineSteps:
         return self.watch.runs_here or accumulates()
 
     def post_hook(self, wrapped: Callable[[], None]) -> None:
-        """Upstream's, with the epilogue; one inside another leaves it to the outer one."""
-        if self.watch.runs_here or not self.watch.running:
+        """Upstream's, with the epilogue; one inside another leaves it to the outer one.
+
+        One that has come to none of the parameters was on its way to those of another engine.
+        """
+        if self.watch.running and not self.watch.runs_here:
+            return
+        if isinstance(self.sum, FlatSum) and upstream_engine.reached_no_parameter(self._engine):
+            self.sum.pass_by()
+            self._engine.optimizer.exit_backward()
+        else:
             wrapped()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:

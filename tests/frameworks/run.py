@@ -45,8 +45,11 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
         found.reductions = sent.reductions
     found.live = [name for name, status in ds_patches.status().items() if status.live]
     found.losses = trained.losses
-    found.engine_steps = getattr(trained.model, "global_steps", None)
-    found.parameters = whole(trained.model)
+    models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
+    found.engine_steps = getattr(models[0], "global_steps", None)
+    for index, model in enumerate(models):
+        named = trainers.parameters(getattr(model, "module", model))
+        found.parameters |= {f"{index}.{name}": param for name, param in named.items()}
     return found
 
 
@@ -75,10 +78,3 @@ def a_new_process() -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
             unset_hf_deepspeed_config()
-
-
-def whole(model: Any) -> trainers.Parameters:
-    """All parameters, by the names that they have without an engine around them."""
-    if hasattr(model, "module"):
-        return trainers.parameters(model.module)
-    return trainers.parameters(model)
