@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class Run:
     """error: what ended it, in place of all the rest.
 
     engine_steps: of the DeepSpeedEngine that trained; None if none did.
+    gathers: at stage 3, modules by the package that gathers them before their backward.
     """
 
     error: str = ""
@@ -28,6 +30,7 @@ class Run:
     parameters: trainers.Parameters = field(default_factory=dict)
     engine_steps: int | None = None
     reductions: int = 0
+    gathers: Counter[str] = field(default_factory=Counter)
     live: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
 
@@ -49,6 +52,7 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     found.engine_steps = getattr(models[0], "global_steps", None)
     for index, model in enumerate(models):
         named = trainers.parameters(getattr(model, "module", model))
+        found.gathers += Counter(_who_gathers(model))
         found.parameters |= {f"{index}.{name}": param for name, param in named.items()}
     return found
 
@@ -78,3 +82,9 @@ def a_new_process() -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
             unset_hf_deepspeed_config()
+
+
+def _who_gathers(model: Any) -> Iterator[str]:
+    for module in model.modules():
+        if function := vars(module).get("pre_bwd_fn"):
+            yield function.__module__.partition(".")[0]
