@@ -49,7 +49,11 @@ def grpo(model: Path, **arguments: Any) -> Any:
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(token % 2 == 0 for token in tokens) / 8 for tokens in completion_ids]
 
-    generation = {"num_generations": 2, "max_completion_length": 8, "gradient_accumulation_steps": 2}
+    generation = {
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "gradient_accumulation_steps": 2,
+    }
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
         reward_funcs=reward,
