@@ -8,8 +8,9 @@ TORCH := 2.13.0
 # all of it was run, on the newest DeepSpeed and on every other one.
 TURNS := 5
 RELEASE_TURNS := 6
-# Older than the environment's: their accumulate() calls the engine's no_sync().
-ACCELERATE := accelerate==1.7.0 accelerate==1.8.1
+# Older than the environment's: an accumulate() that calls the engine's no_sync(), and a DeepSpeed
+# that loses micro steps.
+OLDER := accelerate==1.7.0 accelerate==1.8.1 0.18.2
 
 BIN := .venv/bin
 # Two workers, each with its own ranks, which wait for each other much of the time.
@@ -24,7 +25,7 @@ unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo example test test-all test-turn lint docs compatibility release-support \
-	install accelerate clean
+	install frameworks clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,11 +41,11 @@ test: install ## lint, and of the suite what tells most, on the newest DeepSpeed
 	@$(MAKE) --no-print-directory lint
 	TEST_RANKS_FORK=1 $(PYTEST) -m "not exhaustive"
 
-test-turn: accelerate ## of what test-all has beside it, the part whose turn it is: fifteen minutes
+test-turn: frameworks ## of what test-all has beside it, the part whose turn it is: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)
 	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $(RELEASE_TURNS) --within 300
 
-test-all: accelerate ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
+test-all: frameworks ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST)
 	$(BIN)/python -m tests.releases run --whole 0.18.2
@@ -68,8 +69,9 @@ release-support: install ## VERSION=0.0.0: ranges, shapes, tests and page for a 
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
 
-accelerate: install ## the older Accelerate releases, in .releases
-	$(BIN)/python -m tests.releases install $(ACCELERATE)
+frameworks: install ## what only test-all has: frameworks, and older releases in .releases
+	$(BIN)/pip install --quiet --editable '.[frameworks]'
+	$(BIN)/python -m tests.releases install $(OLDER)
 
 .venv/.project: pyproject.toml .venv/.torch
 	@echo "== the project, the newest DeepSpeed and the tools"

@@ -41,6 +41,11 @@ class FlatSum:
             if self._host is not None:
                 self._host.set_aside()
 
+    def pass_by(self) -> None:
+        """The backward that began has brought nothing."""
+        if self._host is not None:
+            self._host.add_back()
+
     def epilogue(self, wrapped: Callable[[], Any]) -> Any:
         """Stock's reduction epilogue, made to add."""
         optimizer = self._optimizer

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ds_patches.core import live
 from ds_patches.runtime import engines
 from ds_patches.runtime.attributes import meanwhile
 
@@ -50,6 +51,8 @@ class PartitionSum:
     def complete(self) -> None:
         """Zero what this step has not written; hand on what no boundary backward did."""
         optimizer = self._optimizer
+        if not self._written and not _partitions(optimizer):
+            return  # what another library has written is not ours to zero
         if unwritten := stage3.gradient_partitions(optimizer).keys() - self._written:
             stage3.zero(optimizer, unwritten)
         if optimizer.offload_optimizer and (late := self._written - self._delivered):
@@ -76,3 +79,10 @@ class PartitionSum:
 
     def detach(self) -> None:
         """Nothing is at the optimizer."""
+
+
+def _partitions(optimizer: Any) -> bool:
+    """Whether upstream's ``partition_grads`` comes to us: a library may have put its own there."""
+    from . import hooks  # which needs this module
+
+    return live.leads_to(optimizer.partition_grads, hooks.around_partition_grads)

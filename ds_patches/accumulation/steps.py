@@ -146,8 +146,16 @@ class EngineSteps:
             listener.backward_begins(again)
 
     def post_hook(self, wrapped: Callable[[], None]) -> None:
-        """Upstream's, with the epilogue; one inside another leaves it to the outer one."""
-        if self.watch.runs_here or not self.watch.running:
+        """Upstream's, with the epilogue; one inside another leaves it to the outer one.
+
+        One that has come to none of the parameters was on its way to those of another engine.
+        """
+        if self.watch.running and not self.watch.runs_here:
+            return
+        if isinstance(self.sum, FlatSum) and upstream_engine.reached_no_parameter(self._engine):
+            self.sum.pass_by()
+            self._engine.optimizer.exit_backward()
+        else:
             wrapped()
 
     def backward(

@@ -120,6 +120,8 @@ def origin(value: Any) -> str:
     """Say where a live value comes from: module and line of the code that runs first."""
     if value is MISSING:
         return "nowhere (the name is gone)"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     function = value
     while type(function) is not FunctionType:
         if _is_functor(type(function)) and not hasattr(type(function), "__wrapped__"):

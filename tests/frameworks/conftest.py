@@ -13,7 +13,7 @@ from tests import releases
 from tests.releases.run import environment
 from tests.world import World
 
-#: An old release, on which stock loses micro steps; `make older` installs it.
+#: An old release, on which stock loses micro steps; `make frameworks` installs it.
 OLD = "0.18.2"
 #: No script asks for what is not here.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

@@ -60,4 +60,5 @@ def part_lost(run: Run, reference: Run, start: trainers.Parameters) -> float:
 
 
 def moved(reference: Run, start: trainers.Parameters) -> float:
+    start = {f"0.{name}": param for name, param in start.items()}
     return trainers.worst_difference(reference.parameters, start)[0]

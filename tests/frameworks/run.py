@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class Run:
     """error: what ended it, in place of all the rest.
 
     engine_steps: of the DeepSpeedEngine that trained; None if none did.
+    gathers: at stage 3, modules by the package that gathers them before their backward.
     """
 
     error: str = ""
@@ -28,6 +30,7 @@ class Run:
     parameters: trainers.Parameters = field(default_factory=dict)
     engine_steps: int | None = None
     reductions: int = 0
+    gathers: Counter[str] = field(default_factory=Counter)
     live: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
 
@@ -45,8 +48,12 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
         found.reductions = sent.reductions
     found.live = [name for name, status in ds_patches.status().items() if status.live]
     found.losses = trained.losses
-    found.engine_steps = getattr(trained.model, "global_steps", None)
-    found.parameters = whole(trained.model)
+    models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
+    found.engine_steps = getattr(models[0], "global_steps", None)
+    for index, model in enumerate(models):
+        named = trainers.parameters(getattr(model, "module", model))
+        found.gathers += Counter(_who_gathers(model))
+        found.parameters |= {f"{index}.{name}": param for name, param in named.items()}
     return found
 
 
@@ -77,8 +84,7 @@ def a_new_process() -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
-def whole(model: Any) -> trainers.Parameters:
-    """All parameters, by the names that they have without an engine around them."""
-    if hasattr(model, "module"):
-        return trainers.parameters(model.module)
-    return trainers.parameters(model)
+def _who_gathers(model: Any) -> Iterator[str]:
+    for module in model.modules():
+        if function := vars(module).get("pre_bwd_fn"):
+            yield function.__module__.partition(".")[0]

@@ -12,8 +12,6 @@ from tests.frameworks.run import Run, automatic
 from tests.world import World
 from tests.zero3_retain.trainers import Parameters
 
-pytest.importorskip("sentence_transformers", reason="it is in the extra `test`")
-
 SCRIPT = "sentences"
 STEPS = 4
 TWICE_REDUCED = {2: "has already been reduced", 3: "AssertionError"}

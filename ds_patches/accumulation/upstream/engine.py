@@ -62,6 +62,15 @@ def was_not_entered(optimizer: Any) -> bool:
     return bool(state) and state.hooks_fired_this_backward and not state.backward_seen_this_step
 
 
+def reached_no_parameter(engine: Any) -> bool:
+    """At the end of a backward that this engine has not begun: whether it was for others alone.
+
+    Upstream's epilogue fails where no gradient has come.
+    """
+    state = hook_state(engine.optimizer)
+    return bool(state) and not (engine._running_engine_backward or state.hooks_fired_this_backward)
+
+
 @cache
 def divides_at_outputs() -> bool:
     """0.18.3 to 0.19.5 divide by the micro steps where a gradient comes to an engine's output.

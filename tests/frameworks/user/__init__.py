@@ -6,7 +6,11 @@ from typing import Any, NamedTuple
 
 
 class Trained(NamedTuple):
-    """What a script comes to: what it has trained, as the framework wraps it, and its losses."""
+    """What a script comes to.
+
+    model: as the framework wraps it; or several.
+    losses: that rank 0 has seen.
+    """
 
     model: Any
     losses: list[float]

@@ -1,0 +1,101 @@
+"""Loops without a framework that go through two engines, or backward in their own way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
+from tests.frameworks.run import Run
+from tests.world import World
+from tests.zero3_retain import trainers
+
+SCRIPT = "engines"
+CHUNKS, STEPS = 4, 3
+TWICE_REDUCED = {2: "has already been reduced", 3: "AssertionError"}
+
+exhaustive = pytest.mark.exhaustive
+stages = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+def train(world: World, loop: str, stage: int, **more: Any) -> Run:
+    config = trainers.config(stage, zero={"reduce_bucket_size": 10**6})
+    return on_two(world, SCRIPT, loop, config, **more)
+
+
+@pytest.fixture(scope="module")
+def adversaries(alone: World) -> Run:
+    """Whether the discriminator is frozen meanwhile makes no difference to PyTorch."""
+    free = on_one(alone, SCRIPT, "adversaries")
+    frozen = on_one(alone, SCRIPT, "adversaries", freezes=True)
+    assert free.parameters.keys() == frozen.parameters.keys()
+    assert trainers.worst_difference(free.parameters, frozen.parameters)[0] == 0
+    return free
+
+
+@exhaustive
+@stages
+def test_stock_reduces_the_discriminator_again(
+    unpatched: World, adversaries: Run, stage: int
+) -> None:
+    """It is zeroed where PyTorch would zero it, and has its gradient of the generator's loss."""
+    found = train(unpatched, "adversaries", stage)
+    if stage == 1:
+        assert_ends_equal(found, adversaries)
+    else:
+        assert TWICE_REDUCED[stage] in found.error
+
+
+@stages
+def test_adversaries(patched: World, adversaries: Run, stage: int) -> None:
+    found = train(patched, "adversaries", stage)
+    assert_patched(found)
+    assert_ends_equal(found, adversaries)
+
+
+@stages
+def test_a_frozen_discriminator(
+    unpatched: World, patched: World, adversaries: Run, stage: int
+) -> None:
+    """Nothing in it gets a gradient of the generator's loss, which passes through it."""
+    for world in (unpatched, patched):
+        found = train(world, "adversaries", stage, freezes=True)
+        assert_ends_equal(found, adversaries)
+        assert found.reductions == 2 * STEPS
+        assert not found.heard
+
+
+@exhaustive
+@stages
+def test_a_frozen_discriminator_on_an_old_release(
+    old_unpatched: World, old_patched: World, adversaries: Run, stage: int
+) -> None:
+    """Free, it is a refusal there, at stages 2 and 3, with the patches too."""
+    for world in (old_unpatched, old_patched):
+        free = train(world, "adversaries", stage)
+        assert not free.error if stage == 1 else TWICE_REDUCED[stage] in free.error
+        found = train(world, "adversaries", stage, freezes=True)
+        assert_ends_equal(found, adversaries)
+
+
+@exhaustive
+@stages
+def test_cached_gradients(unpatched: World, patched: World, alone: World, stage: int) -> None:
+    """Each chunk's surrogate has a plain backward; stock's stages 1 and 2 keep the last one's."""
+    reference = on_one(alone, SCRIPT, "cached_gradients")
+    stock = train(unpatched, "cached_gradients", stage)
+    apart = trainers.worst_difference(stock.parameters, reference.parameters)[0]
+    assert (apart > 0.1) == (stage < 3), apart
+    for reduces_once in (False, True):
+        found = train(patched, "cached_gradients", stage, reduces_once=reduces_once)
+        assert_patched(found)
+        assert_ends_equal(found, reference)
+        assert found.reductions == STEPS * (1 if reduces_once else CHUNKS)
+
+
+def assert_ends_equal(found: Run, reference: Run) -> None:
+    """The parameters: a loss is that of a rank's own batch here."""
+    assert_equal(
+        Run(parameters=found.parameters, error=found.error), Run(parameters=reference.parameters)
+    )
