@@ -90,9 +90,6 @@ How
     - ``accumulation`` knows what a backward is, and adds.
 
 Options
-    - ``implementation`` (``DS_PATCHES_COALESCE_IMPLEMENTATION``): ``ours`` (default), or
-      ``native``, which leaves DeepSpeed's own method, 0.19.1 and later.
-      ``DS_PATCHES_COALESCE=native`` is short for ``DS_PATCHES_COALESCE=1`` and that.
     - ``flush`` (``DS_PATCHES_COALESCE_FLUSH``): ``reduce_scatter`` (default) or ``upstream``.
     - ``handshake`` (``DS_PATCHES_COALESCE_HANDSHAKE``): where ranks meet.
 

@@ -127,13 +127,6 @@ PATCH = Patch(
     facts=_FACTS,
     options=(
         Option(
-            "implementation",
-            default="ours",
-            choices=("ours", "native"),
-            help="which coalesce_grad_reduction the engine gets; native from 0.19.1 on only",
-            first=True,
-        ),
-        Option(
             "handshake",
             default="on",
             choices=("on", "store", "off"),

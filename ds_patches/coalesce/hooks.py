@@ -9,7 +9,6 @@ from typing import Any
 
 from ds_patches.accumulation import engines
 from ds_patches.accumulation.steps import EngineSteps
-from ds_patches.core import live
 from ds_patches.runtime.attached import Attached
 
 from . import window as windows
@@ -25,7 +24,6 @@ Kwargs = dict[str, Any]
 class Choice:
     """What the user chose."""
 
-    native: bool = False
     handshake: str = "on"
     scatters: bool = True
     no_sync: bool = True
@@ -51,22 +49,14 @@ def _new_engine(engine: Any, steps: EngineSteps) -> None:
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
-    """Take the options. Raises ValueError if the native method is asked for where there is none."""
+    """Take the options, and the engines that are known already."""
     global _choice
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    choice = Choice(
-        native=options["implementation"] == "native",
+    _choice = Choice(
         handshake=options["handshake"],
         scatters=options["flush"] == "reduce_scatter",
         no_sync=options["no_sync"] == "on",
     )
-    method = live.innermost(DeepSpeedEngine.coalesce_grad_reduction)
-    if choice.native and isinstance(method, live.Absent):
-        raise ValueError(f"DeepSpeed {release} has no coalesce_grad_reduction of its own (0.19.1)")
-    _choice = choice
-    if not choice.native:  # which keeps gradients in the same place
-        engines.subscribe(_new_engine)
+    engines.subscribe(_new_engine)
     return []
 
 
@@ -84,9 +74,6 @@ def around_coalesce(
     wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs
 ) -> AbstractContextManager[None]:
     """Reduce the gradients of several backwards at once; see ``ds_patches.coalesce``."""
-    if _choice.native:
-        context: AbstractContextManager[None] = wrapped(*args, **kwargs)
-        return context
     return _coalesce(engine, *args, **kwargs)
 
 

@@ -58,7 +58,6 @@ What to know
       that is not for the release does nothing; asked for by name, it says so.
     - The buffers beyond two take memory, each of ``reduce_bucket_size`` elements, but no more than
       256 MiB in all, and none where there is no memory left.
-      ``DS_PATCHES_STREAM_SAFETY_BUFFERS=2`` leaves it at two.
     - Between micro steps, gradients that are still to be reduced stay in memory while the next
       forward runs: no more of them than of one backward, and PyTorch's allocator waits for them
       before it gives up. ``micro_steps`` left out, they do not.

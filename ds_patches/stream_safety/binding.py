@@ -126,12 +126,6 @@ PATCH = Patch(
             first=True,
             several=True,
         ),
-        Option(
-            "buffers",
-            default="8",
-            choices=("8", "4", "2"),
-            help="of a bucket, at most; 2 is DeepSpeed's own number",
-        ),
     ),
     collectives=False,
     activate=f"{_HOOKS}:activate",

@@ -37,14 +37,13 @@ _WATCH = (*FOR_SPEED, "producer_streams")
 _live: frozenset[str] = frozenset()
 #: What the buffers may take that stay in memory while micro steps go on: 512 MiB.
 _KEPT_BYTES = 2**29
-#: How many buffers more than DeepSpeed's two a bucket may have.
-_spare = 0
+#: How many buffers more than DeepSpeed's two a bucket may have: a Transformer's block takes six.
+_SPARE = 6
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Turn the parts on that are asked for and for this release; name the others."""
-    global _live, _spare
-    _spare = int(options["buffers"]) - 2
+    global _live
     asked = options["parts"].split(",")
     _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
     for thing in gc.get_objects():
@@ -130,7 +129,7 @@ def _gradient_comes(
     ready = "bucket_ready" in _live and not by_stock
     reuses = "buffer_reuse" in _live and not by_stock
     if reuses:
-        flat.watch(optimizer, order, _spare)
+        flat.watch(optimizer, order, _SPARE)
     if ready:
         order.backward_begins()
     with order.without_waits(backward=reuses, reduction=ready):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import ds_patches
 from tests import leftovers
 from tests.coalesce import cases, releases
 from tests.world import World
@@ -192,32 +191,3 @@ def test_nothing_is_at_the_engine_unless_gradients_stay(
         assert rest == [set()] * 3
         if kind != "nested" and (stage > 1 or kind != "no_sync"):
             assert {"engine.step", "engine.backward", "engine.allreduce_gradients"} < busy
-
-
-def native(patch: bool, stage: int) -> cases.Outcome:
-    case = {"implementation": "native"} if patch else {}
-    start = models.build(models.TwoHeads)
-    return cases.run(cases.several_backwards, start, stage, patch=patch, **case)
-
-
-@pytest.mark.core_case(stage=2)
-@pytest.mark.skipif(not releases.NATIVE, reason="coalesce_grad_reduction came with 0.19.1")
-@pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_native_method_is_left_alone_if_asked(world: World, stage: int, patch: bool) -> None:
-    for result in world.run(native, patch, stage):
-        assert result.equal(), result
-
-
-def native_where_there_is_none() -> str:
-    try:
-        return caught_by(ds_patches.apply, "coalesce", implementation="native")
-    finally:
-        ds_patches.unapply_all()
-
-
-@pytest.mark.core_case
-@pytest.mark.skipif(releases.NATIVE, reason="there is one")
-def test_no_native_method_to_be_had(world: World) -> None:
-    for text in world.run(native_where_there_is_none):
-        assert "no coalesce_grad_reduction of its own" in text

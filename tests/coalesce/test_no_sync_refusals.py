@@ -86,13 +86,10 @@ def test_engines_that_are_not_covered(
         assert found == ("no error", [])
 
 
-#: Options, by what they are called for.
-OFF = {"option": {"no_sync": "off"}, "native method": {"implementation": "native"}}
-
-
 def turned_off(stage: int, by: str) -> str:
     variables = {"DS_PATCHES_COALESCE_NO_SYNC": "off"} if by == "variable" else {}
-    with mock.patch.dict(os.environ, variables), cases.patched(**OFF.get(by, {})):
+    option = {"no_sync": "off"} if by == "option" else {}
+    with mock.patch.dict(os.environ, variables), cases.patched(**option):
         engine = engine_of(stage)
         if by == "kind of engine":
             engine.pipeline_parallelism = True
@@ -102,11 +99,9 @@ def turned_off(stage: int, by: str) -> str:
 
 
 @pytest.mark.core_case(stage=2, by="variable")
-@pytest.mark.parametrize("by", ["variable", "option", "native method", "kind of engine"])
+@pytest.mark.parametrize("by", ["variable", "option", "kind of engine"])
 @pytest.mark.parametrize("stage", REFUSING)
 def test_then_stock_refuses(world: World, stage: int, by: str) -> None:
-    if by == "native method" and not releases.NATIVE:
-        pytest.skip("coalesce_grad_reduction came with 0.19.1")
     for text in world.run(turned_off, stage, by):
         assert STOCKS in text
 

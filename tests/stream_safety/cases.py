@@ -197,7 +197,6 @@ def train(
     *,
     around: str = "",
     bucket: int = BUCKET,
-    buffers: str = "8",
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),
@@ -221,7 +220,7 @@ def train(
         for patch in beside:
             stack.enter_context(applied(patch, **(options or {})))
         if parts:
-            stack.enter_context(applied("stream_safety", parts=parts, buffers=buffers))
+            stack.enter_context(applied("stream_safety", parts=parts))
         engine = trainers.build_engine(start, config)
         found = Found()
         _look(device, engine, found)
