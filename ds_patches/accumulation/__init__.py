@@ -40,6 +40,10 @@ What to know
     - A plain ``tensor.backward()`` of what the engine's forward did not return is refused, unless a
       backward of what it did came before; ``engine.backward(tensor)`` is right for any tensor. In
       0.18.3 and 0.18.4 the plain one is stock's, wrong or an error.
+    - A backward over a forward of the step before is a warning at stages 1 and 2, once an engine:
+      PyTorch would raise, as ``zero3_retain`` does at stage 3. A backward that goes through an
+      engine's outputs and reaches none of its parameters, as through a frozen discriminator, is no
+      backward of its steps.
     - If a backward raises, every gradient since the last step is dropped, with a warning: part of
       it may have been reduced already. The next forward starts clean; ``engine.step()`` without a
       backward since is refused.
