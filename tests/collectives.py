@@ -26,12 +26,12 @@ class Collectives(TorchDispatchMode):
 
 
 class Gradients(Collectives):
-    """Only what is reduced, but for the single numbers that a step sums for its norm."""
+    """But for single numbers, as a step sums for its norm, and for empty buckets."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if all(leaf.numel() == 1 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
+        if all(leaf.numel() <= 1 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
             return function(*args, **(kwargs or {}))
         return super().__torch_dispatch__(function, types, args, kwargs)
 

@@ -18,6 +18,10 @@ Risks
     - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
       warning, because part of it may have been reduced. The next forward starts clean.
       ``engine.step()`` without another backward is refused.
+    - **Older forwards.** A backward over a forward of the step before is a warning at stages 1 and
+      2, once an engine. PyTorch would raise, and so does ``zero3_retain`` at stage 3.
+    - **Other engines.** A backward that passes through an engine's outputs and reaches none of its
+      parameters, as through a frozen discriminator, does not count among its backwards.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor. The optimizer
       steps a parameter without a gradient with zeros; momentum and weight decay still move it.
     - **Clipping.** DeepSpeed 0.19.3 and later clip to 1.0 unless ``gradient_clipping`` says

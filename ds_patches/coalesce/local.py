@@ -112,7 +112,9 @@ class LocalGradients:
 
     def _backward_ends(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
         """Outside blocks and ``no_sync()``, at the boundary, the sum is reduced."""
-        if not self.in_block and self._engine.is_gradient_accumulation_boundary():
+        if self.in_block or self.in_no_sync:  # up to 0.18.2 it is asked for there, too
+            return
+        if self._engine.is_gradient_accumulation_boundary():
             self.sum.prepare()
             self.reduce()
 

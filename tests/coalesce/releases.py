@@ -22,7 +22,6 @@ __all__ = [
     "Version",
     "needs_non_contiguous",
     "needs_torch_style",
-    "reduces_in_no_sync",
 ]
 
 #: The engine has a coalesce_grad_reduction of its own.
@@ -36,12 +35,6 @@ NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
 #: ZeRO-1 with an offloaded optimizer, a low precision model and fp32 sums reduces a copy of each
 #: gradient and steps with the local one; with a single backward, before any patch.
 STEPS_WITH_LOCAL_SUMS = Version("0.19.8") > RELEASE
-
-
-#: What engine.backward() is told up to 0.18.2, to divide the loss, lets it end with a reduction.
-reduces_in_no_sync = pytest.mark.xfail(
-    not TORCH_STYLE, strict=True, reason="each backward inside no_sync() is reduced"
-)
 
 
 def needs_non_contiguous() -> None:

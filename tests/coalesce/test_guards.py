@@ -183,10 +183,8 @@ def lifecycle(stage: int, kind: str) -> list[set[str]]:
 @pytest.mark.parametrize("kind", ["coalesce_grad_reduction", "no_sync", "nested"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_is_at_the_engine_unless_gradients_stay(
-    request: pytest.FixtureRequest, world: World, stage: int, kind: str
+    world: World, stage: int, kind: str
 ) -> None:
-    if stage > 1 and kind == "no_sync":
-        request.applymarker(releases.reduces_in_no_sync)
     for busy, *rest in world.run(lifecycle, stage, kind):
         assert rest == [set()] * 3
         if kind != "nested" and (stage > 1 or kind != "no_sync"):

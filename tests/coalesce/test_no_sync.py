@@ -165,11 +165,7 @@ def sent_in_three_steps(stage: int, backwards: int, script: cases.Script, gas: i
         *((stage, micro_steps.stepping_inside) for stage in REFUSING),
     ],
 )
-def test_a_step_costs_one_reduction(
-    request: pytest.FixtureRequest, world: World, stage: int, script: cases.Script
-) -> None:
-    if stage > 1 and script is micro_steps.all_but_the_last_unsynced:
-        request.applymarker(releases.reduces_in_no_sync)
+def test_a_step_costs_one_reduction(world: World, stage: int, script: cases.Script) -> None:
     found = []
     for backwards in (2, 8):
         gas = backwards if script is micro_steps.stepping_inside else 1

@@ -40,7 +40,6 @@ def refusals(stage: int) -> dict[str, str]:
         return found
 
 
-@releases.reduces_in_no_sync
 @pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", REFUSING)
 def test_refusals(world: World, stage: int) -> None:
