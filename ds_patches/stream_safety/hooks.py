@@ -115,9 +115,9 @@ def _watch_gradients(optimizer: Any, order: Order) -> None:
 
 
 def _leave_gradients(optimizer: Any, order: Order) -> None:
+    flat.unwatch(optimizer)
     if order.gradients is not None and order.gradients.remove():
         order.gradients = None
-        flat.unwatch(optimizer)
 
 
 def _gradient_comes(
@@ -198,7 +198,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
         finally:
             order.at_the_end = None
             order.backward_is_over()
-            if order.has_one_stream and _live.isdisjoint(_WATCH):
+            if order.gradients and order.has_one_stream and _live.isdisjoint(_WATCH):
                 _leave_gradients(optimizer, order)
 
 
