@@ -19,9 +19,9 @@ class Outcome:
         self.printed = printed
         self.kept = kept
 
-    def table(self, first_header: str) -> list[list[str]]:
-        """The cells of the Markdown table with this first column, below its header."""
-        lines = self.printed.splitlines()
+    def table(self, first_header: str, below: str = "") -> list[list[str]]:
+        """The cells of the first Markdown table below these words that has this first column."""
+        lines = self.printed[self.printed.index(below) :].splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
         body = []
         for line in lines[start + 2 :]:

@@ -26,7 +26,6 @@ ON_REQUEST = {
     "commands/status.py": "status",
     "commands/doctor.py": "doctor",
     "commands/symptoms.py": "doctor and table",
-    "commands/table.py": "a table of the site",
     "symptoms.py": "doctor and table",
     "startup/diagnosis.py": "the end of doctor",
     "traincheck/doctor.py": "doctor --train-check",

@@ -22,7 +22,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ds_patches.commands import symptoms, table
+from ds_patches.commands import symptoms
 from ds_patches.core import flags, registry
 from ds_patches.core.patch import Fact, Option, Patch, Place
 from ds_patches.symptoms import SYMPTOMS
@@ -183,8 +183,13 @@ def _symptoms(repository: Path) -> str:
 
 def _patches(repository: Path) -> str:
     """A row for each patch, with its page."""
-    linked = rf"| [`\1`]({_FOLDER}/\1.md)"
-    return re.sub(r"^\| `(\w+)`", linked, table.markdown(), flags=re.MULTILINE)
+    titles = ("patch", "what it does", "DeepSpeed", "upstream", "remove it when")
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name, patch in registry.patches().items():
+        links = ", ".join(f"[{link.label}]({link.url})" for link in patch.upstream)
+        page, supported = f"[`{name}`]({_uri(name)})", f"`{patch.supported}`"
+        rows.append(f"| {page} | {patch.summary} | {supported} | {links} | {patch.remove_when} |")
+    return "\n".join(rows)
 
 
 def _options(repository: Path) -> str:
