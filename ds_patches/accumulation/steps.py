@@ -87,6 +87,7 @@ class EngineSteps:
         self._begun = 0  # backwards, ever
         #: Of this step's backwards, the first and the last: in which micro step they were.
         self._micro_steps: tuple[int, int] | None = None
+        self._before: tuple[int, int] | None = None  # the same, before the last backward
         self._fresh = False  # a forward has run since the last backward
         #: Upstream's, whose hooks ask for it once per forward: it runs once per backward.
         self.prologue_is_due = False
@@ -136,6 +137,7 @@ class EngineSteps:
     def _backward_begins(self) -> None:
         self._begun += 1
         now = self._engine.micro_steps
+        self._before = self._micro_steps
         self._micro_steps = (self._micro_steps[0] if self._micro_steps else now, now)
         again, self._fresh, self._dropped = not self._fresh, False, False
         self.prologue_is_due = True
@@ -152,7 +154,10 @@ class EngineSteps:
         """
         if self.watch.running and not self.watch.runs_here:
             return
-        if isinstance(self.sum, FlatSum) and upstream_engine.reached_no_parameter(self._engine):
+        passed_by = upstream_engine.reached_no_parameter(self._engine)
+        if passed_by:
+            self._micro_steps = self._before
+        if passed_by and isinstance(self.sum, FlatSum):
             self.sum.pass_by()
             self._engine.optimizer.exit_backward()
         else:

@@ -37,6 +37,8 @@ class Run:
 
 def script(name: str, *arguments: Any, **options: Any) -> Run:
     """Run `train` of a script of `user/`."""
+    from deepspeed import DeepSpeedEngine
+
     found = Run()
     with a_new_process(), listening() as found.heard, Gradients() as sent:
         try:
@@ -49,7 +51,8 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     found.live = [name for name, status in ds_patches.status().items() if status.live]
     found.losses = trained.losses
     models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
-    found.engine_steps = getattr(models[0], "global_steps", None)
+    if isinstance(models[0], DeepSpeedEngine):
+        found.engine_steps = models[0].global_steps
     for index, model in enumerate(models):
         named = trainers.parameters(getattr(model, "module", model))
         found.gathers += Counter(_who_gathers(model))

@@ -103,3 +103,16 @@ def test_an_old_release(
     found = train(old_patched, "accumulation", stage, MICRO_STEPS)
     assert_patched(found)
     assert_ends_equal(found, accumulated, start)
+
+
+@pytest.mark.exhaustive
+@stages
+def test_two_losses_on_an_old_release(
+    old_unpatched: World, old_patched: World, two_losses: Run, start: Parameters, stage: int
+) -> None:
+    stock = train(old_unpatched, "two_losses_of_engine", stage)
+    assert f"{REFUSED} {stage}" in stock.error
+    found = train(old_patched, "two_losses_of_engine", stage)
+    assert_patched(found)
+    assert_ends_equal(found, two_losses, start)
+    assert found.reductions == BATCHES

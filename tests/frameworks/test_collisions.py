@@ -6,6 +6,8 @@ Theirs is a copy of upstream's, as such libraries have it, which knows nothing o
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pkgutil import resolve_name
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import torch
 import ds_patches
 from ds_patches.core import live
 from ds_patches.core.state import State
+from ds_patches.startup import variables
 from tests.frameworks.outcome import EXACT
 from tests.frameworks.user import engines
 from tests.listening import listening
@@ -39,6 +42,13 @@ class Outcome(NamedTuple):
     states: list[State]
     reasons: list[str]
     heard: list[str]
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[World]:
+    """Ranks of their own: what was replaced once is in their status for good."""
+    with World(variables=variables.of_program(os.environ)) as living:
+        yield living
 
 
 def theirs(kind: Any, name: str) -> Any:
@@ -101,11 +111,11 @@ def loop(model: Any, deepspeed: bool) -> None:
     ],
 )
 def test_a_function_in_the_place_of_ours(
-    patched: World, place: str, stage: int, at_one_engine: bool
+    apart: World, place: str, stage: int, at_one_engine: bool
 ) -> None:
     """The status has it, the log says it once, and these loops are right all the same."""
     by = "contextlib.nullcontext" if place.endswith("no_sync") else LIBRARY
-    for found in patched.run(replaced, place, stage, at_one_engine):
+    for found in apart.run(replaced, place, stage, at_one_engine):
         assert found.difference < EXACT
         assert found.states == [State.SHADOWED]
         (why,) = found.reasons
