@@ -1,4 +1,4 @@
-"""C5: a window that raises reduces nothing, and the next step is as if it had not been."""
+"""A window that raises reduces nothing, and the next step is as if it had not been."""
 
 from __future__ import annotations
 

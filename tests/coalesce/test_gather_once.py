@@ -1,4 +1,4 @@
-"""C3: a window that gathers once is a plain module's, and leaves nothing of it behind."""
+"""A window that gathers once is a plain module's, and leaves nothing of it behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C6: `no_sync()` at ZeRO 2 and 3 is DistributedDataParallel's, as stock's is at ZeRO 1."""
+"""`no_sync()` at ZeRO 2 and 3 is DistributedDataParallel's, as stock's is at ZeRO 1."""
 
 from __future__ import annotations
 

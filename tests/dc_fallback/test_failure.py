@@ -1,4 +1,4 @@
-"""D6: after an exception the next step is right, and nothing stays gathered."""
+"""After an exception the next step is right, and nothing stays gathered."""
 
 from __future__ import annotations
 

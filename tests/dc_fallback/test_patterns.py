@@ -1,4 +1,4 @@
-"""D1, D3, D4: whatever Dynamo skips, the engine trains as plain PyTorch does."""
+"""Whatever Dynamo skips, the engine trains as plain PyTorch does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D2: accumulation, several forwards, evaluation, clipping, loss scale, two engines."""
+"""Accumulation, several forwards, evaluation, clipping, loss scale, two engines."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def against_no_overlap(stage: int, parts: str, late: str = "", **given: Any) -> 
 
 
 def repeated(stage: int, times: int, **given: Any) -> list[list[str]]:
-    """S3: what differs from the run without overlap, in each of many runs with it."""
+    """What differs from the run without overlap, in each of many runs with it."""
     expected = train(stage, overlap_comm=False, **_plain(given))
     return [unlike(train(stage, "all", **given), expected) for _ in range(times)]
 

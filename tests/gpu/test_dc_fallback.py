@@ -1,4 +1,4 @@
-"""D1 to D4 with DeepCompile itself, against eager ZeRO-3."""
+"""The patterns with DeepCompile itself, against eager ZeRO-3."""
 
 from __future__ import annotations
 

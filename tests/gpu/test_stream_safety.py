@@ -76,7 +76,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_thirty_runs_are_one(living_gpus: World, script: str, stage: int) -> None:
-    """S3."""
+    """To the bit."""
     found = living_gpus.within(SECONDS).run(delayed.repeated, stage, 30, **SCRIPTS[script])
     print(script, stage, "unlike", [sum(map(bool, one)) for one in found], file=sys.stderr)
     assert not any(any(runs) for runs in found)

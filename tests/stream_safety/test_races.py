@@ -1,4 +1,4 @@
-"""S1: each part, on a release that lacks its fix: stock races, and with the part it does not."""
+"""Each part, on a release that lacks its fix: stock races, and with the part it does not."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_gradients_are_let_be_where_all_come_from_one_stream(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("patch", ["coalesce", "zero3_retain"])
 def test_no_race_beside(world: World, patch: str, stage: int, around: str) -> None:
-    """S3: what the other patches reduce obeys the same rules."""
+    """What the other patches reduce obeys the same rules."""
     if stage == 3 and around == "several":
         pytest.skip("the hooks of this case run no gather on the stream that they set")
     script = cases.coalesced if patch == "coalesce" else cases.retained
@@ -213,7 +213,7 @@ TRANSFORMER = (*(4 * (8, 8, 8, 8, 8, 32)), 8)  # a wide layer, one back, four sm
 
 @pytest.mark.parametrize("reduction", [0.8, 1.25])
 def test_the_backward_ends_earlier(world: World, reduction: float) -> None:
-    """S2, by the lengths of products and reductions: none of the wide layers fits a buffer."""
+    """By the lengths of products and reductions: none of the wide layers fits a buffer."""
 
     def end(parts: str) -> float:
         case = {"bucket": 64, "widths": TRANSFORMER, "reduction": reduction}

@@ -1,4 +1,4 @@
-"""R6: a backward that raises half way leaves the next step as if it had not happened."""
+"""A backward that raises half way leaves the next step as if it had not happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R2, R5: what is gathered when, and what the prefetcher makes of it."""
+"""What is gathered when, and what the prefetcher makes of it."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def weights_a_retained_graph_holds() -> tuple[int, set[str]]:
 
 @pytest.mark.core_case
 def test_a_retained_graph_holds_no_weights(world: World) -> None:
-    """R2 for the storage itself; stock's Linear would hold its weight up to 0.19.3."""
+    """The storage itself; stock's Linear would hold its weight up to 0.19.3."""
     for seen, held in world.run(weights_a_retained_graph_holds):
         assert seen > 10
         assert not held

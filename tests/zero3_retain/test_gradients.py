@@ -1,4 +1,4 @@
-"""R1, R3, R4: whatever the style, the graph and the mode, the gradients are PyTorch's."""
+"""Whatever the style, the graph and the mode, the gradients are PyTorch's."""
 
 from __future__ import annotations
 

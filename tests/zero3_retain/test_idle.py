@@ -1,4 +1,4 @@
-"""R7: a step that retains nothing does what stock does; its time is measured in benchmarks/."""
+"""A step that retains nothing does what stock does; its time is measured in benchmarks/."""
 
 from __future__ import annotations
 
