@@ -212,30 +212,24 @@ class EngineSteps:
     def zero_grad(self) -> None:
         """The user asked for zero gradients: what this step has reduced is forgotten.
 
-        But for micro steps that ``engine.step()`` has counted: loops from PyTorch begin each with
-        ``zero_grad()``, and mean DeepSpeed to accumulate.
+        Between micro steps nothing is: loops from PyTorch begin each with ``zero_grad()``, and mean
+        DeepSpeed to accumulate. A backward since then is one to be dropped, and with it the sum.
         """
         if self._own_zero_grad:
             return
         self.recover()
         if self._micro_steps is None or not self._begun_here:
             return
-        if self._micro_steps[0] != self._micro_steps[1]:
-            self._keep_what_is_counted()
-            return
+        if self._micro_steps[0] != self._micro_steps[1] and not self._warned:
+            self._warned = True
+            logger.warning(
+                "zero_grad() after a backward, in the middle of a gradient accumulation: as in "
+                "PyTorch, the micro steps that engine.step() has counted are dropped, too."
+            )
         self._micro_steps = None
         self.sum.drop()
         for listener in self.listeners:
             listener.dropped(failed=False)
-
-    def _keep_what_is_counted(self) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "zero_grad() after a backward, in the middle of a gradient accumulation: what "
-                "engine.step() has counted stays, and with it the gradients of that backward, "
-                "which have been added to it."
-            )
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Around the optimizer's step, at the boundary, which `run` takes."""

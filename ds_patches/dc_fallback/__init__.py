@@ -71,9 +71,8 @@ How
       in buckets, and added to the partition that the optimizer steps with.
     - ZeRO-3 leaf modules are gathered and reduced as a whole: ranks may use different experts.
     - DeepSpeed's own fallback is put aside for the engine, and given back by ``unapply``.
-    - Compiled graphs are told to add. ``zero_grad()`` drops what it drops under ``accumulation``:
-      not the micro steps that ``engine.step()`` has counted. Nothing that a graph gathered outlives
-      a step.
+    - Compiled graphs are told to add. ``zero_grad()`` drops what it drops under ``accumulation``.
+      Nothing that a graph gathered outlives a step.
 
 Upstream
     Issue 7942; pull requests 8059 and 8157 (merged; they gather, and reduce nothing).

@@ -54,7 +54,8 @@ class Fallback:
             Units(partition.below(leaf) for leaf in upstream_engine.leaves(engine)),
         )
         self._aside: dict[int, torch.Tensor] = {}  # to be added when the graphs have ended
-        self._new_step, self._first_micro_step = True, 0
+        self._new_step = True
+        self._micro_step = -1  # that of the last backward
         self._told: set[torch.nn.Parameter] = set()
         self._records, self._in_forward, self._in_backward = False, False, False
         self._saving = dynamo.SavedTensorsHooks(
@@ -201,8 +202,8 @@ class Fallback:
         self._in_backward = True
         if self._new_step:
             partition.clear(self._optimizer)
-            self._first_micro_step = self._engine.micro_steps
             self._new_step = False
+        self._micro_step = self._engine.micro_steps
 
     def _end_backward(self) -> None:
         self._reduction.finish()
@@ -211,8 +212,8 @@ class Fallback:
         self._in_backward = False
 
     def zero_grad(self) -> None:
-        """Drop what the step has, but for micro steps that ``engine.step()`` has counted."""
-        if self._engine.micro_steps == self._first_micro_step:
+        """Drop what the step has, if a backward has come since ``engine.step()`` counted one."""
+        if self._engine.micro_steps == self._micro_step:
             self._aside.clear()
             self._new_step = True
 

@@ -87,11 +87,22 @@ def two_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
+def bad_in_the_middle(trainer: Any) -> None:
+    """A batch between two micro steps is dropped, and the first of them with it."""
+    for step in range(STEPS):
+        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer.step()
+        trainer.backward(1000 * trainer.forward(*inputs(step, 2)))
+        trainer.zero_grad()
+        trainer.backward(trainer.forward(*inputs(step, 1)))
+        trainer.step()
+
+
 #: By name: the script and its gradient_accumulation_steps.
 ALL = {
     script.__name__: (script, 1)
     for script in (plain, bad_batch, abandoned, retained, several, hooked, inference)
-} | {two_micro_steps.__name__: (two_micro_steps, 2)}
+} | {script.__name__: (script, 2) for script in (two_micro_steps, bad_in_the_middle)}
 #: With nothing skipped, with some frames, and with all.
 PATTERNS = ("Compiled", "Mixed", "Whole")
 #: Those whose graphs run no hooks, as on stock.
