@@ -128,23 +128,20 @@ class ModuleBoundary:
         return self.open_calls == 0
 
     def _input_of_call(self, needs_grad: bool) -> _Call:
-        call = self._running_call(begins=self._call.sealed)
+        # Recomputation stops in the midst of a call, whose outputs are never seen.
+        task_id, version = current_task_id(), self.version()
+        call = self._call
+        if call.sealed or call.made_in != task_id or call.version != version:
+            call = self._call = _Call(task_id, version)
         call.inputs += needs_grad
         return call
 
     def _output_of_call(self) -> _Call:
         # A call begins with an output where all arguments have names: upstream sees none of them.
-        call = self._running_call(begins=False)
-        call.sealed = True
-        return call
-
-    def _running_call(self, begins: bool) -> _Call:
-        task_id, version = current_task_id(), self.version()
-        call = self._call
-        # Recomputation stops in the midst of a call, whose outputs are never seen.
-        if begins or call.made_in != task_id or call.version != version:
-            call = self._call = _Call(task_id, version)
-        return call
+        if self._call.version != self.version():
+            self._call = _Call(current_task_id(), self.version())
+        self._call.sealed = True
+        return self._call
 
     def _before_backward(self, call: _Call) -> None:
         if call.version != self.version():
