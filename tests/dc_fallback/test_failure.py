@@ -168,12 +168,8 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
     assert left["native"]
 
 
-class _RaisesAtTheEnd(torch.autograd.Function):
+class _RefusesAtTheEnd(_Refuses):
     """Of one rank alone, when all that its backward sends has been sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -196,7 +192,7 @@ def raised_on_one_rank_alone() -> list[str]:
         trainer = trainers.EngineTrainer(
             cases.engine_of(patterns.build("Compiled"), trainers.config(3))
         )
-        loss = _RaisesAtTheEnd.apply(trainer.forward(*inputs(0, 0)))
+        loss = _RefusesAtTheEnd.apply(trainer.forward(*inputs(0, 0)))
         if dist.get_rank() == 0:
             trainer.backward(loss)
             return []

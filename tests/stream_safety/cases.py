@@ -257,14 +257,16 @@ def _look(device: Device, engine: Any, found: Found) -> None:
 
 def watches_gradients(parts: str, around: str) -> list[bool]:
     """Whether the patch looks at each gradient: before the first step, and after each of two."""
+    from ds_patches.stream_safety.upstream import flat
+
     config = trainers.config(2, zero={"overlap_comm": True, "reduce_bucket_size": BUCKET})
     with detecting() as (device, _), applied("stream_safety", parts=parts):
         engine = trainers.build_engine(model(), config)
-        own, name = vars(engine.optimizer), "reduce_independent_p_g_buckets_and_remove_grads"
-        found = [name in own]
+        own = vars(engine.optimizer)
+        found = [flat.GRADIENT_METHOD in own]
         with AROUND[around](device, engine) if around else nullcontext():
             for step in range(2):
                 engine.backward(engine(batch(step)).square().mean())
                 engine.step()
-                found.append(name in own)
+                found.append(flat.GRADIENT_METHOD in own)
     return found
