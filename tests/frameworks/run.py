@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import ds_patches
+from ds_patches.core import registry, release
+from ds_patches.core.patch import Patch
 from tests.collectives import Gradients
 from tests.listening import listening
 from tests.zero3_retain import trainers
@@ -22,6 +24,7 @@ class Run:
     """error: what ended it, in place of all the rest.
 
     engine_steps: of the DeepSpeedEngine that trained; None if none did.
+    live, offered: patches, and those that are for this release of DeepSpeed.
     gathers: at stage 3, modules by the package that gathers them before their backward.
     """
 
@@ -32,6 +35,7 @@ class Run:
     reductions: int = 0
     gathers: Counter[str] = field(default_factory=Counter)
     live: list[str] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
 
 
@@ -49,6 +53,7 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
             return found
         found.reductions = sent.reductions
     found.live = [name for name, status in ds_patches.status().items() if status.live]
+    found.offered = [name for name, patch in registry.patches().items() if _is_for_here(patch)]
     found.losses = trained.losses
     models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
     if isinstance(models[0], DeepSpeedEngine):
@@ -85,6 +90,13 @@ def a_new_process() -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
             unset_hf_deepspeed_config()
+
+
+def _is_for_here(patch: Patch) -> bool:
+    here = release.installed()
+    assert here is not None
+    assert here.version is not None
+    return release.covers(patch.supported, here.version)
 
 
 def _who_gathers(model: Any) -> Iterator[str]:
