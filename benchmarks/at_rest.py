@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ds_patches
 from benchmarks.micro_batches import MicroBatches, Workload, loss_of
 from benchmarks.options import common, filled, kept, write
 from benchmarks.provenance import provenance
@@ -25,22 +26,20 @@ from benchmarks.timing import Mark, time_block
 _FULL: dict[str, Any] = {
     "stages": [1, 2, 3],
     "micro_steps": [1, 4],
-    "batches": [256, 4096],
-    "layers": 12,
+    "batches": [256, 4096, 16384],
+    "layers": 24,
     "width": 2048,
     "warmup": 2,
     "steps": 8,
-    "rounds": 9,
+    "rounds": 7,
 }
-_SMOKE = _FULL | {"batches": [8], "layers": 2, "width": 64, "steps": 2, "rounds": 2}
+_SMOKE = _FULL | {"batches": [8], "layers": 6, "width": 64, "steps": 2, "rounds": 2}
 
 Ratios = dict[str, list[float]]
 
 
 @contextmanager
 def applied(names: Sequence[str]) -> Iterator[None]:
-    import ds_patches
-
     for name in names:
         ds_patches.apply(name)
     try:
@@ -87,13 +86,14 @@ def main() -> int:
     """Run every combination; 0, whatever the ratios are."""
     options = _parse()
     device = join(options.device)
-    say(", ".join(f"{key} {value}" for key, value in provenance(device, options.commit).items()))
+    origin = provenance(device, options.commit)
+    say(", ".join(f"{key} {value}" for key, value in origin.items()))
     say(
         "",
         "| ZeRO | micro steps | rows | patched | stock again | patched, by round | stock again |",
     )
     say("|---" * 7 + "|")
-    base = Workload(options.layers, options.width, 0, 1, options.width**2)
+    base = Workload(options.layers, options.width, 0, 1, options.width**2, in_blocks=True)
     rows = []
     for stage in options.stages:
         for count in options.micro_steps:
@@ -102,7 +102,9 @@ def main() -> int:
                 ratios = measure(options, workload, stage, device)
                 rows.append({"stage": stage, "micro_steps": count, "batch": batch, **ratios})
                 say(_row(stage, count, batch, ratios))
-    write(options.json, {"options": kept(options), "rows": rows})
+                if dist.get_rank() == 0:  # after each: what was measured stays
+                    found = {"provenance": origin, "options": kept(options), "rows": rows}
+                    write(options.json, found)
     return leave(())
 
 
@@ -118,8 +120,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--patches",
         nargs="+",
-        default=["accumulation", "coalesce", "zero3_retain"],
-        help="default: %(default)s",
+        default=ds_patches.names(),
+        help="default: all",
     )
     common(parser, _FULL, _SMOKE)
     options = parser.parse_args()
