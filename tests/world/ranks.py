@@ -30,6 +30,8 @@ LEAVE_SECONDS = 10.0
 TAIL_LINES = 60
 #: Set in the environment, ranks are forked where that is possible; see `zygote`.
 FORK = "TEST_RANKS_FORK"
+#: No fork can use CUDA after its parent has, and some releases look for GPUs when imported.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def environment(
@@ -69,8 +71,8 @@ def environment(
 
 
 @cache
-def living_zygote() -> Zygote:
-    return Zygote(environment(0, 1, 0, None, "cpu", {}), ROOT)
+def living_zygote(accelerator: str) -> Zygote:
+    return Zygote(environment(0, 1, 0, None, accelerator, NO_GPU), ROOT)
 
 
 def start(
@@ -91,13 +93,15 @@ def start(
 class Rank:
     """One rank process, the connection to it and the file with its output."""
 
-    def __init__(self, rank: int, env: dict[str, str], lifeline: int, forked: bool) -> None:
+    def __init__(
+        self, rank: int, env: dict[str, str], lifeline: int, zygote: Zygote | None
+    ) -> None:
         self.rank = rank
         self.output, name = tempfile.mkstemp(prefix="ds_patches-rank-")
         os.unlink(name)  # open but nameless: a SIGKILL leaves nothing to tidy up
         self.seen = 0  # bytes of output that belong to earlier cases
         self.connection, theirs = Pipe()
-        begin = living_zygote().fork if forked else start
+        begin = zygote.fork if zygote else start
         self.process = begin(env, theirs.fileno(), lifeline, self.output)
         theirs.close()
 
@@ -145,11 +149,12 @@ class Ranks:
         # end of this process, however that came about.
         reading, self.lifeline = os.pipe()
         self.ranks: list[Rank] = []
-        forked = FORK in os.environ and not (path or variables) and accelerator == "cpu"
+        forked = FORK in os.environ and not (path or variables)
+        zygote = living_zygote(accelerator) if forked else None
         try:
             for rank in range(size):
                 env = environment(rank, size, self.store.port, path, accelerator, variables)
-                self.ranks.append(Rank(rank, env, reading, forked))
+                self.ranks.append(Rank(rank, env, reading, zygote))
             self.gather(START_SECONDS)
         except BaseException:
             self.end()
