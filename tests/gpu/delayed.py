@@ -109,6 +109,7 @@ def train(
         trainer = Trainer(trainers.build_engine(cases.model(), config))
         if late is not None:
             late(trainer.engine)
+            trainer.note()  # its hooks may stay
         with _aside() if aside else nullcontext():
             script(trainer, micro_steps=micro_steps)
         torch.cuda.synchronize()
