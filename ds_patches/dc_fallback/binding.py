@@ -64,6 +64,11 @@ _FACTS = (
         "deepcompile_backward_prologue",
         "tells the graphs whether a backward is at the boundary; here they are told again",
     ),
+    Fact(
+        f"{_COMPILE}.backend",
+        "make_backend",
+        "waits for a backward of each graph whose frame was partitioned once; told to forget that",
+    ),
     Fact(f"{_COMPILE}.graph_param", "DSGraphParamManager", "knows the parameters of a graph"),
     Fact(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.has_overflow", "reads the flat partitions"),
     Fact(

@@ -100,7 +100,8 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
         if apart and not upstream_graphs.has_parameters(inputs):
             graph = alone(gm, inputs)
         else:
-            graph = compile_graph(gm, inputs)
+            with upstream_graphs.compiling(gm):
+                graph = compile_graph(gm, inputs)
         graph_id = upstream_graphs.id_of(gm)
 
         def run(*inputs: Any) -> Any:

@@ -67,6 +67,7 @@ def run(
     found: dict[str, Found] = {}
     for name in names:
         found[name] = _held(name, plain, trainer)
+        print(f"exact {pattern} {name} {found[name]}", flush=True)  # should the next one abort
         if found[name].error:
             break
         plain.model.load_state_dict(trainer.parameters())

@@ -69,8 +69,7 @@ def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
 def test_weights_are_those_of_plain_pytorch(gpus: World, pattern: str, micro_steps: int) -> None:
     names = [n for p, n in scripts.CASES if p == pattern and scripts.ALL[n][1] == micro_steps]
     found = gpus.within(SECONDS).run(exact.run, pattern, names, True)[0]
-    for name, one in found.items():
-        print(f"exact {pattern} {name} {one}", file=sys.stderr)
+    print(f"exact {pattern} {found}", file=sys.stderr)
     assert list(found) == names
     assert all(one.exact for one in found.values()), found
 

@@ -14,7 +14,8 @@ alone. So at each step all of it is taken for stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,6 +141,26 @@ def _nodes_of(given: Any) -> list[Any]:
 def id_of(gm: Any) -> int:
     """By what DeepCompile knows the graph that it is given to compile."""
     return id(gm.graph)
+
+
+@contextmanager
+def compiling(gm: Any) -> Iterator[None]:
+    """Around DeepCompile's work on a graph: forget that an earlier one of its frame had a backward.
+
+    Of the graph of an evaluation, which has none, DeepCompile would otherwise wait for one. As long
+    as it waits it compiles again every backward that runs, with torch 2.11 and older, and measures
+    it with buckets that are gone: the C++ aborts the process.
+    """
+    from deepspeed.compile import backend
+
+    frame = gm.meta["dynamo_compile_id"].frame_id
+    had = frame in backend.frames_partitioned
+    backend.frames_partitioned.discard(frame)
+    try:
+        yield
+    finally:
+        if had:  # its earlier graph has one still
+            backend.graph_order_with_frame_id.set_needs_backward(frame, True)
 
 
 def has_parameters(inputs: Any) -> bool:

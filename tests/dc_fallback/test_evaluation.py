@@ -1,0 +1,66 @@
+"""An evaluation that comes first after training: DeepCompile's own books, without its C++."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_patches.dc_fallback import hooks
+from tests.dc_fallback import stand_in
+from tests.world import World
+
+CONFIG = SimpleNamespace(
+    debug_log=False,
+    free_activation=False,
+    keep_int_input_tensors=True,
+    keep_all_input_tensors=False,
+)
+
+
+def model() -> torch.nn.Module:
+    """Its parameters are told apart as ZeRO-3's are, and are whole."""
+    made = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    for number, param in enumerate(made.parameters()):
+        param.ds_id, param.ds_shape, param.ds_persist = number, param.shape, False
+    return made
+
+
+def waiting(patch: bool, inference: bool) -> tuple[list[int], list[bool]]:
+    """How many backwards DeepCompile waits for, after each of training, evaluation, training.
+
+    And which graphs have one.
+    """
+    from deepspeed.compile import backend
+
+    before = backend.register_custom_ops, backend.next_passes
+    backend.register_custom_ops, backend.next_passes = lambda: None, []
+    try:
+        with stand_in.deep_compile():
+            compile_graph = backend.make_backend("eager", CONFIG)
+            if patch:
+                compile_graph = hooks._watched_backend(SimpleNamespace, model, compile_graph)
+            compiled = torch.compile(model(), backend=compile_graph)
+            inputs, found = torch.ones(2, 4), []
+            for evaluates in (False, True, False):
+                if evaluates:
+                    with torch.inference_mode() if inference else torch.no_grad():
+                        compiled(inputs)
+                else:
+                    compiled(inputs).sum().backward()
+                found.append(len(backend.frames_needing_bwd))
+            return found, [has for _, has in backend.graph_order_with_frame_id.get_graph_order()]
+    finally:
+        backend.register_custom_ops, backend.next_passes = before
+        backend.frames_needing_bwd.clear()
+        backend.unpatch_compiled_func()
+        backend.graph_order_with_frame_id.clear()
+        backend.frames_partitioned.clear()
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_deepcompile_waits_for_no_backward_of_an_evaluation(world: World, inference: bool) -> None:
+    assert world.run(waiting, False, inference)[0] == ([0, 1, 1], [True])
+    assert world.run(waiting, True, inference)[0] == ([0, 0, 0], [True])
