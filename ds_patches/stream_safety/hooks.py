@@ -28,6 +28,8 @@ Kwargs = dict[str, Any]
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
 #: Parts that have to keep what is reduced: the first is for it, the others let it go earlier.
 _KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
+#: Parts with which the host does not wait for the end of a backward.
+_HOST_GOES_ON = ("host_wait", "micro_steps")
 #: Parts that have something to do for each gradient.
 _OF_GRADIENTS = (*_PRODUCERS, "buffer_reuse")
 #: Parts that go on looking at each gradient where all come from one stream. Up to 0.19.2 nothing
@@ -124,7 +126,8 @@ def _gradient_comes(
     optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
 ) -> Any:
     """A gradient goes into its bucket, which may be reduced before."""
-    order.learn()
+    if order.learn() and _live.isdisjoint(FOR_SPEED):
+        return wrapped(*args, **kwargs)  # DeepSpeed's own waits are enough
     by_stock = flat.has_waits_of_its_own(optimizer)
     ready = "bucket_ready" in _live and not by_stock
     reuses = "buffer_reuse" in _live and not by_stock
@@ -150,7 +153,8 @@ def _buckets_are_reduced(
         order.reducing = False
         for buffers in flat.watched(optimizer):
             buffers.reduced()
-        order.queued()
+        if not _live.isdisjoint(_HOST_GOES_ON):
+            order.queued()
         if order.at_the_end is not None:
             order.at_the_end()
 

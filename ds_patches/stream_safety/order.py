@@ -77,7 +77,7 @@ class _Kept:
             self._bytes -= count
 
     def backward_is_over(self) -> None:
-        self._most, self._of_this = max(self._most, self._of_this), 0
+        self._most, self._of_this, self.new = max(self._most, self._of_this), 0, 0
 
 
 class Order:
@@ -104,13 +104,20 @@ class Order:
         self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
 
-    def learn(self) -> None:
-        """A gradient comes on the current stream."""
+    def learn(self) -> bool:
+        """A gradient comes on the current stream: whether all have come on this one."""
         current = self.current()
-        self._streams.add(current)
-        if self._is_late:  # so may whoever writes to a buffer behind it
+        is_new = current not in self._streams
+        if self._is_late or (is_new and self._streams):
+            # What has been done to the buffers so far comes before all that is done from here on.
             self._is_late = False
             current.wait_stream(self._reduction)
+            for stream in self._streams:
+                current.wait_stream(stream)
+                self._producers.setdefault(stream)
+        if is_new:
+            self._streams.add(current)
+        return len(self._streams) == 1
 
     @property
     def has_one_stream(self) -> bool:
@@ -140,6 +147,8 @@ class Order:
 
     def before_reduction(self) -> None:
         """Let the reduction wait for all of them, and where that is not settled, for the stream."""
+        if self.has_one_stream and self.current() not in self._streams:
+            self._reduction.wait_stream(*self._streams)  # as DeepSpeed does for the current one
         for producer, event in self._producers.items():
             self._reduction.wait_event(event or producer.record_event())
 

@@ -26,7 +26,7 @@ def kinds() -> dict[str, list[str]]:
             kinds = [type(getattr(holder, name)).__name__ for holder, name in places]
             found.setdefault(when, kinds)
 
-        ds_patches.apply("stream_safety")
+        ds_patches.apply("stream_safety", parts="all")
         next(engine.module.parameters()).register_hook(lambda grad: note("applied"))
         cases.steps(trainers.EngineTrainer(engine), 1)
         found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
