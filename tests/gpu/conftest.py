@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: fresh for each test, or as long as the session lives."""
+"""Two ranks on two GPUs, or on the only one: fresh for each test, or as long as the session lives."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tests.world import World
 
 
 @pytest.fixture(scope="session")
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
 
 
 @pytest.fixture
-def gpus(two_gpus: None) -> Iterator[World]:
-    """A world that no test has touched, one GPU for each of its two ranks."""
+def gpus(gpu: None) -> Iterator[World]:
+    """A world of two ranks that no test has touched."""
     with World(accelerator="cuda") as own:
         yield own
 
 
 @pytest.fixture(scope="session")
-def living_gpus(two_gpus: None) -> Iterator[World]:
+def living_gpus(gpu: None) -> Iterator[World]:
     """The same, that all tests share: to start one takes longer than most of them."""
     with World(accelerator="cuda") as living:
         yield living

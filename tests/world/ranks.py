@@ -67,6 +67,27 @@ def environment(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
+        **(on_the_only_gpu(rank) if accelerator == "cuda" and gpus() == 1 else {}),
+    }
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def on_the_only_gpu(rank: int) -> dict[str, str]:
+    """NCCL refuses a GPU to a second rank of a host, so each is told that it is on a host alone.
+
+    They then talk through sockets: what is right is the same, what is fast is not.
+    """
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
     }
 
 

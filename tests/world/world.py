@@ -30,7 +30,7 @@ class World:
     """`size` ranks, started by the first case, replaced after one that failed; a block ends them.
 
     path: a folder whose packages the ranks have in place of the environment's.
-    accelerator: DeepSpeed's name of what they run on; "cuda" takes a GPU for each.
+    accelerator: DeepSpeed's name of what they run on; "cuda" takes a GPU for each, or one for all.
     variables: the ranks' interpreters start with these beside pytest's own.
     """
 
