@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ds_patches
+from benchmarks.engines import ready
 from benchmarks.micro_batches import MicroBatches, Workload, loss_of
 from benchmarks.options import common, filled, kept, write
 from benchmarks.provenance import provenance
@@ -117,12 +118,7 @@ def _row(stage: int, count: int, batch: int, ratios: Ratios) -> str:
 def _parse() -> argparse.Namespace:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser("benchmarks.at_rest", description=f"{summary}\n{rest}")
-    parser.add_argument(
-        "--patches",
-        nargs="+",
-        default=ds_patches.names(),
-        help="default: all",
-    )
+    parser.add_argument("--patches", nargs="+", default=ready(), help="all, by default")
     common(parser, _FULL, _SMOKE)
     options = parser.parse_args()
     must_be_started_by_torchrun(parser)

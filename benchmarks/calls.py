@@ -1,23 +1,29 @@
-"""Python calls of an ordinary step, stock and patched: ``python -m benchmarks.calls``.
+"""Python calls of an ordinary step, stock and patched: ``python -m benchmarks.calls [PATCH ...]``.
 
-They have no noise, so that one step tells what patches at rest cost the host. One process, CPU.
+They have no noise, so that one step tells what patches at rest cost the host. One rank, on a GPU
+where there is one: stream_safety has streams to look at only there. All patches, if none is named.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 import ds_patches
+from benchmarks.engines import ready
 from benchmarks.tables import markdown
 
 BLOCKS, WIDTH, ROWS = 24, 32, 2
-#: ZeRO stage and micro steps.
-CASES = ((1, 1), (1, 4), (2, 1), (2, 4), (3, 1))
+#: ZeRO stage, overlap_comm and micro steps.
+CASES = [(stage, overlap, n) for stage in (1, 2) for overlap in (False, True) for n in (1, 4)]
+CASES += [(3, True, 1)]
 #: In the first steps DeepSpeed, and a patch, find out what there is.
 WARMUP = 4
 
@@ -33,7 +39,7 @@ class Block(torch.nn.Module):
         return x + self.inner(x)
 
 
-def build(stage: int, micro_steps: int) -> Any:
+def build(stage: int, overlap: bool, micro_steps: int) -> Any:
     import deepspeed
 
     config = {
@@ -42,7 +48,7 @@ def build(stage: int, micro_steps: int) -> Any:
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "overlap_comm": stage == 2},
+        "zero_optimization": {"stage": stage, "overlap_comm": overlap},
     }
     model = torch.nn.Sequential(*(Block() for _ in range(BLOCKS)))
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -50,13 +56,14 @@ def build(stage: int, micro_steps: int) -> Any:
 
 def step(engine: Any, micro_steps: int) -> None:
     for _ in range(micro_steps):
-        engine.backward(engine(torch.randn(ROWS, WIDTH)).square().mean())
+        inputs = torch.randn(ROWS, WIDTH, device=engine.device)
+        engine.backward(engine(inputs).square().mean())
         engine.step()
 
 
-def calls(stage: int, micro_steps: int) -> int:
+def calls(stage: int, overlap: bool, micro_steps: int) -> int:
     """The fewest of three steps: now and then DeepSpeed does something beside them."""
-    engine = build(stage, micro_steps)
+    engine = build(stage, overlap, micro_steps)
     for _ in range(WARMUP):
         step(engine, micro_steps)
     return min(_count(engine, micro_steps) for _ in range(3))
@@ -75,26 +82,30 @@ def _count(engine: Any, micro_steps: int) -> int:
     return found
 
 
-def of_cases(patched: bool) -> list[int]:
+def of_cases(patches: Sequence[str]) -> list[int]:
     """In a process of its own: what ZeRO-3 does to PyTorch's Linear stays."""
     import deepspeed
 
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone | {"MASTER_PORT": os.environ.get("MASTER_PORT", "29500")})
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed()
-    if patched:
-        ds_patches.apply_all()
+    for name in patches:
+        ds_patches.apply(name)
     return [calls(*case) for case in CASES]
 
 
 def main() -> None:
+    patches = sys.argv[1:] or ready()
     with get_context("spawn").Pool(1, maxtasksperchild=1) as process:
-        stock, patched = (process.apply(of_cases, (which,)) for which in (False, True))
+        stock, patched = (process.apply(of_cases, (names,)) for names in ([], patches))
     rows = [
-        [str(stage), str(micro_steps), f"{before:,}", f"{after:,}", f"{after / before:.4f}"]
-        for (stage, micro_steps), before, after in zip(CASES, stock, patched, strict=True)
+        [str(stage), str(overlap), str(n), f"{before:,}", f"{after:,}", f"{after / before:.4f}"]
+        for (stage, overlap, n), before, after in zip(CASES, stock, patched, strict=True)
     ]
-    print(markdown(["ZeRO", "micro steps", "stock", "patched", "ratio"], rows))
+    names = ["ZeRO", "overlap_comm", "micro steps", "stock", "patched", "ratio"]
+    print(markdown(names, rows))
 
 
 if __name__ == "__main__":

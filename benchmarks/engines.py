@@ -88,6 +88,14 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def ready() -> list[str]:
+    """The patches for this DeepSpeed, which `apply_all` applies."""
+    import ds_patches
+
+    found = ds_patches.status()
+    return [name for name, status in found.items() if status.state is ds_patches.State.READY]
+
+
 @contextmanager
 def patch(name: str, wanted: bool) -> Iterator[None]:
     """Stock or patched inside, stock outside; never the one in the other's name."""

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_patches.core.state import PatchStatus
 
 
 class DsPatchesError(Exception):
-    """Base of every error this package raises itself."""
+    """Base of every error this package raises itself. Another process can raise it again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By the message: Exception's own would call the class with it in place of its arguments.
+        return _raised_again, (type(self), self.args, vars(self))
+
+
+def _raised_again(
+    kind: type[DsPatchesError], args: tuple[Any, ...], state: dict[str, Any]
+) -> DsPatchesError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class BrokenPatch(DsPatchesError):

@@ -1,4 +1,4 @@
-"""Tests that need GPUs: two, or one, which the ranks of a test then share. Without, they are skipped.
+"""Tests that need GPUs: two, or one that the ranks share. Without, they are skipped.
 
     python -m pytest tests/gpu -n 6
 

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs, or on the only one: fresh for each test, or as long as the session lives."""
+"""Two ranks on two GPUs, or on the only one: fresh for each test, or for the whole session."""
 
 from __future__ import annotations
 

@@ -60,14 +60,17 @@ def reduce_what_is_left(optimizer: Any) -> None:
     """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
     if not engines.at_boundary(optimizer):
         return
-    attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     waiting = _in_buckets(optimizer)
+    reduced = optimizer.params_already_reduced
+    left = {i for i, done in enumerate(reduced) if not done and i not in waiting}
+    if not left:  # as in most steps, which are not to pay for each parameter
+        return
+    attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for index, group in enumerate(optimizer.bit16_groups):
-        left = [param for param in group if getattr(param, attribute, None) is not None]
-        for param in left:
-            param_id = optimizer.get_param_id(param)
-            if not optimizer.params_already_reduced[param_id] and param_id not in waiting:
-                optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+        for param in group:
+            if getattr(param, attribute, None) is None or optimizer.get_param_id(param) not in left:
+                continue
+            optimizer.reduce_ready_partitions_and_remove_grads(param, index)
 
 
 def _in_buckets(optimizer: Any) -> set[int]:
