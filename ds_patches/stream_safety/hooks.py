@@ -32,6 +32,8 @@ _KEEPS = ("record_stream", "buffer_reuse", "host_wait", "micro_steps")
 _HOST_GOES_ON = ("host_wait", "micro_steps")
 #: Parts that have something to do for each gradient.
 _OF_GRADIENTS = (*_PRODUCERS, "buffer_reuse")
+#: Parts that have something to do where buckets are reduced.
+_OF_BUCKETS = (*FOR_SPEED, "buffer_reuse")
 #: Parts that go on looking at each gradient where all come from one stream. Up to 0.19.2 nothing
 #: tells of another one afterwards.
 _WATCH = (*FOR_SPEED, "producer_streams")
@@ -80,7 +82,6 @@ def _order_of(optimizer: Any) -> Order | None:
     if order is None:
         return None
     around = {
-        "reduce_ipg_grads": _buckets_are_reduced,
         "average_tensor": _tensor_is_reduced,
         "allreduce_and_copy": _gradients_are_reduced,
     }
@@ -109,6 +110,9 @@ def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 def _watch_gradients(optimizer: Any, order: Order) -> None:
     """Look at each gradient from now on, unless somebody else is there, as a window of coalesce."""
+    if order.buckets is None and not _live.isdisjoint(_OF_BUCKETS):
+        around = partial(_buckets_are_reduced, optimizer, order)
+        order.buckets = Shadow(optimizer, "reduce_ipg_grads", around)
     method = flat.GRADIENT_METHOD
     if order.gradients is not None or method in vars(optimizer):
         return
@@ -120,6 +124,8 @@ def _leave_gradients(optimizer: Any, order: Order) -> None:
     flat.unwatch(optimizer)
     if order.gradients is not None and order.gradients.remove():
         order.gradients = None
+    if order.buckets is not None and order.buckets.remove():
+        order.buckets = None
 
 
 def _gradient_comes(
@@ -146,6 +152,8 @@ def _gradient_comes(
 def _buckets_are_reduced(
     optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
 ) -> Any:
+    if order.has_one_stream and _live.isdisjoint(FOR_SPEED):
+        return wrapped(*args, **kwargs)
     order.reducing = True
     try:
         return wrapped(*args, **kwargs)

@@ -93,9 +93,12 @@ class Order:
         self.reducing = False
         #: Around methods of the optimizer's, and of its engine's timer.
         self.shadows: list[Shadow] = []
-        #: Around the one that each gradient passes, until all have come from one stream.
+        #: Around the one that each gradient passes, and the one that reduces what is in the buckets:
+        #: until all gradients have come from one stream.
         self.gradients: Shadow | None = None
+        self.buckets: Shadow | None = None
         self._streams: set[Any] = set()  # that gradients have come from, ever
+        self._only: Any = None  # of them, while there is one: it is compared with in each bucket
         self._is_late = False  # a new one came while nobody looked at gradients
         #: What to do once the last reduction of a backward is queued; None for what stock does.
         self.at_the_end: Callable[[], None] | None = None
@@ -107,6 +110,8 @@ class Order:
     def learn(self) -> bool:
         """A gradient comes on the current stream: whether all have come on this one."""
         current = self.current()
+        if current == self._only and not self._is_late:
+            return True
         is_new = current not in self._streams
         if self._is_late or (is_new and self._streams):
             # What has been done to the buffers so far comes before all that is done from here on.
@@ -116,20 +121,26 @@ class Order:
                 current.wait_stream(stream)
                 self._producers.setdefault(stream)
         if is_new:
-            self._streams.add(current)
-        return len(self._streams) == 1
+            self._knows({current})
+        return self.has_one_stream
+
+    def _knows(self, streams: set[Any]) -> None:
+        self._streams |= streams
+        self._only = next(iter(self._streams)) if len(self._streams) == 1 else None
 
     @property
     def has_one_stream(self) -> bool:
         """Whether all gradients so far have come from one: DeepSpeed's own waits are enough."""
-        return len(self._streams) == 1
+        return self._only is not None
 
-    def meets_a_new_stream(self, producers: set[Any]) -> bool:
+    def meets_a_new_stream(self, producers: list[Any]) -> bool:
         """A bucket is reduced: whether a stream is new of those that it was filled on."""
-        producers = {self.current(), *producers}
-        if self._streams >= producers:
+        producers.append(self.current())
+        if all(producer == self._only for producer in producers):
             return False
-        self._streams |= producers
+        if self._streams.issuperset(producers):
+            return False
+        self._knows({*producers})
         self._is_late = True
         for stream in self._streams:
             self._reduction.wait_stream(stream)
@@ -147,8 +158,8 @@ class Order:
 
     def before_reduction(self) -> None:
         """Let the reduction wait for all of them, and where that is not settled, for the stream."""
-        if self.has_one_stream and self.current() not in self._streams:
-            self._reduction.wait_stream(*self._streams)  # as DeepSpeed does for the current one
+        if self.has_one_stream and self.current() != self._only:
+            self._reduction.wait_stream(self._only)  # as DeepSpeed does for the current one
         for producer, event in self._producers.items():
             self._reduction.wait_event(event or producer.record_event())
 

@@ -43,10 +43,10 @@ def has_waits_of_its_own(optimizer: Any) -> bool:
     return bool(optimizer.cpu_offload or not optimizer.contiguous_gradients)
 
 
-def producers(optimizer: Any) -> set[Any]:
+def producers(optimizer: Any) -> list[Any]:
     """The streams that what is in the buckets came from, where DeepSpeed keeps them: 0.19.3."""
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    return {stream for bucket in buckets for stream in getattr(bucket, "copy_streams", ())}
+    return [stream for bucket in buckets for stream in getattr(bucket, "copy_streams", ())]
 
 
 def may_be_touched(param: torch.Tensor) -> bool:
@@ -73,12 +73,13 @@ def watched(optimizer: Any) -> Iterator[Buffers]:
 
 def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a part of a buffer that a bucket has now."""
+    if tensor.numel() > optimizer.reduce_bucket_size:  # and so larger than any
+        return False
+    now = [buffer for holder, name in _places(optimizer) for buffer in getattr(holder, name) or ()]
+    if any(buffer is tensor._base for buffer in now):  # as a rule, and soon seen
+        return True
     memory = tensor.untyped_storage().data_ptr()
-    return any(
-        buffer.untyped_storage().data_ptr() == memory
-        for holder, name in _places(optimizer)
-        for buffer in getattr(holder, name) or ()
-    )
+    return any(buffer.untyped_storage().data_ptr() == memory for buffer in now)
 
 
 def buffers(optimizer: Any) -> list[torch.Tensor]:
