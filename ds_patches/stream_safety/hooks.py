@@ -194,9 +194,13 @@ def _gradients_are_reduced(
 
 def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The last buckets are, and then the host waits for the device."""
-    order: Order | None = vars(optimizer).get(_KEY)
+    here = vars(optimizer)
+    order: Order | None = here.get(_KEY)
     if order is None:
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        if _KEY not in here:  # built before, and `activate` does not find what gc.freeze() hides
+            _orders(optimizer)
+        return result
     order.goes_on = False
     with ExitStack() as rest:
         if not flat.has_waits_of_its_own(optimizer):

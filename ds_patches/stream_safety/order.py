@@ -93,8 +93,8 @@ class Order:
         self.reducing = False
         #: Around methods of the optimizer's, and of its engine's timer.
         self.shadows: list[Shadow] = []
-        #: Around the one that each gradient passes, and the one that reduces what is in the buckets:
-        #: until all gradients have come from one stream.
+        #: Around the one that each gradient passes, and the one that reduces the buckets, until all
+        #: gradients have come from one stream.
         self.gradients: Shadow | None = None
         self.buckets: Shadow | None = None
         self._streams: set[Any] = set()  # that gradients have come from, ever

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+
+import pytest
 
 import ds_patches
 from tests.stream_safety import cases
@@ -11,8 +14,11 @@ from tests.world import World
 from tests.zero3_retain import trainers
 
 
-def kinds() -> dict[str, list[str]]:
-    """Of the lists that hold the buffers: while it is applied, and afterwards."""
+def kinds(frozen: bool) -> dict[str, list[str]]:
+    """Of the lists that hold the buffers: while it is applied, and afterwards.
+
+    frozen: the program has called ``gc.freeze()``, and the collector no longer tells of the engine.
+    """
     from ds_patches.stream_safety.upstream import flat
 
     config = trainers.config(2, zero={"overlap_comm": True, "reduce_bucket_size": cases.BUCKET})
@@ -26,7 +32,12 @@ def kinds() -> dict[str, list[str]]:
             kinds = [type(getattr(holder, name)).__name__ for holder, name in places]
             found.setdefault(when, kinds)
 
+        if frozen:
+            gc.freeze()
         ds_patches.apply("stream_safety", parts="all")
+        if frozen:
+            engine.backward(engine(cases.batch(0)).square().mean())
+            engine.step()
         next(engine.module.parameters()).register_hook(lambda grad: note("applied"))
         cases.steps(trainers.EngineTrainer(engine), 1)
         found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
@@ -39,8 +50,9 @@ def kinds() -> dict[str, list[str]]:
     return found
 
 
-def test_nothing_is_left(world: World) -> None:
-    found = world.run(kinds)[0]
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_is_left(world: World, frozen: bool) -> None:
+    found = world.run(kinds, frozen)[0]
     assert set(found["applied"]) == {"Buffers"}
     assert found["state"]
     assert "Buffers" not in found["after"]
