@@ -88,6 +88,8 @@ class Order:
 
     def __init__(self, accelerator: Any, reduction: Any) -> None:
         self._accelerator, self._reduction = accelerator, reduction
+        # Not told which, PyTorch asks the driver for all devices whenever it is asked for a stream.
+        self._device = accelerator.current_device()
         # Each with an event after which its gradients are there; None if that is not known yet.
         self._producers: dict[Any, Any] = {}
         self.reducing = False
@@ -193,7 +195,7 @@ class Order:
             self._kept.until(self.reduced())
 
     def current(self) -> Any:
-        return self._accelerator.current_stream()
+        return self._accelerator.current_stream(self._device)
 
     def reduced(self) -> Any:
         """An event: what is queued on the reduction stream by now."""

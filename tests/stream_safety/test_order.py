@@ -20,7 +20,10 @@ def device() -> Device:
 
 def order_on(device: Device) -> tuple[Order, Stream]:
     reduction = Stream(name="reduction")
-    return Order(SimpleNamespace(current_stream=lambda: device.current), reduction), reduction
+    accelerator = SimpleNamespace(
+        current_device=lambda: 0, current_stream=lambda index: device.current
+    )
+    return Order(accelerator, reduction), reduction
 
 
 def reduce(order: Order, buffers: Buffers, index: int, reduction: Stream) -> int:
