@@ -11,8 +11,8 @@ Use
     ``with ds_patches.train_check(engine):`` around a step says what did not train.
 
 Risks
-    - **Which releases.** It is for 0.19.2 and later. 0.19.2 and 0.19.8 were trained on GPUs; for
-      the releases between them there are tests on CPU alone. On older ones no graph was ever
+    - **Which releases.** It is for 0.19.2 and later. 0.19.2, 0.19.3 and 0.19.8 were trained on
+      GPUs; for the releases between them there are tests on CPU alone. On older ones no graph was ever
       trained with it. A skipped frame crashes there, and is not silently wrong.
     - **Ranks compile together.** DeepCompile measures each graph on all ranks, so a rank that
       compiles alone hangs. That happens where ranks see different shapes, as in a loop over the
@@ -60,7 +60,8 @@ Why
     Compiled graphs lose gradients of their own on stock: of all but one forward before a backward,
     of all but one backward before a step, and of parameters that two graphs share. And a model with
     two graphs or more runs with weights that are one step old, from the seventh step on, when
-    DeepCompile keeps parameters gathered.
+    DeepCompile keeps parameters gathered. And an evaluation that first comes after training leaves
+    stock waiting for its backward, which never comes.
 
 How
     - Inside a call of a module, eager code that reads a parameter gets a gathered tensor, once for

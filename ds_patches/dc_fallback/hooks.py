@@ -105,7 +105,8 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
         graph_id = upstream_graphs.id_of(gm)
 
         def run(*inputs: Any) -> Any:
-            state = _engines.get(engine())
+            living = engine()  # None once nobody holds it, and its model still runs
+            state = None if living is None else _engines.get(living)
             return graph(*inputs) if state is None else state.run_graph(graph_id, graph, inputs)
 
         return run

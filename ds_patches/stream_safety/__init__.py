@@ -34,8 +34,10 @@ Risks
     - **A second stream, late.** If all gradients of the first backward come from one stream,
       DeepSpeed's own waits are enough, and the patch stops looking at each gradient. Buckets tell
       whether that still holds. So the one backward in which a second stream first appears may
-      race, as every backward does on stock. Up to 0.19.2 buckets do not tell, and the patch looks
-      at every gradient.
+      race, as every backward does on stock. Up to 0.19.2 buckets do not tell, and the patch asks
+      of every gradient which stream it is on.
+    - **gc.freeze()** before ``apply`` hides engines that were built before. The patch then begins
+      with the end of their next backward.
     - **With parts for speed** nobody but the step may read gradients between micro steps. A hook on
       an AccumulateGrad node that comes after DeepSpeed's may find its gradient being reduced. The
       device may still reduce when ``backward`` returns, so a stream of yours has to wait for the
@@ -56,11 +58,11 @@ Not covered
     | a bucket whose buffers take more than 512 MiB, as by default | no ``micro_steps`` |
 
 Cost
-    By default, on 0.19.3 and later with one stream, a step takes 1.004 of stock's Python calls; the
-    default was not timed on GPUs. With all parts, ZeRO-2 without P2P takes 0.87 to 0.97 of stock's
-    time, and 1.04 to 1.12 where the host is the limit (docs/benchmarks-stream-safety.md): looking
-    at a gradient costs the host 30 to 70 microseconds. There ``overlap_comm`` has nothing to hide,
-    and ZeRO-1/2 are faster without it.
+    By default a step takes stock's time from 4096 rows on. Where the host is the limit it took 1.04
+    to 1.07 before the patch asked less of the driver, and was not timed since
+    (docs/benchmarks-stream-safety.md). With all parts, ZeRO-2 without P2P takes 0.87 to 0.97, and
+    1.04 to 1.12 where the host is the limit. There ``overlap_comm`` has nothing to hide, and
+    ZeRO-1/2 are faster without it.
 
 Why
     ``overlap_comm`` reduces gradients on a stream beside the backward's. If one stream writes a

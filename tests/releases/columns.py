@@ -44,10 +44,10 @@ ABOUT: Mapping[str, About] = {
             "replaces them. Dynamo and the rest are real."
         ),
         on_gpus=(
-            "with DeepCompile itself; 0.19.2: 18 of 18 patterns; 0.19.8: 45 of 45 cases. What "
-            "changed on 2026-11-23 was not run"
+            "with DeepCompile itself; 0.19.2, 0.19.3 and 0.19.8: every script equals plain PyTorch; "
+            "0.19.2: 18 of 18 patterns, and 0.19.8: 45 of 45 cases, on 2026-11-21"
         ),
-        on="2026-11-21",
+        on="2026-11-23",
         where="benchmarks-dc-fallback.md#correct-on-gpus",
     ),
     "stream_safety": About(
@@ -56,10 +56,10 @@ ABOUT: Mapping[str, About] = {
             "nothing, and a detector tells which work is not ordered."
         ),
         on_gpus=(
-            "with streams that are late; 0.17.4 and 0.18.7: 27 of 27 cases; 0.19.8: 24 of 24, "
-            "after a run with 23"
+            "with streams that are late; 0.19.8: 22 of 24 cases, and the run ended; 0.18.7 and "
+            "0.17.4: 27 of 27 on 2026-11-22"
         ),
-        on="2026-11-22",
+        on="2026-11-23",
         where="benchmarks-stream-safety.md#correct-on-gpus",
     ),
     "zero3_retain": About(
