@@ -12,8 +12,8 @@ Use
 
 Risks
     - **Which releases.** It is for 0.19.2 and later. 0.19.2, 0.19.3 and 0.19.8 were trained on
-      GPUs; for the releases between them there are tests on CPU alone. On older ones no graph was ever
-      trained with it. A skipped frame crashes there, and is not silently wrong.
+      GPUs; for the releases between them there are tests on CPU alone. On older ones no graph was
+      ever trained with it. A skipped frame crashes there, and is not silently wrong.
     - **Ranks compile together.** DeepCompile measures each graph on all ranks, so a rank that
       compiles alone hangs. That happens where ranks see different shapes, as in a loop over the
       experts that were hit. So nothing within a ZeRO-3 leaf module is compiled, and graphs without

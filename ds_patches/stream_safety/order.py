@@ -88,7 +88,7 @@ class Order:
 
     def __init__(self, accelerator: Any, reduction: Any) -> None:
         self._accelerator, self._reduction = accelerator, reduction
-        # Not told which, PyTorch asks the driver for all devices whenever it is asked for a stream.
+        # Not told of which device's stream, PyTorch asks the driver for all of them.
         self._device = accelerator.current_device()
         # Each with an event after which its gradients are there; None if that is not known yet.
         self._producers: dict[Any, Any] = {}

@@ -19,6 +19,8 @@ import torch
 
 from ds_patches.runtime.graph_task import NO_TASK, current_task_id
 
+Function = type[torch.autograd.Function]
+
 
 class _Call:
     """One forward call of a module: how many of its inputs lead a gradient on.
@@ -104,6 +106,8 @@ class ModuleBoundary:
     :attr:`before` and :attr:`after` are autograd Functions for the module's outputs and inputs.
 
     version: of the parameters: a backward after it has moved on is a RuntimeError.
+    transforms: whether those of ``torch.func`` may pass. PyTorch then inspects the Function's
+    signature at every call, which takes the host twice as long as all the rest.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class ModuleBoundary:
         release: Callable[[], None],
         calls: OpenCalls,
         version: Callable[[], int] = lambda: 0,
+        transforms: bool = True,
     ) -> None:
         self.gather = gather
         self.release = release
@@ -119,8 +124,8 @@ class ModuleBoundary:
         self.open_calls = 0
         self._calls = calls
         self._call = _Call(NO_TASK, version())
-        self.before = _gather_before_backward(self)
-        self.after = _release_after_backward(self)
+        self.before = _gather_before_backward(self, transforms)
+        self.after = _release_after_backward(self, transforms)
 
     def leave(self) -> bool:
         """One call fewer; True when it was the last."""
@@ -169,42 +174,52 @@ class NoBoundary:
         return value
 
 
-def _gather_before_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
-    class GatherBeforeBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(output: torch.Tensor) -> torch.Tensor:
-            return output.detach()
+def _gather_before_backward(boundary: ModuleBoundary, transforms: bool) -> Function:
+    def backward(call: _Call, grad: Any) -> Any:
+        boundary._before_backward(call)
+        # A graph of this backward begins here, and has a backward of its own that ends here.
+        function: Any = boundary.after if torch.is_grad_enabled() else NoBoundary
+        return function.apply(grad)
 
+    return _identity(lambda output: boundary._output_of_call(), backward, transforms)
+
+
+def _release_after_backward(boundary: ModuleBoundary, transforms: bool) -> Function:
+    def backward(call: _Call, grad: Any) -> Any:
+        function: Any = boundary.before if torch.is_grad_enabled() else NoBoundary
+        grad = function.apply(grad)
+        boundary._after_backward(call)
+        return grad
+
+    return _identity(
+        lambda value: boundary._input_of_call(value.requires_grad), backward, transforms
+    )
+
+
+def _identity(
+    call_of: Callable[[torch.Tensor], _Call],
+    run_backward: Callable[[_Call, Any], Any],
+    transforms: bool,
+) -> Function:
+    """A Function whose backward is `run_backward`, of what `call_of` said in the forward."""
+
+    class Boundary(torch.autograd.Function):
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.call = boundary._output_of_call()
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.call = call_of(value)
+            return value.detach()
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            boundary._before_backward(ctx.call)
-            # A graph of this backward begins here, and has a backward of its own that ends here.
-            function: Any = boundary.after if torch.is_grad_enabled() else NoBoundary
-            return function.apply(grad)
+            return run_backward(ctx.call, grad)
 
-    return GatherBeforeBackward
-
-
-def _release_after_backward(boundary: ModuleBoundary) -> type[torch.autograd.Function]:
-    class ReleaseAfterBackward(torch.autograd.Function):
+    class TransformedBoundary(Boundary):
         @staticmethod
-        def forward(value: torch.Tensor) -> torch.Tensor:
+        def forward(value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return value.detach()
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            (value,) = inputs
-            ctx.call = boundary._input_of_call(value.requires_grad)
+            ctx.call = call_of(*inputs)
 
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            function: Any = boundary.before if torch.is_grad_enabled() else NoBoundary
-            grad = function.apply(grad)
-            boundary._after_backward(ctx.call)
-            return grad
-
-    return ReleaseAfterBackward
+    return TransformedBoundary if transforms else Boundary

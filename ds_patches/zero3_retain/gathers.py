@@ -61,6 +61,7 @@ class Gathers:
             release=partial(gathered.release, self._offload, module),
             calls=self._calls,
             version=self._version,
+            transforms=gathered.lets_transforms_pass(self._stock[module]),
         )
         return boundary.before, boundary.after
 

@@ -44,8 +44,8 @@ ABOUT: Mapping[str, About] = {
             "replaces them. Dynamo and the rest are real."
         ),
         on_gpus=(
-            "with DeepCompile itself; 0.19.2, 0.19.3 and 0.19.8: every script equals plain PyTorch; "
-            "0.19.2: 18 of 18 patterns, and 0.19.8: 45 of 45 cases, on 2026-11-21"
+            "with DeepCompile itself; 0.19.2, 0.19.3 and 0.19.8: every script equals plain "
+            "PyTorch; 0.19.2: 18 of 18 patterns, and 0.19.8: 45 of 45 cases, on 2026-11-21"
         ),
         on="2026-11-23",
         where="benchmarks-dc-fallback.md#correct-on-gpus",

@@ -65,8 +65,8 @@ The same tests ran with the torch that people have beside these releases.
 
 ## On GPUs
 
-This ran by hand on NVIDIA H200 with torch 2.11.0, and two ranks. What changed after that day was not run
-there.
+This ran by hand on NVIDIA H200 with torch 2.11.0, on two ranks. What changed after that day was
+not run there.
 
 {on_gpus}
 

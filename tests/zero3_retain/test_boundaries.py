@@ -16,6 +16,8 @@ from ds_patches.zero3_retain.boundaries import ModuleBoundary, OpenCalls
 class Model(nn.Module):
     """Modules whose boundaries write down what happens, in order."""
 
+    transforms = True
+
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
         self.events: list[str] = []
@@ -31,6 +33,7 @@ class Model(nn.Module):
             release=lambda: self.events.append(f"release {name}"),
             calls=self.calls,
             version=lambda: self.version,
+            transforms=self.transforms,
         )
         module.register_forward_pre_hook(lambda _, args: tuple(map(boundary.after.apply, args)))
         module.register_forward_hook(lambda _, args, out: boundary.before.apply(out))
@@ -38,6 +41,13 @@ class Model(nn.Module):
     def take(self) -> list[str]:
         events, self.events[:] = list(self.events), []
         return events
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["transforms", "none"])
+def transforms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """In both forms that the Functions may have."""
+    monkeypatch.setattr(Model, "transforms", request.param)
+    return bool(request.param)
 
 
 class Sum(nn.Module):
@@ -196,6 +206,7 @@ class Fragile(nn.Module):
 
 
 def test_abandon_forgets_open_calls() -> None:
+    RaisesOnce.raised = False
     model = Model(first=nn.Linear(3, 3), fragile=Fragile())
     with pytest.raises(RuntimeError, match="half way"):
         model.fragile(model.first(ready())).sum().backward()
@@ -223,3 +234,17 @@ def test_values_and_gradients_pass_unchanged() -> None:
     assert torch.equal(out, expected)
     assert found is not None
     assert torch.equal(found, without.grad)
+
+
+def test_transforms_pass_where_they_may(transforms: bool) -> None:
+    model = Model(layer=nn.Linear(3, 1))
+
+    def loss(x: Tensor) -> Tensor:
+        return model.layer(x).sum()
+
+    if transforms:
+        gradient = torch.func.grad(loss)(torch.ones(2, 3))
+        assert torch.equal(gradient, model.layer.weight.expand(2, 3))
+    else:
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(loss)(torch.ones(2, 3))

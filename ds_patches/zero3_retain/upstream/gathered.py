@@ -35,6 +35,12 @@ def set_functions(module: torch.nn.Module, functions: Functions) -> None:
             setattr(module, name, value)
 
 
+def lets_transforms_pass(functions: Functions) -> bool:
+    """Whether ``torch.func`` may pass what `functions_at` gave: from 0.19.1 on."""
+    nothing = torch.autograd.Function.setup_context
+    return any(getattr(one, "setup_context", nothing) is not nothing for one in functions)
+
+
 def gather(offload: Any, module: torch.nn.Module) -> None:
     """Gather a module before its backward. A collective."""
     offload.pre_sub_module_backward_function(module)
