@@ -88,8 +88,9 @@ class Order:
 
     def __init__(self, accelerator: Any, reduction: Any) -> None:
         self._accelerator, self._reduction = accelerator, reduction
-        # Not told of which device's stream, PyTorch asks the driver for all of them.
-        self._device = accelerator.current_device()
+        # Not told of which device, PyTorch asks the driver for all of them whenever it is asked for
+        # the current stream; and a thread's current device need not be this one.
+        self._device = getattr(reduction, "device_index", None)
         # Each with an event after which its gradients are there; None if that is not known yet.
         self._producers: dict[Any, Any] = {}
         self.reducing = False

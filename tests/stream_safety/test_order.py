@@ -20,9 +20,7 @@ def device() -> Device:
 
 def order_on(device: Device) -> tuple[Order, Stream]:
     reduction = Stream(name="reduction")
-    accelerator = SimpleNamespace(
-        current_device=lambda: 0, current_stream=lambda index: device.current
-    )
+    accelerator = SimpleNamespace(current_stream=lambda index: device.current)
     return Order(accelerator, reduction), reduction
 
 
@@ -265,3 +263,10 @@ def test_a_plain_list_comes_back(device: Device) -> None:
     plain = Buffers(tensors, order).plain()
     assert type(plain) is list
     assert all(one is other for one, other in zip(plain, tensors, strict=True))
+
+
+def test_the_current_stream_is_that_of_the_reductions_device(device: Device) -> None:
+    asked: list[int] = []
+    accelerator = SimpleNamespace(current_stream=asked.append)
+    Order(accelerator, SimpleNamespace(device_index=3)).current()
+    assert asked == [3]
