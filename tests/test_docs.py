@@ -72,8 +72,8 @@ def test_every_patch_has_its_page(site: Path, name: str) -> None:
     patch = registry.patch(name)
     page = _text(site / f"patches/{name}.html")
     own = flags.variables({name: patch})[len(flags.variables({})) :]
-    facts = [fact.why for fact in patch.facts] + [option.help for option in patch.options]
-    for part in (patch.supported, *own, *facts, *(t.qualname for t in patch.targets)):
+    whys = [one.why for one in patch.dependencies] + [option.help for option in patch.options]
+    for part in (patch.supported, *own, *whys, *(t.qualname for t in patch.targets)):
         assert part in page, part
     links = _Links.of(site / f"patches/{name}.html")
     assert {link.url for link in patch.upstream} <= set(links.pages)

@@ -24,7 +24,7 @@ from mkdocs.structure.pages import Page
 
 from ds_patches.commands import symptoms
 from ds_patches.core import flags, registry
-from ds_patches.core.patch import Fact, Option, Patch, Place
+from ds_patches.core.patch import Dependency, Option, Patch, Place
 from ds_patches.symptoms import SYMPTOMS
 
 _FOLDER = "patches"
@@ -149,10 +149,10 @@ def _values(option: Option, default: str = "") -> str:
 def _touches(patch: Patch) -> Iterator[str]:
     yield "## What it wraps"
     yield from _by_module(patch.targets)
-    if patch.facts:
+    if patch.dependencies:
         yield "## What else it relies on"
         yield "If one of these changes, the patch is not applied."
-        yield from _by_module(patch.facts)
+        yield from _by_module(patch.dependencies)
 
 
 def _by_module(places: Sequence[Place]) -> Iterator[str]:
@@ -167,7 +167,9 @@ def _module(place: Place) -> str:
 
 def _place(place: Any) -> str:
     releases = f" (`{place.releases}`)" if place.releases else ""
-    return f"`{place.qualname}`{releases}" + (f": {place.why}" if isinstance(place, Fact) else "")
+    return f"`{place.qualname}`{releases}" + (
+        f": {place.why}" if isinstance(place, Dependency) else ""
+    )
 
 
 def _table(name: str, repository: Path) -> str:

@@ -1,4 +1,4 @@
-"""Record the shapes of a patch's targets and facts from the sources of many releases.
+"""Record the shapes of a patch's targets and dependencies from the sources of many releases.
 
     python tools/record_shapes.py zero3_retain --releases DIR
 
@@ -30,7 +30,7 @@ def record(patch: Patch, folder: Path) -> tuple[Shapes, list[str]]:
     for version in versions:
         if not release.covers(patch.supported, version):
             continue
-        for place in (*gate.targets(patch, version), *gate.facts(patch, version)):
+        for place in (*gate.targets(patch, version), *gate.dependencies(patch, version)):
             digest = shape.of_source(place, folder / str(version) / release.PACKAGE)
             if digest == shape.ABSENT and not _may_be_absent(place):
                 complaints.append(f"{place.key} does not exist in {version}")

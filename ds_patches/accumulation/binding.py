@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Kind, Link, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Patch, Target
 
 _ENGINE = "deepspeed.runtime.engine"
 _BASE = "deepspeed.runtime.base_optimizer"
@@ -53,80 +53,79 @@ _TARGETS = (
         _FLAT,
         "split_half_float_double",
         f"{_HOOKS}:around_split",
-        Kind.WRAPT,
         releases="<=0.19.7",
     ),
     _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
 )
 
-_FACTS = (
-    Fact(
+_DEPENDENCIES = (
+    Dependency(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue",
         "hands the partition buffers to the step, whether written or not",
     ),
-    Fact(
+    Dependency(
         _FLAT,
         "DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu",
         "with CPU offload, adds to host buffers that no step clears",
     ),
-    Fact(
+    Dependency(
         _FLAT,
         "DeepSpeedZeroOptimizer._release_ipg_buffers",
         "gives the reduce buffers back after a backward that raised",
     ),
-    Fact(
+    Dependency(
         _FLAT,
         "IPGBucket",
         "holds the gradients that a backward that raised left unreduced",
         releases=_BUCKET_CLASSES,
     ),
-    Fact(
+    Dependency(
         _STAGE3,
         "IPGBucketZ3",
         "holds the gradients that a backward that raised left unreduced",
         releases=_BUCKET_CLASSES,
     ),
-    Fact(
+    Dependency(
         "deepspeed.runtime.bf16_optimizer",
         "BF16_Optimizer.update_hp_grads",
         "adds each backward's bf16 gradients to the fp32 ones",
     ),
-    Fact(
+    Dependency(
         _FLAT,
         "DeepSpeedZeroOptimizer.copy_grads_in_partition",
         "with CPU offload, copies a micro step to the host; wrapped at such optimizers alone",
     ),
-    Fact(
+    Dependency(
         _FLAT,
         "DeepSpeedZeroOptimizer.reduce_gradients",
         "at stage 1 with overlap_comm, leaves out what the last backward did not reach",
     ),
-    Fact(
+    Dependency(
         _ENGINE,
         "DeepSpeedEngine._backward_epilogue",
         "reduces and partitions at the end of every backward",
         releases=_TORCH_STYLE,
     ),
-    Fact(
+    Dependency(
         "deepspeed.runtime.utils",
         "OutputBackwardHookManager",
         "runs the prologue once per forward, not once per backward",
         releases=_TORCH_STYLE,
     ),
-    Fact(
+    Dependency(
         "deepspeed.runtime.base_optimizer",
         "BackwardHookStateManager",
         "is reset by the next forward only, so a later backward must ask for it",
         releases=_HOOK_STATE,
     ),
-    Fact(
+    Dependency(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
         "resets the hook state and moves micro_step_id",
         releases=_HOOK_STATE,
     ),
-    Fact(
+    Dependency(
         _FLAT,
         "DeepSpeedZeroOptimizer.clear_backward_seen_flag",
         "resets the hook state and drops grad_accum",
@@ -158,7 +157,7 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
-    facts=_FACTS,
+    dependencies=_DEPENDENCIES,
     activate=f"{_HOOKS}:activate",
     deactivate=f"{_HOOKS}:deactivate",
 )

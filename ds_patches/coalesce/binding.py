@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Link, Option, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Option, Patch, Target
 
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -25,81 +25,87 @@ _TARGETS = (
 )
 
 
-def _flat_fact(name: str, why: str, releases: str = "") -> Fact:
-    return Fact(_FLAT, f"DeepSpeedZeroOptimizer.{name}", why, releases=releases)
+def _flat_method(name: str, why: str, releases: str = "") -> Dependency:
+    return Dependency(_FLAT, f"DeepSpeedZeroOptimizer.{name}", why, releases=releases)
 
 
-def _stage3_fact(name: str, why: str, releases: str = "") -> Fact:
-    return Fact(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", why, releases=releases)
+def _stage3_method(name: str, why: str, releases: str = "") -> Dependency:
+    return Dependency(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{name}", why, releases=releases)
 
 
-def _coordinator_fact(name: str, why: str, releases: str = "") -> Fact:
+def _coordinator_method(name: str, why: str, releases: str = "") -> Dependency:
     qualname = f"PartitionedParameterCoordinator.{name}"
-    return Fact(_COORDINATOR, qualname, why, releases=releases)
+    return Dependency(_COORDINATOR, qualname, why, releases=releases)
 
 
-def _offload_fact(name: str, why: str) -> Fact:
-    return Fact("deepspeed.runtime.zero.parameter_offload", f"DeepSpeedZeRoOffload.{name}", why)
+def _offload_method(name: str, why: str) -> Dependency:
+    return Dependency(
+        "deepspeed.runtime.zero.parameter_offload", f"DeepSpeedZeRoOffload.{name}", why
+    )
 
 
-_FACTS = (
-    Fact(_ENGINE, "DeepSpeedEngine.step", "reads what is reduced; shadowed as allreduce_gradients"),
-    Fact(
+_DEPENDENCIES = (
+    Dependency(
+        _ENGINE, "DeepSpeedEngine.step", "reads what is reduced; shadowed as allreduce_gradients"
+    ),
+    Dependency(
         _ENGINE,
         "DeepSpeedEngine.allreduce_gradients",
         "ends a backward; shadowed at an engine whose gradients stay on its parameters",
     ),
-    Fact(
+    Dependency(
         _ENGINE,
         "DeepSpeedEngine.backward",
         "leaves out a division under no_sync, up to 0.18.2; shadowed likewise",
     ),
-    Fact(
+    Dependency(
         _ENGINE,
         "DeepSpeedEngine.is_gradient_accumulation_boundary",
         "goes by the flag that a flush raises and puts back",
     ),
-    Fact(
+    Dependency(
         "deepspeed.runtime.base_optimizer",
         "BackwardHookStateManager",
         "is reset after a backward that raised",
         releases=_HOOK_STATE,
     ),
-    _flat_fact("get_param_gradient_attribute", "says where a gradient waits"),
-    _flat_fact("fill_grad_accum_attribute", "moves a gradient to its fp32 sum, at stage 1"),
-    _flat_fact("backward", "allocates the reduce buffers that a flush allocates", "<=0.16.4"),
-    _flat_fact(
+    _flat_method("get_param_gradient_attribute", "says where a gradient waits"),
+    _flat_method("fill_grad_accum_attribute", "moves a gradient to its fp32 sum, at stage 1"),
+    _flat_method("backward", "allocates the reduce buffers that a flush allocates", "<=0.16.4"),
+    _flat_method(
         "backward_prologue",
         "allocates the reduce buffers and counts a micro step",
         ">=0.16.5,<=0.18.2",
     ),
-    _flat_fact(
+    _flat_method(
         "setup_buckets", "allocates the reduce buffers and counts a micro step", _TORCH_STYLE
     ),
-    _flat_fact("reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket"),
-    _flat_fact("process_gradients", "is called by each parameter's hook", ">=0.16.5"),
-    _flat_fact("independent_gradient_partition_epilogue", "hands the averages to the step"),
-    _flat_fact("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
-    _flat_fact("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
-    _flat_fact("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
-    _flat_fact(
+    _flat_method("reduce_ready_partitions_and_remove_grads", "puts a gradient into a bucket"),
+    _flat_method("process_gradients", "is called by each parameter's hook", ">=0.16.5"),
+    _flat_method("independent_gradient_partition_epilogue", "hands the averages to the step"),
+    _flat_method("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
+    _flat_method("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
+    _flat_method("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
+    _flat_method(
         "_build_compact_grad_partition_buffer",
         "keeps the averages of a low precision model in one fp32 piece",
         ">=0.19.8",
     ),
-    _flat_fact("_release_ipg_buffers", "gives the reduce buffers back"),
-    _flat_fact("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
-    _stage3_fact("reduce_ready_partitions_and_remove_grads", "is called by each parameter's hook"),
-    _stage3_fact("independent_gradient_partition_epilogue", "hands the partitions to the step"),
-    _stage3_fact("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
-    _coordinator_fact("__all_gather_params", "gathers what is partitioned, on its own stream"),
-    _coordinator_fact("__release_param", "leaves alone what some module has in use"),
-    _coordinator_fact("release_sub_module", "leaves every release to __release_param"),
-    _offload_fact("_remove_module_hooks", "knows the handles of all hooks that gather"),
-    _coordinator_fact("release_and_reset_all", "partitions everything after an exception"),
-    _coordinator_fact("_invalidate_trace", "starts a trace again that an exception cut short"),
-    _coordinator_fact("reset_step", "compares the traces of all ranks at the next forward"),
-    _coordinator_fact(
+    _flat_method("_release_ipg_buffers", "gives the reduce buffers back"),
+    _flat_method("clear_backward_seen_flag", "drops the last step's fp32 sums", _HOOK_STATE),
+    _stage3_method(
+        "reduce_ready_partitions_and_remove_grads", "is called by each parameter's hook"
+    ),
+    _stage3_method("independent_gradient_partition_epilogue", "hands the partitions to the step"),
+    _stage3_method("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
+    _coordinator_method("__all_gather_params", "gathers what is partitioned, on its own stream"),
+    _coordinator_method("__release_param", "leaves alone what some module has in use"),
+    _coordinator_method("release_sub_module", "leaves every release to __release_param"),
+    _offload_method("_remove_module_hooks", "knows the handles of all hooks that gather"),
+    _coordinator_method("release_and_reset_all", "partitions everything after an exception"),
+    _coordinator_method("_invalidate_trace", "starts a trace again that an exception cut short"),
+    _coordinator_method("reset_step", "compares the traces of all ranks at the next forward"),
+    _coordinator_method(
         "release_backward_leftovers", "empties the stack that an exception left", ">=0.19.3"
     ),
 )
@@ -124,7 +130,7 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
-    facts=_FACTS,
+    dependencies=_DEPENDENCIES,
     options=(
         Option(
             "handshake",

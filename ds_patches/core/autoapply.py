@@ -44,7 +44,9 @@ def _begin() -> None:
                 continue
             lifecycle.wait(patch, modules)
             for module in modules:
-                imports.when_whole(module, partial(api.after_the_call, partial(_apply_late, patch)))
+                imports.add_post_import_hook(
+                    module, partial(api.after_the_call, partial(_apply_late, patch))
+                )
         api.apply_wanted(due, requests, {})
 
 

@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import imports, journal, live, registry, release, shape
-from ds_patches.core.patch import Fact, Patch, Place, Target
+from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
 from ds_patches.core.state import State
 
@@ -109,9 +109,9 @@ def targets(patch: Patch, version: Version) -> tuple[Target, ...]:
     return tuple(t for t in patch.targets if release.covers(t.releases, version))
 
 
-def facts(patch: Patch, version: Version) -> tuple[Fact, ...]:
-    """Return the facts that the patch relies on in this release."""
-    return tuple(f for f in patch.facts if release.covers(f.releases, version))
+def dependencies(patch: Patch, version: Version) -> tuple[Dependency, ...]:
+    """Return what the patch relies on in this release."""
+    return tuple(d for d in patch.dependencies if release.covers(d.releases, version))
 
 
 def _releases(patch: Patch, recorded: Recorded) -> list[Version]:
@@ -119,7 +119,7 @@ def _releases(patch: Patch, recorded: Recorded) -> list[Version]:
     ends = {
         end for of in recorded.values() for spans in of.values() for span in spans for end in span
     }
-    places: tuple[Target | Fact, ...] = (*patch.targets, *patch.facts)
+    places: tuple[Target | Dependency, ...] = (*patch.targets, *patch.dependencies)
     bounds = (SpecifierSet(place.releases) for place in places)
     ends |= {Version(bound.version) for specifier in bounds for bound in specifier}
     return sorted(end for end in ends if release.covers(patch.supported, end))
@@ -153,7 +153,7 @@ class _Found:
 
         A place that the other release does not have may be as any has it.
         """
-        places = (*targets(self.patch, version), *facts(self.patch, version))
+        places = (*targets(self.patch, version), *dependencies(self.patch, version))
         # Module by module: few source files are held at a time.
         for place in sorted(places, key=lambda place: place.module):
             of = self.recorded.get(place.key, {})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    Action = Callable[[], None]
+    Hook = Callable[[], None]
 
 
 def is_whole(module: str) -> bool:
@@ -27,33 +27,33 @@ def is_whole(module: str) -> bool:
     return module in _watch.executed or not getattr(spec, "_initializing", False)
 
 
-def when_whole(module: str, action: Action) -> None:
-    """Run `action` right after the body of `module` has been run: now, or at its import.
+def add_post_import_hook(module: str, hook: Hook) -> None:
+    """Run `hook` right after the body of `module` has been run: now, or at its import.
 
-    What `action` raises, the import raises. If the import fails, by that or by itself, the wait
+    What `hook` raises, the import raises. If the import fails, by that or by itself, the wait
     goes on.
     Raises ImportError for a module that is half imported: nothing tells when that one ends.
     """
     if is_whole(module):
-        action()
+        hook()
     elif module in sys.modules:
         raise ImportError(f"{module} is half imported")
     else:
-        _watch.wait(module, [action])
+        _watch.wait(module, [hook])
 
 
 def awaited(modules: Iterable[str]) -> list[str]:
     """Return those of `modules` whose import something waits for."""
-    return [module for module in modules if module in _watch.actions]
+    return [module for module in modules if module in _watch.hooks]
 
 
-def forget(module: str, action: Action) -> None:
-    """Wait with `action` for `module` no longer."""
-    actions = _watch.actions.get(module, [])
-    if action in actions:
-        actions.remove(action)
-    if not actions:
-        _watch.actions.pop(module, None)
+def remove_post_import_hook(module: str, hook: Hook) -> None:
+    """Wait with `hook` for `module` no longer."""
+    hooks = _watch.hooks.get(module, [])
+    if hook in hooks:
+        hooks.remove(hook)
+    if not hooks:
+        _watch.hooks.pop(module, None)
     _watch.leave()
 
 
@@ -79,19 +79,19 @@ class _Watch:
     """Stands first on `sys.meta_path` while something is awaited; finds nothing by itself."""
 
     def __init__(self) -> None:
-        self.actions: dict[str, list[Action]] = {}
+        self.hooks: dict[str, list[Hook]] = {}
         #: Their bodies have been run, though the import system still calls them half imported.
         self.executed: set[str] = set()
 
-    def wait(self, name: str, actions: Sequence[Action]) -> None:
-        self.actions.setdefault(name, []).extend(actions)
+    def wait(self, name: str, hooks: Sequence[Hook]) -> None:
+        self.hooks.setdefault(name, []).extend(hooks)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.actions:
+        if name not in self.hooks:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ()
         for finder in behind:
@@ -105,19 +105,19 @@ class _Watch:
 
     def arrived(self, name: str) -> None:
         self.executed.add(name)
-        actions = self.actions.pop(name, [])
+        hooks = self.hooks.pop(name, [])
         try:
-            for action in actions:
-                action()
+            for hook in hooks:
+                hook()
         except BaseException:
-            self.wait(name, actions)
+            self.wait(name, hooks)
             raise
         finally:
             self.executed.discard(name)
             self.leave()
 
     def leave(self) -> None:
-        if not self.actions and self in sys.meta_path:
+        if not self.hooks and self in sys.meta_path:
             sys.meta_path.remove(self)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_patches.core import live
 from ds_patches.core.patch import Target
 from ds_patches.core.state import WrapperState
-from ds_patches.core.wrappers import Around, Wrapper, build
+
+if TYPE_CHECKING:
+    from ds_patches.core.wrappers import Around, Wrapper
 
 #: Every wrapper that this process made, of all patches: two patches may wrap the same function.
 _made: list[Wrapper] = []
@@ -70,6 +72,8 @@ class Journal:
         ]
 
     def _install(self, target: Target, around: Callable[[Target], Around]) -> None:
+        from ds_patches.core.wrappers import build  # with wrapt: not before it is needed
+
         where = live.site(target)
         original = live.raw(*where) if where else live.MISSING
         if where is None or (original is live.MISSING and not target.adds):
@@ -140,14 +144,14 @@ def _path_to(wrapper: Wrapper) -> list[Any]:
     """Return the layers from the owner's present value down to the wrapper; empty if replaced."""
     if live.site(wrapper.target) != (wrapper.owner, wrapper.name):
         return []  # the module was imported anew: its classes are others
-    return live.path_to(_top(wrapper), wrapper.installed, wrapper.body)
+    return live.path_to(_top(wrapper), wrapper.installed)
 
 
 def _state_of(wrapper: Wrapper) -> tuple[WrapperState, str]:
     path = _path_to(wrapper)
     if not path:
         return WrapperState.REPLACED, live.origin(_top(wrapper))
-    ours = {id(part) for w in _made for part in (w.installed, w.body)}
+    ours = {id(w.installed) for w in _made}
     foreign = [layer for layer in path if id(layer) not in ours]
     if foreign:
         return WrapperState.WRAPPED_OVER, live.origin(foreign[0])

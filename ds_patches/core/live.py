@@ -15,25 +15,27 @@ Owner = type | ModuleType
 #: Stands for "no such name in the owner's `__dict__`".
 MISSING: Final[Any] = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 
-_CARRIERS = (classmethod, staticmethod)
+CARRIERS = (classmethod, staticmethod)
 _NVTX = "instrument_w_nvtx.<locals>.wrapped_fn"
 _WALK_LIMIT = 256
 
 
 class Absent:
-    """What lies beneath a wrapper that added its name: calling it is asking for a missing name."""
+    """What lies beneath a wrapper that added its name: calling it is asking for a missing name.
 
-    __slots__ = ("name", "owner")
+    stands_for: what is there now; its docstring is that of the name.
+    """
 
-    def __init__(self, owner: Owner, name: str) -> None:
-        self.owner = owner
-        self.name = name
+    def __init__(self, owner: Owner, name: str, stands_for: Any) -> None:
+        self.owner, self.__name__ = owner, name
+        self.__module__, self.__doc__ = stands_for.__module__, stands_for.__doc__
+        self.__qualname__ = f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.owner, type) and args:
             # A base class may have what the owner has not.
-            return getattr(super(self.owner, args[0]), self.name)(*args[1:], **kwargs)
-        raise AttributeError(f"{self.owner.__name__!r} has no attribute {self.name!r}")
+            return getattr(super(self.owner, args[0]), self.__name__)(*args[1:], **kwargs)
+        raise AttributeError(f"{self.owner.__name__!r} has no attribute {self.__name__!r}")
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
         return self if instance is None else MethodType(self, instance)
@@ -65,7 +67,7 @@ def innermost(value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, type):
             return value
-        if issubclass(kind, _CARRIERS):
+        if issubclass(kind, CARRIERS):
             beneath = value.__func__
         elif issubclass(kind, property):
             beneath = value.fget
@@ -80,17 +82,16 @@ def innermost(value: Any) -> Any:
         value = beneath
 
 
-def path_to(top: Any, *wanted: Any) -> list[Any]:
-    """Return the layers from `top` down to one of `wanted` (by identity); empty without a way.
+def path_to(top: Any, wanted: Any) -> list[Any]:
+    """Return the layers from `top` down to `wanted` (by identity); empty without a way.
 
     Follows bound methods, partials, closures and callable objects: a second library's wrapper may
     keep what it calls in any of them. Whether it does call what its code speaks of is not known.
     """
-    goals = {id(one) for one in wanted}
     trail: dict[int, tuple[Any, int | None]] = {id(top): (top, None)}
     queue = [top]
     for layer in queue:
-        if id(layer) in goals:
+        if layer is wanted:
             return _trail_back(trail, layer)
         for beneath in _layers_beneath(layer):
             if id(beneath) not in trail and len(trail) < _WALK_LIMIT:
@@ -99,9 +100,9 @@ def path_to(top: Any, *wanted: Any) -> list[Any]:
     return []
 
 
-def leads_to(value: Any, *wanted: Any) -> bool:
-    """Whether a call of `value` may come to one of `wanted`."""
-    return bool(path_to(value, *wanted))
+def leads_to(value: Any, wanted: Any) -> bool:
+    """Whether a call of `value` may come to `wanted`."""
+    return bool(path_to(value, wanted))
 
 
 def calls_base(method: Any, base: Owner) -> bool:
@@ -149,7 +150,7 @@ def _trail_back(trail: dict[int, tuple[Any, int | None]], layer: Any) -> list[An
 def _layers_beneath(value: Any) -> Iterator[Any]:
     # type(), not isinstance: a wrapt proxy claims the class of what it wraps.
     kind = type(value)
-    if issubclass(kind, (*_CARRIERS, MethodType)):
+    if issubclass(kind, (*CARRIERS, MethodType)):
         yield value.__func__
     elif issubclass(kind, property):
         yield value.fget
@@ -178,7 +179,7 @@ def _own(value: Any) -> dict[str, Any]:
 
 def _may_wrap(value: Any) -> bool:
     kind = type(value)
-    plain = (FunctionType, MethodType, functools.partial, *_CARRIERS)
+    plain = (FunctionType, MethodType, functools.partial, *CARRIERS)
     return issubclass(kind, plain) or hasattr(kind, "__wrapped__") or _is_functor(kind)
 
 

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 #: Stands for every choice of an option that takes several.
 ALL = "all"
-
-
-class Kind(Enum):
-    """How a target is wrapped; the wrapper's signature is wrapt's in both cases."""
-
-    #: `wrapt.FunctionWrapper`: for what no compiled frame calls, as the building of an engine.
-    WRAPT = "wrapt"
-    #: A closure: for methods that Dynamo may trace, as all that runs from a forward to a step.
-    CLOSURE = "closure"
 
 
 @dataclass(frozen=True)
@@ -41,22 +31,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Target(Place):
-    """A function to wrap.
+    """A function of a module, or a method of instances, to wrap.
 
     wrapper: reference `"package.module:function"`, resolved only when the patch is applied; its
-        signature is `(wrapped, instance, args, kwargs) -> Any`.
+        signature is wrapt's, `(wrapped, instance, args, kwargs) -> Any`.
     releases: specifier of the releases that have the target ("" = all); in others it is skipped.
     adds: the name may be absent, and the patch then adds it. Absence becomes one of its shapes.
     """
 
     wrapper: str
-    kind: Kind = Kind.CLOSURE
     releases: str = ""
     adds: bool = False
 
 
 @dataclass(frozen=True)
-class Fact(Place):
+class Dependency(Place):
     """A function or class the patch relies on without wrapping it; gated like a target.
 
     releases: specifier of the releases in which the patch relies on it ("" = all).
@@ -114,7 +103,7 @@ class Patch:
     supported: str
     fixed_in: str | None
     targets: tuple[Target, ...]
-    facts: tuple[Fact, ...] = ()
+    dependencies: tuple[Dependency, ...] = ()
     options: tuple[Option, ...] = ()
     collectives: bool = True
     activate: str | None = None

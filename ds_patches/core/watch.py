@@ -9,20 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ds_patches.core import agreement, imports, lifecycle, live
 from ds_patches.core.journal import Journal
-from ds_patches.core.patch import Kind, Target
+from ds_patches.core.patch import Target
 from ds_patches.core.state import PatchStatus
-from ds_patches.core.wrappers import Wrapper
+
+if TYPE_CHECKING:
+    from ds_patches.core.wrappers import Wrapper
 
 log = logging.getLogger("ds_patches")
 
 _MODULE = "deepspeed.runtime.engine"
 _TARGETS = (
-    Target(_MODULE, "DeepSpeedEngine.__init__", "ds_patches.core.watch:around_init", Kind.WRAPT),
+    Target(_MODULE, "DeepSpeedEngine.__init__", "ds_patches.core.watch:around_init"),
     Target(_MODULE, "DeepSpeedEngine.step", "ds_patches.core.watch:around_step"),
 )
 _journal = Journal()
@@ -42,12 +44,12 @@ def start(statuses: Iterable[PatchStatus]) -> None:
     agreement.prepare(statuses)
     _look_at_classes()
     if not _journal.active and not imports.awaited([_MODULE]):
-        imports.when_whole(_MODULE, _wrap)
+        imports.add_post_import_hook(_MODULE, _wrap)
 
 
 def stop() -> None:
     """Watch no longer."""
-    imports.forget(_MODULE, _wrap)
+    imports.remove_post_import_hook(_MODULE, _wrap)
     _journal.remove()
 
 
@@ -91,7 +93,7 @@ def _look_at_classes() -> None:
         value = live.raw(wrapper.owner, wrapper.name)
         _seen[wrapper.owner, wrapper.name] = value
         _names.add(wrapper.name)
-        if not live.leads_to(value, wrapper.installed, wrapper.body):
+        if not live.leads_to(value, wrapper.installed):
             _tell(patch, wrapper, value)
 
 
@@ -104,7 +106,7 @@ def _look_at_own(thing: Any) -> None:
             continue
         found[name] = value
         for patch, wrapper in _wrappers_of(thing):
-            if wrapper.name == name and not live.leads_to(value, wrapper.installed, wrapper.body):
+            if wrapper.name == name and not live.leads_to(value, wrapper.installed):
                 _tell(patch, wrapper, value, f"at one {type(thing).__name__}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Kind, Link, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Patch, Target
 
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -15,8 +15,8 @@ _HOOKS = "ds_patches.dc_fallback.hooks"
 _OWN_FALLBACK = ">=0.19.3"
 
 
-def _engine(method: str, wrapper: str, kind: Kind = Kind.CLOSURE) -> Target:
-    return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}", kind)
+def _engine(method: str, wrapper: str) -> Target:
+    return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}")
 
 
 def _context(method: str, wrapper: str) -> Target:
@@ -24,7 +24,7 @@ def _context(method: str, wrapper: str) -> Target:
 
 
 _TARGETS = (
-    _engine("compile", "around_compile", Kind.WRAPT),
+    _engine("compile", "around_compile"),
     _engine("forward", "around_forward"),
     _engine("_backward_prologue", "around_prologue"),
     _engine("zero_grad", "around_zero_grad"),
@@ -35,48 +35,48 @@ _TARGETS = (
     _context("__exit__", "around_exit"),
 )
 
-_FACTS = (
-    Fact(
+_DEPENDENCIES = (
+    Dependency(
         _ENGINE,
         "DeepSpeedEngine._backward_epilogue",
         "ends every backward; wrapped at engines that DeepCompile has compiled",
     ),
-    Fact(
+    Dependency(
         f"{_COMPILE}.init_z3",
         "init_z3",
         "removes all hooks that gather or reduce; has the step read the gradient partitions",
     ),
-    Fact(_OFFLOAD, "ZeROOrderedDict", "holds a module's parameters; ours is one"),
-    Fact(
+    Dependency(_OFFLOAD, "ZeROOrderedDict", "holds a module's parameters; ours is one"),
+    Dependency(
         f"{_COMPILE}.z3_eager_fallback",
         "deepcompile_z3_forward_context",
         "does nothing for an engine without a fallback of DeepSpeed's own",
         releases=_OWN_FALLBACK,
     ),
-    Fact(
+    Dependency(
         f"{_COMPILE}.z3_eager_fallback",
         "DeepCompileZ3EagerFallback.release_gathered_params",
         "lets go of all that DeepSpeed's own fallback has gathered",
         releases=_OWN_FALLBACK,
     ),
-    Fact(
+    Dependency(
         f"{_COMPILE}.util",
         "deepcompile_backward_prologue",
         "tells the graphs whether a backward is at the boundary; here they are told again",
     ),
-    Fact(
+    Dependency(
         f"{_COMPILE}.backend",
         "make_backend",
         "waits for a backward of each graph whose frame was partitioned once; told to forget that",
     ),
-    Fact(f"{_COMPILE}.graph_param", "DSGraphParamManager", "knows the parameters of a graph"),
-    Fact(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.has_overflow", "reads the flat partitions"),
-    Fact(
+    Dependency(f"{_COMPILE}.graph_param", "DSGraphParamManager", "knows the parameters of a graph"),
+    Dependency(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.has_overflow", "reads the flat partitions"),
+    Dependency(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group",
         "steps with the partitions that averaged_gradients points at",
     ),
-    Fact(_PARAMETERS, "free_param", "leaves what was gathered to whoever still refers to it"),
+    Dependency(_PARAMETERS, "free_param", "leaves what was gathered to whoever still refers to it"),
 )
 
 PATCH = Patch(
@@ -105,7 +105,7 @@ PATCH = Patch(
     supported=">=0.19.2,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
-    facts=_FACTS,
+    dependencies=_DEPENDENCIES,
     activate=f"{_HOOKS}:activate",
     deactivate=f"{_HOOKS}:deactivate",
 )

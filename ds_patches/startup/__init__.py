@@ -22,7 +22,7 @@ def arm() -> None:
     from ds_patches.core import imports
 
     if not _armed:
-        imports.when_whole("deepspeed", _begin)
+        imports.add_post_import_hook("deepspeed", _begin)
         _armed = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Kind, Link, Option, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Option, Patch, Target
 
 _FLAT = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -29,8 +29,8 @@ def _flat(method: str, wrapper: str) -> Target:
     return Target(_FLAT, f"DeepSpeedZeroOptimizer.{method}", f"{_HOOKS}:{wrapper}")
 
 
-def _timer(method: str) -> Fact:
-    return Fact(
+def _timer(method: str) -> Dependency:
+    return Dependency(
         "deepspeed.utils.timer",
         f"ThroughputTimer.{method}",
         "waits for the device; wrapped at engines whose micro steps go on",
@@ -38,8 +38,8 @@ def _timer(method: str) -> Fact:
     )
 
 
-def _fact(method: str, why: str, releases: str = "") -> Fact:
-    return Fact(_FLAT, f"DeepSpeedZeroOptimizer.{method}", why, releases=releases)
+def _fact(method: str, why: str, releases: str = "") -> Dependency:
+    return Dependency(_FLAT, f"DeepSpeedZeroOptimizer.{method}", why, releases=releases)
 
 
 _TARGETS = (
@@ -55,7 +55,6 @@ _TARGETS = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.__init__",
         f"{_HOOKS}:around_engine_init",
-        Kind.WRAPT,
         releases=LACKS["micro_steps"],
     ),
     Target(_FLAT, "IPGBucket.clear", f"{_HOOKS}:around_clear", releases=LACKS["ping_pong"]),
@@ -70,7 +69,7 @@ _TARGETS = (
 
 _AT_OPTIMIZERS = "; wrapped at optimizers that overlap"
 
-_FACTS = (
+_DEPENDENCIES = (
     _fact(
         "reduce_independent_p_g_buckets_and_remove_grads",
         f"puts a gradient into its bucket{_AT_OPTIMIZERS}",
@@ -85,7 +84,7 @@ _FACTS = (
     _timer("start"),
     _timer("stop"),
     _fact("_clear_previous_reduced_grads", "has nothing to clear where gradients are contiguous"),
-    Fact(
+    Dependency(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.__all_gather_params",
         "gathers on a stream of its own",
@@ -116,7 +115,7 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
-    facts=_FACTS,
+    dependencies=_DEPENDENCIES,
     options=(
         Option(
             "parts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Fact, Kind, Link, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Patch, Target
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
@@ -15,7 +15,6 @@ def _register(method: str, releases: str) -> Target:
         _OFFLOAD,
         f"DeepSpeedZeRoOffload.{method}",
         f"{_HOOKS}:around_register",
-        Kind.WRAPT,
         releases=releases,
     )
 
@@ -25,44 +24,44 @@ _TARGETS = (
     _register("_register_deepspeed_module", ">=0.16.4"),
 )
 
-_FACTS = (
-    Fact(
+_DEPENDENCIES = (
+    Dependency(
         _OFFLOAD,
         "DeepSpeedZeRoOffload.pre_sub_module_backward_function",
         "gathers a module before its backward and records the fetch in the trace",
     ),
-    Fact(
+    Dependency(
         _OFFLOAD,
         "DeepSpeedZeRoOffload.post_sub_module_backward_function",
         "releases a module after its backward",
     ),
-    Fact(
+    Dependency(
         _COORDINATOR,
         "PartitionedParameterCoordinator.fetch_sub_module",
         "reads the prefetch queue that a repeated backward rewinds",
     ),
-    Fact(
+    Dependency(
         _COORDINATOR,
         "PartitionedParameterCoordinator._fetch_sub_module_impl",
         "reads the prefetch queue that a repeated backward rewinds",
         releases=">=0.18.6",
     ),
-    Fact(
+    Dependency(
         _COORDINATOR,
         "PartitionedParameterCoordinator.reset_step",
         "fills the prefetch queue from the trace, as the rewind does",
     ),
-    Fact(
+    Dependency(
         _COORDINATOR,
         "PartitionedParameterCoordinator.release_sub_module",
         "from 0.19.3 insists on an active backward fetch",
     ),
-    Fact(
+    Dependency(
         _COORDINATOR,
         "PartitionedParameterCoordinator.release_and_reset_all",
         "partitions everything again after a backward that raised",
     ),
-    Fact(
+    Dependency(
         _COORDINATOR,
         "PartitionedParameterCoordinator.__release_param",
         "partitions one parameter and keeps the count of gathered elements",
@@ -87,7 +86,7 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in=None,
     targets=_TARGETS,
-    facts=_FACTS,
+    dependencies=_DEPENDENCIES,
     activate=f"{_HOOKS}:activate",
     deactivate=f"{_HOOKS}:deactivate",
     requires=("accumulation",),

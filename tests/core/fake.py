@@ -13,7 +13,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 
-#: A small DeepSpeed: one target of every kind, and a class that the patch only relies on.
+#: A small DeepSpeed: targets of every kind, and what the patch only relies on.
 ENGINE = '''
 class Relied:
     limit = 3
@@ -34,8 +34,7 @@ class Engine:
     def build(cls, x):
         return ("build", cls.__name__, x)
 
-    @staticmethod
-    def norm(x):
+    def norm(self, x):
         return ("norm", x)
 
 
@@ -60,9 +59,9 @@ def instrument_w_nvtx(func):
     return wrapped_fn
 """
 
-#: The sample patch: every target kind, wrapped both ways, and a name that upstream lacks.
+#: The sample patch: every kind of target, and a name that upstream lacks.
 BINDING = """
-from ds_patches.core.patch import Fact, Kind, Link, Option, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Option, Patch, Target
 
 MODULE = "deepspeed.runtime.engine"
 HERE = "ds_patches.sample.around"
@@ -77,14 +76,16 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     fixed_in={fixed_in!r},
     targets=(
-        Target(MODULE, "scale", HERE + ":mark", Kind.WRAPT),
-        Target(MODULE, "Engine.forward", HERE + ":mark", Kind.{kind}),
-        Target(MODULE, "Engine.build", HERE + ":mark", Kind.WRAPT),
-        Target(MODULE, "Engine.norm", HERE + ":mark", Kind.WRAPT),
-        Target(MODULE, "Engine.extra", HERE + ":add", Kind.{kind}, adds=True),
-        Target(MODULE, "Engine.later", HERE + ":mark", Kind.{kind}, releases=">=0.20"),
+        Target(MODULE, "scale", HERE + ":mark"),
+        Target(MODULE, "Engine.forward", HERE + ":mark"),
+        Target(MODULE, "Engine.norm", HERE + ":mark"),
+        Target(MODULE, "Engine.extra", HERE + ":add", adds=True),
+        Target(MODULE, "Engine.later", HERE + ":mark", releases=">=0.20"),
     ),
-    facts=(Fact(MODULE, "Relied", "its limit"),),
+    dependencies=(
+        Dependency(MODULE, "Relied", "its limit"),
+        Dependency(MODULE, "Engine.build", "makes one"),
+    ),
     options=(Option("mode", "soft", ("soft", "hard"), "how"),),
     activate=HERE + ":activate",
     deactivate=HERE + ":deactivate",
@@ -120,8 +121,7 @@ def is_marked(qualname: str) -> bool:
     result = {
         "scale": lambda: engine.scale(1),
         "Engine.forward": lambda: engine.Engine().forward(1),
-        "Engine.build": lambda: engine.Pipeline.build(1),
-        "Engine.norm": lambda: engine.Engine.norm(1),
+        "Engine.norm": lambda: engine.Engine().norm(1),
         "Engine.extra": lambda: engine.Pipeline().extra(1),
     }
     try:
@@ -158,7 +158,6 @@ def patch_folder(
     folder: Path,
     name: str = "sample",
     *,
-    kind: str = "CLOSURE",
     fixed_in: str | None = None,
     shapes_of: str = ENGINE,
 ) -> Path:
@@ -166,7 +165,7 @@ def patch_folder(
     from ds_patches.core import shape
     from ds_patches.core.patch import Place
 
-    binding = edited(edited(BINDING, "{kind}", kind), "{fixed_in!r}", repr(fixed_in))
+    binding = edited(BINDING, "{fixed_in!r}", repr(fixed_in))
     write(folder / name / "__init__.py", '"""A sample."""\n')
     write(folder / name / "binding.py", edited(binding, "sample", name))
     write(folder / name / "around.py", AROUND)

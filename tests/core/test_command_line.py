@@ -210,7 +210,7 @@ def test_every_patch_says_all_there_is_to_say(name: str) -> None:
         assert "|" not in patch.summary + patch.remove_when, "a cell of the table"
     assert patch.upstream
     assert all(link.url.startswith("https://") for link in patch.upstream)
-    assert all(fact.why.strip() for fact in patch.facts)
+    assert all(one.why.strip() for one in patch.dependencies)
     for option in patch.options:
         assert values.choice(option, option.default), "the default is a choice"
         assert all(re.fullmatch(r"\w+", choice) for choice in option.choices), "no list of them"

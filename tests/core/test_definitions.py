@@ -111,7 +111,7 @@ def test_in_every_file_that_a_patch_looks_into() -> None:
     installed = release.installed()
     assert installed is not None
     patches = registry.patches().values()
-    modules = {place.module for patch in patches for place in (*patch.targets, *patch.facts)}
+    modules = {place.module for patch in patches for place in (*patch.targets, *patch.dependencies)}
     inside = (installed.folder.joinpath(*module.split(".")[1:]) for module in sorted(modules))
     files = [file for file in (path.with_suffix(".py") for path in inside) if file.is_file()]
     assert len(files) > 5

@@ -161,7 +161,7 @@ def digests() -> tuple[dict[str, Digests], dict[str, Digests]]:
         installed, places = release.installed(), {{}}
         for name in {[name for name in ds_patches.names() if not no_business(name)]}:
             of = registry.patch(name), installed.version
-            places[name] = (*gate.targets(*of), *gate.facts(*of))
+            places[name] = (*gate.targets(*of), *gate.dependencies(*of))
         def digests(look):
             return {{n: {{p.key: look(p, installed.folder) for p in places[n]}} for n in places}}
         before = digests(shape.of_source)
@@ -195,4 +195,4 @@ def test_source_and_live_object_agree_and_are_known(
 @pytest.mark.parametrize("name", ds_patches.names())
 def test_every_recorded_place_is_claimed(name: str) -> None:
     patch = registry.patch(name)
-    assert set(shape.known(patch)) == {place.key for place in (*patch.targets, *patch.facts)}
+    assert set(shape.known(patch)) == {place.key for place in (*patch.targets, *patch.dependencies)}

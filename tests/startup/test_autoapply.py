@@ -54,7 +54,7 @@ def with_a_second_module(here: Environment) -> Environment:
     with engine.open("a") as text:
         text.write("if getattr(sys, 'broken', False):\n    raise ValueError('not yet')\n")
     binding = here.package / "sample/binding.py"
-    gather = 'Target("deepspeed.runtime.zero", "gather", HERE + ":mark", Kind.WRAPT)'
+    gather = 'Target("deepspeed.runtime.zero", "gather", HERE + ":mark")'
     target = f"targets=(\n        {gather},"
     binding.write_text(fake.edited(binding.read_text(), "targets=(", target))
     recorded = here.package / "sample/shapes.json"

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in NAMES:
         sys.modules.pop(name, None)
     left = imports.awaited(NAMES)
-    imports._watch.actions.clear()
+    imports._watch.hooks.clear()
     assert not left
     assert imports._watch not in sys.meta_path
     assert not imports._watch.executed
@@ -50,8 +50,8 @@ def module(folder: Path, name: str = ONE, text: str = "answer = 42") -> Path:
 
 def test_an_absent_module_is_awaited_and_then_whole(folder: Path, calls: list[str]) -> None:
     module(folder, text="before = 1\nanswer = 42")
-    imports.when_whole(ONE, lambda: calls.append(str(sys.modules[ONE].answer)))
-    imports.when_whole(ONE, lambda: calls.append(str(imports.is_whole(ONE))))
+    imports.add_post_import_hook(ONE, lambda: calls.append(str(sys.modules[ONE].answer)))
+    imports.add_post_import_hook(ONE, lambda: calls.append(str(imports.is_whole(ONE))))
     assert not calls
     assert not imports.is_whole(ONE)
     assert imports.awaited(NAMES) == [ONE]
@@ -67,7 +67,7 @@ def test_an_absent_module_is_awaited_and_then_whole(folder: Path, calls: list[st
 def test_what_is_loaded_is_whole_now(folder: Path, calls: list[str], stand_in: object) -> None:
     """Whatever it is: tests of programs put anything in the place of DeepSpeed."""
     sys.modules[ONE] = stand_in
-    imports.when_whole(ONE, lambda: calls.append("now"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("now"))
     assert calls == ["now"]
 
 
@@ -78,7 +78,7 @@ def test_a_half_imported_module_is_refused(folder: Path, monkeypatch: pytest.Mon
     def within() -> None:
         said.append(imports.is_whole(ONE))
         with pytest.raises(ImportError, match="awaited_one is half imported"):
-            imports.when_whole(ONE, lambda: said.append("called"))
+            imports.add_post_import_hook(ONE, lambda: said.append("called"))
 
     monkeypatch.setattr(sys, "within", within, raising=False)
     importlib.import_module(ONE)
@@ -88,7 +88,7 @@ def test_a_half_imported_module_is_refused(folder: Path, monkeypatch: pytest.Mon
 
 def test_an_import_that_fails_is_awaited_on(folder: Path, calls: list[str]) -> None:
     path = module(folder, text="raise ValueError('not yet')")
-    imports.when_whole(ONE, lambda: calls.append("whole"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     for _ in range(2):
         with pytest.raises(ValueError, match="not yet"):
             importlib.import_module(ONE)
@@ -106,13 +106,13 @@ def test_what_an_action_raises_the_import_raises(folder: Path, calls: list[str])
         calls.append("refused")
         raise SystemExit("no")
 
-    imports.when_whole(ONE, refuse)
+    imports.add_post_import_hook(ONE, refuse)
     for _ in range(2):
         with pytest.raises(SystemExit, match="no"):
             importlib.import_module(ONE)
         assert ONE not in sys.modules
     assert calls == ["refused"] * 2
-    imports.forget(ONE, refuse)
+    imports.remove_post_import_hook(ONE, refuse)
     importlib.import_module(ONE)
     assert calls == ["refused"] * 2
 
@@ -120,7 +120,7 @@ def test_what_an_action_raises_the_import_raises(folder: Path, calls: list[str])
 def test_looking_for_it_is_not_importing_it(folder: Path, calls: list[str]) -> None:
     """As programs do to learn whether DeepSpeed is installed."""
     module(folder)
-    imports.when_whole(ONE, lambda: calls.append("whole"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     for _ in range(3):
         spec = importlib.util.find_spec(ONE)
         assert spec is not None
@@ -134,7 +134,7 @@ def test_looking_for_it_is_not_importing_it(folder: Path, calls: list[str]) -> N
 def test_the_loader_is_pythons_own_with_nothing_left_on_it(folder: Path, calls: list[str]) -> None:
     module(folder)
     module(folder, TWO)
-    imports.when_whole(ONE, lambda: calls.append("whole"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     awaited, bare = importlib.import_module(ONE), importlib.import_module(TWO)
     assert awaited.__spec__ is not None
     loader = awaited.__spec__.loader
@@ -151,7 +151,7 @@ def test_in_a_zip_file_where_all_modules_share_a_loader(folder: Path, calls: lis
         for name in NAMES:
             archive.writestr(f"{name}.py", "answer = 42")
     sys.path.insert(0, str(folder / "some.zip"))  # the fixture's path goes with it
-    imports.when_whole(TWO, lambda: calls.append("whole"))
+    imports.add_post_import_hook(TWO, lambda: calls.append("whole"))
     assert importlib.util.find_spec(TWO)
     assert importlib.util.find_spec(TWO)
     other = importlib.import_module(ONE)
@@ -164,7 +164,7 @@ def test_in_a_zip_file_where_all_modules_share_a_loader(folder: Path, calls: lis
 def test_a_bare_folder_of_that_name_is_not_it(folder: Path, calls: list[str]) -> None:
     """Such as a checkout's, beside the script."""
     (folder / ONE).mkdir()
-    imports.when_whole(ONE, lambda: calls.append("whole"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     importlib.import_module(ONE)
     assert not calls
     del sys.modules[ONE]
@@ -194,7 +194,7 @@ class Finder:
 @pytest.mark.parametrize("first", [True, False])
 def test_beside_a_finder_that_asks_python(folder: Path, calls: list[str], first: bool) -> None:
     module(folder)
-    arm = partial(imports.when_whole, ONE, lambda: calls.append("whole"))
+    arm = partial(imports.add_post_import_hook, ONE, lambda: calls.append("whole"))
     finder = Finder(importlib.util.find_spec, calls)
     add = partial(sys.meta_path.insert, 0, finder)
     for step in (add, arm) if first else (arm, add):
@@ -213,7 +213,7 @@ class FinderOfOld:
 def test_before_finders_that_have_their_own(folder: Path, calls: list[str]) -> None:
     module(folder)
     sys.meta_path[:0] = [FinderOfOld(), Finder(PathFinder.find_spec, calls)]
-    imports.when_whole(ONE, lambda: calls.append("whole"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     importlib.import_module(ONE)
     assert calls == ["found", "whole"]
 
@@ -224,7 +224,7 @@ from ds_patches.core import imports
 calls = []
 steps = [
     lambda: wrapt.register_post_import_hook(lambda _: calls.append("theirs"), "deepspeed"),
-    lambda: imports.when_whole("deepspeed", lambda: calls.append("ours")),
+    lambda: imports.add_post_import_hook("deepspeed", lambda: calls.append("ours")),
 ]
 for step in steps[::int(sys.argv[1])]:
     step()
@@ -244,13 +244,13 @@ def test_beside_wrapts_import_hooks(environment: Environment, order: str) -> Non
 def test_forgetting(folder: Path, calls: list[str]) -> None:
     module(folder)
     one, two = (lambda: calls.append("one")), (lambda: calls.append("two"))
-    imports.forget(ONE, one)
-    imports.when_whole(ONE, one)
-    imports.when_whole(ONE, two)
-    imports.when_whole(TWO, two)
-    imports.forget(ONE, one)
+    imports.remove_post_import_hook(ONE, one)
+    imports.add_post_import_hook(ONE, one)
+    imports.add_post_import_hook(ONE, two)
+    imports.add_post_import_hook(TWO, two)
+    imports.remove_post_import_hook(ONE, one)
     assert imports.awaited(NAMES) == [ONE, TWO]
-    imports.forget(TWO, two)
+    imports.remove_post_import_hook(TWO, two)
     assert imports._watch in sys.meta_path
     importlib.import_module(ONE)
     assert calls == ["two"]
@@ -259,7 +259,7 @@ def test_forgetting(folder: Path, calls: list[str]) -> None:
 def test_another_importer_waits_for_the_action(folder: Path, calls: list[str]) -> None:
     module(folder, text="import sys; sys.started.set(); sys.go_on.wait(10)")
     sys.started, sys.go_on = threading.Event(), threading.Event()
-    imports.when_whole(ONE, lambda: calls.append("whole"))
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
 
     def second() -> None:
         importlib.import_module(ONE)
