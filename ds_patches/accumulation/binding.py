@@ -21,10 +21,6 @@ def _engine(method: str, wrapper: str, releases: str = "") -> Target:
     return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}", releases=releases)
 
 
-def _stage3(method: str, wrapper: str) -> Target:
-    return Target(_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{method}", f"{_HOOKS}:{wrapper}")
-
-
 def _flat(method: str, wrapper: str, releases: str = "") -> Target:
     qualname = f"DeepSpeedZeroOptimizer.{method}"
     return Target(_FLAT, qualname, f"{_HOOKS}:{wrapper}", releases=releases)
@@ -45,8 +41,12 @@ _TARGETS = (
         f"{_HOOKS}:around_enter_backward",
         releases=_HOOK_STATE,
     ),
-    _stage3("partition_grads", "around_partition_grads"),
-    _stage3("zero_grad", "around_zero_grad"),
+    Target(
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.partition_grads",
+        "ds_patches.accumulation.partition_sum:around_partition_grads",
+    ),
+    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", f"{_HOOKS}:around_zero_grad"),
     _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
     _flat("zero_grad", "around_zero_grad"),
     Target(

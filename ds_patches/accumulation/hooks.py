@@ -18,7 +18,6 @@ from ds_patches.runtime.graph_task import accumulates
 
 from . import earlier, engines
 from .flat_sum import FlatSum
-from .partition_sum import PartitionSum
 from .steps import EngineSteps
 from .upstream import engine as upstream_engine
 from .upstream import flat
@@ -135,13 +134,6 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 # --- ZeRO ---------------------------------------------------------------------------------------
-
-
-def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps: EngineSteps | None = vars(optimizer).get(KEY)
-    if steps is None or not isinstance(steps.sum, PartitionSum):
-        return wrapped(*args, **kwargs)
-    return steps.sum.partition(wrapped, *args, **kwargs)
 
 
 def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

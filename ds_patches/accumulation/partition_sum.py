@@ -13,9 +13,22 @@ from typing import Any
 
 from ds_patches.core import live
 from ds_patches.runtime import engines
+from ds_patches.runtime.attached import key_of
 from ds_patches.runtime.attributes import meanwhile
 
 from .upstream import stage3
+
+_KEY = key_of("accumulation")
+
+
+def around_partition_grads(
+    wrapped: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Of the stage 3 optimizer."""
+    steps = vars(optimizer).get(_KEY)
+    if steps is None or not isinstance(steps.sum, PartitionSum):
+        return wrapped(*args, **kwargs)
+    return steps.sum.partition(wrapped, *args, **kwargs)
 
 
 class PartitionSum:
@@ -83,6 +96,4 @@ class PartitionSum:
 
 def _partitions(optimizer: Any) -> bool:
     """Whether upstream's ``partition_grads`` comes to us: a library may have put its own there."""
-    from . import hooks  # which needs this module
-
-    return live.leads_to(optimizer.partition_grads, hooks.around_partition_grads)
+    return live.leads_to(optimizer.partition_grads, around_partition_grads)

@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from ds_patches.core.agreement import store
 from ds_patches.core.errors import OtherRankFailed
-from ds_patches.runtime.ranks import patience, store
+from ds_patches.runtime.ranks import patience
 
 from .counters import Counters, FileCounters, StoreCounters
 

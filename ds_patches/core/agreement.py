@@ -73,7 +73,7 @@ def compare(engine: Any) -> None:
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) > 1:
         key = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        exchange = Exchange(_store(), f"ds_patches/{key}/{_built[ranks]}", ranks, _timeout)
+        exchange = Exchange(store(), f"ds_patches/{key}/{_built[ranks]}", ranks, _timeout)
         _built[ranks] += 1
         if trouble := exchange.compare(dist.get_rank(), holdings()):
             raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
@@ -188,7 +188,7 @@ def _silence(ranks: Sequence[int], waited: float) -> str:
     )
 
 
-def _store() -> Any:
+def store() -> Any:
     """Return the store that the ranks met at; every rank reaches it without the others' help."""
     from torch.distributed import distributed_c10d
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-import ds_patches
+from ds_patches import __path__ as our_path
 from ds_patches.core.errors import BrokenPatch, UnknownPatch
 from ds_patches.core.patch import Patch
 
@@ -30,7 +30,7 @@ def patches() -> dict[str, Patch]:
     Raises BrokenPatch for a binding that is not there, whose PATCH is not one or is named unlike
     its folder, for a name that is taken, and for a required one that there is not.
     """
-    folders = {m.name for m in pkgutil.iter_modules(ds_patches.__path__) if m.ispkg}
+    folders = {m.name for m in pkgutil.iter_modules(our_path) if m.ispkg}
     bound = sorted(name for name in folders if find_spec(f"ds_patches.{name}.binding"))
     found = {name: _load(name, f"ds_patches.{name}") for name in bound}
     for name, package in _declared(tuple(sys.path)):

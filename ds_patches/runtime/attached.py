@@ -9,6 +9,11 @@ from weakref import WeakSet
 State = TypeVar("State")
 
 
+def key_of(patch: str) -> str:
+    """Return the name under which a patch keeps its state of an object."""
+    return f"_ds_patches_{patch}"
+
+
 class Attached(Generic[State]):
     """State that is made for an object when the patch first sees it, and dies with the object.
 
@@ -16,7 +21,7 @@ class Attached(Generic[State]):
     """
 
     def __init__(self, patch: str, make: Callable[[Any], State | None]) -> None:
-        self.key, self._make = f"_ds_patches_{patch}", make
+        self.key, self._make = key_of(patch), make
         self._objects: WeakSet[Any] = WeakSet()
         self._parts: WeakSet[Any] = WeakSet()
 

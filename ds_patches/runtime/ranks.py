@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from ds_patches.core.agreement import store
+
 from .device import accelerator
-
-
-def store() -> Any:
-    """The default process group's, which every rank reaches without the others' help."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
 
 
 def patience() -> float:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ds_patches
+from ds_patches.core import api
 from ds_patches.doctor import trials
 from ds_patches.runtime import engines
+from ds_patches.traincheck import train_check
 
 WIDTH, BATCH = 32, 4
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     with trials.leaving(chosen.result) as result:
         if chosen.patched:
-            statuses = ds_patches.apply_all()
+            statuses = api.apply_all()
             result["live"] = [name for name, status in statuses.items() if status.live]
         _train(chosen.compiled, result)
     return 0
@@ -78,7 +79,7 @@ def _train(compiled: bool, result: dict[str, Any]) -> None:
             return
         # The first one compiles, and is outside: a hook that comes later compiles nothing again.
         _step(engine, device)
-        with ds_patches.train_check(engine, action="report") as report:
+        with train_check(engine, action="report") as report:
             for _ in range(2):
                 _step(engine, device)
         dist.destroy_process_group()
