@@ -17,9 +17,6 @@ import wrapt
 from ds_patches.core import live
 from ds_patches.core.patch import Target
 
-#: Called so, and not by super(), which Dynamo does not follow in a method of a wrapper.
-_bind: Any = wrapt.FunctionWrapper.__get__
-
 Around = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -47,11 +44,16 @@ class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 class _Method(_Function):
     """Around a method, bound as a function is: `Class.method` is the wrapper itself, every time."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Kept, as Dynamo fails to follow super() where it traces the two below.
+        self._self_bind: Any = super().__get__
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _bind(self, instance, owner)
+        return self if instance is None else self._self_bind(instance, owner)
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__get__(instance)(*args, **kwargs)
+        return self._self_bind(instance, None)(*args, **kwargs)
 
 
 @dataclass(eq=False)

@@ -99,6 +99,7 @@ def wrapped(sample: ModuleType, qualname: str) -> Wrapper:
     return wrapper
 
 
+@pytest.mark.core_case(way="module")
 @pytest.mark.parametrize("way", CALLS)
 def test_every_call_meets_the_wrapper(sample: ModuleType, way: str) -> None:
     qualname, call = CALLS[way]
