@@ -184,15 +184,13 @@ def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
     copy = copy_of(SOURCES, tmp_path)
     write_sample(copy)
     binding = copy / "ds_patches/loud_scale/binding.py"
-    option = '("both", "down"), "which moves are said"'
-    several = '("up", "down"), "which moves are said", first=True, several=True'
-    text = fake.edited(binding.read_text(encoding="utf-8"), option, several)
-    binding.write_text(fake.edited(text, '"both"', '"all"'), encoding="utf-8")
+    text = fake.edited(binding.read_text(encoding="utf-8"), '"both", (', '("down",), (')
+    binding.write_text(fake.edited(text, '("both", "down")', '("up", "down")'), encoding="utf-8")
     done = build(copy, tmp_path / "site")
     assert done.returncode == 0, done.stderr
     for page in ("flags", "patches/loud_scale"):
         found = _text(tmp_path / f"site/{page}.html")
-        assert "one or more of up, down, all (default): which moves are said" in found
+        assert "one or more of up, down (default), all: which moves are said" in found
         assert "whatever the lists say; one or more of up, down, all: apply it so" in found
 
 

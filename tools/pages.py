@@ -129,19 +129,19 @@ def _glance(patch: Patch) -> str:
 def _variables(patch: Patch) -> Iterator[tuple[str, str]]:
     """Return the patch's own variables with their values and meaning."""
     own = flags.variables({patch.name: patch})[len(flags.variables({})) :]
-    meanings = [_switch(patch)]
-    meanings += [f"{_values(option, option.default)}: {option.help}" for option in patch.options]
+    meanings, defaults = [_switch(patch)], flags.defaults(patch)
+    meanings += [f"{_values(one, defaults[one.name])}: {one.help}" for one in patch.options]
     return zip(own, meanings, strict=True)
 
 
 def _switch(patch: Patch) -> str:
     meaning = "`1` or `0`: apply it or do not, whatever the lists say"
-    choices = [_values(option) for option in patch.options if option.first]
+    choices = [_values(option) for option in patch.options if option.several]
     return "; ".join([meaning, *(f"{values}: apply it so" for values in choices)])
 
 
 def _values(option: Option, default: str = "") -> str:
-    usual = re.split("[,+]", default)
+    usual = default.split(",")
     values = ", ".join(f"`{word}`" + " (default)" * (word in usual) for word in option.words)
     return f"one or more of {values}" if option.several else values
 

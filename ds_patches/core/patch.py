@@ -59,18 +59,20 @@ class Dependency(Place):
 class Option:
     """A choice left to the user: `DS_PATCHES_<PATCH>_<OPTION>` or `apply(name, option=value)`.
 
-    first: `DS_PATCHES_<PATCH>`, which is 0 or 1, may be one of its choices too. At most one option
-        of a patch is, and none of its choices means yes or no.
-    several: its value is one choice or more, separated by commas or plus signs, or `all`. The patch
-        gets them as `choices` orders them, joined by commas.
+    default: one of the choices; or a tuple of some, if a value is one choice or more, separated by
+        commas or plus signs, or `all`. The patch gets them as `choices` orders them, joined by
+        commas, and `DS_PATCHES_<PATCH>`, which is 0 or 1, takes them too.
     """
 
     name: str
-    default: str
+    default: str | tuple[str, ...]
     choices: tuple[str, ...]
     help: str
-    first: bool = False
-    several: bool = False
+
+    @property
+    def several(self) -> bool:
+        """Whether a value may be several choices. At most one option of a patch is like that."""
+        return isinstance(self.default, tuple)
 
     @property
     def words(self) -> tuple[str, ...]:

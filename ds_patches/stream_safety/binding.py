@@ -119,11 +119,9 @@ PATCH = Patch(
     options=(
         Option(
             "parts",
-            default=",".join(SAFE),
+            default=SAFE,
             choices=tuple(LACKS),
             help="which fixes, each where the release lacks it; all: what is for speed, too",
-            first=True,
-            several=True,
         ),
     ),
     collectives=False,
