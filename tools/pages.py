@@ -82,11 +82,12 @@ def page_of(patch: Patch) -> str:
     if any(one.patch == patch.name for one in SYMPTOMS):
         table = symptoms.markdown("../troubleshooting.md", only=patch.name)
         sections[_CURES] = f'<div class="symptoms" markdown>\n\n{table}\n\n</div>'
-    sections = {
+    written = {
         "Why": patch.why,
         "How": patch.how,
-        "Remove it when": f"{patch.remove_when}.",
-    } | sections
+        "Remove it when": patch.remove_when and f"{patch.remove_when}.",
+    }
+    sections = {name: text for name, text in written.items() if text} | sections
     names = sorted(sections, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
     parts = [f"# {patch.name}", summary]
     parts += [f"## {name}\n\n{sections[name]}" for name in names]
@@ -123,7 +124,7 @@ def _glance(patch: Patch) -> str:
         ("Ranks", ranks),
         *((f"`{variable}`", meaning) for variable, meaning in _variables(patch)),
     ]
-    return "\n".join(f"- **{name}**: {what}" for name, what in facts)
+    return "\n".join(f"- **{name}**: {what}" for name, what in facts if what)
 
 
 def _variables(patch: Patch) -> Iterator[tuple[str, str]]:

@@ -86,6 +86,7 @@ class Patch:
 
     supported: specifier of the tested releases; it has an upper bound.
     fixed_in: first DeepSpeed release that needs no patch, or None.
+    why, how, remove_when, upstream: texts of its page in docs/, for a patch of this package.
     collectives: whether it changes what the ranks say to each other. All ranks of an engine must
         then have it alike, and are compared when the engine is built.
     activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
@@ -98,13 +99,13 @@ class Patch:
 
     name: str
     summary: str
-    why: str
-    how: str
-    remove_when: str
-    upstream: tuple[Link, ...]
     supported: str
-    fixed_in: str | None
     targets: tuple[Target, ...]
+    fixed_in: str | None = None
+    why: str = ""
+    how: str = ""
+    remove_when: str = ""
+    upstream: tuple[Link, ...] = ()
     dependencies: tuple[Dependency, ...] = ()
     options: tuple[Option, ...] = ()
     collectives: bool = True

@@ -113,7 +113,6 @@ PATCH = Patch(
         Link("PR 8080", "https://github.com/deepspeedai/DeepSpeed/pull/8080"),
     ),
     supported=">=0.16.0,<=0.19.8",
-    fixed_in=None,
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
     options=(

@@ -16,7 +16,7 @@ from ds_patches.core.patch import Option, Patch
 
 
 def patch(name: str, *options: Option) -> Patch:
-    return Patch(name, "", "", "", "", (), ">=0.16", None, (), options=options)
+    return Patch(name, "", ">=0.16", (), options=options)
 
 
 PATCHES = {
