@@ -113,7 +113,7 @@ def test_every_command_in_the_docs_exists() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for page in (ROOT / "README.md", *DOCS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"python -m ds_patches ([a-z]+)", text):
+        for name in re.findall(r"(?:python -m ds_patches|ds-patches) ([a-z-]+)", text):
             assert name in command_line._COMMANDS, (page.name, name)
         for name in re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE):
             assert name in targets, (page.name, name)
