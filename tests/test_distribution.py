@@ -111,6 +111,8 @@ def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path
     assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
     doctor = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python)
     assert "  loud_scale: would apply\n" in doctor
+    status = run("-m", "ds_patches", "status", "loud_scale", cwd=tmp_path, python=python)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in status.splitlines())
     tested = run("-m", "pytest", "-p", "no:cacheprovider", "tests", cwd=own, python=python)
     assert "3 passed" in tested
     run("-m", "pip", "wheel", *pip[3:], "-w", str(tmp_path), str(own), cwd=own, python=python)

@@ -6,11 +6,13 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
+from itertools import groupby
 from pathlib import Path
 
 from packaging.version import Version
 
 from ds_patches.core import gate, release, shape
+from ds_patches.core.errors import FlagError
 from ds_patches.core.patch import Patch, Target
 
 #: By place and shape, the releases that have it.
@@ -22,16 +24,13 @@ def record(patch: Patch, folder: Path) -> bool:
 
     folder: holds a folder for each release, as `pip install --target` fills it. Nothing in there is
         imported; what `supported` leaves out is left out.
-    Returns False, having written nothing, where a release lacks a place or cannot be told.
+    Returns False, having written nothing, where a release lacks a place. Raises FlagError where
+    there is no release, or one folder is of two.
     """
     sources = _sources(folder, patch.supported)
-    found, wrong = _found(patch, sources)
-    if not sources:
-        wrong = [f"{folder} has no folder of a DeepSpeed in {patch.supported}"]
-    elif len({*sources.values()}) < len(sources):
-        wrong = [f"{folder} has a folder with the metadata of two releases"]
-    if wrong:
-        print(*wrong, sep="\n", file=sys.stderr)
+    found, missing = _found(patch, sources)
+    if missing:
+        print(*missing, sep="\n", file=sys.stderr)
         return False
     new = {
         key: {digest: _spans(some, [*sources]) for digest, some in found[key].items()}
@@ -49,7 +48,12 @@ def _sources(folder: Path, supported: str) -> dict[Version, Path]:
     """Return where each release's package lies, oldest first; other packages may lie there too."""
     found = distributions(name=release.PACKAGE, path=[str(one) for one in folder.glob("*")])
     places = {Version(one.version): Path(str(one.locate_file(release.PACKAGE))) for one in found}
-    return {one: places[one] for one in sorted(places) if release.covers(supported, one)}
+    if len({*places.values()}) < len(places):
+        raise FlagError(f"{folder} has a folder with the metadata of two releases")
+    covered = {one: places[one] for one in sorted(places) if release.covers(supported, one)}
+    if not covered:
+        raise FlagError(f"{folder} has no folder of a DeepSpeed in {supported}")
+    return covered
 
 
 def _found(patch: Patch, sources: Mapping[Version, Path]) -> tuple[Found, list[str]]:
@@ -67,12 +71,8 @@ def _found(patch: Patch, sources: Mapping[Version, Path]) -> tuple[Found, list[s
 
 def _spans(some: list[Version], every: list[Version]) -> str:
     """Write versions as spans over the releases that exist: "0.16.0-0.16.4, 0.16.6"."""
-    runs: list[list[Version]] = []
-    for version in some:
-        if runs and every.index(version) == every.index(runs[-1][-1]) + 1:
-            runs[-1].append(version)
-        else:
-            runs.append([version])
+    ordered = groupby(some, lambda one: every.index(one) - some.index(one))
+    runs = [[*run] for _, run in ordered]
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 

@@ -20,11 +20,9 @@ def split(text: str) -> tuple[str, ...]:
 
 def switch(where: str, text: str, others: Sequence[str] = ()) -> bool:
     """Return yes or no; a list of `others` is a yes. Raises FlagError for any other text."""
-    if text.lower() in NO:
-        return False
-    if text.lower() not in YES and not _is_made_of(others, split(text)):
+    if text.lower() not in YES + NO and not _is_made_of(others, split(text)):
         raise no_choice(where, text, ("0", "1", *others), also=YES + NO)
-    return True
+    return text.lower() not in NO
 
 
 def choice(option: Option, value: Value) -> str | None:

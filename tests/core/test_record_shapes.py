@@ -115,17 +115,17 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path, site: Path, shapes: Path
     releases(old, "0.15.0")
     fake.deepspeed(gone / "any", "0.18.0", fake.edited(fake.ENGINE, "def norm", "def renamed"))
     shutil.copytree(
-        releases(tmp_path / "other", "0.18.1") / "0.18.1/deepspeed-0.18.1.dist-info",
-        releases(both, "0.18.0") / "0.18.0/deepspeed-0.18.1.dist-info",
+        releases(tmp_path / "other", "0.15.1") / "0.15.1/deepspeed-0.15.1.dist-info",
+        releases(both, "0.18.0") / "0.18.0/deepspeed-0.15.1.dist-info",
     )
-    for folder, complaint in (
-        (tmp_path / "nowhere", "has no folder of a DeepSpeed in >=0.16.0,<=0.19.8"),
-        (old, "has no folder of a DeepSpeed in >=0.16.0,<=0.19.8"),
-        (gone, "Engine.norm does not exist in 0.18.0"),
-        (both, "has a folder with the metadata of two releases"),
+    for folder, expected, complaint in (
+        (tmp_path / "nowhere", 2, "has no folder of a DeepSpeed in >=0.16.0,<=0.19.8"),
+        (old, 2, "has no folder of a DeepSpeed in >=0.16.0,<=0.19.8"),
+        (gone, 1, "Engine.norm does not exist in 0.18.0"),
+        (both, 2, "has a folder with the metadata of two releases"),
     ):
         code, printed, said = record(site, folder)
-        assert (code, printed) == (1, "")
+        assert (code, printed) == (expected, "")
         assert complaint in said
         assert "Traceback" not in said
         assert shapes.read_text() == before
