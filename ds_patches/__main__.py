@@ -23,7 +23,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 if `doctor` found a fault, 2 for a flag that means nothing."""
+    """Run one command. Returns 0, 1 for a fault that it found, 2 for a flag that means nothing."""
     # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
     # becomes would ignore it too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -104,6 +104,13 @@ def _env(chosen: argparse.Namespace) -> None:
         print(*variables.lines(os.environ), sep="\n")
 
 
+def _record_shapes(chosen: argparse.Namespace) -> int:
+    from ds_patches.commands import record_shapes
+
+    patch = registry.patch(chosen.name, "record-shapes")
+    return int(not record_shapes.record(patch, chosen.releases))
+
+
 def _must_mean_something() -> None:
     """Raise FlagError for a variable that does not: a program would run on unpatched with it."""
     flags.read(registry.patches())
@@ -117,6 +124,7 @@ _COMMANDS = {
     "enable": _enable,
     "disable": _disable,
     "env": _env,
+    "record-shapes": _record_shapes,
 }
 
 
@@ -166,6 +174,11 @@ def _parser() -> argparse.ArgumentParser:
             metavar="FILE",
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
+    record = commands.add_parser("record-shapes", help="write the shapes.json of a patch you write")
+    record.add_argument("name", metavar="NAME", help="the patch")
+    record.add_argument(
+        "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"
+    )
     return parser
 
 

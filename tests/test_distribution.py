@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import packaging
 import pytest
 
 import ds_patches
 from ds_patches.core import registry, release
 from tests.core import fake
+from tests.test_docs import files_on
 
 NAME = f"ds_patches-{ds_patches.__version__}"
 
@@ -63,14 +64,19 @@ def test_the_sdist_has_what_tests_and_site_are_made_of(built: Path) -> None:
     assert not [*folder.rglob("__pycache__")]
 
 
+def environment(folder: Path, built: Path) -> tuple[str, Path]:
+    """Make an environment that has the wheel alone; return its Python and its site-packages."""
+    run("-m", "venv", "--without-pip", str(folder), cwd=built)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site))
+    run(*pip, str(built / f"{NAME}-py3-none-any.whl"), cwd=built)
+    return str(folder / "bin/python"), site
+
+
 def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None:
     """A bare environment: its own Python, the wheel, what that requires, and DeepSpeed."""
-    run("-m", "venv", "--without-pip", str(tmp_path / "env"), cwd=tmp_path)
-    python = str(tmp_path / "env/bin/python")
-    (site,) = (tmp_path / "env/lib").glob("python*/site-packages")
-    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site))
-    run(*pip, str(built / f"{NAME}-py3-none-any.whl"), cwd=tmp_path)
-    here = Path(sysconfig.get_path("purelib"))
+    python, site = environment(tmp_path / "env", built)
+    here = Path(str(packaging.__file__)).parents[1]
     installed = release.installed()
     assert installed is not None
     for required in (*here.glob("wrapt*"), *here.glob("packaging*")):
@@ -83,3 +89,36 @@ def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None
     assert f"ordinary scripts that DeepSpeed {installed.version} gets wrong" in said
     for name in registry.patches():
         assert f"  {name}: would apply\n" in said
+
+
+def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path: Path) -> None:
+    """With the page's files, command and test, and nothing of this project but the wheel."""
+    python, site = environment(tmp_path / "env", built)
+    others = [one for one in sys.path if Path(one).is_dir() and not _has_ours(Path(one))]
+    (site / "others.pth").write_text("\n".join(others))
+    own = tmp_path / "own"
+    for path, text in files_on("writing-a-patch.md").items():
+        fake.write(own / path, text)
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    run(*pip, "--editable", str(own), cwd=own, python=python)
+
+    installed = release.installed()
+    assert installed is not None
+    (own / ".releases").mkdir()
+    (own / ".releases" / str(installed.version)).symlink_to(installed.folder.parent)
+    record = ("-m", "ds_patches", "record-shapes", "loud_scale", "--releases", ".releases")
+    recorded = run(*record, cwd=own, python=python)
+    assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
+    doctor = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python)
+    assert "  loud_scale: would apply\n" in doctor
+    status = run("-m", "ds_patches", "status", "loud_scale", cwd=tmp_path, python=python)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in status.splitlines())
+    tested = run("-m", "pytest", "-p", "no:cacheprovider", "tests", cwd=own, python=python)
+    assert "3 passed" in tested
+    run("-m", "pip", "wheel", *pip[3:], "-w", str(tmp_path), str(own), cwd=own, python=python)
+    with zipfile.ZipFile(tmp_path / "our_patches-1.0-py3-none-any.whl") as wheel:
+        assert "our_patches/loud_scale/shapes.json" in wheel.namelist()
+
+
+def _has_ours(folder: Path) -> bool:
+    return (folder / "ds_patches").is_dir()

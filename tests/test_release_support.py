@@ -67,7 +67,7 @@ def test_a_release_whose_shapes_are_known_is_recorded(binding: Path, state: Stat
     assert supported(state, steps) == 0
     assert f'supported=">=0.16.0,<={NEWEST}"' in binding.read_text(encoding="utf-8")
     shapes, one, every = steps.done
-    assert shapes.startswith("tools/record_shapes.py coalesce --releases ")
+    assert shapes.startswith("-m ds_patches record-shapes coalesce --releases ")
     assert one == f"-m tests.releases record {NEWEST}"
     assert every == "-m tests.releases record"
 
@@ -83,7 +83,7 @@ def test_a_release_with_other_code_is_left_to_a_person(
 
 
 def test_a_range_whose_shapes_cannot_be_recorded_is_taken_back(binding: Path) -> None:
-    assert supported(State.UNKNOWN_VERSION, Steps(failing="tools/")) == 1
+    assert supported(State.UNKNOWN_VERSION, Steps(failing="-m ds_patches")) == 1
     assert binding.read_text(encoding="utf-8") == BINDING
 
 

@@ -26,6 +26,7 @@ ON_REQUEST = {
     "commands/status.py": "status",
     "commands/doctor.py": "doctor",
     "commands/symptoms.py": "doctor and table",
+    "commands/record_shapes.py": "record-shapes",
     "symptoms.py": "doctor and table",
     "startup/diagnosis.py": "the end of doctor",
     "traincheck/doctor.py": "doctor --train-check",

@@ -82,11 +82,12 @@ def page_of(patch: Patch) -> str:
     if any(one.patch == patch.name for one in SYMPTOMS):
         table = symptoms.markdown("../troubleshooting.md", only=patch.name)
         sections[_CURES] = f'<div class="symptoms" markdown>\n\n{table}\n\n</div>'
-    sections = {
+    written = {
         "Why": patch.why,
         "How": patch.how,
-        "Remove it when": f"{patch.remove_when}.",
-    } | sections
+        "Remove it when": patch.remove_when and f"{patch.remove_when}.",
+    }
+    sections = {name: text for name, text in written.items() if text} | sections
     names = sorted(sections, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
     parts = [f"# {patch.name}", summary]
     parts += [f"## {name}\n\n{sections[name]}" for name in names]
@@ -123,25 +124,25 @@ def _glance(patch: Patch) -> str:
         ("Ranks", ranks),
         *((f"`{variable}`", meaning) for variable, meaning in _variables(patch)),
     ]
-    return "\n".join(f"- **{name}**: {what}" for name, what in facts)
+    return "\n".join(f"- **{name}**: {what}" for name, what in facts if what)
 
 
 def _variables(patch: Patch) -> Iterator[tuple[str, str]]:
     """Return the patch's own variables with their values and meaning."""
     own = flags.variables({patch.name: patch})[len(flags.variables({})) :]
-    meanings = [_switch(patch)]
-    meanings += [f"{_values(option, option.default)}: {option.help}" for option in patch.options]
+    meanings, defaults = [_switch(patch)], flags.defaults(patch)
+    meanings += [f"{_values(one, defaults[one.name])}: {one.help}" for one in patch.options]
     return zip(own, meanings, strict=True)
 
 
 def _switch(patch: Patch) -> str:
     meaning = "`1` or `0`: apply it or do not, whatever the lists say"
-    choices = [_values(option) for option in patch.options if option.first]
+    choices = [_values(option) for option in patch.options if option.several]
     return "; ".join([meaning, *(f"{values}: apply it so" for values in choices)])
 
 
 def _values(option: Option, default: str = "") -> str:
-    usual = re.split("[,+]", default)
+    usual = default.split(",")
     values = ", ".join(f"`{word}`" + " (default)" * (word in usual) for word in option.words)
     return f"one or more of {values}" if option.several else values
 

@@ -155,7 +155,6 @@ PATCH = Patch(
         Link("issue 7724", "https://github.com/deepspeedai/DeepSpeed/issues/7724"),
     ),
     supported=">=0.16.0,<=0.19.8",
-    fixed_in=None,
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
     activate=f"{_HOOKS}:activate",

@@ -128,7 +128,6 @@ PATCH = Patch(
     ),
     upstream=(Link("PR 7992", "https://github.com/deepspeedai/DeepSpeed/pull/7992"),),
     supported=">=0.16.0,<=0.19.8",
-    fixed_in=None,
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
     options=(

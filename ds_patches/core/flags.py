@@ -170,10 +170,9 @@ def _wish(
         return _Wish(name in only or None, "the call's choice")
     variable = _variable(patches[name])
     if variable in env:
-        value, first = env[variable], _first(patches[name])
-        chosen = first and values.choice(first, value)
-        wanted = bool(chosen) or values.switch(variable, value, first.words if first else ())
-        return _Wish(wanted, f"{variable}={value}")
+        words = next((one.words for one in patches[name].options if one.several), ())
+        wanted = values.switch(variable, env[variable], words)
+        return _Wish(wanted, f"{variable}={env[variable]}")
     if name in values.split(env.get(f"{PREFIX}_SKIP", "")):
         return _Wish(False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}")
     if listed := values.split(env.get(PREFIX, "")):
@@ -197,16 +196,12 @@ def _options(patch: Patch, asked: Mapping[str, Value], env: Mapping[str, str]) -
         variable = _variable(patch, option)
         where = f"{patch.name}({name}=...)" if name in asked else variable
         # The variable of the patch itself makes no choice where it is a mere 0 or 1.
-        short = values.choice(option, env.get(_variable(patch), "")) if option.first else None
+        short = values.choice(option, env.get(_variable(patch), "")) if option.several else None
         value = asked.get(name, env.get(variable, short or option.default))
         if (choice := values.choice(option, value)) is None:
             raise values.no_choice(where, value, option.words)
         chosen[name] = choice
     return chosen
-
-
-def _first(patch: Patch) -> Option | None:
-    return next((option for option in patch.options if option.first), None)
 
 
 def _variable(patch: Patch, option: Option | None = None) -> str:

@@ -59,18 +59,20 @@ class Dependency(Place):
 class Option:
     """A choice left to the user: `DS_PATCHES_<PATCH>_<OPTION>` or `apply(name, option=value)`.
 
-    first: `DS_PATCHES_<PATCH>`, which is 0 or 1, may be one of its choices too. At most one option
-        of a patch is, and none of its choices means yes or no.
-    several: its value is one choice or more, separated by commas or plus signs, or `all`. The patch
-        gets them as `choices` orders them, joined by commas.
+    default: one of the choices; or a tuple of some, if a value is one choice or more, separated by
+        commas or plus signs, or `all`. The patch gets them as `choices` orders them, joined by
+        commas, and `DS_PATCHES_<PATCH>`, which is 0 or 1, takes them too.
     """
 
     name: str
-    default: str
+    default: str | tuple[str, ...]
     choices: tuple[str, ...]
     help: str
-    first: bool = False
-    several: bool = False
+
+    @property
+    def several(self) -> bool:
+        """Whether a value may be several choices. At most one option of a patch is like that."""
+        return isinstance(self.default, tuple)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -84,6 +86,7 @@ class Patch:
 
     supported: specifier of the tested releases; it has an upper bound.
     fixed_in: first DeepSpeed release that needs no patch, or None.
+    why, how, remove_when, upstream: texts of its page in docs/, for a patch of this package.
     collectives: whether it changes what the ranks say to each other. All ranks of an engine must
         then have it alike, and are compared when the engine is built.
     activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
@@ -96,13 +99,13 @@ class Patch:
 
     name: str
     summary: str
-    why: str
-    how: str
-    remove_when: str
-    upstream: tuple[Link, ...]
     supported: str
-    fixed_in: str | None
     targets: tuple[Target, ...]
+    fixed_in: str | None = None
+    why: str = ""
+    how: str = ""
+    remove_when: str = ""
+    upstream: tuple[Link, ...] = ()
     dependencies: tuple[Dependency, ...] = ()
     options: tuple[Option, ...] = ()
     collectives: bool = True

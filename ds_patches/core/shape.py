@@ -46,7 +46,8 @@ def is_within(version: Version, spans: Spans) -> bool:
 
 def recorded_at(patch: Patch) -> Path:
     """Return the file that holds the recorded shapes of a patch, beside its binding."""
-    return Path(str(import_module(patch.package).__file__)).with_name("shapes.json")
+    binding = import_module(f"{patch.package}.binding")  # the folder may have no __init__.py
+    return Path(str(binding.__file__)).with_name("shapes.json")
 
 
 def of(place: Place, folder: Path) -> str:

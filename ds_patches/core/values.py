@@ -18,11 +18,11 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.replace("+", ",").split(",") if part.strip())
 
 
-def switch(where: str, text: str, others: Iterable[str] = ()) -> bool:
-    """Return yes or no. Raises FlagError, which lists `others` too, for any other text."""
-    if text.lower() not in YES + NO:
+def switch(where: str, text: str, others: Sequence[str] = ()) -> bool:
+    """Return yes or no; a list of `others` is a yes. Raises FlagError for any other text."""
+    if text.lower() not in YES + NO and not _is_made_of(others, split(text)):
         raise no_choice(where, text, ("0", "1", *others), also=YES + NO)
-    return text.lower() in YES
+    return text.lower() not in NO
 
 
 def choice(option: Option, value: Value) -> str | None:
@@ -30,7 +30,10 @@ def choice(option: Option, value: Value) -> str | None:
     if isinstance(value, int):
         value = str(value)
     if option.several:
-        return _several(option, split(value) if isinstance(value, str) else value)
+        words = split(value) if isinstance(value, str) else value
+        if not _is_made_of(option.words, words):
+            return None
+        return ",".join(one for one in option.choices if one in words or ALL in words)
     if not isinstance(value, str):
         return None
     if value.lower() in YES + NO and {"on", "off"} <= {*option.choices}:
@@ -57,10 +60,6 @@ def no_choice(
     return FlagError(f"{where} is {value!r}{guess}; the choices are: {', '.join(choices)}")
 
 
-def _several(option: Option, value: object) -> str | None:
-    if not isinstance(value, Sequence):
-        return None  # a dict, None: anything may come from a call
-    words = tuple(value)
-    if not words or not all(word in option.words for word in words):
-        return None
-    return ",".join(one for one in option.choices if one in words or ALL in words)
+def _is_made_of(words: Sequence[str], some: object) -> bool:
+    """Anything may come from a call: a dict, None."""
+    return isinstance(some, Sequence) and bool(some) and all(one in words for one in some)

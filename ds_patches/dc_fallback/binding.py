@@ -103,7 +103,6 @@ PATCH = Patch(
         Link("PR 8157", "https://github.com/deepspeedai/DeepSpeed/pull/8157"),
     ),
     supported=">=0.19.2,<=0.19.8",
-    fixed_in=None,
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
     activate=f"{_HOOKS}:activate",

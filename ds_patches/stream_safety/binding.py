@@ -113,17 +113,14 @@ PATCH = Patch(
         Link("PR 8080", "https://github.com/deepspeedai/DeepSpeed/pull/8080"),
     ),
     supported=">=0.16.0,<=0.19.8",
-    fixed_in=None,
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
     options=(
         Option(
             "parts",
-            default=",".join(SAFE),
+            default=SAFE,
             choices=tuple(LACKS),
             help="which fixes, each where the release lacks it; all: what is for speed, too",
-            first=True,
-            several=True,
         ),
     ),
     collectives=False,

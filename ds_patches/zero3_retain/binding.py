@@ -84,7 +84,6 @@ PATCH = Patch(
         Link("PR 8135", "https://github.com/deepspeedai/DeepSpeed/pull/8135"),
     ),
     supported=">=0.16.0,<=0.19.8",
-    fixed_in=None,
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
     activate=f"{_HOOKS}:activate",

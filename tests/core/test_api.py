@@ -117,7 +117,7 @@ def test_several_choices_reach_activate_in_one_spelling(
     tmp_path: Path, sample: tuple[str, Path]
 ) -> None:
     binding = tmp_path / "patches/sample/binding.py"
-    taken = fake.edited(binding.read_text(), '"how")', '"how", several=True)')
+    taken = fake.edited(binding.read_text(), '"soft", (', '("soft",), (')
     fake.write(binding, taken)
     code = sample[0] + (
         """

@@ -215,7 +215,7 @@ def test_every_patch_says_all_there_is_to_say(name: str) -> None:
         assert values.choice(option, option.default), "the default is a choice"
         assert all(re.fullmatch(r"\w+", choice) for choice in option.choices), "no list of them"
         assert ALL not in option.choices
-    first = [option for option in patch.options if option.first]
-    assert len(first) <= 1
-    for option in first:
+    several = [option for option in patch.options if option.several]
+    assert len(several) <= 1
+    for option in several:
         assert not {word.lower() for word in option.words} & {*values.YES, *values.NO}

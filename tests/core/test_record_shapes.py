@@ -1,4 +1,4 @@
-"""`tools/record_shapes.py`: what it records is what the gate then knows."""
+"""`record-shapes`: what it records is what the gate then knows."""
 
 from __future__ import annotations
 
@@ -6,47 +6,132 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.core import fake
+from tests.core.test_declared import distribution
 
-TOOL = fake.REPOSITORY / "tools/record_shapes.py"
+ENGINE = "deepspeed.runtime.engine:Engine"
 
 
-def record(folder: Path, releases: Path) -> tuple[int, str, str]:
-    arguments = ["record_shapes", "sample", "--releases", str(releases)]
-    code = fake.with_patches(folder) + (
-        f"import runpy, sys; sys.argv = {arguments}\n"
-        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    )
-    done = fake.run(code)
+def record(site: Path, releases: Path) -> tuple[int, str, str]:
+    """Record the sample patch, which another package in `site` declares."""
+    words = ("-m", "ds_patches", "record-shapes", "sample", "--releases", str(releases))
+    done = fake.run("", site, arguments=words)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_spans_and_drift(tmp_path: Path) -> None:
-    other = fake.edited(fake.ENGINE, "self.factor, x)", "x)")
-    for version in ("0.15.0", "0.16.0", "0.16.1", "0.17.0", "0.18.0", "0.18.1"):
-        engine = other if version == "0.17.0" else fake.ENGINE
-        fake.deepspeed(tmp_path / "releases" / version, version, engine)
-    (tmp_path / "releases/accelerate-1.7.0").mkdir()  # another package, for other tests
-    folder = fake.patch_folder(tmp_path / "patches")
-    code, printed, _ = record(folder, tmp_path / "releases")
+def releases(folder: Path, *versions: str) -> Path:
+    for version in versions:
+        fake.deepspeed(folder / version, version)
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    return distribution(tmp_path / "site")
+
+
+@pytest.fixture
+def shapes(site: Path) -> Path:
+    return site / "our_patches/sample/shapes.json"
+
+
+def test_spans_and_drift(tmp_path: Path, site: Path, shapes: Path) -> None:
+    folder = releases(tmp_path / "releases", "0.15.0", "0.16.0", "0.16.1", "0.18.0", "0.19.8")
+    fake.deepspeed(folder / "0.17.0", "0.17.0", fake.edited(fake.ENGINE, "self.factor, x)", "x)"))
+    (folder / "accelerate-1.7.0").mkdir()  # another package, for other tests
+    shapes.unlink()
+    code, printed, said = record(site, folder)
+    assert (code, said) == (0, "")
+    recorded = json.loads(shapes.read_text())
+    forward = recorded[f"{ENGINE}.forward"]
+    assert list(forward.values()) == ["0.16.0-0.16.1, 0.18.0-0.19.8", "0.17.0"]
+    assert recorded[f"{ENGINE}.extra"] == {"absent": "0.16.0-0.19.8"}
+    assert f"{ENGINE}.later" not in recorded
+    assert [line[0] for line in printed.splitlines()] == ["+"] * 7
+    assert record(site, folder) == (0, "no drift\n", "")
+    shutil.rmtree(folder / "0.17.0")
+    same, other = forward
+    expected = [
+        f"~ {ENGINE}.forward {same} (0.16.0-0.16.1, 0.18.0-0.19.8 -> 0.16.0-0.19.8)",
+        f"- {ENGINE}.forward {other} (0.17.0)",
+    ]
+    assert sorted(record(site, folder)[1].splitlines()) == sorted(expected)
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[]", '{"place": "shape"}', "\udcff"])
+def test_a_record_that_cannot_be_read_is_written_anew(
+    tmp_path: Path, site: Path, shapes: Path, broken: str
+) -> None:
+    folder = releases(tmp_path / "releases", "0.16.0", "0.19.8")
+    assert record(site, folder)[0] == 0
+    whole = shapes.read_text()
+    shapes.write_text(broken, errors="surrogateescape")
+    code, printed, said = record(site, folder)
     assert code == 0
-    shapes = json.loads((folder / "sample/shapes.json").read_text())
-    forward = shapes["deepspeed.runtime.engine:Engine.forward"]
-    assert sorted(forward.values()) == ["0.16.0-0.16.1, 0.18.0-0.18.1", "0.17.0"]
-    assert shapes["deepspeed.runtime.engine:Engine.extra"] == {"absent": "0.16.0-0.18.1"}
-    assert "deepspeed.runtime.engine:Engine.later" not in shapes
-    assert "+ deepspeed.runtime.engine:Engine.forward" in printed
-    assert record(folder, tmp_path / "releases")[1] == "no drift\n"
-    shutil.rmtree(tmp_path / "releases/0.17.0")
-    assert "- deepspeed.runtime.engine:Engine.forward" in record(folder, tmp_path / "releases")[1]
+    assert said.startswith(f"{shapes} cannot be read (")
+    assert said.endswith(") and is written anew\n")
+    assert f"+ {ENGINE}.forward" in printed
+    assert shapes.read_text() == whole
 
 
-def test_a_claimed_place_that_is_missing_is_refused(tmp_path: Path) -> None:
-    gone = fake.edited(fake.ENGINE, "def norm", "def renamed")
-    fake.deepspeed(tmp_path / "releases/0.18.0", "0.18.0", gone)
-    folder = fake.patch_folder(tmp_path / "patches")
-    before = (folder / "sample/shapes.json").read_text()
-    code, _, complaint = record(folder, tmp_path / "releases")
-    assert code == 1
-    assert "Engine.norm does not exist in 0.18.0" in complaint
-    assert (folder / "sample/shapes.json").read_text() == before
+def test_a_folder_that_is_no_module_has_its_record(
+    tmp_path: Path, site: Path, shapes: Path
+) -> None:
+    (shapes.parent / "__init__.py").unlink()
+    shapes.unlink()
+    assert record(site, releases(tmp_path / "releases", "0.16.0", "0.19.8"))[0] == 0
+    assert shapes.is_file()
+
+
+@pytest.mark.parametrize(
+    ("supported", "missing"),
+    [
+        (">=0.17.0,<=0.19.0", ()),
+        ("==0.19.0", ()),
+        ("!=0.18.0,>=0.17.0,<=0.19.0", ()),
+        (">=0.16.0,<=0.19.0", ("before 0.17.0",)),
+        (">=0.17.0,<=0.19.8", ("after 0.19.0",)),
+        (">=0.17.0", ("after 0.19.0",)),
+        ("", ("before 0.17.0", "after 0.19.0")),
+    ],
+)
+def test_what_is_claimed_and_not_there_is_said(
+    tmp_path: Path, site: Path, shapes: Path, supported: str, missing: tuple[str, ...]
+) -> None:
+    binding = shapes.with_name("binding.py")
+    fake.write(binding, fake.edited(binding.read_text(), ">=0.16.0,<=0.19.8", supported))
+    folder = releases(tmp_path / "releases", "0.17.0", "0.19.0")
+    code, _, said = record(site, folder)
+    assert code == 0
+    warning = f"warning: {folder} has no DeepSpeed in {supported}"
+    assert said.splitlines() == [f"{warning} {one}" for one in missing]
+
+
+def test_what_cannot_be_told_is_refused(tmp_path: Path, site: Path, shapes: Path) -> None:
+    before = shapes.read_text()
+    old, gone, both = (tmp_path / name for name in ("old", "gone", "both"))
+    releases(old, "0.15.0")
+    fake.deepspeed(gone / "any", "0.18.0", fake.edited(fake.ENGINE, "def norm", "def renamed"))
+    shutil.copytree(
+        releases(tmp_path / "other", "0.15.1") / "0.15.1/deepspeed-0.15.1.dist-info",
+        releases(both, "0.18.0") / "0.18.0/deepspeed-0.15.1.dist-info",
+    )
+    for folder, expected, complaint in (
+        (tmp_path / "nowhere", 2, "has no folder of a DeepSpeed in >=0.16.0,<=0.19.8"),
+        (old, 2, "has no folder of a DeepSpeed in >=0.16.0,<=0.19.8"),
+        (gone, 1, "Engine.norm does not exist in 0.18.0"),
+        (both, 2, "has a folder with the metadata of two releases"),
+    ):
+        code, printed, said = record(site, folder)
+        assert (code, printed) == (expected, "")
+        assert complaint in said
+        assert "Traceback" not in said
+        assert shapes.read_text() == before
+
+
+def test_a_name_that_no_patch_has_is_an_error(tmp_path: Path, site: Path) -> None:
+    done = fake.run("", site, arguments=("-m", "ds_patches", "record-shapes", "smaple", "--rel=."))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "record-shapes: no patch is named 'smaple' (did you mean 'sample'?)" in done.stderr

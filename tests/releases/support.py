@@ -72,7 +72,7 @@ def _takes(name: str, version: str, answer: Answer, python: Callable[..., int]) 
     before = file.read_text(encoding="utf-8")
     file.write_text(raised(before, version), encoding="utf-8")
     folder = str(releases.folder())
-    if python("tools/record_shapes.py", name, "--releases", folder):
+    if python("-m", "ds_patches", "record-shapes", name, "--releases", folder):
         file.write_text(before, encoding="utf-8")
         return False
     say(f"{name}: supported up to {version}")
