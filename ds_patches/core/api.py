@@ -103,11 +103,12 @@ def unapply_all() -> Statuses:
     """
     result = Statuses()
     errors: list[Exception] = []
-    for name in registry.patches():
-        try:
-            result[name] = unapply(name)
-        except Exception as error:
-            errors.append(error)
+    with _call():
+        for name in registry.patches():
+            try:
+                result[name] = unapply(name)
+            except Exception as error:
+                errors.append(error)
     _raise_first(errors)
     return result
 
