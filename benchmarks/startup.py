@@ -1,12 +1,14 @@
 """The start-up hook, measured: ``python -m benchmarks.startup [options]``.
 
-What the hook adds to the start of an interpreter, and what auto-apply adds to `import deepspeed`.
+What the hook adds to the start of an interpreter, what auto-apply adds to `import deepspeed`, and
+what calls of the API take where DeepSpeed is imported already.
 Prints Markdown and, with ``--json``, keeps everything behind it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -31,6 +33,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 #: Milliseconds of CPU time that a hook may add to the start of an interpreter.
 _UNSET_BAR, _SET_BAR = 2.0, 10.0
 _ALL = {"DS_PATCHES": "all"}
+#: Calls in one process, in their order, and the CPU time that each may take in milliseconds.
+_CALLS = {"apply_all()": 350.0, "unapply_all()": None, "apply_all(), the second time": 150.0}
 
 #: Fields of Taken.
 _KINDS = ("cpu", "wall")
@@ -43,6 +47,19 @@ _IS_HOOKED = (
 _IMPORT = "import deepspeed"
 _CALL = f"{_IMPORT}, ds_patches; ds_patches.apply_all(); "
 _IS_LIVE = "import deepspeed, ds_patches; print(any(s.live for s in ds_patches.status().values()))"
+_TIMED = """
+import json, time
+import deepspeed, ds_patches
+
+def timed(name, live):
+    wall, cpu = time.perf_counter(), time.process_time()
+    statuses = getattr(ds_patches, name)()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    assert any(status.live for status in statuses.values()) is live, statuses
+    return {"wall": wall * 1e3, "cpu": cpu * 1e3}
+
+print(json.dumps([timed("apply_all", True), timed("unapply_all", False), timed("apply_all", True)]))
+"""
 
 
 @dataclass(frozen=True)
@@ -102,8 +119,11 @@ def main() -> int:
     _in_turn(imports, options.imports)
     for what, starts in (("python -c pass", bare), (f"python -c '{_IMPORT}'", imports)):
         print("", _table(what, starts), "", _bars(starts), sep="\n", flush=True)
+    calls = _calls(options.imports)
+    print("", _table_of_calls(calls), sep="\n", flush=True)
     measured = [_plain(one) for one in (*bare, *imports)]
-    write(options.json, {"provenance": origin, "starts": measured})
+    plain = {name: [asdict(one) for one in taken] for name, taken in calls.items()}
+    write(options.json, {"provenance": origin, "starts": measured, "calls": plain})
     return 0
 
 
@@ -128,15 +148,40 @@ def _bare_starts(folder: Path) -> list[Start]:
 
 def _imports() -> list[Start]:
     """Of this interpreter and its DeepSpeed; auto-apply finds what patches there are."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(filter(None, [str(variables.HOOK), str(_ROOT), *inherited]))
-    hooked = _variables() | {"PYTHONPATH": path}
+    hooked = _variables() | {"PYTHONPATH": _path(variables.HOOK)}
     python = Path(sys.executable)
     return [
         Start("DS_PATCHES unset", python, hooked, _IMPORT, _IS_LIVE, "False"),
         Start("DS_PATCHES=all", python, hooked | _ALL, _IMPORT, _IS_LIVE, "True"),
         Start("unset, apply_all() in the script", python, hooked, _CALL, _CALL + _IS_LIVE, "True"),
     ]
+
+
+def _calls(processes: int) -> dict[str, list[Taken]]:
+    """What each call took, by process; the first of them has compiled what was not compiled yet."""
+    words = [sys.executable, "-c", _TIMED]
+    here = _variables() | {"PYTHONPATH": _path()}
+    taken: dict[str, list[Taken]] = {name: [] for name in _CALLS}
+    for process in range(processes + 1):
+        done = subprocess.run(words, env=here, stdout=subprocess.PIPE, text=True, check=True)
+        for name, one in zip(_CALLS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+            taken[name] += [Taken(**one)] if process else []
+    return taken
+
+
+def _table_of_calls(calls: Mapping[str, Sequence[Taken]]) -> str:
+    times = ("CPU ms", "quartiles", "wall ms", "quartiles")
+    header = ("import deepspeed, then", *times, "bar", "held")
+    body = []
+    for name, taken in calls.items():
+        row = [name]
+        for kind in _KINDS:
+            spread = Spread.of([getattr(one, kind) for one in taken])
+            row += [f"{spread.median:.1f}", f"{spread.low:.1f} to {spread.high:.1f}"]
+        bar, cpu = _CALLS[name], Spread.of([one.cpu for one in taken]).median
+        row += ["-", "-"] if bar is None else [f"< {bar:g}", "yes" if cpu < bar else "NO"]
+        body.append(row)
+    return markdown(header, body)
 
 
 def _environment(root: Path) -> tuple[Path, Path]:
@@ -151,6 +196,12 @@ def _variables() -> dict[str, str]:
     """This shell's variables, but for those that change what Python does, or what we do."""
     ours = ("PYTHON", "DS_PATCHES")
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def _path(*first: Path) -> str:
+    """This project, and what this shell has on its path, after these."""
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(filter(None, [*map(str, first), str(_ROOT), *inherited]))
 
 
 def _in_turn(starts: Sequence[Start], rounds: int) -> None:

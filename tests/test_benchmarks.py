@@ -26,6 +26,7 @@ HOOKED = {
     ".pth, DS_PATCHES unset": "< 2",
     ".pth, DS_PATCHES=all": "< 10",
 }
+CALLS = ["apply_all", "unapply_all", "apply_all"]
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,10 @@ def test_startup_prints_every_start_and_bar(startup: Outcome) -> None:
     imports = startup.table("python -c 'import deepspeed'")
     assert [cells[0] for cells in imports][:2] == ["DS_PATCHES unset", "DS_PATCHES=all"]
     assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"
+    calls = startup.table("import deepspeed, then")
+    assert [cells[0].partition("()")[0] for cells in calls] == CALLS
+    assert [cells[5] for cells in calls] == ["< 350", "-", "< 150"]
+    assert all(float(cells[column]) > 0 for cells in calls for column in (1, 3))
 
 
 @pytest.mark.exhaustive
@@ -186,3 +191,7 @@ def test_startup_keeps_what_it_measured(startup: Outcome) -> None:
     starts = startup.kept["starts"]
     assert [len(start["taken"]) for start in starts] == [3] * 5 + [1] * 3
     assert all(taken["cpu"] > 0 for start in starts for taken in start["taken"])
+    calls = startup.kept["calls"]
+    assert [len(taken) for taken in calls.values()] == [1] * 3
+    first, _, second = (taken[0]["cpu"] for taken in calls.values())
+    assert first > second, "the shapes are known, and nothing is imported"

@@ -6,7 +6,6 @@ as good as one built after.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from ds_patches.runtime.attributes import meanwhile
+from ds_patches.runtime.engines import built
 from ds_patches.runtime.graph_task import accumulates
 
 from . import earlier, engines
@@ -32,12 +32,8 @@ Kwargs = dict[str, Any]
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Name what is out of reach."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    built_before = sum(issubclass(type(thing), DeepSpeedEngine) for thing in gc.get_objects())
-    if not built_before:
-        return []
-    return [f"{built_before} engine(s) built before: patched from their next forward on"]
+    count = len(built())
+    return [f"{count} engine(s) built before: patched from their next forward on"] if count else []
 
 
 def deactivate() -> Sequence[str]:

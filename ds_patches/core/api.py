@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ds_patches.core import flags, lifecycle, registry, watch
+from ds_patches.core import flags, lifecycle, once, registry, watch
 from ds_patches.core.errors import AlreadyApplied, PatchNotApplied
 from ds_patches.core.flags import Names, Options, Request, Requests
 from ds_patches.core.gate import Force
@@ -17,7 +17,6 @@ from ds_patches.core.values import Value
 
 log = logging.getLogger("ds_patches")
 _lock = threading.RLock()
-_depth = 0
 _afterwards: list[Callable[[], None]] = []
 
 #: Not live, and nothing to warn of.
@@ -104,11 +103,12 @@ def unapply_all() -> Statuses:
     """
     result = Statuses()
     errors: list[Exception] = []
-    for name in registry.patches():
-        try:
-            result[name] = unapply(name)
-        except Exception as error:
-            errors.append(error)
+    with _call():
+        for name in registry.patches():
+            try:
+                result[name] = unapply(name)
+            except Exception as error:
+                errors.append(error)
     _raise_first(errors)
     return result
 
@@ -196,30 +196,20 @@ def after_the_call(action: Callable[[], None]) -> None:
 @contextmanager
 def _call() -> Iterator[None]:
     """One call at a time."""
-    global _depth
     try:
-        with _lock:
-            _depth += 1
-            try:
-                yield
-            finally:
-                _depth -= 1
+        with _lock, once.call():
+            yield
     finally:  # also after a call that was refused: its import may have brought something about
         _catch_up()
 
 
 def _catch_up() -> None:
-    global _depth
     while _afterwards and _lock.acquire(blocking=False):
         try:
-            if _depth or not _afterwards:
+            if once.is_under_way() or not _afterwards:
                 return
-            action = _afterwards.pop(0)
-            _depth += 1
-            try:
-                action()
-            finally:
-                _depth -= 1
+            with once.call():
+                _afterwards.pop(0)()
         finally:
             _lock.release()
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from ds_patches.core import once
+
 PACKAGE = "deepspeed"
 
 
@@ -31,6 +33,7 @@ class Release:
     folder: Path
 
 
+@once.per_call
 def installed() -> Release | None:
     """Return the DeepSpeed that `import deepspeed` would load, or None.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,13 +28,8 @@ _compiled_here: WeakSet[Any] = WeakSet()
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take in the engines that were compiled here; name what is out of reach."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    left = sum(
-        _compiled(thing) is None
-        for thing in gc.get_objects()
-        if issubclass(type(thing), DeepSpeedEngine) and engines.is_deep_compiled(thing)
-    )
+    compiled = filter(engines.is_deep_compiled, engines.built())
+    left = sum(_compiled(engine) is None for engine in compiled)
     return [f"{left} engine(s) compiled before: left to stock DeepSpeed"] if left else []
 
 

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+
+from ds_patches.core import once
+
+
+@once.per_call
+def built() -> list[Any]:
+    """Return every engine there is, but for those that ``gc.freeze()`` hides."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    kinds: list[type] = [DeepSpeedEngine]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # Each object refers to its class: the collector looks for that without a line of Python. What
+    # else it finds is told by type(), as a proxy claims the class of what it stands for.
+    found = gc.get_referrers(*kinds)
+    return [thing for thing in found if issubclass(type(thing), DeepSpeedEngine)]
 
 
 def has_torch_style_backward(engine: Any) -> bool:

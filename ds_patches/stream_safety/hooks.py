@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -10,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ds_patches.core import release as releases
+from ds_patches.runtime import engines
 from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Shadow
 
@@ -50,12 +50,10 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     global _live
     asked = options["parts"].split(",")
     _live = frozenset(part for part in asked if releases.covers(LACKS[part], release))
-    for thing in gc.get_objects():
-        if issubclass(type(thing), flat.optimizer_class()):
-            _orders(thing)
-    for thing in gc.get_objects():
-        if issubclass(type(thing), timer.engine_class()):
-            _take_in_timer(thing)
+    for engine in engines.built():
+        if issubclass(type(engine.optimizer), flat.optimizer_class()):
+            _orders(engine.optimizer)
+        _take_in_timer(engine)
     if tuple(asked) in (SAFE, tuple(LACKS)):
         return []
     return [

@@ -98,6 +98,27 @@ print("done")
     assert done.stderr.count("sample is not applied, unknown version") == 1
 
 
+def test_each_call_sees_what_is_installed_now(sample: tuple[str, Path], tmp_path: Path) -> None:
+    add, installed = sample
+    other = fake.deepspeed(tmp_path / "other", "0.19.7")
+    code = add + (
+        f"""
+import shutil, sys
+told = lambda: ds_patches.status()["sample"].installed
+assert told() == "0.19.8"
+sys.path.insert(0, {str(other)!r})
+assert told() == "0.19.7"
+shutil.move("{other}/deepspeed-0.19.7.dist-info", "{other}/deepspeed-0.19.6.dist-info")
+with open("{other}/deepspeed-0.19.6.dist-info/METADATA", "w") as metadata:
+    metadata.write("Name: deepspeed\\nVersion: 0.19.6\\n")
+assert told() == "0.19.6"
+assert ds_patches.apply_all(only="sample")["sample"].installed == "0.19.6"
+print("done")
+"""
+    )
+    assert fake.output(code, installed) == "done\n"
+
+
 def test_a_changed_shape_is_forced_by_name(sample: tuple[str, Path], tmp_path: Path) -> None:
     engine = fake.edited(fake.ENGINE, "self.factor, x)", "self.factor, x + 0)")
     reshaped = fake.deepspeed(tmp_path / "reshaped", engine=engine)

@@ -1,9 +1,15 @@
-"""What the start-up hook costs an interpreter; measured in earnest by benchmarks/startup.py."""
+"""What the start-up hook costs an interpreter, and what a call looks at; measured in earnest by
+benchmarks/startup.py.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
 import pytest
 
+from tests.core import fake
 from tests.startup.environment import Environment
 
 #: Milliseconds: of a program that is not to be patched, and of one that has no use for DeepSpeed.
@@ -34,3 +40,35 @@ def test_the_hook_is_light(
         costs.append(sum(ours.values()) / 1000)
     assert ("ds_patches.startup" in ours) is bool(variables)
     assert min(costs) < (SET_BAR if variables else UNSET_BAR), ours
+
+
+LOOKS = """
+import json, sys
+import deepspeed, ds_patches
+
+looks = []
+
+def hear(event, arguments):
+    if event in ("gc.get_objects", "gc.get_referrers"):
+        looks.append("objects")
+    elif event == "open" and "deepspeed-" in str(arguments[0]):
+        looks.append(str(arguments[0]).rpartition("/")[2])
+
+sys.addaudithook(hear)
+for call in ("apply_all", "unapply_all", "apply_all", "status"):
+    getattr(ds_patches, call)()
+    print("looks", json.dumps([call, looks]))
+    looks.clear()
+"""
+
+
+def test_a_call_looks_once_for_engines_and_for_the_release() -> None:
+    """However many patches it is about: each look takes milliseconds."""
+    done = fake.run(LOOKS)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("looks ")]
+    found = [json.loads(line.removeprefix("looks ")) for line in lines]
+    assert [call for call, _ in found] == ["apply_all", "unapply_all", "apply_all", "status"]
+    for call, looks in found:
+        assert Counter(looks)["objects"] == (call == "apply_all"), (call, looks)
+        assert Counter(looks)["METADATA"] == 1, (call, looks)

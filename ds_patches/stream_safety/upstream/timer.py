@@ -8,14 +8,6 @@ from typing import Any
 from ds_patches.runtime.attributes import meanwhile
 
 
-def engine_class() -> type:
-    """What has one."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    found: type = DeepSpeedEngine
-    return found
-
-
 def of(engine: Any) -> Any:
     """It is the engine's own."""
     return engine.tput_timer

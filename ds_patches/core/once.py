@@ -1,0 +1,46 @@
+"""What is looked up once in a call of the API, and anew in the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+Found = TypeVar("Found")
+
+#: By the function that looks, what it has found in the call under way; None while there is none.
+_found: dict[Callable[[], Any], Any] | None = None
+
+
+@contextmanager
+def call() -> Iterator[None]:
+    """While a call is under way, or one within it."""
+    global _found
+    outer = _found
+    _found = {} if outer is None else outer
+    try:
+        yield
+    finally:
+        _found = outer
+
+
+def is_under_way() -> bool:
+    """Whether a call is."""
+    return _found is not None
+
+
+def per_call(look: Callable[[], Found]) -> Callable[[], Found]:
+    """Have a function look once in a call; outside of calls it looks every time."""
+
+    @wraps(look)
+    def kept() -> Found:
+        found = _found  # another thread may end its call meanwhile
+        if found is None:
+            return look()
+        if look not in found:
+            found[look] = look()
+        result: Found = found[look]
+        return result
+
+    return kept
