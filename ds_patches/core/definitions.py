@@ -79,13 +79,18 @@ def _heads(file: Stamp) -> Heads:
 
 @lru_cache(maxsize=4)  # a tree of DeepSpeed's larger files takes tens of MB
 def _tree(file: Stamp) -> ast.Module:
-    return _parse(file[0].read_bytes())
+    return parse(file[0])
 
 
-def _parse(source: str | bytes) -> ast.Module:
+def parse(path: Path) -> ast.Module:
+    """Return the tree of a whole file."""
+    return _parse(path.read_bytes(), path.name)
+
+
+def _parse(source: str | bytes, file: str = "") -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # upstream's invalid escapes are not the user's concern
-        return ast.parse(source)
+        return ast.parse(source, file)
 
 
 def _parsed_from(lines: list[str], start: int) -> Definition | None:

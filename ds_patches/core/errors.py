@@ -29,6 +29,13 @@ class BrokenPatch(DsPatchesError):
     """A patch folder does not hold what the contract asks for."""
 
 
+class BrokenDeepSpeed(DsPatchesError):
+    """A module of the installed DeepSpeed cannot be imported, whoever asks for it."""
+
+    def __init__(self, module: str, error: Exception) -> None:
+        super().__init__(f"the import of {module} fails: {type(error).__name__}: {error}")
+
+
 class FlagError(DsPatchesError, ValueError):
     """A flag, in a call or in the environment, that means nothing; the message lists what does."""
 

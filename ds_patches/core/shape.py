@@ -63,6 +63,13 @@ def of_source(place: Place, folder: Path) -> str:
     return ABSENT if path is None else _digest_by_name(definitions.stamp(path), place.qualname)
 
 
+def absent(place: Place, folder: Path) -> str:
+    """Return ABSENT. Raises SyntaxError for a source that has the name nowhere as it is broken."""
+    if path := _source_file(place.module, folder):
+        definitions.parse(path)
+    return ABSENT
+
+
 def of_live(place: Place) -> str:
     """Return the shape of a loaded place, of the function or class beneath all wrappers."""
     where = live.site(place)
