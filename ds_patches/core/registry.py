@@ -91,16 +91,14 @@ def _must_be_typed(found: Patch) -> None:
     for field, kind in _KINDS.items():
         for one in getattr(found, field):
             if not isinstance(one, kind):
-                raise TypeError(f"{one!r}, one of its {field}, is no {kind.__name__}")
+                raise TypeError(f"{field}: {one!r} is no {kind.__name__}")
     for option in found.options:
         if values.choice(option, option.default) is None:
             raise values.no_choice(option.name, option.default, option.words)
 
 
 def _broken(name: str, package: str, why: str) -> Patch:
-    return Patch(
-        name, "(cannot be used)", "", "", "", (), "", None, (), package=package, broken=why
-    )
+    return Patch(name, "(broken)", "", "", "", (), "", None, (), package=package, broken=why)
 
 
 def _all_required(one: Patch, found: dict[str, Patch]) -> list[str]:
