@@ -26,14 +26,7 @@ def _raised_again(
 
 
 class BrokenPatch(DsPatchesError):
-    """A patch folder does not hold what the contract asks for."""
-
-
-class BrokenDeepSpeed(DsPatchesError):
-    """A module of the installed DeepSpeed cannot be imported, whoever asks for it."""
-
-    def __init__(self, module: str, error: Exception) -> None:
-        super().__init__(f"the import of {module} fails: {type(error).__name__}: {error}")
+    """A patch cannot be used: its folder does not hold what the contract asks for."""
 
 
 class FlagError(DsPatchesError, ValueError):

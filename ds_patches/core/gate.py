@@ -6,7 +6,8 @@ wrapped unless the user forces it by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import imports, journal, live, registry, release, shape
-from ds_patches.core.errors import BrokenDeepSpeed, BrokenPatch
+from ds_patches.core.errors import BrokenPatch
 from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
 from ds_patches.core.state import PatchStatus, State
@@ -86,7 +87,7 @@ def check(patch: Patch, force: Force = Force.NO) -> Verdict:
     """
     try:
         verdict = _check(patch, force)
-    except (BrokenPatch, BrokenDeepSpeed) as error:
+    except BrokenPatch as error:
         return Verdict(State.BROKEN, str(error), release.installed())
     for name in patch.requires if verdict.may_apply else ():
         required = check(registry.patch(name), force)
@@ -110,6 +111,16 @@ def read(patch: Patch) -> tuple[Recorded, list[Version]]:
         return recorded, known
     except Exception as error:
         why = f"{patch.package}, its shapes.json or releases: {type(error).__name__}: {error}"
+        raise BrokenPatch(why) from error
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Raise BrokenPatch for what keeps a module of DeepSpeed from being imported."""
+    try:
+        yield
+    except Exception as error:
+        why = f"the import of {module} fails: {type(error).__name__}: {error}"
         raise BrokenPatch(why) from error
 
 
@@ -191,20 +202,16 @@ class _Found:
     def drift_of(self, place: Place) -> Drift:
         found = self._shape(place)
         if found == shape.ABSENT:  # or not seen: the source may be no Python from somewhere on
-            found = self._look(shape.absent, place)
+            with importing(place.module):
+                shape.must_parse(place, self._folder)
         known = shape.known(self.patch).get(place.key, {}).get(found, "")
         return Drift(place, found, known, _live_origin(place))
 
     def _shape(self, place: Place) -> str:
         if place.key not in self._shapes:
-            self._shapes[place.key] = self._look(shape.of, place)
+            with importing(place.module):
+                self._shapes[place.key] = shape.of(place, self._folder)
         return self._shapes[place.key]
-
-    def _look(self, how: Callable[[Place, Path], str], place: Place) -> str:
-        try:
-            return how(place, self._folder)
-        except (SyntaxError, ValueError, OSError) as error:
-            raise BrokenDeepSpeed(place.module, error) from error
 
 
 def _judge(

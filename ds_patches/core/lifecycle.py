@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pkgutil import resolve_name
 from packaging.version import Version
 
 from ds_patches.core import gate, imports, release
-from ds_patches.core.errors import AlreadyApplied, BrokenDeepSpeed
+from ds_patches.core.errors import AlreadyApplied, BrokenPatch
 from ds_patches.core.flags import Request
 from ds_patches.core.gate import Verdict
 from ds_patches.core.journal import Journal
@@ -75,8 +74,10 @@ def apply(
         verdict = gate.check(patch, request.force)
         if verdict.may_apply and (version := verdict.release):
             targets = gate.targets(patch, version)
-            for module in dict.fromkeys(target.module for target in targets):
-                _import(module)
+            # DeepSpeed first: if its import has failed before, parts of it are imported still.
+            for module in dict.fromkeys([release.PACKAGE, *(t.module for t in targets)]):
+                with gate.importing(module):
+                    import_module(module)
             # Again, now that the live objects can be seen: somebody may have replaced one.
             verdict = gate.check(patch, request.force)
             if verdict.may_apply:
@@ -117,7 +118,7 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     wrapper_states = life.wrapper_states()
     if wrapper_states:
         state, reason = _live_state(wrapper_states)
-    elif isinstance(life.failure, BrokenDeepSpeed):
+    elif isinstance(life.failure, BrokenPatch):
         state, reason = State.BROKEN, str(life.failure)
     elif life.failure is not None:
         state, reason = State.FAILED, f"{type(life.failure).__name__}: {life.failure}"
@@ -163,16 +164,6 @@ def _put_in_place(
 def _awaited(patch: Patch) -> list[str]:
     """Return the modules that auto-apply waits for to apply this patch."""
     return imports.awaited([release.PACKAGE, *lives[patch.name].waits_for])
-
-
-def _import(module: str) -> None:
-    try:
-        # Itself first: of one that failed before, parts are there still, and would be found.
-        if release.PACKAGE not in sys.modules:
-            import_module(release.PACKAGE)
-        import_module(module)
-    except Exception as error:
-        raise BrokenDeepSpeed(module, error) from error
 
 
 def _deactivate(patch: Patch) -> tuple[str, ...]:

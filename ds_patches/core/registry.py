@@ -19,17 +19,9 @@ from pathlib import Path
 import ds_patches
 from ds_patches.core import values
 from ds_patches.core.errors import UnknownPatch
-from ds_patches.core.patch import Dependency, Link, Option, Patch, Target
+from ds_patches.core.patch import Link, Option, Patch, Place
 
 GROUP = "ds_patches.patches"
-
-_KINDS = {
-    "upstream": Link,
-    "targets": Target,
-    "dependencies": Dependency,
-    "options": Option,
-    "requires": str,
-}
 
 
 def patches() -> dict[str, Patch]:
@@ -88,10 +80,11 @@ def _load(name: str, package: str) -> Patch:
 
 def _must_be_typed(found: Patch) -> None:
     """Raise for what would raise at whoever reads it later: a comma is forgotten easily."""
-    for field, kind in _KINDS.items():
-        for one in getattr(found, field):
-            if not isinstance(one, kind):
-                raise TypeError(f"{field}: {one!r} is no {kind.__name__}")
+    places = (*found.targets, *found.dependencies)
+    held = {Place: places, Link: found.upstream, Option: found.options, str: found.requires}
+    for kind, ones in held.items():
+        if wrong := [one for one in ones if not isinstance(one, kind)]:
+            raise TypeError(f"{wrong[0]!r} is no {kind.__name__}")
     for option in found.options:
         if values.choice(option, option.default) is None:
             raise values.no_choice(option.name, option.default, option.words)

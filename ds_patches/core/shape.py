@@ -63,11 +63,10 @@ def of_source(place: Place, folder: Path) -> str:
     return ABSENT if path is None else _digest_by_name(definitions.stamp(path), place.qualname)
 
 
-def absent(place: Place, folder: Path) -> str:
-    """Return ABSENT. Raises SyntaxError for a source that has the name nowhere as it is broken."""
+def must_parse(place: Place, folder: Path) -> None:
+    """Raise SyntaxError if the source that a place would be in is none."""
     if path := _source_file(place.module, folder):
-        definitions.parse(path)
-    return ABSENT
+        definitions.tree(definitions.stamp(path))
 
 
 def of_live(place: Place) -> str:

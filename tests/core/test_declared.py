@@ -47,8 +47,7 @@ def test_it_is_a_patch_like_any_other(tmp_path: Path) -> None:
     [
         ("sample", "our_patches.simple", "No module named 'our_patches.simple'"),
         ("sample", "elsewhere", "No module named 'elsewhere'"),
-        ("sample", "", "ValueError: Empty module name"),
-        ("simple", "our_patches.simple", "PATCH is named"),
+        ("sample", "", "TypeError: the 'package' argument"),
     ],
 )
 def test_a_wrong_declaration_says_so(

@@ -9,7 +9,6 @@ import pytest
 import ds_patches
 from ds_patches.core.errors import (
     AlreadyApplied,
-    BrokenDeepSpeed,
     BrokenPatch,
     DsPatchesError,
     FlagError,
@@ -25,7 +24,6 @@ PLAIN += [CannotEnable, CannotRun, CannotWrite, NotChecked]
 REPORT = TrainReport(1, 0, 2, (Untrained("head.weight", "Linear"),))
 ERRORS = [kind("what was wrong") for kind in PLAIN]
 ERRORS += [UnknownPatch("on", ["one", "two"], "apply"), NotTrained(REPORT)]
-ERRORS += [BrokenDeepSpeed("deepspeed.runtime.engine", RuntimeError("no licence"))]
 ERRORS += [ds_patches.PatchNotApplied([*ds_patches.status().values()])]
 
 
