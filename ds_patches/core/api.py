@@ -186,7 +186,7 @@ def is_applied(name: str) -> bool:
     True as well when another library has wrapped over ours and still calls it.
     """
     with _call():
-        return lifecycle.status(registry.patch(name, "is_applied"), _INDIFFERENT).live
+        return lifecycle.lives[registry.patch(name, "is_applied").name].live
 
 
 def after_the_call(action: Callable[[], None]) -> None:

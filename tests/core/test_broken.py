@@ -23,10 +23,10 @@ FOLDERS = {
     "name error": ("binding.py", "", "PATCH = Patch()", "NameError: name 'Patch' is not"),
     "syntax": ("binding.py", "", "PATCH = = 1", "SyntaxError: invalid syntax (binding.py, line 1)"),
     "exit": ("binding.py", "", "raise SystemExit(3)", "SystemExit: 3"),
-    "package": ("__init__.py", '"""A sample."""', "import elsewhere", "No module named 'elsewhere'"),
+    "package": ("__init__.py", '"""A sample."""', "import nothing", "No module named 'nothing'"),
     "no patch": ("binding.py", "", "PATCH = None", "binding has no PATCH"),
     "another name": ("binding.py", 'name="sample"', 'name="x"', "PATCH is named 'x', its folder"),
-    "no such patch": ("binding.py", "fixed_in", "requires=('bass',), fixed_in", "requires bass, no"),
+    "no such patch": ("binding.py", "fixed_in", "requires=('no',), fixed_in", "requires no, no such"),
     "itself": ("binding.py", "fixed_in", "requires=('sample',), fixed_in", "requires itself"),
     "no comma": ("binding.py", '"how"),),', '"how")),', "TypeError: 'Option' object is not it"),
     "another kind": ("binding.py", 'upstream=(Link("#1", ', "upstream=((", "is no Link"),
@@ -203,14 +203,15 @@ print(ds_patches.apply_all(only="second")["second"])
         assert reason in line
 
 
+ENGINE = "runtime/engine.py"
 #: Of a DeepSpeed: file, old and new text, whether the source says it, and a part of the reason.
 RELEASES = {
-    "in a target": ("runtime/engine.py", "return (\"forward\"", "return ((", True, "(engine.py, line "),
-    "in its first line": ("runtime/engine.py", "class Engine:", "class En gine:", True, "SyntaxError: "),
-    "elsewhere": ("runtime/engine.py", "class Pipeline(Engine):", "class Pipe line:", False, "SyntaxError: "),
-    "not text": ("runtime/engine.py", "class Relied:", "# coding: no\nclass Relied:", True, "encoding"),
-    "at import": ("__init__.py", "from .runtime import engine", "from .runtime import engine\n1 / 0", False, "ZeroDivisionError"),
-    "of a module": ("runtime/engine.py", "class Relied:", "import elsewhere\nclass Relied:", False, "No module named 'elsewhere'"),
+    "in a target": (ENGINE, "return (\"forward\"", "return ((", True, "(engine.py, line "),
+    "in its first line": (ENGINE, "class Engine:", "class En gine:", True, "SyntaxError: "),
+    "elsewhere": (ENGINE, "class Pipeline(Engine):", "class Pipe line:", False, "SyntaxError: "),
+    "not text": (ENGINE, "class Relied:", "# coding: no\nclass Relied:", True, "encoding"),
+    "at the end": ("__init__.py", "import engine", "import engine\n1 / 0", False, "ZeroDivision"),
+    "of a module": (ENGINE, "class Relied:", "import no\nclass Relied:", False, "No module named"),
 }  # fmt: skip
 
 ALL_BROKEN = """
@@ -227,7 +228,7 @@ else:
 for seen in (*[before] * SEEN, found, ds_patches.status()):
     for name in ("sample", "second"):
         assert seen[name].state is State.BROKEN, seen[name]
-        assert seen[name].reason.startswith("the import of deepspeed.runtime.engine fails: ")
+        assert seen[name].reason.startswith("the import of deepspeed")
         assert REASON in seen[name].reason, seen[name]
 try:
     ds_patches.apply("sample")

@@ -158,7 +158,7 @@ except (ZeroDivisionError, SyntaxError):
 """
     done = start(own, code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("sample is broken: the import of deepspeed.runtime.engine fails")
+    assert done.stdout.startswith("sample is broken: the import of deepspeed")
     assert done.stderr.count("\n") == 1, "by the call that was made"
 
 
