@@ -71,7 +71,7 @@ def _load(name: str, package: str) -> Patch:
             return _broken(name, package, f"{binding} has no PATCH")
         _must_be_typed(found)
     except (Exception, SystemExit) as error:
-        return _broken(name, package, f"{binding} raised {type(error).__name__}: {error}")
+        return _broken(name, package, f"{binding} cannot be read: {type(error).__name__}: {error}")
     if found.name != name:
         why = f"{binding}: PATCH is named {found.name!r}, its folder {name!r}"
         return _broken(name, package, why)

@@ -59,7 +59,7 @@ def activation_raises(here: Environment) -> tuple[str, str]:
 
 def binding_raises(here: Environment) -> tuple[str, str]:
     (here.package / "sample/binding.py").write_text("raise RuntimeError('no licence')")
-    return "broken", "ds_patches.sample.binding raised RuntimeError: no licence"
+    return "broken", "ds_patches.sample.binding cannot be read: RuntimeError: no licence"
 
 
 def no_patch(here: Environment) -> tuple[str, str]:
