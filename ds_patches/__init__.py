@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from ds_patches.core.errors import (
         AlreadyApplied,
+        BrokenPatch,
         DsPatchesError,
         FlagError,
         OtherRankFailed,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyApplied",
+    "BrokenPatch",
     "DsPatchesError",
     "FlagError",
     "NotChecked",

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ds_patches
-from ds_patches.core import api, flags, registry, values
+from ds_patches.core import api, flags, gate, registry, values
 from ds_patches.core.errors import DsPatchesError, nearest
-from ds_patches.core.state import Statuses
+from ds_patches.core.state import State, Statuses
 
 _EXAMPLES = """\
 examples:
@@ -46,8 +46,10 @@ def _status(chosen: argparse.Namespace) -> None:
 
     statuses = api.status()
     if chosen.name is not None:
-        name = registry.patch(chosen.name, "status").name
-        statuses = Statuses({name: statuses[name]})
+        patch = registry.patch(chosen.name, "status")
+        statuses = Statuses({patch.name: statuses[patch.name]})
+        if statuses[patch.name].state is State.BROKEN:
+            gate.read(patch)
     if chosen.json:
         print(json.dumps({n: s.as_json() for n, s in statuses.items()}, indent=2))
     elif chosen.verbose or chosen.name is not None:

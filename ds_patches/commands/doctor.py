@@ -7,6 +7,8 @@ import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 from ds_patches.commands import symptoms
 from ds_patches.core import columns, flags, gate, registry, release, shape
 from ds_patches.core.gate import Verdict
@@ -21,14 +23,14 @@ _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 def finds_nothing(*, train_check: bool, seconds: float) -> bool:
     """Print the whole picture, and with it the trial if it is asked for.
 
-    Returns whether nothing is wrong: no patch that is wanted would be refused for drift, and the
-    trial has not failed.
+    Returns whether nothing is wrong: no patch that is wanted is broken or would be refused for
+    drift, and the trial has not failed.
     """
-    text, drifted = report()
+    text, refused = report()
     print(text, "", "start-up", *(f"  {line}" for line in diagnosis.lines()), sep="\n")
     if found := locks.lines(os.environ):
         _say(f"warning: {line}" for line in found)
-    sound = [not drifted]
+    sound = [not refused]
     if train_check:
         sound.append(_trains(seconds))
     return all(sound)
@@ -37,7 +39,7 @@ def finds_nothing(*, train_check: bool, seconds: float) -> bool:
 def report() -> tuple[str, bool]:
     """Return environment, patches and what the release gets wrong as text.
 
-    And whether drift would keep a patch that is wanted from applying.
+    And whether a patch that is wanted is broken, or drift would keep it from applying.
     """
     patches = registry.patches()
     requests = flags.read(patches)
@@ -48,16 +50,17 @@ def report() -> tuple[str, bool]:
     lines = ["environment", *(f"  {line}" for line in columns.aligned(facts)), "", "patches"]
     refused = False
     answers: dict[str, str] = {}
-    found: Verdict | None = None
+    treated_as: Version | None = None
     for name, patch in patches.items():
         request = requests.of[name]
-        found = verdict = gate.check(patch, request.force)
-        refused |= request.wanted and verdict.state is State.SHAPE_CHANGED
+        verdict = gate.check(patch, request.force)
+        treated_as = verdict.release or treated_as
+        refused |= request.wanted and verdict.state in (State.BROKEN, State.SHAPE_CHANGED)
         disabled = "" if request.wanted else f"disabled ({request.why})"
         lines += _diagnosis(patch, verdict, disabled)
         answers[name] = disabled or ("" if verdict.may_apply else verdict.state.value)
-    if found and found.release:
-        lines += ["", *symptoms.lines(found.release, answers)]
+    if treated_as:
+        lines += ["", *symptoms.lines(treated_as, answers)]
     return "\n".join(lines), refused
 
 

@@ -12,6 +12,7 @@ _COLOURS = {
     State.READY: _GREEN,
     State.APPLIED: _GREEN,
     State.FIXED_UPSTREAM: _GREEN,
+    State.BROKEN: _RED,
     State.SHAPE_CHANGED: _RED,
     State.BLOCKED: _RED,
     State.FAILED: _RED,

@@ -71,7 +71,7 @@ def _offered(one: Symptom) -> str:
     if not one.patch:
         return ""
     supported = SpecifierSet(registry.patches()[one.patch].supported)
-    floor = next(spec.version for spec in supported if spec.operator == ">=")
+    floor = next((spec.version for spec in supported if spec.operator == ">="), one.first)
     return f", on {floor} and later" if Version(floor) > Version(one.first) else ""
 
 

@@ -85,8 +85,9 @@ def holdings() -> Holdings:
     """Return what this rank has of the patches that change collectives."""
     found = Holdings({"ds_patches": __version__, "DeepSpeed": release.told()}, {}, {})
     for name, patch in registry.patches().items():
-        if patch.collectives and (options := lifecycle.live_options(patch)) is not None:
-            chosen = ", ".join(f"{option}={value}" for option, value in options.items())
+        life = lifecycle.lives[name]
+        if patch.collectives and life.live:
+            chosen = ", ".join(f"{option}={value}" for option, value in life.options.items())
             found.live[name] = f"live with {chosen}" if chosen else "live"
         else:
             found.not_live[name] = _why_not.get(name, "not applied")
@@ -196,7 +197,7 @@ def store() -> Any:
 
 
 def _summary(ranks: int) -> str:
-    here = [name for name, patch in registry.patches().items() if lifecycle.is_active(patch)]
+    here = [name for name in registry.patches() if lifecycle.lives[name].journal.active]
     what = f"{', '.join(here)} live" if here else "no patch is live"
     where = f" on all {ranks} ranks of this engine" if ranks > 1 else ""
     return f"{__version__} on DeepSpeed {release.told()}: {what}{where}"

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ds_patches.core import flags, lifecycle, once, registry, watch
+from ds_patches.core import flags, gate, lifecycle, once, registry, watch
 from ds_patches.core.errors import AlreadyApplied, PatchNotApplied
 from ds_patches.core.flags import Names, Options, Request, Requests
 from ds_patches.core.gate import Force
@@ -49,7 +49,8 @@ def apply_all(
 
     Raises PatchNotApplied after all were tried: in strict mode for any of them, else only for
     those whose application itself failed (they are rolled back). Raises FlagError on a flag that
-    means nothing, UnknownPatch on a name, AlreadyApplied on options that differ from live ones.
+    means nothing, UnknownPatch on a name, AlreadyApplied on options that differ from live ones,
+    BrokenPatch if the only patch that `only` names is broken.
     """
     with _call():
         patches = registry.patches()
@@ -59,6 +60,9 @@ def apply_all(
         for name, patch in patches.items():
             if not requests.of[name].wanted:
                 lifecycle.decline(patch)
+        asked_for = [n for n, one in requests.of.items() if one.wanted and not one.for_others]
+        if only is not None and len(asked_for) == 1:
+            gate.read(patches[asked_for[0]])
         return apply_wanted(patches, requests, options or {})
 
 
@@ -92,7 +96,8 @@ def _apply(
     for name in patch.requires:
         required = _apply(registry.patch(name), requests, (), for_others=True)
         if not required.live:
-            return lifecycle.blocked(patch, request, required)
+            verdict = gate.check(patch, request.force).without(name, required)
+            return lifecycle.status(patch, request, verdict)
     return lifecycle.apply(patch, request, asked, for_others)
 
 
@@ -120,17 +125,18 @@ def apply(name: str, *, force: bool = False, **options: Value) -> PatchStatus:
     options: the patch's options by name.
 
     Raises PatchNotApplied with the reason if it is not live afterwards; nothing of it is left
-    then. Raises UnknownPatch, FlagError and AlreadyApplied as `apply_all` does.
+    then. Raises BrokenPatch, UnknownPatch, FlagError and AlreadyApplied as `apply_all` does.
     """
     with _call():
         patch = registry.patch(name, "apply")
+        gate.read(patch)
         forced = (name,) if force else None
         requests = flags.read(
             registry.patches(), only=name, force=forced, options={name: options} if options else {}
         )
         status = _apply(patch, requests, options)
         if not status.live:
-            raise PatchNotApplied([status]) from lifecycle.failure(patch)
+            raise PatchNotApplied([status]) from lifecycle.lives[name].failure
         watch.start([status])
         return status
 
@@ -149,7 +155,7 @@ def unapply(name: str) -> PatchStatus:
                 unapply(other)
             status = lifecycle.unapply(patch, _INDIFFERENT)
             for required in patch.requires:
-                if lifecycle.is_for_others(required) and not _live_users_of(required):
+                if lifecycle.lives[required].for_others and not _live_users_of(required):
                     unapply(required)
             return status
         finally:
@@ -157,8 +163,8 @@ def unapply(name: str) -> PatchStatus:
 
 
 def _live_users_of(name: str) -> list[str]:
-    patches = registry.patches().values()
-    return [one.name for one in patches if name in one.requires and lifecycle.is_active(one)]
+    users = (one.name for one in registry.patches().values() if name in one.requires)
+    return [user for user in users if lifecycle.lives[user].journal.active]
 
 
 def status() -> Statuses:
@@ -180,7 +186,7 @@ def is_applied(name: str) -> bool:
     True as well when another library has wrapped over ours and still calls it.
     """
     with _call():
-        return lifecycle.status(registry.patch(name, "is_applied"), _INDIFFERENT).live
+        return lifecycle.lives[registry.patch(name, "is_applied").name].live
 
 
 def after_the_call(action: Callable[[], None]) -> None:
@@ -216,7 +222,7 @@ def _catch_up() -> None:
 
 def _rest_if_idle() -> None:
     """Leave nothing of ours in DeepSpeed where no patch is applied."""
-    if not any(lifecycle.is_active(patch) for patch in registry.patches().values()):
+    if not any(life.journal.active for life in [*lifecycle.lives.values()]):
         watch.stop()
 
 
@@ -239,5 +245,5 @@ def _report(statuses: Mapping[str, PatchStatus], requests: Requests) -> None:
         log.warning("%s is not applied, %s: %s", status.name, status.state.value, status.reason)
     fatal = [s for s in missing if requests.strict or s.state is State.FAILED]
     if fatal:
-        causes = (lifecycle.failure(registry.patch(s.name)) for s in fatal)
+        causes = (lifecycle.lives[s.name].failure for s in fatal)
         raise PatchNotApplied(fatal) from next(filter(None, causes), None)

@@ -32,17 +32,17 @@ def _begin() -> None:
         patches = registry.patches()
         requests = flags.read(patches)
         wanted = [patch for name, patch in patches.items() if requests.of[name].wanted]
-        if wanted and all(map(lifecycle.is_reverted, wanted)):
+        if wanted and all(lifecycle.lives[patch.name].reverted for patch in wanted):
             return  # the program took them back already
         due = {}
         for name, patch in patches.items():
             request = requests.of[name]
-            if lifecycle.is_reverted(patch):
+            if (life := lifecycle.lives[name]).reverted:
                 continue
             if not (modules := _absent_modules(patch, request.force) if request.wanted else []):
                 due[name] = patch
                 continue
-            lifecycle.wait(patch, modules)
+            life.waits_for = modules
             for module in modules:
                 imports.add_post_import_hook(
                     module, partial(api.after_the_call, partial(_apply_late, patch))
@@ -53,7 +53,7 @@ def _begin() -> None:
 def _apply_late(patch: Patch) -> None:
     """Apply a patch that has waited, unless another of its modules is just being imported."""
     modules = {target.module for target in patch.targets} & set(sys.modules)
-    if lifecycle.is_reverted(patch) or not all(map(imports.is_whole, modules)):
+    if lifecycle.lives[patch.name].reverted or not all(map(imports.is_whole, modules)):
         return
     with _open():
         api.apply_wanted({patch.name: patch}, flags.read(registry.patches()), {})

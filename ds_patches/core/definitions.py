@@ -43,7 +43,7 @@ def at_line(file: Stamp, line: int, name: str) -> Definition | None:
     if line > len(lines):
         return None
     found = _parsed_from(lines, line - 1) or next(
-        (d for d in ast.walk(_tree(file)) if isinstance(d, Definition) and _first_line(d) == line),
+        (d for d in ast.walk(tree(file)) if isinstance(d, Definition) and _first_line(d) == line),
         None,
     )
     return found if found is not None and found.name == name else None
@@ -57,7 +57,7 @@ def by_name(file: Stamp, qualname: str) -> Definition | None:
     line = _plain_place(heads, names)
     start = None if line is None else _with_decorators(lines, line)
     alone = None if start is None else _parsed_from(lines, start)
-    return alone or _in_tree(_tree(file).body, names)
+    return alone or _in_tree(tree(file).body, names)
 
 
 def digest(node: ast.AST) -> str:
@@ -78,14 +78,15 @@ def _heads(file: Stamp) -> Heads:
 
 
 @lru_cache(maxsize=4)  # a tree of DeepSpeed's larger files takes tens of MB
-def _tree(file: Stamp) -> ast.Module:
-    return _parse(file[0].read_bytes())
+def tree(file: Stamp) -> ast.Module:
+    """Return the whole file, parsed."""
+    return _parse(file[0].read_bytes(), file[0].name)
 
 
-def _parse(source: str | bytes) -> ast.Module:
+def _parse(source: str | bytes, file: str = "") -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # upstream's invalid escapes are not the user's concern
-        return ast.parse(source)
+        return ast.parse(source, file)
 
 
 def _parsed_from(lines: list[str], start: int) -> Definition | None:

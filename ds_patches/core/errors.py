@@ -26,7 +26,7 @@ def _raised_again(
 
 
 class BrokenPatch(DsPatchesError):
-    """A patch folder does not hold what the contract asks for."""
+    """A patch cannot be used: its folder does not hold what the contract asks for."""
 
 
 class FlagError(DsPatchesError, ValueError):

@@ -123,8 +123,10 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     """
     env = {k: v.strip() for k, v in os.environ.items() if is_ours(k) and v}
     valid = variables(patches)
+    # Nobody knows the options of a patch that cannot be loaded.
+    broken = tuple(f"{_variable(patch)}_" for patch in patches.values() if patch.broken)
     for name in env:
-        if name not in valid:
+        if name not in valid and not name.startswith(broken):
             guess = nearest(name, valid, PREFIX)
             raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
     for suffix, words in _LISTS.items():
@@ -170,9 +172,11 @@ def _wish(
         return _Wish(name in only or None, "the call's choice")
     variable = _variable(patches[name])
     if variable in env:
+        value = env[variable]
+        if patches[name].broken:  # its options are not known
+            return _Wish(value.lower() not in values.NO, f"{variable}={value}")
         words = next((one.words for one in patches[name].options if one.several), ())
-        wanted = values.switch(variable, env[variable], words)
-        return _Wish(wanted, f"{variable}={env[variable]}")
+        return _Wish(values.switch(variable, value, words), f"{variable}={value}")
     if name in values.split(env.get(f"{PREFIX}_SKIP", "")):
         return _Wish(False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}")
     if listed := values.split(env.get(PREFIX, "")):
@@ -187,7 +191,7 @@ def _force(name: str, force: tuple[str, ...], env: Mapping[str, str]) -> Force:
 
 def _options(patch: Patch, asked: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
     known = {option.name: option for option in patch.options}
-    for name in asked:
+    for name in asked if not patch.broken else ():
         if name not in known:
             guess, valid = nearest(name, known), ", ".join(known) or "(none)"
             raise FlagError(f"{patch.name} has no option {name!r}{guess}; its options are: {valid}")
@@ -205,7 +209,8 @@ def _options(patch: Patch, asked: Mapping[str, Value], env: Mapping[str, str]) -
 
 
 def _variable(patch: Patch, option: Option | None = None) -> str:
-    return "_".join([PREFIX, patch.name, *([option.name] if option else [])]).upper()
+    words = [PREFIX, patch.name.replace(".", "_"), *([option.name] if option else [])]
+    return "_".join(words).upper()
 
 
 def _must_be_a_list(

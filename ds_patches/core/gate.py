@@ -7,6 +7,7 @@ wrapped unless the user forces it by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -15,9 +16,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import imports, journal, live, registry, release, shape
+from ds_patches.core.errors import BrokenPatch
 from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
-from ds_patches.core.state import State
+from ds_patches.core.state import PatchStatus, State
 
 #: By place and shape, the releases that have it.
 Recorded = Mapping[str, Mapping[str, shape.Spans]]
@@ -72,27 +74,62 @@ class Verdict:
     def may_apply(self) -> bool:
         return self.state is State.READY
 
+    def without(self, name: str, required: Verdict | PatchStatus) -> Verdict:
+        """Return the verdict where a patch may not be applied, or is not live, that is required."""
+        reason = f"needs {name}, which is {required.state.value}: {required.reason}"
+        return replace(self, state=State.BLOCKED, reason=reason) if self.may_apply else self
+
 
 def check(patch: Patch, force: Force = Force.NO) -> Verdict:
     """Judge a patch, and what it requires, against the installed DeepSpeed.
 
     Imports nothing of it, changes nothing.
     """
-    verdict = _check(patch, force)
+    try:
+        verdict = _check(patch, force)
+    except BrokenPatch as error:
+        return Verdict(State.BROKEN, str(error), release.installed())
     for name in patch.requires if verdict.may_apply else ():
         required = check(registry.patch(name), force)
         if not required.may_apply:
-            reason = f"needs {name}, which is {required.state.value}: {required.reason}"
-            return replace(verdict, state=State.BLOCKED, reason=reason)
+            return verdict.without(name, required)
     return verdict
 
 
+def read(patch: Patch) -> tuple[Recorded, list[Version]]:
+    """Return what is recorded of a patch, and the releases at which anything of it changes.
+
+    Raises BrokenPatch for one that no DeepSpeed could be judged by.
+    """
+    if patch.broken:
+        raise BrokenPatch(patch.broken)
+    try:
+        recorded = shape.spans(patch)
+        Version(patch.fixed_in or "0")
+        if not (known := _releases(patch, recorded)):
+            raise ValueError(f"nothing is of {patch.supported}")
+        return recorded, known
+    except Exception as error:
+        why = f"{patch.package}, its shapes.json or releases: {type(error).__name__}: {error}"
+        raise BrokenPatch(why) from error
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Raise BrokenPatch for what keeps a module of DeepSpeed from being imported."""
+    try:
+        yield
+    except Exception as error:
+        why = f"the import of {module} fails: {type(error).__name__}: {error}"
+        raise BrokenPatch(why) from error
+
+
 def _check(patch: Patch, force: Force) -> Verdict:
+    recorded, known = read(patch)
     installed = release.installed()
     if installed is None:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed", None)
-    found = _Found(patch, installed.folder)
-    known = _releases(patch, found.recorded)
+    found = _Found(patch, recorded, installed.folder)
     source = _release_of_source(found, installed.version, known)
     told = installed.version
     in_range = told is None or release.covers(patch.supported, told)
@@ -143,8 +180,8 @@ def _release_of_source(
 class _Found:
     """The shapes that a patch's places have here, each looked at once, and those recorded."""
 
-    def __init__(self, patch: Patch, folder: Path) -> None:
-        self.patch, self.recorded = patch, shape.spans(patch)
+    def __init__(self, patch: Patch, recorded: Recorded, folder: Path) -> None:
+        self.patch, self.recorded = patch, recorded
         self._folder = folder
         self._shapes: dict[str, str] = {}
 
@@ -164,12 +201,16 @@ class _Found:
 
     def drift_of(self, place: Place) -> Drift:
         found = self._shape(place)
+        if found == shape.ABSENT:  # or not seen: the source may be no Python from somewhere on
+            with importing(place.module):
+                shape.must_parse(place, self._folder)
         known = shape.known(self.patch).get(place.key, {}).get(found, "")
         return Drift(place, found, known, _live_origin(place))
 
     def _shape(self, place: Place) -> str:
         if place.key not in self._shapes:
-            self._shapes[place.key] = shape.of(place, self._folder)
+            with importing(place.module):
+                self._shapes[place.key] = shape.of(place, self._folder)
         return self._shapes[place.key]
 
 

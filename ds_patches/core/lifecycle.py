@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import resolve_name
 
 from packaging.version import Version
 
 from ds_patches.core import gate, imports, release
-from ds_patches.core.errors import AlreadyApplied
+from ds_patches.core.errors import AlreadyApplied, BrokenPatch
 from ds_patches.core.flags import Request
 from ds_patches.core.gate import Verdict
 from ds_patches.core.journal import Journal
@@ -37,8 +38,20 @@ class Life:
     #: Modules of which auto-apply waits for the first, beyond DeepSpeed itself.
     waits_for: Sequence[str] = ()
 
+    @property
+    def live(self) -> bool:
+        """Whether every wrapper is in the call path."""
+        return all_reached([state for state, _ in self.wrapper_states().values()])
 
-_lives: dict[str, Life] = {}
+    def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
+        """Return where each wrapper stands, and what lies over it, by the key of its target."""
+        found = self.journal.wrapper_states()
+        replaced = {key: (WrapperState.REPLACED, by) for key, by in self.replaced.items()}
+        return {key: replaced.get(key, found[key]) for key in found}
+
+
+#: By the names of patches.
+lives: defaultdict[str, Life] = defaultdict(Life)
 
 
 def apply(
@@ -50,7 +63,7 @@ def apply(
         raises AlreadyApplied.
     for_others: it is applied because another one requires it.
     """
-    life = _lives.setdefault(patch.name, Life())
+    life = lives[patch.name]
     life.for_others = for_others and (life.for_others or not life.journal.active)
     if life.journal.active:
         _must_agree(patch, life, {name: request.options[name] for name in asked})
@@ -61,8 +74,10 @@ def apply(
         verdict = gate.check(patch, request.force)
         if verdict.may_apply and (version := verdict.release):
             targets = gate.targets(patch, version)
-            for module in dict.fromkeys(target.module for target in targets):
-                import_module(module)
+            # DeepSpeed first: if its import has failed before, parts of it are imported still.
+            for module in dict.fromkeys([release.PACKAGE, *(t.module for t in targets)]):
+                with gate.importing(module):
+                    import_module(module)
             # Again, now that the live objects can be seen: somebody may have replaced one.
             verdict = gate.check(patch, request.force)
             if verdict.may_apply:
@@ -73,19 +88,10 @@ def apply(
     return status(patch, request, verdict)
 
 
-def blocked(patch: Patch, request: Request, required: PatchStatus) -> PatchStatus:
-    """Return the status of a patch that is not applied, as another one is not that it needs."""
-    verdict = gate.check(patch, request.force)
-    if verdict.may_apply:
-        reason = f"needs {required.name}, which is {required.state.value}: {required.reason}"
-        verdict = replace(verdict, state=State.BLOCKED, reason=reason)
-    return status(patch, request, verdict)
-
-
 def unapply(patch: Patch, request: Request) -> PatchStatus:
     """Take one patch back; harmless if it is not applied."""
-    life = _lives.get(patch.name)
-    if life is not None and life.journal.wrappers:
+    life = lives[patch.name]
+    if life.journal.wrappers:
         was_active = life.journal.active
         life.journal.remove()
         life.reverted = life.reverted or was_active
@@ -98,7 +104,7 @@ def unapply(patch: Patch, request: Request) -> PatchStatus:
 
 def decline(patch: Patch) -> None:
     """Keep a pending patch from being applied by itself."""
-    life = _lives.setdefault(patch.name, Life())
+    life = lives[patch.name]
     if _awaited(patch) and not life.journal.active:
         life.reverted = True
 
@@ -108,10 +114,12 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
 
     verdict: the gate's answer, where it was asked already.
     """
-    life = _lives.get(patch.name, Life())
-    wrapper_states = _wrapper_states(life)
+    life = lives[patch.name]
+    wrapper_states = life.wrapper_states()
     if wrapper_states:
         state, reason = _live_state(wrapper_states)
+    elif isinstance(life.failure, BrokenPatch):
+        state, reason = State.BROKEN, str(life.failure)
     elif life.failure is not None:
         state, reason = State.FAILED, f"{type(life.failure).__name__}: {life.failure}"
     elif life.reverted:
@@ -137,51 +145,6 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     )
 
 
-def wait(patch: Patch, modules: Sequence[str]) -> None:
-    """Note that auto-apply waits for the first of `modules` to apply the patch."""
-    _lives.setdefault(patch.name, Life()).waits_for = modules
-
-
-def is_active(patch: Patch) -> bool:
-    """Whether any wrapper of the patch is switched on."""
-    return _lives.get(patch.name, Life()).journal.active
-
-
-def is_for_others(name: str) -> bool:
-    """Whether a patch is applied only because others require it."""
-    return _lives.get(name, Life()).for_others
-
-
-def live_options(patch: Patch) -> Mapping[str, str] | None:
-    """Return what the patch is applied with, if every wrapper of it is in the call path."""
-    life = _lives.get(patch.name, Life())
-    wrappers = [state for state, _ in _wrapper_states(life).values()]
-    return life.options if all_reached(wrappers) else None
-
-
-def journals() -> Iterator[tuple[str, Journal]]:
-    """Yield the journal of every patch that was applied in this process."""
-    return ((name, life.journal) for name, life in _lives.items())
-
-
-def note_replaced(name: str, key: str, by: str) -> bool:
-    """Note that a wrapped function is replaced at some engine; return whether that is new."""
-    is_new = key not in _lives[name].replaced
-    _lives[name].replaced.setdefault(key, by)
-    return is_new
-
-
-def is_reverted(patch: Patch) -> bool:
-    """Whether the patch was taken back, or refused before it could be applied by itself."""
-    return _lives.get(patch.name, Life()).reverted
-
-
-def failure(patch: Patch) -> BaseException | None:
-    """Return what the last attempt to apply the patch raised, if it did."""
-    life = _lives.get(patch.name)
-    return life.failure if life else None
-
-
 def _put_in_place(
     patch: Patch, version: Version, targets: tuple[Target, ...], request: Request, life: Life
 ) -> None:
@@ -200,7 +163,7 @@ def _put_in_place(
 
 def _awaited(patch: Patch) -> list[str]:
     """Return the modules that auto-apply waits for to apply this patch."""
-    return imports.awaited([release.PACKAGE, *_lives.get(patch.name, Life()).waits_for])
+    return imports.awaited([release.PACKAGE, *lives[patch.name].waits_for])
 
 
 def _deactivate(patch: Patch) -> tuple[str, ...]:
@@ -219,12 +182,6 @@ def _must_agree(patch: Patch, life: Life, asked: Mapping[str, str]) -> None:
                 f"{patch.name} is applied with {name}={life.options[name]}; "
                 f"unapply it before applying it with {name}={value}"
             )
-
-
-def _wrapper_states(life: Life) -> dict[str, tuple[WrapperState, str]]:
-    found = life.journal.wrapper_states()
-    replaced = {key: (WrapperState.REPLACED, by) for key, by in life.replaced.items()}
-    return {key: replaced.get(key, found[key]) for key in found}
 
 
 def _live_state(wrapper_states: Mapping[str, tuple[WrapperState, str]]) -> tuple[State, str]:

@@ -95,6 +95,7 @@ class Patch:
     requires: names of patches that have to be live for this one: who asks for it gets them too, and
         who takes one of them back takes this one back first.
     package: import name of the patch's folder, where its shapes lie; the registry knows it.
+    broken: what is wrong with it, where the registry found that it cannot be used.
     """
 
     name: str
@@ -113,3 +114,4 @@ class Patch:
     deactivate: str | None = None
     requires: tuple[str, ...] = ()
     package: str = ""
+    broken: str = ""

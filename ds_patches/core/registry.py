@@ -9,17 +9,17 @@ the folder that has the `binding.py`:
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
+from pathlib import Path
 
 from ds_patches import __path__ as our_path
-from ds_patches.core.errors import BrokenPatch, UnknownPatch
-from ds_patches.core.patch import Patch
+from ds_patches.core import values
+from ds_patches.core.errors import UnknownPatch
+from ds_patches.core.patch import Link, Option, Patch, Place
 
 GROUP = "ds_patches.patches"
 
@@ -27,21 +27,23 @@ GROUP = "ds_patches.patches"
 def patches() -> dict[str, Patch]:
     """Return every patch by its name: this package's in alphabetical order, then the others.
 
-    Raises BrokenPatch for a binding that is not there, whose PATCH is not one or is named unlike
-    its folder, for a name that is taken, and for a required one that there is not.
+    One that cannot be used is there too, and its `broken` says why: others are not the worse for
+    it. Where its name is taken, it goes by that of its package.
     """
-    folders = {m.name for m in pkgutil.iter_modules(our_path) if m.ispkg}
-    bound = sorted(name for name in folders if find_spec(f"ds_patches.{name}.binding"))
-    found = {name: _load(name, f"ds_patches.{name}") for name in bound}
-    for name, package in _declared(tuple(sys.path)):
+    folders = (file.parent for at in our_path for file in Path(at).glob("*/binding.py"))
+    bound = [(name, f"ds_patches.{name}") for name in sorted({folder.name for folder in folders})]
+    found: dict[str, Patch] = {}
+    for name, package in (*bound, *_declared(tuple(sys.path))):
         if name in found:
-            raise BrokenPatch(
-                f"{package}: there is a patch named {name!r} in {found[name].package}"
-            )
-        found[name] = _load(name, package)
-    for one in found.values():
-        if lacking := set(one.requires) - set(found):
-            raise BrokenPatch(f"{one.package} requires {', '.join(sorted(lacking))}, no such patch")
+            why = f"{package}: there is a patch named {name!r} in {found[name].package}"
+            found[package] = _broken(package, package, why)
+        else:
+            found[name] = _load(name, package)
+    for name, one in found.items():
+        lacking = [required for required in one.requires if required not in found]
+        if lacking or name in _all_required(one, found):
+            why = f"{', '.join(lacking)}, no such patch" if lacking else "itself"
+            found[name] = replace(one, requires=(), broken=f"{one.package} requires {why}")
     return found
 
 
@@ -57,17 +59,44 @@ def patch(name: str, where: str = "ds_patches") -> Patch:
 def _declared(path: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return name and package of what the distributions on this path declare."""
     del path  # of which a change asks anew: to read all metadata takes milliseconds
-    return sorted((one.name, one.value) for one in entry_points(group=GROUP))
+    return sorted({(one.name, one.value) for one in entry_points(group=GROUP)})
 
 
+@cache  # also of what raised: half of it may be imported now, and a second try would find that
 def _load(name: str, package: str) -> Patch:
+    binding = f"{package}.binding"
     try:
-        binding = import_module(f"{package}.binding")
-    except ModuleNotFoundError as error:
-        raise BrokenPatch(f"{package}, of the patch {name!r}: {error}") from error
-    found = getattr(binding, "PATCH", None)
-    if not isinstance(found, Patch):
-        raise BrokenPatch(f"{binding.__name__} has no PATCH")
+        found = getattr(import_module(binding), "PATCH", None)
+        if not isinstance(found, Patch):
+            return _broken(name, package, f"{binding} has no PATCH")
+        _must_be_typed(found)
+    except (Exception, SystemExit) as error:
+        return _broken(name, package, f"{binding} cannot be read: {type(error).__name__}: {error}")
     if found.name != name:
-        raise BrokenPatch(f"{binding.__name__}: PATCH is named {found.name!r}, its folder {name!r}")
+        why = f"{binding}: PATCH is named {found.name!r}, its folder {name!r}"
+        return _broken(name, package, why)
     return replace(found, package=package)
+
+
+def _must_be_typed(found: Patch) -> None:
+    """Raise for what would raise at whoever reads it later: a comma is forgotten easily."""
+    places = (*found.targets, *found.dependencies)
+    held = {Place: places, Link: found.upstream, Option: found.options, str: found.requires}
+    for kind, ones in held.items():
+        if wrong := [one for one in ones if not isinstance(one, kind)]:
+            raise TypeError(f"{wrong[0]!r} is no {kind.__name__}")
+    for option in found.options:
+        if values.choice(option, option.default) is None:
+            raise values.no_choice(option.name, option.default, option.words)
+
+
+def _broken(name: str, package: str, why: str) -> Patch:
+    return Patch(name, "(broken)", supported="", targets=(), package=package, broken=why)
+
+
+def _all_required(one: Patch, found: dict[str, Patch]) -> list[str]:
+    """Return the names of what a patch requires, of what that requires, and so on."""
+    names = [*one.requires]
+    for name in names:  # it grows
+        names += [n for n in found[name].requires if n not in names] if name in found else []
+    return names

@@ -64,6 +64,12 @@ def of_source(place: Place, folder: Path) -> str:
     return ABSENT if path is None else _digest_by_name(definitions.stamp(path), place.qualname)
 
 
+def must_parse(place: Place, folder: Path) -> None:
+    """Raise SyntaxError if the source that a place would be in is none."""
+    if path := _source_file(place.module, folder):
+        definitions.tree(definitions.stamp(path))
+
+
 def of_live(place: Place) -> str:
     """Return the shape of a loaded place, of the function or class beneath all wrappers."""
     where = live.site(place)

@@ -16,6 +16,7 @@ class State(Enum):
     """Where a patch stands in this process."""
 
     DISABLED = "disabled"
+    BROKEN = "broken"
     NOT_INSTALLED = "not installed"
     OUT_OF_RANGE = "out of range"
     UNKNOWN_VERSION = "unknown version"

@@ -124,13 +124,16 @@ def _look_at_subclass(engine: Any) -> None:
 def _tell(patch: str, wrapper: Wrapper, value: Any, where: str = "") -> None:
     """Say it once. What is not to be seen at the class itself is noted for the status."""
     key, by = wrapper.target.key, f"{live.origin(value)} {where}".rstrip()
-    if not where or lifecycle.note_replaced(patch, key, by):
+    noted = lifecycle.lives[patch].replaced
+    if not where or key not in noted:
         log.warning("%s: %s is replaced by %s", patch, key, by)
+    if where:
+        noted.setdefault(key, by)
 
 
 def _wrappers() -> Iterator[tuple[str, Wrapper]]:
-    for name, journal in lifecycle.journals():
-        yield from ((name, wrapper) for wrapper in journal.wrappers if wrapper.on)
+    for name, life in [*lifecycle.lives.items()]:
+        yield from ((name, wrapper) for wrapper in life.journal.wrappers if wrapper.on)
 
 
 def _wrappers_of(thing: Any) -> Iterator[tuple[str, Wrapper]]:

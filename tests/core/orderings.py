@@ -179,7 +179,7 @@ class Walk:
         self.waits = False
         status = way()
         if not self.originals:  # the patch imported the targets itself, nobody came before it
-            wrappers = lifecycle._lives[self.name].journal.wrappers
+            wrappers = lifecycle.lives[self.name].journal.wrappers
             self._take_originals({w.target.key: w.original for w in wrappers})
         for model in self.models.values():
             model.apply()

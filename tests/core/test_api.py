@@ -282,16 +282,3 @@ print("done")
     done = fake.run(code, fake.deepspeed(tmp_path / "deepspeed"))
     assert done.stdout == "done\n", done.stderr
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [("PATCH =", "OTHER =", "has no PATCH"), ('name="sample"', 'name="simple"', "its folder")],
-)
-def test_a_broken_folder_says_so(tmp_path: Path, old: str, new: str, message: str) -> None:
-    folder = fake.patch_folder(tmp_path / "patches")
-    binding = folder / "sample/binding.py"
-    fake.write(binding, fake.edited(binding.read_text(), old, new))
-    done = fake.run(fake.with_patches(folder) + "ds_patches.names()")
-    assert done.returncode == 1
-    assert message in done.stderr

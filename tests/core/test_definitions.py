@@ -124,13 +124,13 @@ def test_few_files_are_parsed_whole(name: str, monkeypatch: pytest.MonkeyPatch) 
     from ds_patches.core import gate, shape
 
     whole: list[str] = []
-    tree = definitions._tree.__wrapped__
+    tree = definitions.tree.__wrapped__
 
     def seen(file: definitions.Stamp) -> ast.Module:
         whole.append(file[0].name)
         return tree(file)
 
-    monkeypatch.setattr(definitions, "_tree", seen)
+    monkeypatch.setattr(definitions, "tree", seen)
     shape._digest_by_name.cache_clear()
     shape._digest_by_line.cache_clear()
     assert gate.check(registry.patch(name)).may_apply

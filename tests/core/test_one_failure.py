@@ -86,23 +86,6 @@ print(states()[0])
     assert script(tmp_path, code, *FAILING) == "failed\n"
 
 
-def test_shapes_that_cannot_be_read_are_a_failure_of_one(tmp_path: Path) -> None:
-    folder = fake.patch_folder(tmp_path / "patches", "first")
-    fake.patch_folder(folder, "second")
-    (folder / "first/shapes.json").write_text("{")
-    code = """
-try:
-    ds_patches.apply_all(only=BOTH)
-except ds_patches.PatchNotApplied as refusal:
-    print(refusal)
-print(ds_patches.is_applied("second"))
-"""
-    tree = fake.deepspeed(tmp_path / "deepspeed")
-    first, second = fake.output(fake.with_patches(folder) + BEGIN + code, tree).splitlines()
-    assert first.startswith("first is failed: JSONDecodeError")
-    assert second == "True"
-
-
 @pytest.mark.parametrize(("wanted", "content"), [('["first", "second"]', True), ('"first"', False)])
 def test_too_old_for_one_patch_of_several_is_content(
     tmp_path: Path, wanted: str, content: bool

@@ -114,8 +114,20 @@ def test_a_required_one_that_may_not_be_applied_blocks(folder: Path) -> None:
     assert reason.startswith("needs base, which is unknown version: ")
 
 
-def test_what_there_is_not_cannot_be_required(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("required", "reason"), [("bass", "bass, no such patch"), ("upper", "itself")]
+)
+def test_what_cannot_be_required(folder: Path, required: str, reason: str) -> None:
     binding = folder / "upper/binding.py"
-    fake.write(binding, fake.edited(binding.read_text(), '("base",)', '("bass",)'))
-    done = fake.run(fake.with_patches(folder) + "ds_patches.names()")
-    assert "BrokenPatch: ds_patches.upper requires bass, no such patch" in done.stderr
+    fake.write(binding, fake.edited(binding.read_text(), '("base",)', f'("{required}",)'))
+    said = output(folder, 'print(ds_patches.status()["upper"])')
+    assert said == f"upper is broken: ds_patches.upper requires {reason}"
+
+
+def test_those_that_require_each_other(folder: Path) -> None:
+    binding = folder / "base/binding.py"
+    fake.write(
+        binding, fake.edited(binding.read_text(), "fixed_in", 'requires=("upper",),\n    fixed_in')
+    )
+    said = output(folder, 'print(states(), ds_patches.status()["upper"].reason)')
+    assert said == ("broken blocked needs base, which is broken: ds_patches.base requires itself")

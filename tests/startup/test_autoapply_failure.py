@@ -57,7 +57,23 @@ def activation_raises(here: Environment) -> tuple[str, str]:
     return "failed", "RuntimeError: no licence"
 
 
+def binding_raises(here: Environment) -> tuple[str, str]:
+    (here.package / "sample/binding.py").write_text("raise RuntimeError('no licence')")
+    return "broken", "ds_patches.sample.binding cannot be read: RuntimeError: no licence"
+
+
+def no_patch(here: Environment) -> tuple[str, str]:
+    (here.package / "sample/binding.py").write_text("PATCH = None")
+    return "broken", "ds_patches.sample.binding has no PATCH"
+
+
+def no_shapes(here: Environment) -> tuple[str, str]:
+    (here.package / "sample/shapes.json").unlink()
+    return "broken", "ds_patches.sample, its shapes.json or releases: FileNotFoundError"
+
+
 REFUSALS = [shape_changed, too_new, too_old, wrapper_module_raises, activation_raises]
+REFUSALS += [binding_raises, no_patch, no_shapes]
 
 
 @pytest.mark.parametrize("broken", REFUSALS)
@@ -110,12 +126,40 @@ def kind(name: str) -> str:
     return "UnknownPatch" if name == "DS_PATCHES" else "FlagError"
 
 
-def test_a_broken_patch_folder(own: Environment) -> None:
-    (own.package / "sample/binding.py").write_text("PATCH = None")
-    done = start(own, GOES_ON)
-    assert (done.returncode, done.stdout) == (0, "BrokenPatch\n"), done.stderr
-    reason = "ds_patches.sample.binding has no PATCH\n"
-    assert done.stderr == f"ds_patches: nothing is applied to deepspeed: {reason}"
+@pytest.mark.parametrize("broken", [binding_raises, no_shapes])
+def test_a_broken_patch_keeps_no_other_from_being_applied(
+    own: Environment, broken: Callable[[Environment], tuple[str, str]]
+) -> None:
+    other = fake.patch_folder(own.root / "more", "other") / "other"
+    shutil.copytree(other, own.package / "other")
+    _, reason = broken(own)
+    code = "import deepspeed; print(deepspeed.runtime.engine.scale(1)[0])"
+    done = start(own, code, "all")
+    assert (done.returncode, done.stdout) == (0, "marked\n"), done.stderr
+    (warning,) = (line for line in done.stderr.splitlines() if "sample" in line)
+    assert warning.startswith(f"ds_patches: sample is not applied, broken: {reason}")
+    silent = start(own, code, "all", DS_PATCHES_SAMPLE="0", DS_PATCHES_STRICT="1")
+    assert (silent.returncode, silent.stdout) == (0, "marked\n")
+    assert "sample" not in silent.stderr
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "x = = 1"])
+def test_a_deepspeed_that_cannot_be_imported_is_the_programs_own_trouble(
+    own: Environment, text: str
+) -> None:
+    """Nothing is applied before DeepSpeed is there, so there is nothing for us to say."""
+    with (own.site / "deepspeed/runtime/engine.py").open("a") as source:
+        source.write(f"\n{text}\n")
+    code = """
+try:
+    import deepspeed
+except (ZeroDivisionError, SyntaxError):
+    print(ds_patches.apply_all()["sample"])
+"""
+    done = start(own, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("sample is broken: the import of deepspeed")
+    assert done.stderr.count("\n") == 1, "by the call that was made"
 
 
 def test_a_strict_refusal_that_the_program_swallows_comes_again(own: Environment) -> None:
