@@ -34,13 +34,12 @@ def per_call(look: Callable[[], Found]) -> Callable[[], Found]:
     """Have a function look once in a call; outside of calls it looks every time."""
 
     @wraps(look)
-    def kept() -> Found:
-        found = _found  # another thread may end its call meanwhile
+    def kept() -> Any:
+        found = _found  # read once: another thread's call may end meanwhile
         if found is None:
             return look()
         if look not in found:
             found[look] = look()
-        result: Found = found[look]
-        return result
+        return found[look]
 
     return kept
