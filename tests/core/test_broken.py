@@ -26,7 +26,7 @@ FOLDERS = {
     "package": ("__init__.py", '"""A sample."""', "import nothing", "No module named 'nothing'"),
     "no patch": ("binding.py", "", "PATCH = None", "binding has no PATCH"),
     "another name": ("binding.py", 'name="sample"', 'name="x"', "PATCH is named 'x', its folder"),
-    "no such patch": ("binding.py", "fixed_in", "requires=('no',), fixed_in", "requires no, no su"),
+    "no such patch": ("binding.py", "fixed_in", "requires=('no',), fixed_in", "requires no, no"),
     "itself": ("binding.py", "fixed_in", "requires=('sample',), fixed_in", "requires itself"),
     "no comma": ("binding.py", '"how"),),', '"how")),', "TypeError: 'Option' object is not it"),
     "another kind": ("binding.py", 'upstream=(Link("#1", ', "upstream=((", "is no Link"),
