@@ -9,6 +9,7 @@ the folder that has the `binding.py`:
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from functools import cache
@@ -20,6 +21,8 @@ from ds_patches import __path__ as our_path
 from ds_patches.core import values
 from ds_patches.core.errors import UnknownPatch
 from ds_patches.core.patch import Link, Option, Patch, Place
+
+log = logging.getLogger("ds_patches")
 
 GROUP = "ds_patches.patches"
 
@@ -59,7 +62,11 @@ def patch(name: str, where: str = "ds_patches") -> Patch:
 def _declared(path: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return name and package of what the distributions on this path declare."""
     del path  # of which a change asks anew: to read all metadata takes milliseconds
-    return sorted({(one.name, one.value) for one in entry_points(group=GROUP)})
+    try:
+        return sorted({(one.name, one.value) for one in entry_points(group=GROUP)})
+    except Exception as error:  # some package's entry_points.txt, of whatever group
+        log.warning("patches of other packages are not looked for: %s", error)
+        return []
 
 
 @cache  # also of what raised: half of it may be imported now, and a second try would find that

@@ -69,3 +69,14 @@ def test_the_path_is_asked_anew_when_it_changes(tmp_path: Path) -> None:
         print(ds_patches.names()[-1])
     """
     assert fake.output(code) == "sample\n"
+
+
+def test_metadata_that_cannot_be_read_hides_only_what_others_declare(tmp_path: Path) -> None:
+    site = distribution(tmp_path / "site")
+    fake.write(
+        site / "bad-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: bad\nVersion: 1\n"
+    )
+    fake.write(site / "bad-1.0.dist-info/entry_points.txt", "[console_scripts]\nno equals sign\n")
+    done = fake.run("import ds_patches; print('zero3_retain' in ds_patches.names())", site)
+    assert done.stdout == "True\n", done.stderr
+    assert "patches of other packages are not looked for: " in done.stderr
