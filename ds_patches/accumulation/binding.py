@@ -13,12 +13,18 @@ _HOOKS = "ds_patches.accumulation.hooks"
 
 _TORCH_STYLE = ">=0.18.3"
 _HOOK_STATE = ">=0.18.5"
+_VECTORIZED = ">=0.16.9"
 _BUCKET_CLASSES = ">=0.17.2"
 _FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
 
 
 def _engine(method: str, wrapper: str, releases: str = "") -> Target:
     return Target(_ENGINE, f"DeepSpeedEngine.{method}", f"{_HOOKS}:{wrapper}", releases=releases)
+
+
+def _stage3(method: str, wrapper: str, releases: str = "") -> Target:
+    qualname = f"DeepSpeedZeroOptimizer_Stage3.{method}"
+    return Target(_STAGE3, qualname, f"ds_patches.accumulation.{wrapper}", releases=releases)
 
 
 def _flat(method: str, wrapper: str, releases: str = "") -> Target:
@@ -41,12 +47,15 @@ _TARGETS = (
         f"{_HOOKS}:around_enter_backward",
         releases=_HOOK_STATE,
     ),
-    Target(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.partition_grads",
-        "ds_patches.accumulation.partition_sum:around_partition_grads",
+    _stage3("partition_grads", "partition_sum:around_partition_grads"),
+    _stage3("get_fp32_grad_for_param", "by_hand:around_get_grad"),
+    _stage3("get_local_fp32_grad_for_param", "by_hand:around_get_grad"),
+    _stage3("set_fp32_grad_for_param", "by_hand:around_set_grad"),
+    _stage3("set_local_grad_for_param", "by_hand:around_set_grad"),
+    _stage3(
+        "update_fp32_grad_for_param_vectorized", "by_hand:around_set_grad", releases=_VECTORIZED
     ),
-    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", f"{_HOOKS}:around_zero_grad"),
+    _stage3("zero_grad", "hooks:around_zero_grad"),
     _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
     _flat("zero_grad", "around_zero_grad"),
     Target(
@@ -54,6 +63,11 @@ _TARGETS = (
         "split_half_float_double",
         f"{_HOOKS}:around_split",
         releases="<=0.19.7",
+    ),
+    Target(
+        "deepspeed.utils.tensor_fragment",
+        "tensor_fragment.get_lp_grad_fragment",
+        "ds_patches.accumulation.by_hand:around_fragment",
     ),
     _flat("get_all_grad_tensors", "around_all_grad_tensors", releases=_FORGETS_MICRO_STEPS),
 )

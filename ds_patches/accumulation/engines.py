@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_patches.runtime.attached import Attached
+from ds_patches.runtime.engines import built
 
 from .steps import EngineSteps
 from .upstream import engine as upstream_engine
@@ -53,6 +54,16 @@ def take_in(engine: Any) -> EngineSteps | None:
     if engine._is_compiled and upstream_engine.is_left(engine):
         _engines.leave(engine)
     return _engines(engine)
+
+
+def of_optimizer(optimizer: Any) -> EngineSteps | None:
+    """Return the same as `of`, also where the optimizer's engine has had no forward yet."""
+    if KEY not in vars(optimizer):
+        _engines.leave(optimizer)  # if it has none: to look for it takes a while
+        for engine in built():
+            if vars(engine).get("optimizer") is optimizer:
+                take_in(engine)
+    return of(optimizer)
 
 
 def subscribe(subscriber: Subscriber) -> None:

@@ -38,8 +38,8 @@ class FlatSum:
         """What the backwards before have reduced is set aside."""
         if self._reduced:
             flat.refuse_muon(self._optimizer)
-            if self._host is not None:
-                self._host.set_aside()
+        if self._host is not None and (self._reduced or self._host.is_due):
+            self._host.set_aside()
 
     def pass_by(self) -> None:
         """The backward that began has brought nothing."""
@@ -53,8 +53,9 @@ class FlatSum:
             flat.reduce_what_is_left(optimizer)
         boundary = engines.at_boundary(optimizer)
         self.is_pending = not boundary
-        if not self._reduced:
-            self._reduced = boundary
+        adds = self._reduced or (self._host is not None and self._host.is_due)
+        self._reduced |= boundary
+        if not adds:
             return wrapped()
         return self._adding(wrapped, {g for g in self._groups if flat.sums_in_place(optimizer, g)})
 
@@ -79,6 +80,11 @@ class FlatSum:
         if self._host is not None:
             self._host.add_back()
         return result
+
+    def settle(self, place: tuple[int, int], *, is_given: bool) -> None:
+        """Before a script looks at an offloaded gradient, or gives one; see ``HostSum.settle``."""
+        if self._host is not None:
+            self._host.settle(place, is_given)
 
     def complete(self) -> None:
         """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""

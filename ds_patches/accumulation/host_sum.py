@@ -26,8 +26,33 @@ class HostSum:
         self._aside: list[torch.Tensor] = []  # fp32 partitions
         self._pending: set[int] = set()  # parameters whose host sum no boundary has delivered
         self._delivered: set[int] = set()  # those whose gradients are in the fp32 partition
+        self._given: set[int] = set()  # of them, those that a script has put there
         #: At this one optimizer: it is called for every parameter, and only here it matters.
         self._shadow = Shadow(optimizer, "copy_grads_in_partition", self._copy)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next backward has to leave alone what a script has put in the partitions."""
+        return bool(self._given or self._aside)
+
+    def settle(self, place: tuple[int, int], is_given: bool) -> None:
+        """Before a script looks at a gradient, or gives one: let it be what this step has so far.
+
+        What an older step left is zero, once this one has begun.
+
+        place: the parameter's group, and its index among those of this rank.
+        """
+        param_id = offload.param_id_at(self._optimizer, *place)
+        begun = self._pending or self._delivered or is_given
+        if begun and param_id not in self._delivered:
+            offload.finish_copies()
+            if not offload.sums_in_partitions(self._optimizer):
+                offload.zero_partitions(self._optimizer, [param_id])
+                offload.add_host_sums(self._optimizer, self._pending & {param_id})
+        if is_given:
+            self._pending.discard(param_id)
+            self._delivered.add(param_id)
+            self._given.add(param_id)
 
     def set_aside(self) -> None:
         """Take the fp32 partitions out; the backward then runs as a step's only one would."""
@@ -35,7 +60,7 @@ class HostSum:
         if self._aside or not self._delivered or offload.sums_in_place(optimizer):
             return
         offload.finish_copies()
-        offload.zero_partitions(optimizer, all_but=self._delivered)
+        self._zero_what_is_older()
         for gradient in offload.partitions(optimizer):
             self._aside.append(gradient.clone())
             gradient.zero_()
@@ -51,15 +76,18 @@ class HostSum:
             gradient.add_(before)
         self._aside = []
         offload.renew_norms(self._optimizer)
+        self._given.clear()
 
     def complete(self) -> None:
         """A step is about to read the fp32 partitions."""
         optimizer = self._optimizer
+        if self._given:
+            offload.renew_norms(optimizer)
         if not self._pending and self._delivered.issuperset(optimizer.grad_position):
             return
         offload.finish_copies()
         if not offload.sums_in_partitions(optimizer):
-            offload.zero_partitions(optimizer, all_but=self._delivered)
+            self._zero_what_is_older()
             offload.add_host_sums(optimizer, self._pending)
 
     def drop(self) -> None:
@@ -74,10 +102,15 @@ class HostSum:
         self._aside = []
         self._pending.clear()
         self._delivered.clear()
+        self._given.clear()
 
     def detach(self) -> None:
         """Leave the optimizer to stock."""
         self._shadow.remove()
+
+    def _zero_what_is_older(self) -> None:
+        optimizer = self._optimizer
+        offload.zero_partitions(optimizer, optimizer.grad_position.keys() - self._delivered)
 
     def _copy(self, wrapped: Any, param: Any, *rest: Any) -> Any:
         """Stock's ``copy_grads_in_partition``, made to add to what is pending alone."""

@@ -53,13 +53,33 @@ class PartitionSum:
         if adds and unwritten:
             stage3.zero(optimizer, unwritten)
         self._written |= ids
-        if optimizer.offload_optimizer and engines.at_boundary(optimizer):
-            self._delivered |= ids
+        if optimizer.offload_optimizer:
+            self._delivered -= ids
+            if engines.at_boundary(optimizer):
+                self._delivered |= ids
         if adds == (optimizer.micro_step_id > 0):
             return wrapped(params, gradients)
         # Above zero means "add" to every release; the value itself means nothing else there.
         with meanwhile(optimizer, micro_step_id=int(adds)):
             return wrapped(params, gradients)
+
+    def settle(self, *params: Any) -> set[int]:
+        """Before anybody looks: let what earlier steps left be zero, once this one has begun.
+
+        Returns the ids of those that have gradients.
+        """
+        ids = {param.ds_id for param in params if param.requires_grad}
+        if self._written and (stale := ids - self._written):
+            stage3.zero(self._optimizer, stale)
+        if late := (ids & self._written) - self._delivered:
+            stage3.deliver(self._optimizer, late)
+        return ids
+
+    def given(self, ids: set[int]) -> None:
+        """What a script has put in their place is the gradient of this step, so far."""
+        stage3.take_back(self._optimizer, ids)
+        self._written |= ids
+        self._delivered |= ids
 
     def complete(self) -> None:
         """Zero what this step has not written; hand on what no boundary backward did."""

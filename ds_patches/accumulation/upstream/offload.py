@@ -78,9 +78,15 @@ def store_host_sum(optimizer: Any, param: Any) -> None:
         host_sum.copy_(gradient.view(-1).narrow(0, source_offset, numel))
 
 
-def zero_partitions(optimizer: Any, *, all_but: set[int]) -> None:
+def param_id_at(optimizer: Any, group: int, index: int) -> int:
+    """Return the parameter whose fp32 gradient is this one of the group's on this rank."""
+    param_id: int = optimizer.get_param_id(optimizer.params_in_partition[group][index])
+    return param_id
+
+
+def zero_partitions(optimizer: Any, param_ids: Iterable[int]) -> None:
     """Zero the fp32 gradients of parameters that got none in this step: an old step left some."""
-    for param_id in optimizer.grad_position.keys() - all_but:
+    for param_id in param_ids:
         _on_host(optimizer, param_id).zero_()
         if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
             optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
@@ -114,6 +120,6 @@ def renew_norms(optimizer: Any) -> None:
     """Let the per-parameter norms, which clipping reads, follow the fp32 gradients."""
     norms = optimizer.norm_for_param_grads
     for param_id in optimizer.grad_position:
-        if (previous := norms.get(param_id)) is not None:
-            norm = _on_host(optimizer, param_id).norm(2)
-            norms[param_id] = norm.to(previous.dtype).to(previous.device)
+        norm = _on_host(optimizer, param_id).norm(2)
+        like = norms.get(param_id, norm)
+        norms[param_id] = norm.to(like.dtype).to(like.device)

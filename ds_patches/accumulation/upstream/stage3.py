@@ -39,6 +39,14 @@ def deliver(optimizer: Any, ids: Collection[int]) -> None:
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 
+def take_back(optimizer: Any, ids: Collection[int]) -> None:
+    """Copy an offloaded optimizer's gradients, that a script has written, to where they add up."""
+    partitions = gradient_partitions(optimizer)
+    for param, host in _on_host(optimizer, ids):
+        partitions[param.ds_id].view(-1).narrow(0, 0, host.numel()).copy_(host)
+        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = host.float().norm(2)
+
+
 def _on_host(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Parameters, and where an offloaded optimizer reads their gradients; not those on NVMe."""
     if not optimizer.offload_optimizer or not ids:
