@@ -1,7 +1,9 @@
-"""Whether a row trains what eager ZeRO-3 trains: each parameter after the same first steps."""
+"""Whether a row trains what another one trains: each parameter after the same first steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +11,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.dc_fallback.results import Difference
+# Rounding in bf16 is less; not to train is all of it.
+_NORM_TOLERANCE = 0.02
+# Rounding is some per cent after some steps; a factor that a gradient lacks is 50 per cent or more.
+_GRADIENT_TOLERANCE = 0.25
+
+
+@dataclass
+class Difference:
+    """Of one parameter's training to the other's, each relative to the other's.
+
+    norm: of the norm of what the parameter moved by. AdamW divides the size of a gradient away, so
+        it sees a parameter that does not train, and no factor in a gradient.
+    update: of the vector of it. AdamW's first steps go by the sign of each element, so rounding
+        alone is worth some per cent here.
+    gradient: of AdamW's running average of the gradients, which sees any factor.
+    """
+
+    norm: float
+    update: float
+    gradient: float
+
+    @property
+    def is_training(self) -> bool:
+        return self.norm <= _NORM_TOLERANCE
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.gradient <= _GRADIENT_TOLERANCE
+
+    @classmethod
+    def worst(cls, differences: Iterable[Difference]) -> Difference:
+        """Each of the largest; NaN if any is."""
+        columns = zip(*map(astuple, differences), strict=True)
+        return cls(*(max(one, key=lambda value: (value != value, value)) for one in columns))
 
 
 class Trained(NamedTuple):
@@ -53,10 +88,8 @@ def differences(
     if kept.keys() != found.keys():
         raise RuntimeError(f"not the same parameters: {sorted(kept.keys() ^ found.keys())}")
     return {
-        name: _difference(
-            [tensor.to(device) for tensor in one], [tensor.to(device) for tensor in kept[name]]
-        )
-        for name, one in found.items()
+        name: _difference(*([tensor.to(device) for tensor in one] for one in (ours, kept[name])))
+        for name, ours in found.items()
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.stream_safety.intervals import Interval, intersection, length, union
-from benchmarks.stream_safety.rows import PHASES
 from benchmarks.timing import Step, wait_for
 
+PHASES = ("forward", "backward", "step")
 _STEPS = 5
 _MARK = "spin_kernel"  # of torch.cuda._sleep
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+#: Where it begins and where it ends.
+Interval = tuple[float, float]
 
 
 class Kernel(NamedTuple):
@@ -140,3 +142,41 @@ def _shares(phase: Interval, nccl: list[Interval], compute: list[Interval]) -> S
 
 def _mark(_phase: str) -> None:
     torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+
+
+# Intervals of time. What `union` and `intersection` return is disjoint and in order, and
+# `intersection` and `length` want it so.
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Those that overlap or touch become one; those without a length are left out."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The time that lies in both."""
+    shared: list[Interval] = []
+    i = j = 0
+    while i < len(some) and j < len(others):
+        begin = max(some[i][0], others[j][0])
+        end = min(some[i][1], others[j][1])
+        if begin < end:
+            shared.append((begin, end))
+        # The one that ends first meets nothing that comes later.
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
