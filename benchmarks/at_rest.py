@@ -7,36 +7,25 @@ worth: four blocks of a Transformer's shapes of width 2048, in bf16, AdamW.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.engines import batches, blocks, config, loss_of, ready, with_adamw
+from benchmarks.engines import ready
 from benchmarks.harness import main
+from benchmarks.micro_steps import MicroSteps
 from benchmarks.rows import Row, Run, like
-from benchmarks.timing import Mark, Step, StepTimes
-from benchmarks.workload import PATCHED, STOCK, Series, Standing, Workload
+from benchmarks.timing import StepTimes
+from benchmarks.workload import PATCHED, STOCK, Series, Standing
 
 _AGAIN = "stock again"
 # Each of the others beside stock, whichever way the order turns.
 _MODES = (PATCHED, STOCK, _AGAIN)
-
-
-def one_step(engine: Any, micro_batches: Sequence[Tensor], mark: Mark) -> None:
-    for inputs in micro_batches:
-        engine.backward(loss_of(engine(inputs)))
-        engine.step()
-    mark("step")
-
-
-_FULL: dict[str, Any] = {
+_FULL = {
     "stages": [1, 2, 3],
     "micro_steps": [1, 4],
     "batches": [256, 4096, 16384],
@@ -49,7 +38,7 @@ _FULL: dict[str, Any] = {
 _SMOKE = _FULL | {"batches": [8], "layers": 6, "width": 64, "steps": 2, "rounds": 2}
 
 
-class AtRest(Workload):
+class AtRest(MicroSteps):
     __doc__ = __doc__
     name, title = "at_rest", "At rest: patched / stock (grey: stock / stock)"
     keys = ("stage", "micro_steps", "batch", "mode")
@@ -68,17 +57,8 @@ class AtRest(Workload):
         for sizes in product(of.stages, of.micro_steps, of.batches):
             yield [Row(dict(zip(self.keys, (*sizes, mode), strict=True))) for mode in _MODES]
 
-    def data(self, row: Row) -> tuple[Tensor, ...]:
-        return batches(row["micro_steps"], row["batch"], self.options.width, self.device)
-
-    def engine(self, row: Row) -> AbstractContextManager[Any]:
-        layers, width = self.options.layers, self.options.width
-        zero = {"stage": row["stage"], "reduce_bucket_size": width**2}
-        model = blocks(layers, width, self.device)
-        return with_adamw(model, config(row["batch"], row["micro_steps"], **zero))
-
-    def step(self, row: Row, engine: Any, data: tuple[Tensor, ...]) -> Step:
-        return partial(one_step, engine, data)
+    def zero(self, row: Row) -> dict[str, Any]:
+        return {"reduce_bucket_size": self.options.width**2}
 
     def time(self, at: Standing) -> list[StepTimes]:
         """By the slowest rank: the others wait for it somewhere."""
@@ -87,30 +67,20 @@ class AtRest(Workload):
         dist.all_reduce(ms, dist.ReduceOp.MAX)
         return [replace(step, total=one) for step, one in zip(block, ms.tolist(), strict=True)]
 
-    def wrong(self, row: Row) -> Iterator[str]:
-        if row.error is not None:
-            yield row.error
-
     def label(self, row: Row) -> tuple[str, str]:
         steps = f"{row['micro_steps']} micro step" + "s" * (row["micro_steps"] > 1)
         return f"ZeRO {row['stage']}, {steps}, {row['batch']} rows", row["mode"]
-
-    def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
-        return like(rows, row, mode=STOCK)
 
     def read(self, run: Run) -> list[Row]:
         """Until 2026-11-22 a run kept ratios alone."""
         if "mode" in run["rows"][0]:
             return super().read(run)
+        kept = {PATCHED: "patched", _AGAIN: "stock"}
         return [
-            Row(
-                {name: one[name] for name in self.keys[:3]} | {"mode": mode},
-                found={}
-                if mode == STOCK
-                else {"ratios": one[PATCHED if mode == PATCHED else STOCK]},
-            )
+            Row({**{key: one.get(key) for key in self.keys}, "mode": mode}, found=found)
             for one in run["rows"]
             for mode in _MODES
+            for found in [{"ratios": one[kept[mode]]} if mode in kept else {}]
         ]
 
     def series(self, run: Run) -> Iterator[Series]:
@@ -119,9 +89,6 @@ class AtRest(Workload):
             again = like(rows, row, mode=_AGAIN)
             found = [[] if one is None else self.ratios(one, rows) for one in (row, again)]
             yield Series(self.label(row)[0], found[0], again=found[1])
-
-    def about(self) -> str:
-        return f"{self.options.layers} layers of width {self.options.width}; {self.patches}"
 
 
 if __name__ == "__main__":

@@ -325,11 +325,10 @@ class Coalesce(Workload):
                 yield f"{ran} {kind} ran, {calls[kind]} were seen: its bytes are off"
 
     def is_drawn(self, row: Row) -> bool:
-        return bool(row["backwards"] == AT and row["mode"] != FLOOR)
+        return self.is_patched(row) and bool(row["backwards"] == AT)
 
-    def about(self) -> str:
-        of = self.options
-        return f"{of.layers} x (Linear({of.width}, bias=False) + ReLU)"
+    def line(self, row: Row) -> str:
+        return f"{' '.join(self.label(row))}, {row['batch']} rows"
 
 
 def sent_mib(row: Row | None, *, reductions: bool = False) -> float | None:

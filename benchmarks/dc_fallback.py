@@ -259,13 +259,6 @@ class DcFallback(Workload):
                 if base == EAGER or row["skipped"] == NOTHING:
                     yield Series(name, [] if note else found, row["mode"] == PATCHED, note=note)
 
-    def about(self) -> str:
-        of = self.options
-        return (
-            f"{of.layers} x Linear({of.width}), {of.words} words, "
-            f"{of.batch} x {of.tokens} tokens per rank"
-        )
-
 
 def dynamo_counts() -> dict[str, int]:
     """Of this process so far: nothing resets these counters."""

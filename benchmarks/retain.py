@@ -282,10 +282,6 @@ class Retain(Workload):
     def is_drawn(self, row: Row) -> bool:
         return row["number"] in (_RETAINED, _TWO_FORWARDS)
 
-    def about(self) -> str:
-        of = self.options
-        return f"{of.layers} x (Linear({of.width}, bias=False) + ReLU), batch {of.batch}, ZeRO-3"
-
 
 @dataclass(frozen=True)
 class Held:

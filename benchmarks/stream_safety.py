@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,34 +18,21 @@ from torch import Tensor
 
 import ds_patches
 from benchmarks import probes
-from benchmarks.engines import applied, batches, blocks, config, loss_of, with_adamw
-from benchmarks.gradients import Forward, full_gradients, plain_backwards, relative_error
+from benchmarks.engines import applied
+from benchmarks.gradients import full_gradients, relative_error
 from benchmarks.harness import main, recorded
-from benchmarks.rows import Row, groups, like, ratios
+from benchmarks.micro_steps import PHASES, MicroSteps
+from benchmarks.rows import Row, groups
 from benchmarks.tables import Bar, Column, Table, error, number, over, phases, value
-from benchmarks.timing import Mark, Step, wait_for
-from benchmarks.trace import PHASES, Shares, traced
-from benchmarks.workload import PATCHED, STOCK, Standing, Workload
+from benchmarks.timing import wait_for
+from benchmarks.trace import Shares, traced
+from benchmarks.workload import PATCHED, STOCK, Standing
 
 MODES = (STOCK, PATCHED)
 OVERLAP = {"off": False, "on": True}
 _STEPS = 3  # whose gradients are compared
 # Where the GPUs cannot copy directly between each other, so that communication is what takes long.
 _STEP = 0.90
-
-
-def one_step(engine: Any, micro_batches: Sequence[Tensor], mark: Mark) -> None:
-    """Every micro step; all that comes before the last backward counts as forward."""
-    *others, last = micro_batches
-    for inputs in others:
-        engine.backward(loss_of(engine(inputs)))
-        engine.step()
-    loss = loss_of(engine(last))
-    mark("forward")
-    engine.backward(loss)
-    mark("backward")
-    engine.step()
-    mark("step")
 
 
 @dataclass
@@ -109,7 +94,7 @@ _SMOKE = _FULL | {"batches": [8], "reduce_bucket_sizes": [10**3, 10**4], "micro_
 _SMOKE |= {"layers": 6, "width": 64, "warmup": 1, "steps": 1, "rounds": 2}
 
 
-class StreamSafety(Workload):
+class StreamSafety(MicroSteps):
     __doc__ = __doc__
     name, title = "stream_safety", "stream_safety, all parts: patched / stock, overlap_comm"
     keys = ("stage", "overlap", "mode", "batch", "reduce_bucket_size", "micro_steps")
@@ -148,20 +133,9 @@ class StreamSafety(Workload):
                 if row[-1] in of.modes
             ]
 
-    def data(self, row: Row) -> tuple[Tensor, ...]:
-        return batches(row["micro_steps"], row["batch"], self.options.width, self.device)
-
-    def engine(self, row: Row) -> AbstractContextManager[Any]:
-        settings = {name: row[name] for name in ("stage", "reduce_bucket_size")}
-        settings["overlap_comm"] = row["overlap"]
-        model = blocks(self.options.layers, self.options.width, self.device)
-        return with_adamw(model, config(row["batch"], row["micro_steps"], **settings))
-
-    def step(self, row: Row, engine: Any, data: tuple[Tensor, ...]) -> Step:
-        return partial(one_step, engine, data)
-
-    def plain(self, row: Row, data: tuple[Tensor, ...]) -> Callable[[Forward], None]:
-        return partial(plain_backwards, data, len(data))
+    def zero(self, row: Row) -> dict[str, Any]:
+        bucket = row["reduce_bucket_size"]
+        return {"reduce_bucket_size": bucket, "overlap_comm": row["overlap"]}
 
     def look(self, at: Standing) -> None:
         super().look(at)
@@ -195,9 +169,6 @@ class StreamSafety(Workload):
     def label(self, row: Row) -> tuple[str, str]:
         return f"Z{row['stage']} overlap" if row["overlap"] else f"Z{row['stage']}", row["mode"]
 
-    def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
-        return like(rows, row, mode=STOCK)
-
     def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
         columns = [
             *self.times(rows),
@@ -217,20 +188,18 @@ class StreamSafety(Workload):
             for row in patched:
                 bar = _STEP if row["stage"] == 2 and not p2p else None
                 name = f"step, {self.label(row)[0]}, {where}: patched / stock"
-                yield Bar.of_rounds(name, ratios(row, self.reference(row, rows)), bar)
+                yield Bar.of_rounds(name, self.ratios(row, rows), bar)
             for row in patched:
                 name = f"elements unlike overlap off, {self.label(row)[0]} patched, {where}"
                 yield Bar(name, differing(row), 0)
 
     def is_drawn(self, row: Row) -> bool:
-        return bool(row["overlap"])
+        return self.is_patched(row) and bool(row["overlap"])
 
-    def about(self) -> str:
-        layers, width = self.options.layers, self.options.width
-        return (
-            f"{layers} layers: RMSNorm, four Linear({width}), RMSNorm, "
-            f"Linear({width}, {4 * width}), Linear({4 * width}, {width}), and again"
-        )
+    def line(self, row: Row) -> str:
+        bucket = f"bucket {row['reduce_bucket_size'] / 1e6:.0f}M"
+        steps = f", {row['micro_steps']} micro steps" * (row["micro_steps"] > 1)
+        return f"Z{row['stage']}, {row['batch']} rows, {bucket}{steps}"
 
 
 def differing(row: Row) -> int | None:

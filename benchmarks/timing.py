@@ -81,22 +81,6 @@ class Spread:
         return cls(median, low, high, min(values), max(values), len(values))
 
 
-class Rounds:
-    """What the times of a result say of it."""
-
-    times: list[list[StepTimes]]  # by round
-
-    @property
-    def totals(self) -> list[float]:
-        """Milliseconds of every timed step."""
-        return [step.total for block in self.times for step in block]
-
-    @property
-    def by_round(self) -> list[float]:
-        """The median of each round."""
-        return [statistics.median(step.total for step in block) for block in self.times]
-
-
 def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> list[StepTimes]:
     """Run `warmup` steps, then time each of `steps`."""
     for _ in range(warmup):

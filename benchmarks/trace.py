@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.micro_steps import PHASES
 from benchmarks.timing import Step, wait_for
 
-PHASES = ("forward", "backward", "step")
 _STEPS = 5
 _MARK = "spin_kernel"  # of torch.cuda._sleep
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

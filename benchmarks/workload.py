@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import probes
 from benchmarks.gradients import Forward, full_weights, plain_gradients
+from benchmarks.options import kept
 from benchmarks.provenance import p2p, sentence
 from benchmarks.rows import Row, Run, groups, ratios
 from benchmarks.tables import (
@@ -27,7 +28,6 @@ from benchmarks.tables import (
     markdown,
     middle,
     number,
-    rounds,
 )
 from benchmarks.timing import Step, StepTimes, ignore, time_block
 
@@ -178,10 +178,6 @@ class Workload:
         elif is_off(error := row.get("gradient_error")):
             yield f"gradients are off by {error}"
 
-    def about(self) -> str:
-        """What was trained, in a few words."""
-        raise NotImplementedError
-
     # What all of them say alike.
 
     def read(self, run: Run) -> list[Row]:
@@ -211,9 +207,9 @@ class Workload:
 
     def section(self, run: Run) -> str:
         """A run, as it is kept, in Markdown."""
-        rows, origin, of = self.read(run), run.get("provenance", {}), self.options
-        steps = f"{rounds(of.rounds)} of {of.steps} timed steps after {of.warmup}"
-        parts = [f"{sentence(origin)} {self.about()}; {steps}."]
+        rows, origin = self.read(run), run.get("provenance", {})
+        sizes = ", ".join(f"{name} {value}" for name, value in kept(self.options).items())
+        parts = [f"{sentence(origin)} {sizes}."]
         for where, group in groups(rows, self.where):
             for table in self.tables(rows):
                 title = ": ".join(filter(None, (where, table.title))) or self.heads[0]
@@ -230,15 +226,17 @@ class Workload:
     def series(self, run: Run) -> Iterator[Series]:
         """A line for each row that a picture shows."""
         rows = self.read(run)
-        links = (
-            "" if "provenance" not in run else f", {'P2P' if p2p(run['provenance']) else 'no P2P'}"
-        )
+        links = "P2P" if p2p(run["provenance"]) else "no P2P"
         for row in filter(self.is_drawn, rows):
             if found := self.ratios(row, rows):
-                yield Series(f"{self.named(row)}{links}", found, self.is_patched(row))
+                yield Series(f"{self.line(row)}, {links}", found, self.is_patched(row))
 
     def is_drawn(self, row: Row) -> bool:
         return self.is_patched(row)
+
+    def line(self, row: Row) -> str:
+        """Its name in a picture."""
+        return self.named(row)
 
 
 def is_off(error: float | None) -> bool:
