@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from benchmarks.harness import main
 from benchmarks.options import positive
 from benchmarks.probes import max_allocated_mib
 from benchmarks.rows import Row, Run, find, like, ratios
-from benchmarks.skipping import ALL, HALF, NOTHING, SKIPPED, model
-from benchmarks.tables import Bar, Column, Table, middle, number, off_by, over, phases
+from benchmarks.skipping import ALL, COUNTS, HALF, NOTHING, SKIPPED, dynamo_counts, model
+from benchmarks.tables import Bar, Column, Table, middle, number, over, phases
 from benchmarks.timing import Mark, Step, StepTimes, ignore, time_block
 from benchmarks.trained import Difference
 from benchmarks.workload import PATCHED, STOCK, Series, Standing, Workload
@@ -37,10 +38,9 @@ _LEARNING_RATE = 1e-4
 _SETTLE = 3  # steps: the comparison has emptied the allocator's cache
 _PEAK_STEPS = 3
 _IDLE, _HALF, _PEAK, _COMPILATIONS = 1.01, 1.0, 1.10, 1.0
-_LOSSES, _NAMES = 6, 3  # that a table shows
+_LOSSES = 6  # that a table shows
 
 Peak = dict[str, float]  # MiB allocated at most in one `whole` step, and until its `backward` ended
-_COUNTS = ("graphs", "frames", "graph_breaks")
 
 
 _FULL: dict[str, Any] = {
@@ -234,7 +234,7 @@ class DcFallback(Workload):
         return bool(row["mode"] == STOCK and row["skipped"] != NOTHING)
 
     def wrong(self, row: Row) -> Iterator[str]:
-        found = differences(row)
+        found = trained.of_row(row)
         if self.may_fail(row):
             return
         if row.error is not None:
@@ -242,7 +242,7 @@ class DcFallback(Workload):
         elif found is None:
             if row["mode"] != EAGER:
                 yield "not compared with eager ZeRO-3"
-        elif lost := untrained(row):
+        elif lost := trained.untrained(row):
             yield f"does not train {', '.join(lost)} as eager ZeRO-3 does"
         elif not (worst := Difference.worst(found.values())).has_gradients:
             yield f"gradients are off by {worst.gradient}"
@@ -253,30 +253,11 @@ class DcFallback(Workload):
         for row in rows:
             for base in MODES[: MODES.index(row["mode"])]:
                 found = ratios(row, like(rows, row, mode=base))
-                lost = "does not train" if untrained(row) else ""
+                lost = "does not train" if trained.untrained(row) else ""
                 note = "raises" if row.error else lost
                 name = f"{row['skipped']} skipped, {row['mode']} over {base}"
                 if base == EAGER or row["skipped"] == NOTHING:
                     yield Series(name, [] if note else found, row["mode"] == PATCHED, note=note)
-
-
-def dynamo_counts() -> dict[str, int]:
-    """Of this process so far: nothing resets these counters."""
-    from torch._dynamo.utils import counters
-
-    counts = counters["stats"]["unique_graphs"], counters["frames"]["ok"]
-    return dict(zip(_COUNTS, (*counts, sum(counters["graph_break"].values())), strict=True))
-
-
-def differences(row: Row) -> dict[str, Difference] | None:
-    """By parameter, of the round that was compared; None: not compared."""
-    found = next((one for one in row.get("differences") or () if one is not None), None)
-    return None if found is None else {name: Difference(**one) for name, one in found.items()}
-
-
-def untrained(row: Row) -> list[str]:
-    """The parameters that did not move as far as eager's."""
-    return [name for name, one in (differences(row) or {}).items() if not one.is_training]
 
 
 def _most(peaks: Sequence[Peak]) -> Peak | None:
@@ -309,9 +290,12 @@ def _memory(rows: Sequence[Row]) -> Iterator[Column]:
         eager = like(rows, row, mode=EAGER)
         return number(over(peak(row), peak(eager) if eager else None), 3)
 
+    def mib(peak: Callable[[Row], float | None], row: Row) -> str:
+        return number(peak(row), 0)
+
     for name, peak in _PEAKS.items():
-        yield f"{name}, MiB", lambda row, peak=peak: number(peak(row), 0)
-        yield "/ eager", lambda row, peak=peak: over_eager(peak, row)
+        yield f"{name}, MiB", partial(mib, peak)
+        yield "/ eager", partial(over_eager, peak)
 
 
 def _graphs(row: Row) -> int | None:
@@ -320,38 +304,22 @@ def _graphs(row: Row) -> int | None:
     return max((one["graphs"] + later for one, later in counted if one), default=None)
 
 
-def _ran(row: Row) -> bool:
-    return row.error is None
-
-
 def _trains(row: Row) -> str:
     if row.error:
         return "-"
-    if (found := differences(row)) is None:
+    if (found := trained.of_row(row)) is None:
         return "reference" if row["mode"] == EAGER else "not compared"
-    lost = len(untrained(row))
+    lost = len(trained.untrained(row))
     return f"NO: not {lost} of {len(found)} parameters" if lost else "yes"
+
+
+def _ran(row: Row) -> bool:
+    return row.error is None
 
 
 def _several(counts: Iterable[Any]) -> str:
     """One number where all rounds agree."""
     return ", ".join(map(str, sorted(set(counts)))) or "-"
-
-
-def _lost(row: Row) -> str:
-    if not differences(row):
-        return "-"
-    names = [f"`{name}`" for name in untrained(row)]
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more or "none"
-
-
-def _worst(place: int) -> Callable[[Row], str]:
-    def worst(row: Row) -> str:
-        found = differences(row)
-        return off_by(astuple(Difference.worst(found.values()))[place] if found else None)
-
-    return worst
 
 
 _COMPILED: list[Column] = [
@@ -360,7 +328,7 @@ _COMPILED: list[Column] = [
             name.replace("_", " "),
             lambda row, name=name: _several(c[name] for c in row.get("compilations") if c),
         )
-        for name in _COUNTS
+        for name in COUNTS
     ),
     ("graphs compiled later", lambda row: _several(row.get("recompilations"))),
 ]
@@ -369,10 +337,10 @@ _TRAINING: list[Column] = [
         f"loss of the first {_LOSSES} steps",
         lambda row: " ".join(f"{loss:.4f}" for loss in row.get("losses")[0][:_LOSSES]) or "-",
     ),
-    ("update norm off by", _worst(0)),
-    ("update off by", _worst(1)),
-    ("gradients off by", _worst(2)),
-    ("not trained as in eager", _lost),
+    ("update norm off by", trained.worst(0)),
+    ("update off by", trained.worst(1)),
+    ("gradients off by", trained.worst(2)),
+    ("not trained as in eager", trained.lost),
 ]
 
 

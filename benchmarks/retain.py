@@ -10,99 +10,34 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks import collectives
+from benchmarks.backwards import (
+    LOSSES,
+    Batch,
+    Way,
+    a_forward_each,
+    engine_backward,
+    loss_of,
+    one_forward,
+    ordinary,
+    plain_backward,
+    scaled_backward,
+)
 from benchmarks.engines import batches, config, mlp, with_adamw
 from benchmarks.gradients import Forward, full_weights, plain_gradients, relative_error
 from benchmarks.harness import main
 from benchmarks.probes import allocated_mib
 from benchmarks.rows import Row, find, ratios
 from benchmarks.tables import Bar, Table, error, number, over, phases, value
-from benchmarks.timing import Mark, Step
+from benchmarks.timing import Step
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
-LOSSES = 2
 _FIRST, _LAST, _ALL = (0,), (LOSSES - 1,), tuple(range(LOSSES))
 _RESIDENT, _IDLE, _STEP = 1.02, 1.01, 1.20
-
-Batch = tuple[Tensor, ...]  # the inputs, and a target for each loss
-Way = Callable[[Any, Batch, Mark], None]
-Backward = Callable[[Any, Tensor, bool], None]
-
-
-def loss_of(batch: Batch, outputs: Tensor, index: int) -> Tensor:
-    """A scalar whose graph holds nothing that the model's graph does not hold already."""
-    return (outputs * batch[1 + index]).mean()
-
-
-def engine_backward(engine: Any, loss: Tensor, keep_graph: bool) -> None:
-    engine.backward(loss, retain_graph=keep_graph)
-
-
-def scaled_backward(engine: Any, loss: Tensor, keep_graph: bool) -> None:
-    engine.scale(loss, retain_graph=keep_graph).backward(retain_graph=keep_graph)
-
-
-def plain_backward(engine: Any, loss: Tensor, keep_graph: bool) -> None:
-    loss.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
-
-
-# A mark is called while all is alive that a user's variables would hold.
-
-
-def ordinary(engine: Any, batch: Batch, mark: Mark, *, keep_graph: bool = False) -> None:
-    """One forward, one backward. `keep_graph`: what it would hold if a second one followed."""
-    outputs = engine(batch[0])
-    loss = loss_of(batch, outputs, 0)
-    mark("forward")
-    engine_backward(engine, loss, keep_graph)
-    mark("backward 1")
-    del loss, outputs
-    engine.step()
-    mark("step")
-
-
-def one_forward(backward: Backward, *, zero_grad: bool) -> Way:
-    """One forward, a backward for each loss, called in one style."""
-
-    def step(engine: Any, batch: Batch, mark: Mark) -> None:
-        outputs = engine(batch[0])
-        losses = [loss_of(batch, outputs, index) for index in range(LOSSES)]
-        mark("forward")
-        for count, loss in enumerate(losses, start=1):
-            if count > 1 and zero_grad:
-                engine.zero_grad()
-                mark("zero_grad")
-            backward(engine, loss, count < len(losses))
-            mark(f"backward {count}")
-        del loss, losses, outputs
-        engine.step()
-        mark("step")
-
-    return step
-
-
-def a_forward_each(engine: Any, batch: Batch, mark: Mark) -> None:
-    """A forward and a backward for each loss: what one does where a graph can run but once.
-
-    The gradients add up. ``engine.zero_grad()`` between them would not clear what ZeRO-3 has
-    reduced already.
-    """
-    for index in range(LOSSES):
-        outputs = engine(batch[0])
-        loss = loss_of(batch, outputs, index)
-        mark(f"forward {index + 1}")
-        engine_backward(engine, loss, False)
-        mark(f"backward {index + 1}")
-        del loss, outputs
-    engine.step()
-    mark("step")
 
 
 @dataclass(frozen=True)
@@ -227,12 +162,28 @@ class Retain(Workload):
         return relative_error(last, whole)
 
     def _held(self, at: Standing, step: Step) -> list[dict[str, Any]]:
-        """After each backward of a step of its own."""
-        held = []
+        """After each backward of a step of its own.
+
+        mib: allocated since before the engine was built; available: parameters that are gathered
+        and need not be; in_flight: those whose gather has begun.
+        """
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        held: list[dict[str, Any]] = []
 
         def look(phase: str) -> None:
-            if phase.startswith("backward"):
-                held.append(asdict(Held.of(phase, at.engine, self.device, at.before)))
+            if not phase.startswith("backward"):
+                return
+            now, params = allocated_mib(self.device), at.engine.module.parameters()
+            states = Counter(param.ds_status for param in params if not param.ds_persist)
+            held.append(
+                {
+                    "after": phase,
+                    "mib": None if now is None or at.before is None else now - at.before,
+                    "available": states[ZeroParamStatus.AVAILABLE],
+                    "in_flight": states[ZeroParamStatus.INFLIGHT],
+                }
+            )
 
         step(look)
         return held
@@ -281,26 +232,6 @@ class Retain(Workload):
 
     def is_drawn(self, row: Row) -> bool:
         return row["number"] in (_RETAINED, _TWO_FORWARDS)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What this rank holds right after one backward."""
-
-    after: str
-    mib: float | None  # allocated since before the engine was built
-    available: int  # parameters that are gathered and need not be
-    in_flight: int  # parameters whose gather has begun
-
-    @classmethod
-    def of(cls, phase: str, engine: Any, device: torch.device, before: float | None) -> Held:
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        now = allocated_mib(device)
-        states = Counter(p.ds_status for p in engine.module.parameters() if not p.ds_persist)
-        mib = None if now is None or before is None else now - before
-        gathered, begun = states[ZeroParamStatus.AVAILABLE], states[ZeroParamStatus.INFLIGHT]
-        return cls(phase, mib, gathered, begun)
 
 
 def _kind(row: Row) -> Kind:

@@ -1,4 +1,4 @@
-"""A model of which Dynamo compiles everything, half or nothing."""
+"""A model of which Dynamo compiles everything, half or nothing, and what it has compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from benchmarks.engines import DTYPE, SEED
 
 NOTHING, HALF, ALL = "nothing", "half", "all"
+COUNTS = ("graphs", "frames", "graph_breaks")
 
 
 class Model(nn.Module):
@@ -60,3 +61,11 @@ def model(skipped: str, layers: int, width: int, words: int, device: torch.devic
     with device:
         made = _MODELS[skipped](layers, width, words)
     return made.to(DTYPE)
+
+
+def dynamo_counts() -> dict[str, int]:
+    """Of this process so far: nothing resets these counters."""
+    from torch._dynamo.utils import counters
+
+    counts = counters["stats"]["unique_graphs"], counters["frames"]["ok"]
+    return dict(zip(COUNTS, (*counts, sum(counters["graph_break"].values())), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.rows import Row
+from benchmarks.tables import off_by
+
 # Rounding in bf16 is less; not to train is all of it.
 _NORM_TOLERANCE = 0.02
 # Rounding is some per cent after some steps; a factor that a gradient lacks is 50 per cent or more.
 _GRADIENT_TOLERANCE = 0.25
+_NAMES = 3  # that a table shows
 
 
 @dataclass
@@ -109,3 +113,33 @@ def _over(difference: float, size: float) -> float:
     if difference == 0:
         return 0.0
     return difference / size if size else float("inf")
+
+
+# Of a row that kept the differences of each round, or None.
+
+
+def of_row(row: Row) -> dict[str, Difference] | None:
+    """By parameter, of the round that was compared; None: not compared."""
+    found = next((one for one in row.get("differences") or () if one is not None), None)
+    return None if found is None else {name: Difference(**one) for name, one in found.items()}
+
+
+def untrained(row: Row) -> list[str]:
+    """The parameters that did not move as far as eager's."""
+    return [name for name, one in (of_row(row) or {}).items() if not one.is_training]
+
+
+def lost(row: Row) -> str:
+    if not of_row(row):
+        return "-"
+    names = [f"`{name}`" for name in untrained(row)]
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more or "none"
+
+
+def worst(place: int) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        found = of_row(row)
+        return off_by(astuple(Difference.worst(found.values()))[place] if found else None)
+
+    return show

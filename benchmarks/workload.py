@@ -71,7 +71,6 @@ class Workload:
     smoke: Mapping[str, Any]  # on CPU
     shares_engine = True  # the rows that stand together
     own_processes = False  # a group of processes for each row in each round
-    reduced = "backward"  # the phase after which a step's gradients are reduced
     peak = staticmethod(probes.max_allocated_mib)
 
     def __init__(self, options: argparse.Namespace, device: torch.device = _CPU) -> None:
@@ -140,7 +139,8 @@ class Workload:
             )
 
     def reduced_after(self, row: Row) -> str:
-        return self.reduced
+        """The phase at whose end the gradients of a step are."""
+        return "backward"
 
     # What is said of it.
 

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks import show, trained
 from benchmarks.coalesce import Coalesce
-from benchmarks.dc_fallback import MODES, SKIPPED, dynamo_counts
+from benchmarks.dc_fallback import MODES
 from benchmarks.rows import Row, find, ratios
-from benchmarks.skipping import model
+from benchmarks.skipping import SKIPPED, dynamo_counts, model
 from benchmarks.stream_safety import Agreement, Reference
 from benchmarks.tables import Bar, by_round
 from benchmarks.trained import Difference, Trained
