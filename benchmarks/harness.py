@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from benchmarks.workload import Standing, Workload
 
 def main(kind: type[Workload]) -> int:
     """Run what the command line asks for; 0 if every row did what it should."""
-    parser = argparse.ArgumentParser(f"benchmarks.{kind.name}", description=_words(kind))
+    parser = argparse.ArgumentParser(f"benchmarks.{kind.name}", description=kind.__doc__)
     options = parsed(parser, kind)
     if "LOCAL_RANK" in os.environ:
         return _under_torchrun(kind, options)
@@ -54,7 +56,8 @@ def _with_processes_of_their_own(workload: Workload) -> int:
     """A B C, C B A, A B C ...: drift of the machine meets all alike. What failed is over."""
     book = Book(workload, {})
     book.rows += [row for group in workload.standing_together() for row in group]
-    with Launcher(workload) as launcher:
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = Launcher(workload, Path(folder))
         turn = list(book.rows)
         for number in range(workload.options.rounds):
             for row in turn:
@@ -165,7 +168,3 @@ def recorded(workload: Workload, row: Row) -> Iterator[None]:
 
 def _patched(workload: Workload, row: Row) -> Any:
     return applied(workload.patches if workload.is_patched(row) else ())
-
-
-def _words(kind: type[Workload]) -> str:
-    return (kind.__doc__ or "").strip()

@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.options import kept, words
 from benchmarks.rows import Row
@@ -22,33 +21,29 @@ _ROOT = Path(__file__).resolve().parents[1]
 _LEFT_OUT = ("TORCH_CUDA_ARCH_LIST", "DS_PATCHES")
 
 
-class Launcher(tempfile.TemporaryDirectory[str]):
-    """Its folder is for what the rows leave behind."""
+class Launcher(NamedTuple):
+    """folder: for what the rows leave behind."""
 
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self._workload = workload
-
-    def __enter__(self) -> Launcher:  # type: ignore[override]
-        return self
+    workload: Workload
+    folder: Path
 
     def run(self, row: Row, is_first: bool) -> dict[str, Any]:
         """One round of `row`, which takes what came of it; the run that the processes kept.
 
         is_first: of its rounds. A row that leaves nothing behind is one that failed.
         """
-        options = self._workload.options
-        path, log = Path(self.name, "row.json"), Path(self.name, "row.log")
+        options = self.workload.options
+        path, log = self.folder / "row.json", self.folder / "row.log"
         path.unlink(missing_ok=True)
-        chosen = self._workload.chosen(row) | {"rounds": 1, "json": path, "commit": options.commit}
+        chosen = self.workload.chosen(row) | {"rounds": 1, "json": path, "commit": options.commit}
         if is_first:
-            chosen["reference"] = Path(self.name, "reference.pt")
+            chosen["reference"] = self.folder / "reference.pt"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [
             "--nproc-per-node",
             str(options.ranks),
             "-m",
-            f"benchmarks.{self._workload.name}",
+            f"benchmarks.{self.workload.name}",
         ]
         with log.open("w") as output:
             end = _wait(
@@ -59,7 +54,7 @@ class Launcher(tempfile.TemporaryDirectory[str]):
             row.add(one)
         if end and row.error is None:
             row.error = f"{end}: {_last_error(log)}"
-        if row.error is not None and not self._workload.may_fail(row):
+        if row.error is not None and not self.workload.may_fail(row):
             print(*_of_ranks(log)[-40:], sep="\n", file=sys.stderr, flush=True)
         return run
 

@@ -151,6 +151,7 @@ class StreamSafety(MicroSteps):
         at.row.found["gradients"] = self._gradients.against(at.row, found)
 
     def end(self, stood: Sequence[Standing]) -> None:
+        self._gradients = Reference()  # a copy of all gradients is let go
         ends = Reference()
         for at in stood:
             at.row.found["end"] = ends.against(at.row, _end(at.engine))

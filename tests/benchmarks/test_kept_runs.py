@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import picture, show
 from benchmarks.provenance import p2p
-from benchmarks.rows import Run
+from benchmarks.rows import Run, like
+from benchmarks.stream_safety import StreamSafety, shares_of
+from benchmarks.tables import middle, number
 from benchmarks.workload import Series, Workload
 from tests.benchmarks.outcome import ROOT
 
@@ -106,3 +108,27 @@ def test_a_pages_picture_is_of_its_runs(name: str) -> None:
     runs = [show.load(ROOT / path) for path in command[1].split()]
     for line in show.lines(KIND[name], runs):
         assert f">{line.name}<" in drawn
+
+
+def test_the_table_of_stream_safety_is_of_its_runs() -> None:
+    page = (DOCS / "benchmarks-stream-safety.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (?:on|off) \| \d+ \| .*", page.partition("###")[0], re.MULTILINE)
+    expected = []
+    for path in sorted(DOCS.glob("stream-safety-*.json")):
+        run = show.load(path)
+        workload = show.of(StreamSafety, run)
+        rows = workload.read(run)
+        for row in rows:
+            if (row["stage"], row["overlap"], row["mode"]) != (2, True, "patched"):
+                continue
+            stock, first = like(rows, row, mode="stock"), like(rows, row, stage=1)
+            off = like(rows, row, mode="stock", overlap=False)
+            assert None not in (first, stock, off)
+            cells = ["on" if p2p(run["provenance"]) else "off", str(row["batch"])]
+            cells += [f"{row['reduce_bucket_size'] / 1e6:.0f}M", str(row["micro_steps"])]
+            cells += [number(one.median, 1) for one in (off, stock)]
+            cells += [middle(workload.ratios(one, rows)) for one in (first, row)]
+            cells += [number(shares_of(one).exposed, 1) for one in (stock, row)]
+            cells += [number(one.get("peak_mib"), 0) for one in (stock, row)]
+            expected.append(f"| {' | '.join(cells)} |")
+    assert sorted(shown) == sorted(expected)

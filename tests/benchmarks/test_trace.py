@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -70,37 +71,6 @@ def test_a_trace_without_all_marks_is_an_error(lost: int) -> None:
         shares([kernel for kernel in ran if kernel not in marks[: 4 if lost == 0 else lost]])
 
 
-@pytest.mark.parametrize(
-    ("intervals", "expected"),
-    [
-        ([], []),
-        ([(3, 4), (1, 2)], [(1, 2), (3, 4)]),
-        ([(1, 3), (2, 4)], [(1, 4)]),
-        ([(1, 2), (2, 3)], [(1, 3)]),
-        ([(1, 9), (2, 3), (4, 5)], [(1, 9)]),
-        ([(1, 1), (5, 4)], []),
-    ],
-)
-def test_union(intervals: list[Interval], expected: list[Interval]) -> None:
-    assert union(intervals) == expected
-
-
-@pytest.mark.parametrize(
-    ("some", "others", "expected"),
-    [
-        ([], [(0, 9)], []),
-        ([(0, 1)], [(1, 2)], []),
-        ([(0, 4)], [(1, 2), (3, 9)], [(1, 2), (3, 4)]),
-        ([(0, 2), (3, 5)], [(0, 2), (3, 5)], [(0, 2), (3, 5)]),
-    ],
-)
-def test_intersection(
-    some: list[Interval], others: list[Interval], expected: list[Interval]
-) -> None:
-    assert intersection(some, others) == expected
-    assert intersection(others, some) == expected
-
-
 def ticks(intervals: list[Interval]) -> set[int]:
     return {tick for begin, end in intervals for tick in range(int(begin), int(end))}
 
@@ -110,11 +80,19 @@ def some_intervals(dice: random.Random) -> list[Interval]:
     return [(begin, begin + dice.randrange(8)) for begin in begins]
 
 
-def test_lengths_are_the_number_of_ticks() -> None:
+def test_intervals_are_those_of_their_ticks() -> None:
     dice = random.Random(0)
     for _ in range(300):
         some, others = some_intervals(dice), some_intervals(dice)
-        assert length(union(some)) == len(ticks(some))
         shared = intersection(union(some), union(others))
-        assert length(shared) == len(ticks(some) & ticks(others))
-        assert shared == union(shared)
+        assert shared == intersection(union(others), union(some))
+        for found, expected in (
+            (union(some), ticks(some)),
+            (shared, ticks(some) & ticks(others)),
+        ):
+            assert ticks(found) == expected
+            assert length(found) == len(expected)
+            # In order, and what overlaps or touches is one.
+            assert all(one[1] <= other[0] for one, other in pairwise(found))
+        assert all(one[1] < other[0] for one, other in pairwise(union(some)))
+        assert all(begin < end for begin, end in union(some))
