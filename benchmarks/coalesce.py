@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import collectives, probes
-from benchmarks.engines import (
-    applied,
-    batches,
-    config,
-    engine_around,
-    free,
-    mlp,
-    with_adamw,
-)
+from benchmarks.engines import batches, config, engine_around, free, mlp, with_adamw
 from benchmarks.gradients import Forward, plain_backwards, relative_error
 from benchmarks.harness import main
 from benchmarks.rows import Row, like, ratios
@@ -145,8 +137,7 @@ class Coalesce(Workload):
         start = [param.detach().float() for param in self._model().parameters()]
         # The loss is a mean over `width` outputs, so a gradient shrinks as the model grows.
         optimizer = torch.optim.SGD(model.parameters(), lr=2e-5 * self.options.width)
-        patched = applied(self.patches if self.is_patched(row) else ())
-        with patched, engine_around(model, optimizer, self._config(row)) as engine:
+        with self.patched(row), engine_around(model, optimizer, self._config(row)) as engine:
             for _ in range(_STEPS):
                 MODES[row["mode"]].step(engine, micro_batches, ignore)
             return [

@@ -8,6 +8,7 @@ for the whole process, so each row runs in processes of its own. On CPU there is
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -83,6 +84,8 @@ class DcFallback(Workload):
             options.modes = [EAGER] if options.device == "cpu" else list(MODES)
         if options.device == "cpu" and options.modes != [EAGER]:
             parser.error(f"DeepCompile needs CUDA; on CPU there is --modes {EAGER}")
+        if "LOCAL_RANK" in os.environ and len(options.modes) * len(options.skipped) > 1:
+            parser.error("start it without torchrun: no two rows share a process")
 
     def chosen(self, row: Row) -> dict[str, Any]:
         return {"modes": row["mode"], "skipped": row["skipped"]}

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import probes
-from benchmarks.engines import applied, free
+from benchmarks.engines import free
 from benchmarks.launch import Launcher
 from benchmarks.options import kept, parsed, write
 from benchmarks.provenance import p2p, provenance
@@ -127,12 +127,12 @@ def _measure(workload: Workload, rows: Sequence[Row]) -> None:
         return
     with ExitStack() as around:
         if workload.own_processes:
-            around.enter_context(_patched(workload, rows[0]))
+            around.enter_context(workload.patched(rows[0]))
         stood = list(_stand(workload, rows, around))
         turns = list(stood)
         for _ in range(1 if workload.own_processes else workload.options.rounds):
             for at in turns:
-                with _patched(workload, at.row):
+                with workload.patched(at.row):
                     at.row.take(workload.time(at))
             turns.reverse()
         workload.end(stood)
@@ -145,7 +145,7 @@ def _stand(workload: Workload, rows: Sequence[Row], around: ExitStack) -> Iterat
     if workload.shares_engine:
         engine = around.enter_context(workload.engine(rows[0]))
     for row in rows:
-        with recorded(workload, row), _patched(workload, row):
+        with recorded(workload, row), workload.patched(row):
             if not workload.shares_engine:
                 before = probes.allocated_mib(workload.device)
                 engine = around.enter_context(workload.engine(row))
@@ -164,7 +164,3 @@ def recorded(workload: Workload, row: Row) -> Iterator[None]:
         row.fail(error)
         if not workload.may_fail(row):
             traceback.print_exc()
-
-
-def _patched(workload: Workload, row: Row) -> Any:
-    return applied(workload.patches if workload.is_patched(row) else ())

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import ds_patches
 from benchmarks import probes
-from benchmarks.engines import applied
 from benchmarks.gradients import full_gradients, relative_error
 from benchmarks.harness import main, recorded
 from benchmarks.micro_steps import PHASES, MicroSteps
@@ -157,8 +156,7 @@ class StreamSafety(MicroSteps):
             at.row.found["end"] = ends.against(at.row, _end(at.engine))
         # Last: what a profiler leaves behind in a process meets no timed step of these rows.
         for at in stood:
-            patched = applied(self.patches if self.is_patched(at.row) else ())
-            with recorded(self, at.row), patched:
+            with recorded(self, at.row), self.patched(at.row):
                 found = traced(at.step, self.device)
                 plain = {phase: asdict(shares) for phase, shares in (found or {}).items()}
                 at.row.found["trace"] = plain or None

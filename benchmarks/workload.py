@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import probes
+from benchmarks.engines import applied
 from benchmarks.gradients import Forward, full_weights, plain_gradients
 from benchmarks.options import kept
 from benchmarks.provenance import p2p, sentence
@@ -97,6 +98,10 @@ class Workload:
 
     def is_patched(self, row: Row) -> bool:
         return bool(row["mode"] == PATCHED)
+
+    def patched(self, row: Row) -> AbstractContextManager[None]:
+        """DeepSpeed inside as `row` has it."""
+        return applied(self.patches if self.is_patched(row) else ())
 
     def data(self, row: Row) -> Any:
         """What this rank trains on, in this row and those that stand with it."""
