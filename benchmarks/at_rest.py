@@ -1,30 +1,31 @@
 """Patches that have nothing to do: ``torchrun --nproc-per-node 2 -m benchmarks.at_rest [options]``.
 
-Ordinary steps of one engine, stock and patched in turns, and stock against itself as often, which
-is what a ratio is worth. Prints Markdown on rank 0, with every round.
+Ordinary steps of one engine, stock and patched in turns, and stock again, which is what a ratio is
+worth: four blocks of a Transformer's shapes of width 2048, in bf16, AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import ds_patches
 from benchmarks.engines import ready
-from benchmarks.micro_batches import MicroBatches, Workload, loss_of
-from benchmarks.options import common, filled, kept, write
-from benchmarks.provenance import provenance
-from benchmarks.ranks import join, leave, must_be_started_by_torchrun, say
-from benchmarks.timing import Mark, time_block
+from benchmarks.harness import main
+from benchmarks.micro_steps import MicroSteps
+from benchmarks.rows import Row, Run, like
+from benchmarks.timing import StepTimes
+from benchmarks.workload import PATCHED, STOCK, Series, Standing
 
-_FULL: dict[str, Any] = {
+_AGAIN = "stock again"
+# Each of the others beside stock, whichever way the order turns.
+_MODES = (PATCHED, STOCK, _AGAIN)
+_FULL = {
     "stages": [1, 2, 3],
     "micro_steps": [1, 4],
     "batches": [256, 4096, 16384],
@@ -36,94 +37,59 @@ _FULL: dict[str, Any] = {
 }
 _SMOKE = _FULL | {"batches": [8], "layers": 6, "width": 64, "steps": 2, "rounds": 2}
 
-Ratios = dict[str, list[float]]
 
+class AtRest(MicroSteps):
+    __doc__ = __doc__
+    name, title = "at_rest", "At rest: patched / stock (grey: stock / stock)"
+    keys = ("stage", "micro_steps", "batch", "mode")
+    full, smoke = _FULL, _SMOKE
 
-@contextmanager
-def applied(names: Sequence[str]) -> Iterator[None]:
-    for name in names:
-        ds_patches.apply(name)
-    try:
-        yield
-    finally:
-        ds_patches.unapply_all()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.patches = self.options.patches
 
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--patches", nargs="+", default=ready(), help="all, by default")
 
-def step(engine: Any, micro_batches: MicroBatches, mark: Mark) -> None:
-    for inputs in micro_batches:
-        engine.backward(loss_of(engine(inputs)))
-        engine.step()
-    mark("step")
+    def standing_together(self) -> Iterator[list[Row]]:
+        of = self.options
+        for sizes in product(of.stages, of.micro_steps, of.batches):
+            yield [Row(dict(zip(self.keys, (*sizes, mode), strict=True))) for mode in _MODES]
 
+    def zero(self, row: Row) -> dict[str, Any]:
+        return {"reduce_bucket_size": self.options.width**2}
 
-def measure(
-    options: argparse.Namespace, workload: Workload, stage: int, device: torch.device
-) -> Ratios:
-    """By pair, each round's ratio: of patched to stock, and of stock to stock."""
-    data = workload.data(device)
+    def time(self, at: Standing) -> list[StepTimes]:
+        """By the slowest rank: the others wait for it somewhere."""
+        block = super().time(at)
+        ms = torch.tensor([step.total for step in block], device=self.device)
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        return [replace(step, total=one) for step, one in zip(block, ms.tolist(), strict=True)]
 
-    def block(names: Sequence[str]) -> float:
-        with applied(names):
-            times = time_block(
-                lambda mark: step(engine, data, mark), device, options.warmup, options.steps
-            )
-        # The slowest rank's: the others wait for it somewhere.
-        found = torch.tensor(statistics.median(one.total for one in times), device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+    def label(self, row: Row) -> tuple[str, str]:
+        steps = f"{row['micro_steps']} micro step" + "s" * (row["micro_steps"] > 1)
+        return f"ZeRO {row['stage']}, {steps}, {row['batch']} rows", row["mode"]
 
-    ratios: Ratios = {"patched": [], "stock": []}
-    with workload.engine(stage, device) as engine:
-        block(())
-        for turn in range(options.rounds):
-            for pair, names in (("patched", options.patches), ("stock", ())):
-                first, second = (names, ()) if turn % 2 else ((), names)
-                before, after = block(first), block(second)
-                ratios[pair].append(before / after if turn % 2 else after / before)
-    return ratios
+    def read(self, run: Run) -> list[Row]:
+        """Until 2026-11-22 a run kept ratios alone."""
+        if "mode" in run["rows"][0]:
+            return super().read(run)
+        kept = {PATCHED: "patched", _AGAIN: "stock"}
+        return [
+            Row({**{key: one.get(key) for key in self.keys}, "mode": mode}, found=found)
+            for one in run["rows"]
+            for mode in _MODES
+            for found in [{"ratios": one[kept[mode]]} if mode in kept else {}]
+        ]
 
-
-def main() -> int:
-    """Run every combination; 0, whatever the ratios are."""
-    options = _parse()
-    device = join(options.device)
-    origin = provenance(device, options.commit)
-    say(", ".join(f"{key} {value}" for key, value in origin.items()))
-    say(
-        "",
-        "| ZeRO | micro steps | rows | patched | stock again | patched, by round | stock again |",
-    )
-    say("|---" * 7 + "|")
-    base = Workload(options.layers, options.width, 0, 1, options.width**2, in_blocks=True)
-    rows = []
-    for stage in options.stages:
-        for count in options.micro_steps:
-            for batch in options.batches:
-                workload = replace(base, batch=batch, backwards=count, micro_steps=count)
-                ratios = measure(options, workload, stage, device)
-                rows.append({"stage": stage, "micro_steps": count, "batch": batch, **ratios})
-                say(_row(stage, count, batch, ratios))
-                if dist.get_rank() == 0:  # after each: what was measured stays
-                    found = {"provenance": origin, "options": kept(options), "rows": rows}
-                    write(options.json, found)
-    return leave(())
-
-
-def _row(stage: int, count: int, batch: int, ratios: Ratios) -> str:
-    medians = [f"{statistics.median(ratios[pair]):.3f}" for pair in ("patched", "stock")]
-    rounds = [" ".join(f"{one:.3f}" for one in ratios[pair]) for pair in ("patched", "stock")]
-    return f"| {' | '.join(map(str, (stage, count, batch, *medians, *rounds)))} |"
-
-
-def _parse() -> argparse.Namespace:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser("benchmarks.at_rest", description=f"{summary}\n{rest}")
-    parser.add_argument("--patches", nargs="+", default=ready(), help="all, by default")
-    common(parser, _FULL, _SMOKE)
-    options = parser.parse_args()
-    must_be_started_by_torchrun(parser)
-    return filled(options, _FULL, _SMOKE)
+    def series(self, run: Run) -> Iterator[Series]:
+        rows = self.read(run)
+        for row in filter(self.is_patched, rows):
+            again = like(rows, row, mode=_AGAIN)
+            found = [[] if one is None else self.ratios(one, rows) for one in (row, again)]
+            yield Series(self.label(row)[0], found[0], again=found[1])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(AtRest))

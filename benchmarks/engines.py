@@ -1,35 +1,40 @@
-"""What is trained: a plain MLP, a ``DeepSpeedEngine`` around it, stock or patched."""
+"""What is trained: a chain of layers, its data, and an engine around it, stock or patched."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 DTYPE = torch.bfloat16
 SEED = 1234
 
+# Enough for real updates, too little for a run of some hundred steps to leave the weights that
+# the first step saw: every row measures the same numbers.
+_LEARNING_RATE = 1e-6
+
 
 def mlp(layers: int, width: int, device: torch.device) -> nn.Sequential:
     """`layers` times Linear(`width`, bias=False) + ReLU: the same weights at every call."""
-    return chain([(width, width)] * layers, device)
+    return _chain([(width, width)] * layers, device)
 
 
-def blocks(count: int, width: int, device: torch.device) -> nn.Sequential:
-    """`count` times what a layer of a Transformer has to reduce, without its attention.
+def blocks(layers: int, width: int, device: torch.device) -> nn.Sequential:
+    """What a layer of a Transformer has to reduce, without its attention, once for six `layers`.
 
     RMSNorm, four Linear(`width`), RMSNorm, one Linear to 4 x `width` and one back, as in `mlp`.
     """
     wide = 4 * width
     block = [(width,), *[(width, width)] * 4, (width,), (width, wide), (wide, width)]
-    return chain(block * count, device)
+    return _chain(block * (layers // 6), device)
 
 
-def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequential:
+def _chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequential:
     """Of each `(n, m)` Linear(n, m, bias=False) + ReLU, of each `(n,)` RMSNorm(n); one for each."""
     torch.manual_seed(SEED)
     with device:
@@ -39,13 +44,26 @@ def chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequent
 def _layer(shape: tuple[int, ...]) -> list[nn.Module]:
     if len(shape) == 1:
         return [nn.RMSNorm(shape[0], dtype=DTYPE)]
-    linear = nn.Linear(*shape, bias=False, dtype=DTYPE)
+    linear = nn.Linear(shape[0], shape[1], bias=False, dtype=DTYPE)
     nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     return [linear, nn.ReLU()]
 
 
+def batches(count: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
+    """This rank's, each [rows, width]; every rank has its own."""
+    generator = torch.Generator(device).manual_seed(SEED + 1 + dist.get_rank())
+    shape = (rows, width)
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=DTYPE, device=device) for _ in range(count)
+    )
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    return outputs.float().pow(2).mean()
+
+
 def config(batch: int, micro_steps: int = 1, **zero_optimization: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for `chain`, with all that has moved between releases."""
+    """Return DeepSpeed's configuration, with all that has moved between releases."""
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": micro_steps,
@@ -59,9 +77,16 @@ def config(batch: int, micro_steps: int = 1, **zero_optimization: Any) -> dict[s
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_scatter": True,
+            "stage3_param_persistence_threshold": 0,
             **zero_optimization,
         },
     }
+
+
+def with_adamw(model: nn.Module, settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The engine that is timed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
+    return engine_around(model, optimizer, settings)
 
 
 @contextmanager
@@ -97,17 +122,19 @@ def ready() -> list[str]:
 
 
 @contextmanager
-def patch(name: str, wanted: bool) -> Iterator[None]:
-    """Stock or patched inside, stock outside; never the one in the other's name."""
+def applied(names: Sequence[str]) -> Iterator[None]:
+    """These patches inside, none outside; no name is stock. Never the one in the other's name."""
     import ds_patches
 
-    if not wanted:
-        if ds_patches.is_applied(name):
-            raise RuntimeError(f"{name} is applied where stock DeepSpeed is to be measured")
+    live = [name for name in ds_patches.names() if ds_patches.is_applied(name)]
+    if names and set(names) <= set(live):  # around a whole row, and again around its parts
         yield
         return
-    ds_patches.apply(name)  # raises if it is not live
+    if live:
+        raise RuntimeError(f"{', '.join(live)}: applied where other patches are to be measured")
+    for name in names:
+        ds_patches.apply(name)  # raises if it is not live
     try:
         yield
     finally:
-        ds_patches.unapply(name)
+        ds_patches.unapply_all()

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.engines import loss_of
+
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -38,7 +40,7 @@ def full_gradients(engine: Any) -> list[Tensor]:
 def plain_gradients(weights: Sequence[Tensor], train: Callable[[Forward], None]) -> list[Tensor]:
     """What PyTorch accumulates while `train` runs backwards, averaged over the ranks; float32.
 
-    `train` is given the forward of ``engines.chain`` with these weights, spelled out in functions:
+    `train` is given the forward of ``engines``' layers with these weights, in functions, since
     DeepSpeed replaces ``torch.nn.functional.linear``.
     """
     leaves = [weight.detach().requires_grad_() for weight in weights]
@@ -59,6 +61,12 @@ def plain_gradients(weights: Sequence[Tensor], train: Callable[[Forward], None])
         dist.all_reduce(gradient)
         gradients.append(gradient / dist.get_world_size())
     return gradients
+
+
+def plain_backwards(batches: Sequence[Tensor], micro_steps: int, forward: Forward) -> None:
+    """The backwards of one step, in plain PyTorch, each of a part of its `micro_steps`."""
+    for inputs in batches:
+        (loss_of(forward(inputs)) / micro_steps).backward()  # type: ignore[no-untyped-call]
 
 
 def relative_error(gradients: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

@@ -6,9 +6,12 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from benchmarks.workload import Workload
 
 
 def positive(text: str) -> int:
@@ -19,22 +22,25 @@ def positive(text: str) -> int:
     return value
 
 
-def common(
-    parser: argparse.ArgumentParser, full: Mapping[str, Any], smoke: Mapping[str, Any]
-) -> None:
-    """Add an option for each default of `full` (CUDA) and `smoke` (CPU), and those of any run.
-
-    A default that is a list is an option that takes several values.
-    """
-    for name, value in full.items():
+def parsed(parser: argparse.ArgumentParser, kind: type[Workload]) -> argparse.Namespace:
+    """An option for each default of the workload; one that is a list takes several values."""
+    for name, value in kind.full.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=positive,
             nargs="+" if isinstance(value, list) else None,
-            help=f"{_words(value)} on CUDA, {_words(smoke[name])} on CPU",
+            help=f"{_words(value)} on CUDA, {_words(kind.smoke[name])} on CPU",
         )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="CUDA where there is any")
+    kind.add_options(parser)
     of_any_run(parser)
+    options = parser.parse_args()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in (kind.smoke if options.device == "cpu" else kind.full).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    kind.check(parser, options)
+    return options
 
 
 def of_any_run(parser: argparse.ArgumentParser) -> None:
@@ -42,20 +48,19 @@ def of_any_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", help="of the measured code, where there is no git")
 
 
-def filled(
-    options: argparse.Namespace, full: Mapping[str, Any], smoke: Mapping[str, Any]
-) -> argparse.Namespace:
-    """The device, and the defaults for it, where none was given."""
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in (smoke if options.device == "cpu" else full).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
-
-
 def kept(options: argparse.Namespace) -> dict[str, Any]:
     """The options that shape a run."""
-    return {name: value for name, value in vars(options).items() if name not in ("json", "commit")}
+    left_out = ("json", "commit", "reference")
+    return {name: value for name, value in vars(options).items() if name not in left_out}
+
+
+def words(options: Mapping[str, Any]) -> list[str]:
+    """These, as a command line has them."""
+    found = []
+    for name, value in options.items():
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", *_words(value).split()]
+    return found
 
 
 def write(path: Path | None, document: Mapping[str, Any]) -> None:

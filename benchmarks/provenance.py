@@ -42,15 +42,10 @@ def p2p(origin: Mapping[str, str]) -> bool:
     return origin.get("NCCL_P2P_DISABLE", "0") in ("", "0")
 
 
-def machine(origin: Mapping[str, str]) -> str:
-    """The ranks of a run, in a few words."""
-    if origin["backend"] != "nccl":
-        return f"{origin['ranks']} ranks, {origin['backend']}"
-    return f"{origin['ranks']} GPUs, P2P {'on' if p2p(origin) else 'off'}"
-
-
 def sentence(origin: Mapping[str, str]) -> str:
-    """A run's date, machine and versions, for a page."""
+    """A run's date, machine and versions."""
+    if not origin:
+        return "It was not kept where this ran."
     of = origin.get
     return (
         f"{of('date', '-')[:10]}, {of('ranks', '-')} x {of('device', '-')}, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from argparse import ArgumentParser
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -14,12 +13,6 @@ import torch.distributed as dist
 
 # A rank that waits longer has lost the others: end with a message, not at a job's time limit.
 _PATIENCE = timedelta(minutes=2)
-
-
-def must_be_started_by_torchrun(parser: ArgumentParser) -> None:
-    """End with what to type, if there is no rank."""
-    if "LOCAL_RANK" not in os.environ:
-        parser.error(f"start it with torchrun --nproc-per-node 2 -m {parser.prog}")
 
 
 def join(kind: str) -> torch.device:
@@ -53,11 +46,12 @@ def leave(failures: Iterable[str]) -> int:
     wrong = list(failures)
     for failure in wrong:
         say(f"FAILED: {failure}")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 1 if wrong else 0
 
 
 def say(*lines: str) -> None:
     """Print on one rank."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(*lines, sep="\n", flush=True)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.timing import Spread
+from benchmarks.rows import Row
+from benchmarks.timing import Spread, median_phases
 
-#: Rounds whose quartiles say something.
-_MANY = 5
+#: A header, and what a row has there.
+Column = tuple[str, Callable[[Row], str]]
+
+_MANY = 5  # rounds whose quartiles say something
+_LENGTH = 160  # of an error
+
+
+class Table(NamedTuple):
+    """One of a benchmark's tables; the rows that are `shown` are in it."""
+
+    title: str
+    columns: Sequence[Column]
+    shown: Callable[[Row], Any] = lambda row: True
 
 
 @dataclass(frozen=True)
@@ -25,7 +37,8 @@ class Bar:
     @classmethod
     def of_rounds(cls, name: str, ratios: Sequence[float], bar: float | None) -> Bar:
         """The median of the rounds' ratios."""
-        return cls(name, statistics.median(ratios) if ratios else None, bar, _spread(ratios))
+        detail = f" ({rounds(len(ratios))}: {by_round(ratios, 4)})" if ratios else ""
+        return cls(name, statistics.median(ratios) if ratios else None, bar, detail)
 
     @property
     def held(self) -> bool | None:
@@ -36,18 +49,20 @@ class Bar:
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "held": self.held}
 
-
-def bars_table(against: str, bars: Iterable[Bar]) -> str:
-    body = [
-        (
-            bar.name,
-            f"{_measured(bar)}{bar.detail}",
-            "-" if bar.bar is None else f"<= {bar.bar}",
-            _word(bar),
+    def cells(self) -> tuple[str, ...]:
+        # A count has no digits after the point.
+        digits = 0 if isinstance(self.measured, int) else 4
+        held = {True: "yes", False: "NO", None: "-" if self.bar is None else "not measured"}
+        return (
+            self.name,
+            f"{number(self.measured, digits)}{self.detail}",
+            "-" if self.bar is None else f"<= {self.bar}",
+            held[self.held],
         )
-        for bar in bars
-    ]
-    return markdown((against, "measured", "bar", "held"), body)
+
+
+def bars_table(bars: Iterable[Bar]) -> str:
+    return markdown(("ratio or count", "measured", "bar", "held"), [bar.cells() for bar in bars])
 
 
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -63,20 +78,31 @@ def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def off_by(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1e}"
+
+
+def value(name: str, digits: int = 0) -> Callable[[Row], str]:
+    return lambda row: number(row.get(name), digits)
+
+
+def error(name: str) -> Callable[[Row], str]:
+    return lambda row: off_by(row.get(name))
+
+
+def phases(blocks: Sequence[dict[str, float]], names: Sequence[str] = ()) -> str:
+    """Medians of the rounds' medians, ms: of these phases, or of all, with their names."""
+    if not blocks:
+        return "-"
+    ms = median_phases(blocks)
+    if names:
+        return ", ".join(number(ms.get(name), 2) for name in names)
+    return ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
+
+
 def cell(text: str) -> str:
     """One line that breaks no table."""
-    return " ".join(text.split()).replace("|", "/")
-
-
-def _measured(bar: Bar) -> str:
-    """A count has no digits after the point."""
-    return str(bar.measured) if isinstance(bar.measured, int) else number(bar.measured, 4)
-
-
-def _word(bar: Bar) -> str:
-    if bar.measured is None:
-        return "not measured"
-    return {True: "yes", False: "NO", None: "-"}[bar.held]
+    return " ".join(text.split()).replace("|", "/")[:_LENGTH]
 
 
 def by_round(ratios: Sequence[float], digits: int = 3) -> str:
@@ -84,21 +110,12 @@ def by_round(ratios: Sequence[float], digits: int = 3) -> str:
     if len(ratios) < _MANY:
         return ", ".join(f"{ratio:.{digits}f}" for ratio in ratios) or "-"
     spread = Spread.of(ratios)
-    return f"{spread.low:.{digits}f} to {spread.high:.{digits}f}"
+    return f"quartiles {spread.low:.{digits}f} to {spread.high:.{digits}f}"
 
 
 def middle(ratios: Sequence[float], digits: int = 3) -> str:
     """The one rule for a ratio: the median of the rounds', each of two rows of one round."""
     return number(statistics.median(ratios) if ratios else None, digits)
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return ""
-    if len(ratios) == 1:
-        return f" ({rounds(1)})"
-    what = "quartiles " if len(ratios) >= _MANY else ""
-    return f" ({rounds(len(ratios))}: {what}{by_round(ratios, 4)})"
 
 
 def rounds(count: int) -> str:

@@ -10,7 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -18,23 +19,8 @@ import torch
 Mark = Callable[[str], None]
 #: One training step that reports its phases.
 Step = Callable[[Mark], None]
-
-
-class Moment(Protocol):
-    """A point in time, as ``torch.cuda.Event`` has it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to `end`."""
-
-
-class HostMoment:
-    """Now, by the host's clock."""
-
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def elapsed_time(self, end: HostMoment) -> float:
-        return (end._at - self._at) * 1e3
+#: A phase that has ended: its name, the CUDA event then if there is a GPU, and the host's clock.
+_Mark = tuple[str, Any, float]
 
 
 def ignore(phase: str) -> None:
@@ -81,29 +67,13 @@ class Spread:
         return cls(median, low, high, min(values), max(values), len(values))
 
 
-class Rounds:
-    """What the times of a result say of it."""
-
-    times: list[list[StepTimes]]  # by round
-
-    @property
-    def totals(self) -> list[float]:
-        """Milliseconds of every timed step."""
-        return [step.total for block in self.times for step in block]
-
-    @property
-    def by_round(self) -> list[float]:
-        """The median of each round."""
-        return [statistics.median(step.total for step in block) for block in self.times]
-
-
 def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> list[StepTimes]:
     """Run `warmup` steps, then time each of `steps`."""
     for _ in range(warmup):
         step(ignore)
     recorded = [_record(step, device) for _ in range(steps)]
     wait_for(device)
-    return [_read(*marks) for marks in recorded]
+    return [_read(marks) for marks in recorded]
 
 
 def median_phases(phases: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -111,40 +81,25 @@ def median_phases(phases: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in phases) for name in phases[0]}
 
 
-class _Marks(NamedTuple):
-    """When a step began and when each of its phases ended, by one clock."""
-
-    begin: Moment
-    ends: dict[str, Moment]
-
-    def phases(self) -> dict[str, float]:
-        begins = [self.begin, *self.ends.values()]
-        return {
-            name: begin.elapsed_time(end)
-            for begin, (name, end) in zip(begins, self.ends.items(), strict=False)
-        }
-
-
-def _record(step: Step, device: torch.device) -> tuple[_Marks, _Marks]:
-    """One step by the device's clock and by the host's."""
-    on_device, on_host = _Marks(_now(device), {}), _Marks(HostMoment(), {})
+def _record(step: Step, device: torch.device) -> list[_Mark]:
+    """The begin of one step, and the end of each of its phases."""
+    marks: list[_Mark] = []
 
     def mark(phase: str) -> None:
-        on_device.ends[phase] = _now(device)
-        on_host.ends[phase] = HostMoment()
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        marks.append((phase, event, time.perf_counter()))
 
+    mark("begin")
     step(mark)
-    return on_device, on_host
+    return marks
 
 
-def _read(on_device: _Marks, on_host: _Marks) -> StepTimes:
-    *_, last = on_device.ends.values()
-    return StepTimes(on_device.begin.elapsed_time(last), on_device.phases(), on_host.phases())
-
-
-def _now(device: torch.device) -> Moment:
-    if device.type != "cuda":
-        return HostMoment()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+def _read(marks: Sequence[_Mark]) -> StepTimes:
+    host = {end[0]: 1e3 * (end[2] - begin[2]) for begin, end in pairwise(marks)}
+    if marks[0][1] is None:
+        return StepTimes(1e3 * (marks[-1][2] - marks[0][2]), host, host)
+    phases = {end[0]: begin[1].elapsed_time(end[1]) for begin, end in pairwise(marks)}
+    return StepTimes(marks[0][1].elapsed_time(marks[-1][1]), phases, host)

@@ -1,1 +1,0 @@
-"""coalesce, measured: several forwards and backwards, one gradient reduction, one step."""

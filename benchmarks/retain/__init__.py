@@ -1,1 +1,0 @@
-"""zero3_retain, measured: several backwards over one ZeRO-3 forward."""

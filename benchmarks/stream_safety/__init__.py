@@ -1,1 +1,0 @@
-"""stream_safety, measured: how much of the reductions a backward hides, stock and patched."""

@@ -1,0 +1,248 @@
+"""What a benchmark is: its options, the rows it measures, and what is said of them.
+
+A file for each says what is its own; what they share is here, and ``harness`` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import probes
+from benchmarks.engines import applied
+from benchmarks.gradients import Forward, full_weights, plain_gradients
+from benchmarks.options import kept
+from benchmarks.provenance import p2p, sentence
+from benchmarks.rows import Row, Run, groups, ratios
+from benchmarks.tables import (
+    Bar,
+    Column,
+    Table,
+    bars_table,
+    by_round,
+    cell,
+    markdown,
+    middle,
+    number,
+)
+from benchmarks.timing import Step, StepTimes, ignore, time_block
+
+STOCK, PATCHED = "stock", "patched"
+# bf16 rounds to 4e-3; a lost or doubled gradient is off by its own size.
+TOLERANCE = 2e-2
+_PEAK_STEPS = 3
+_CPU = torch.device("cpu")
+
+
+class Standing(NamedTuple):
+    """A row whose engine stands. `before`: MiB before the engine was built."""
+
+    row: Row
+    engine: Any
+    step: Step
+    data: Any
+    before: float | None
+
+
+class Series(NamedTuple):
+    """A line of a picture. again: the reference over itself; note: said instead of a number."""
+
+    name: str
+    ratios: Sequence[float]
+    patched: bool = True
+    again: Sequence[float] = ()
+    note: str = ""
+
+
+class Workload:
+    """One benchmark: with the options of a run, that is to come or that was kept."""
+
+    name: str
+    title: str  # of its panel in a picture
+    patches: Sequence[str]  # of the patched rows
+    keys: tuple[str, ...]  # what a row is told by
+    heads: tuple[str, str] = ("row", "mode")  # of `label`'s columns
+    against = STOCK  # what the others are compared with
+    full: Mapping[str, Any]  # options and their defaults, on CUDA
+    smoke: Mapping[str, Any]  # on CPU
+    shares_engine = True  # the rows that stand together
+    own_processes = False  # a group of processes for each row in each round
+    peak = staticmethod(probes.max_allocated_mib)
+
+    def __init__(self, options: argparse.Namespace, device: torch.device = _CPU) -> None:
+        self.options = options
+        self.device = device
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Those that are no numbers with a default for each device."""
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """Refuse what cannot run."""
+
+    # What is measured.
+
+    def standing_together(self) -> Iterator[list[Row]]:
+        """Rows that take turns, on one engine or each on its own."""
+        raise NotImplementedError
+
+    def chosen(self, row: Row) -> dict[str, Any]:
+        """The options that choose `row` alone, for a process of its own."""
+        raise NotImplementedError
+
+    def is_patched(self, row: Row) -> bool:
+        return bool(row["mode"] == PATCHED)
+
+    def patched(self, row: Row) -> AbstractContextManager[None]:
+        """DeepSpeed inside as `row` has it."""
+        return applied(self.patches if self.is_patched(row) else ())
+
+    def data(self, row: Row) -> Any:
+        """What this rank trains on, in this row and those that stand with it."""
+        raise NotImplementedError
+
+    def engine(self, row: Row) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def step(self, row: Row, engine: Any, data: Any) -> Step:
+        raise NotImplementedError
+
+    def plain(self, row: Row, data: Any) -> Callable[[Forward], None] | None:
+        """The backwards of one step in plain PyTorch; None: its gradients are not looked at."""
+        return None
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Before any of them stands; what has failed will not."""
+
+    def look(self, at: Standing) -> None:
+        """Find out what no timed step can tell, in steps of their own."""
+        for _ in range(self.options.warmup):
+            at.step(ignore)
+        self._check_gradients(at)
+        at.row.found["peak_mib"] = probes.peak_mib(
+            at.step, self.device, at.before, _PEAK_STEPS, self.peak
+        )
+
+    def time(self, at: Standing) -> list[StepTimes]:
+        """One round."""
+        return time_block(at.step, self.device, self.options.warmup, self.options.steps)
+
+    def end(self, stood: Sequence[Standing]) -> None:
+        """After all rounds."""
+
+    def _check_gradients(self, at: Standing) -> None:
+        if plain := self.plain(at.row, at.data):
+            reference = plain_gradients(full_weights(at.engine), plain)
+            at.row.found["gradient_error"] = probes.gradient_error(
+                at.step, at.engine, reference, self.reduced_after(at.row), self.device
+            )
+
+    def reduced_after(self, row: Row) -> str:
+        """The phase at whose end the gradients of a step are."""
+        return "backward"
+
+    # What is said of it.
+
+    def where(self, row: Row) -> str:
+        """Of the rows that share a table."""
+        return ""
+
+    def label(self, row: Row) -> tuple[str, str]:
+        raise NotImplementedError
+
+    def named(self, row: Row) -> str:
+        where = self.where(row)
+        return " ".join(self.label(row)) + (f", {where}" if where else "")
+
+    def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
+        """What `row` is compared with; it may be itself."""
+        raise NotImplementedError
+
+    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
+        yield Table("", self.times(rows))
+
+    def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
+        """`p2p`: whether the GPUs copy directly between each other."""
+        yield from ()
+
+    def may_fail(self, row: Row) -> bool:
+        """Whether the error of `row` is one that stock is known for."""
+        return False
+
+    def wrong(self, row: Row) -> Iterator[str]:
+        """What it did that it should not have done."""
+        if row.error is not None:
+            if not self.may_fail(row):
+                yield row.error
+        elif is_off(error := row.get("gradient_error")):
+            yield f"gradients are off by {error}"
+
+    # What all of them say alike.
+
+    def read(self, run: Run) -> list[Row]:
+        kept = run["rows"]
+        rows = kept.values() if isinstance(kept, dict) else kept
+        return [Row.read(row, self.keys) for row in rows]
+
+    def ratios(self, row: Row, rows: Sequence[Row]) -> list[float]:
+        """To the reference; none of the reference itself."""
+        base = self.reference(row, rows)
+        return [] if base is row else ratios(row, base)
+
+    def times(self, rows: Sequence[Row]) -> list[Column]:
+        """Milliseconds of what the others are compared with, as a scale; of the others, ratios."""
+
+        def ms(row: Row) -> str:
+            if row.error:
+                return cell(row.error)
+            alone = self.reference(row, rows) in (None, row)
+            return number(row.median if alone else None, 2)
+
+        return [
+            (f"{self.against}'s ms per step", ms),
+            (f"/ {self.against}", lambda row: middle(self.ratios(row, rows))),
+            ("by round", lambda row: by_round(self.ratios(row, rows))),
+        ]
+
+    def section(self, run: Run) -> str:
+        """A run, as it is kept, in Markdown."""
+        rows, origin = self.read(run), run.get("provenance", {})
+        sizes = ", ".join(f"{name} {value}" for name, value in kept(self.options).items())
+        parts = [f"{sentence(origin)} {sizes}."]
+        for where, group in groups(rows, self.where):
+            for table in self.tables(rows):
+                title = ": ".join(filter(None, (where, table.title))) or self.heads[0]
+                header = (title, self.heads[1], *(name for name, _ in table.columns))
+                body = [
+                    (*self.label(row), *(show(row) for _, show in table.columns))
+                    for row in group
+                    if table.shown(row)
+                ]
+                parts += [markdown(header, body)] if body else []
+        bars = list(self.bars(rows, p2p(origin)))
+        return "\n\n".join([*parts, *([bars_table(bars)] if bars else [])])
+
+    def series(self, run: Run) -> Iterator[Series]:
+        """A line for each row that a picture shows."""
+        rows = self.read(run)
+        links = "P2P" if p2p(run["provenance"]) else "no P2P"
+        for row in filter(self.is_drawn, rows):
+            if found := self.ratios(row, rows):
+                yield Series(f"{self.line(row)}, {links}", found, self.is_patched(row))
+
+    def is_drawn(self, row: Row) -> bool:
+        return self.is_patched(row)
+
+    def line(self, row: Row) -> str:
+        """Its name in a picture."""
+        return self.named(row)
+
+
+def is_off(error: float | None) -> bool:
+    return error is None or math.isnan(error) or error > TOLERANCE
