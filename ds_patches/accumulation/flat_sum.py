@@ -88,7 +88,6 @@ class FlatSum:
             flat.give_zeros(self._optimizer)
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
         optimizer = self._optimizer
         for gradients in (optimizer.averaged_gradients, flat.pending_gradients(optimizer)):
             for group in gradients:
@@ -101,18 +100,15 @@ class FlatSum:
         self._empty = True
 
     def abandon(self) -> None:
-        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
         flat.empty_buckets(self._optimizer)
         self.drop()
 
     def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
         self._reduced = self._empty = self.is_pending = False
         if self._host is not None:
             self._host.step_taken()
 
     def detach(self) -> None:
-        """Take our wrappers from the engine and the optimizer."""
         if self._host is not None:
             self._host.detach()
         if self._shadow is not None:

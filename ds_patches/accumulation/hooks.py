@@ -16,7 +16,7 @@ from ds_patches.runtime.attributes import meanwhile
 from ds_patches.runtime.engines import built
 from ds_patches.runtime.graph_task import accumulates
 
-from . import earlier, engines
+from . import engines
 from .flat_sum import FlatSum
 from .steps import EngineSteps
 from .upstream import engine as upstream_engine
@@ -142,7 +142,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     if not flat.forgets_micro_steps(optimizer):
         return wrapped(*args, **kwargs)
-    return earlier.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
+    return flat.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:

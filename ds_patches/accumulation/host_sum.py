@@ -63,20 +63,17 @@ class HostSum:
             offload.add_host_sums(optimizer, self._pending)
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
         for gradient in offload.partitions(self._optimizer):
             gradient.zero_()
         for buffer in offload.host_sums(self._optimizer).values():
             buffer.zero_()
 
     def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
         self._aside = []
         self._pending.clear()
         self._delivered.clear()
 
     def detach(self) -> None:
-        """Leave the optimizer to stock."""
         self._shadow.remove()
 
     def _copy(self, wrapped: Any, param: Any, *rest: Any) -> Any:

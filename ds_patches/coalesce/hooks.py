@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_patches.accumulation import engines
-from ds_patches.accumulation.steps import EngineSteps
 from ds_patches.runtime.attached import Attached
 
 from . import window as windows
@@ -44,10 +43,6 @@ def _take_in(engine: Any) -> LocalGradients | None:
 _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
 
 
-def _new_engine(engine: Any, steps: EngineSteps) -> None:
-    _local(engine)
-
-
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take the options, and the engines that are known already."""
     global _choice
@@ -56,13 +51,13 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
         scatters=options["flush"] == "reduce_scatter",
         no_sync=options["no_sync"] == "on",
     )
-    engines.subscribe(_new_engine)
+    engines.subscribe(_local)
     return []
 
 
 def deactivate() -> Sequence[str]:
     """Leave every engine to stock."""
-    engines.unsubscribe(_new_engine)
+    engines.unsubscribe(_local)
     for engine, local in _local.detach_all():
         local.end()
         if (steps := engines.of(engine)) is not None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ds_patches.accumulation import engines
-from ds_patches.accumulation.steps import EngineSteps
 from ds_patches.runtime.attached import Attached
 
 from .gathers import Gathers
@@ -27,19 +26,15 @@ def _take_in(engine: Any) -> Gathers | None:
 _gathers: Attached[Gathers] = Attached("zero3_retain", _take_in)
 
 
-def _new_engine(engine: Any, steps: EngineSteps) -> None:
-    _gathers(engine)
-
-
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take in the engines that are known already."""
-    engines.subscribe(_new_engine)
+    engines.subscribe(_gathers)
     return []
 
 
 def deactivate() -> Sequence[str]:
     """Put stock's functions back at every module of every engine."""
-    engines.unsubscribe(_new_engine)
+    engines.unsubscribe(_gathers)
     for engine, gathers in _gathers.detach_all():
         gathers.remove()
         if (steps := engines.of(engine)) is not None:
