@@ -12,13 +12,7 @@ import torch.distributed as dist
 
 from ds_patches.traincheck import upstream
 from ds_patches.traincheck.modules import Trainable, trainables, watched
-from ds_patches.traincheck.report import (
-    Action,
-    NotChecked,
-    NotTrained,
-    TrainReport,
-    Untrained,
-)
+from ds_patches.traincheck.report import Action, NotChecked, NotTrained, TrainReport, Untrained
 from ds_patches.traincheck.steps import Steps
 
 log = logging.getLogger("ds_patches")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,23 +38,18 @@ class TrainReport:
 
     def accusation(self) -> str:
         """Name those that did not train though their modules ran."""
-        return "\n".join(
-            [
-                f"{len(self.untrained)} of {self.parameters} trainable parameters got no gradient "
-                f"in {self.steps} step(s), though their modules ran:",
-                *map(str, self.untrained),
-            ]
-        )
+        return self._named(self.untrained, "though their modules ran")
 
     def remark(self) -> str:
         """Name those without a gradient that are not accused."""
-        return "\n".join(
-            [
-                f"{len(self.idle)} of {self.parameters} trainable parameters got no gradient "
-                f"in {self.steps} step(s), and their modules were not seen to run:",
-                *map(str, self.idle),
-            ]
+        return self._named(self.idle, "and their modules were not seen to run")
+
+    def _named(self, found: Sequence[Untrained], why: str) -> str:
+        head = (
+            f"{len(found)} of {self.parameters} trainable parameters got no gradient in "
+            f"{self.steps} step(s), {why}:"
         )
+        return "\n".join([head, *map(str, found)])
 
 
 class NotTrained(DsPatchesError, RuntimeError):
