@@ -10,14 +10,7 @@ from packaging.version import Version
 from ds_patches.core import columns, registry, release
 from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
 
-_TITLES: tuple[str, ...] = (
-    "what you run",
-    "what happens",
-    "ZeRO",
-    "wrong from",
-    "right from",
-    "cure",
-)
+_TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
 
 
 def markdown(page: str = "", patches: str = "", only: str = "") -> str:
@@ -26,7 +19,7 @@ def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     page: where the anchors are, if the first column is to link there. patches: the page of each
     patch, with {} for its name. only: the rows of this patch, without the column that names it.
     """
-    rows = [_TITLES, ("---",) * len(_TITLES)]
+    rows: list[tuple[str, ...]] = [_TITLES, ("---",) * len(_TITLES)]
     rows += [_row(one, page, patches) for one in SYMPTOMS if only in ("", one.patch)]
     if only:
         rows = [row[:-1] for row in rows]
@@ -61,7 +54,7 @@ def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})" if page else one.script
     patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
-    warned = f"; {_span(one.warned)} it only warns" if one.warned else ""
+    warned = f"; to {one.warned.removeprefix('<=')} it only warns" if one.warned else ""
     cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + _offered(one) + warned
     return script, one.outcome, _stages(one.stages), one.first, one.right or "none", cure
 
@@ -93,7 +86,3 @@ def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
 
 def _stages(stages: Sequence[int]) -> str:
     return ", ".join(map(str, stages))
-
-
-def _span(specifier: str) -> str:
-    return f"to {specifier.removeprefix('<=')}"
