@@ -29,7 +29,9 @@ class GatherOnce:
         gathers.gather(self._offload, self._params)
         self._hooks = SuspendedHooks(gathers.hook_handles(self._offload))
         # Whoever partitions everything, to save a checkpoint say, finds nobody who gathers again.
-        self._again = self._offload.module.register_forward_pre_hook(self._gather_again)
+        self._again = self._offload.module.register_forward_pre_hook(
+            lambda *_: gathers.gather(self._offload, self._params)
+        )
 
     def end(self) -> None:
         """Put the hooks back, and hold nothing any more; what is gathered stays so."""
@@ -42,6 +44,3 @@ class GatherOnce:
     def release(self) -> None:
         """Partition what the window had gathered."""
         gathers.release(self._offload)
-
-    def _gather_again(self, *_: Any) -> None:
-        gathers.gather(self._offload, self._params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -11,18 +11,13 @@ from typing import Any
 from ds_patches.core import release as releases
 from ds_patches.runtime import engines
 from ds_patches.runtime.attached import Attached
-from ds_patches.runtime.attributes import Shadow
+from ds_patches.runtime.attributes import Args, Kwargs, Shadow, Wrapped
 
 from .binding import FOR_SPEED, LACKS, SAFE
 from .order import Order
 from .upstream import flat, stage3, timer
 
 logger = logging.getLogger("ds_patches.stream_safety")
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
 
 #: Parts that have to know which streams gradients come from.
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")

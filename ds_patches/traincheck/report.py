@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,18 +37,19 @@ class TrainReport:
 
     def accusation(self) -> str:
         """Name those that did not train though their modules ran."""
-        return self._named(self.untrained, "though their modules ran")
+        head = (
+            f"{len(self.untrained)} of {self.parameters} trainable parameters got no gradient "
+            f"in {self.steps} step(s), though their modules ran:"
+        )
+        return "\n".join([head, *map(str, self.untrained)])
 
     def remark(self) -> str:
         """Name those without a gradient that are not accused."""
-        return self._named(self.idle, "and their modules were not seen to run")
-
-    def _named(self, found: Sequence[Untrained], why: str) -> str:
         head = (
-            f"{len(found)} of {self.parameters} trainable parameters got no gradient in "
-            f"{self.steps} step(s), {why}:"
+            f"{len(self.idle)} of {self.parameters} trainable parameters got no gradient "
+            f"in {self.steps} step(s), and their modules were not seen to run:"
         )
-        return "\n".join([head, *map(str, found)])
+        return "\n".join([head, *map(str, self.idle)])
 
 
 class NotTrained(DsPatchesError, RuntimeError):

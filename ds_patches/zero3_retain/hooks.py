@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_patches.accumulation import engines
 from ds_patches.runtime.attached import Attached
+from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
 from .gathers import Gathers
 
@@ -42,9 +43,7 @@ def deactivate() -> Sequence[str]:
     return []
 
 
-def around_register(
-    wrapped: Callable[..., Any], offload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """A module that is registered, or registered again, after its engine was taken in.
 
     Upstream registers the children by the same method, so each call answers for one module.

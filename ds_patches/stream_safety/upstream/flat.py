@@ -57,21 +57,23 @@ def may_be_touched(param: torch.Tensor) -> bool:
 
 def watch(optimizer: Any, order: Order, spare: int) -> None:
     """Have its buffers see who takes them. spare: how many more each bucket may have."""
-    for holder, name, buffers in _places(optimizer):
+    for holder, name in _places(optimizer):
+        buffers = getattr(holder, name)
         if type(buffers) is list:
             setattr(holder, name, Buffers(buffers, order, spare))
 
 
 def watched(optimizer: Any) -> Iterator[Buffers]:
     """Those that do."""
-    return (buffers for _, _, buffers in _places(optimizer) if isinstance(buffers, Buffers))
+    held = (getattr(holder, name) for holder, name in _places(optimizer))
+    return (buffers for buffers in held if isinstance(buffers, Buffers))
 
 
 def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a part of a buffer that a bucket has now."""
     if tensor.numel() > optimizer.reduce_bucket_size:  # and so larger than any
         return False
-    now = [buffer for _, _, buffers in _places(optimizer) for buffer in buffers or ()]
+    now = [buffer for holder, name in _places(optimizer) for buffer in getattr(holder, name) or ()]
     if any(buffer is tensor._base for buffer in now):  # as a rule, and soon seen
         return True
     memory = tensor.untyped_storage().data_ptr()
@@ -80,7 +82,8 @@ def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
 
 def buffers(optimizer: Any) -> list[torch.Tensor]:
     """All of them."""
-    return [one for _, _, found in _places(optimizer) for one in Buffers.all_of(found or [])]
+    held = (getattr(holder, name) or [] for holder, name in _places(optimizer))
+    return [buffer for some in held for buffer in Buffers.all_of(some)]
 
 
 def nothing_overlaps(optimizer: Any) -> AbstractContextManager[None]:
@@ -95,15 +98,15 @@ def adds_up(optimizer: Any) -> bool:
 
 def unwatch(optimizer: Any) -> None:
     """Put plain lists back."""
-    for holder, name, buffers in _places(optimizer):
+    for holder, name in _places(optimizer):
+        buffers = getattr(holder, name)
         if isinstance(buffers, Buffers):
             setattr(holder, name, buffers.plain())
 
 
-def _places(optimizer: Any) -> list[tuple[Any, str, Any]]:
+def _places(optimizer: Any) -> list[tuple[Any, str]]:
     """Where the buffers are: from 0.17.2 on in a bucket for each dtype, before that in one."""
     buckets = getattr(optimizer, "ipg_buckets", None)
     if buckets is not None:
-        return [(bucket, "buffer", bucket.buffer) for bucket in buckets.values()]
-    here = hasattr(optimizer, "ipg_buffer")
-    return [(optimizer, "ipg_buffer", optimizer.ipg_buffer)] if here else []
+        return [(bucket, "buffer") for bucket in buckets.values()]
+    return [(optimizer, "ipg_buffer")] if hasattr(optimizer, "ipg_buffer") else []
