@@ -98,10 +98,7 @@ PATCH = Patch(
         "last of several backwards, loses micro steps, or steps with an older gradient, in "
         "silence; which, depends on the release, the stage and the settings."
     ),
-    how=(
-        "Knows which backwards belong to a step, and lets each reduction add to what the step has "
-        "reduced; what a step has not reached is zero."
-    ),
+    how="Each reduction adds to what its step has reduced; what a step has not reached is zero.",
     remove_when="a release adds up what PyTorch adds up; none up to 0.19.8 does",
     upstream=upstream("PR 7665", "PR 7967", "PR 7981", "PR 7985", "issue 7718", "issue 7724"),
     supported=">=0.16.0,<=0.19.8",

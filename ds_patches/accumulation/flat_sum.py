@@ -129,9 +129,8 @@ def _add_back(now: flat.Gradients, before: flat.Gradients, *, restore: bool) -> 
         new = now.get(group)
         if old is None or new is old:
             continue
-        if new is None:
-            if restore:
-                now[group] = old
-            continue
-        for slice_now, slice_before in zip(new, old, strict=True):
-            slice_now.add_(slice_before)
+        if new is not None:
+            for slice_now, slice_before in zip(new, old, strict=True):
+                slice_now.add_(slice_before)
+        elif restore:
+            now[group] = old

@@ -84,15 +84,8 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="coalesce",
     summary="several backwards, one gradient reduction",
-    why=(
-        "engine.coalesce_grad_reduction() came with 0.19.1. Before it, N backwards per step cost "
-        "N reductions on ZeRO-2/3; and it reduces half a window's gradients, or hangs, when "
-        "something inside raises. engine.no_sync() is refused there."
-    ),
-    how=(
-        "Leaves gradients on their parameters until the block ends, and reduces them there once. "
-        "Ranks leave the block together; one that raised drops its gradients and tells the others."
-    ),
+    why="N backwards cost N reductions before 0.19.1; a block that raises is reduced, or hangs.",
+    how="Leaves gradients on their parameters until the block ends, and reduces them once.",
     remove_when=(
         "every release you use has coalesce_grad_reduction, and its exit reduces nothing after an "
         "exception; none up to 0.19.8 does both"

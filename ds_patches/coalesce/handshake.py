@@ -57,7 +57,6 @@ class Handshake:
         self._window = -1  # since the last failure
 
     def begin(self) -> None:
-        """A window opens."""
         self._open()
         self._window += 1
 

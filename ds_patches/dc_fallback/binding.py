@@ -73,17 +73,8 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="dc_fallback",
     summary="DeepCompile ZeRO-3 with frames that Dynamo skips",
-    why=(
-        "Code that Dynamo cannot compile runs eagerly, and DeepCompile has removed all that "
-        "gathers and reduces there. Up to 0.19.2 it crashes ('weight' must be 2-D); from 0.19.3 "
-        "its parameters are gathered and, without a word, not trained, and a graph break in a "
-        "loop still crashes."
-    ),
-    how=(
-        "Eager code sees a gathered tensor in place of a parameter, once per module call. Autograd "
-        "keeps a note of it, gathers it again in the backward, and hands its gradient to a "
-        "reduction into the partitions that the optimizer steps with."
-    ),
+    why="Code that Dynamo cannot compile runs eagerly, where nothing gathers or reduces any more.",
+    how="Eager code sees a gathered tensor in place of a parameter, and its gradient is reduced.",
     remove_when=(
         "a DeepSpeed release trains parameters that DeepCompile's graphs do not hold; none up to "
         "0.19.8 does"

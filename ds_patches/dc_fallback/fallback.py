@@ -153,7 +153,6 @@ class Fallback:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around ``engine.forward``."""
         calls = self.uses.calls
         outermost = not self._in_forward
         if outermost:
@@ -218,7 +217,6 @@ class Fallback:
             self._new_step = True
 
     def before_step(self) -> None:
-        """The optimizer is about to step."""
         self._reduction.finish()  # of a backward that had no epilogue
         if self._new_step:
             partition.clear(self._optimizer)  # no backward since the last step, or zero_grad()

@@ -74,16 +74,8 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="stream_safety",
     summary="overlap_comm without races; if you say so, without needless waits",
-    why=(
-        "Gradients that cross streams are overwritten, read too early or freed while they are "
-        "reduced, in one release or another; and backward, reduction and host wait for more than "
-        "they have to."
-    ),
-    how=(
-        "The reduction waits for every stream that gradients come from, until they are there, and "
-        "what it reads is recorded on its stream; a buffer waits for its own last reduction only, "
-        "and the host for none."
-    ),
+    why="Gradients that cross streams are overwritten, read too early, or freed too early.",
+    how="Whoever reads waits for whoever writes, and memory is kept until both are done.",
     remove_when="a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does",
     upstream=upstream("issue 8364", "PR 7805", "PR 7898", "PR 7965", "PR 8080"),
     supported=">=0.16.0,<=0.19.8",

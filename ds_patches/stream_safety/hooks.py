@@ -95,7 +95,6 @@ _KEY = _orders.key
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the optimizer."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result
@@ -248,7 +247,6 @@ def around_finalize(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def around_engine_init(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the engine, which has a throughput timer."""
     result = wrapped(*args, **kwargs)
     _take_in_timer(engine)
     return result

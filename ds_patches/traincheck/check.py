@@ -33,10 +33,10 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     keys = [id(trainable.param) for trainable in found]
     trained, stale, left, held, ran, (no_step, no_inner_step) = _agreed(
         engine,
-        [key in steps.trained for key in keys],
-        [key in steps.stale for key in keys],
-        [key in steps.left for key in keys],
-        [key in steps.held for key in keys],
+        *(
+            [k in found for k in keys]
+            for found in (steps.trained, steps.stale, steps.left, steps.held)
+        ),
         [has_run(trainable) for trainable in found],
         [not steps.taken + steps.skipped, not steps.taken],
     )

@@ -41,11 +41,8 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="zero3_retain",
     summary="several backwards over one ZeRO-3 forward",
-    why=(
-        "Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other: "
-        "a second one fails with 'The size of tensor a (0) must match the size of tensor b'."
-    ),
-    how=("Gathers and releases per backward instead of per forward, holding nothing in between."),
+    why="Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other.",
+    how="Gathers and releases per backward instead of per forward, holding nothing in between.",
     remove_when="a DeepSpeed release gathers per backward; none up to 0.19.8 does",
     upstream=upstream("issue 7352", "issue 3539", "PR 8045", "PR 8135"),
     supported=">=0.16.0,<=0.19.8",

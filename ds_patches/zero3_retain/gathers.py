@@ -75,7 +75,6 @@ class Gathers:
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
-        """`again`: no forward has run since the one before."""
         if again:
             self._retains = True
             gathered.restore_leaf_inputs(self._leaf_inputs)
