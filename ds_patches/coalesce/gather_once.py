@@ -1,8 +1,7 @@
 """Stage 3 with ``gather_once=True``: all parameters are gathered when a window opens.
 
 They stay so until it closes, so its forwards and backwards need none of the module hooks that
-gather and release, and run as those of a plain module do. The price is a whole copy of the
-parameters, in their own precision, on every rank.
+gather and release, and run as those of a plain module do.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class GatherOnce:
     """Of one engine, from the begin of a window to its end."""
 
     def __init__(self, engine: Any) -> None:
-        self._offload = gathers.offload_of(engine)
+        self._offload = engine.optimizer.parameter_offload
         self._params = gathers.parameters(self._offload)
         self._hooks: SuspendedHooks | None = None
         self._again: Any = None

@@ -159,7 +159,7 @@ class Fallback:
             self._records = torch.is_grad_enabled()
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
             self._recover()
-            partition.release(upstream_engine.persistent(self._engine))
+            partition.release(self._optimizer)
         depth = len(calls)
         calls.open(None)
         saves = self._saves and self._records and outermost

@@ -256,7 +256,7 @@ def _take_in_timer(engine: Any) -> None:
     order = None if engine.optimizer is None else _orders.get(engine.optimizer)
     if order is None or "micro_steps" not in _live:
         return
-    throughput = timer.of(engine)
+    throughput = engine.tput_timer
     around = partial(_timer_moves, throughput, order)
     order.shadows += [Shadow(throughput, method, around) for method in ("start", "stop")]
 

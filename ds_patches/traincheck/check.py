@@ -31,12 +31,10 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     with watched(engine.module, found) as has_run, steps.watched():
         yield report
     keys = [id(trainable.param) for trainable in found]
+    told = (steps.trained, steps.stale, steps.left, steps.held)
     trained, stale, left, held, ran, (no_step, no_inner_step) = _agreed(
         engine,
-        *(
-            [k in found for k in keys]
-            for found in (steps.trained, steps.stale, steps.left, steps.held)
-        ),
+        *([key in ids for key in keys] for ids in told),
         [has_run(trainable) for trainable in found],
         [not steps.taken + steps.skipped, not steps.taken],
     )

@@ -60,11 +60,6 @@ def _why_not(engine: Any) -> str | None:
     return None
 
 
-def partitions_parameters(engine: Any) -> bool:
-    """Whether this is stage 3."""
-    return bool(engine.zero_optimization_partition_weights())
-
-
 def has_no_sync(engine: Any) -> bool:
     """Whether upstream's works: at stage 1, but for overlap_comm, which reduces inside it too."""
     reduces = getattr(engine.optimizer, "overlap_comm", False)

@@ -12,11 +12,6 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"
 _HELD = "ds_patches.coalesce"
 
 
-def offload_of(engine: Any) -> Any:
-    """The object that gathers and releases."""
-    return engine.optimizer.parameter_offload
-
-
 def must_be_covered(engine: Any) -> None:
     """Raise NotImplementedError where gathering once is not known to be right."""
     if not engine.zero_optimization_partition_weights():

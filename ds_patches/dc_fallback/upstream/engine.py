@@ -133,12 +133,6 @@ def tells_layers_apart() -> bool:
     return hasattr(patch_fake_tensor, "_zero3_parameter_guard_metadata")
 
 
-def persistent(engine: Any) -> list[Any]:
-    """The parameters that ZeRO-3 gathers for good."""
-    found: list[Any] = engine.optimizer.persistent_parameters
-    return found
-
-
 def leaves(engine: Any) -> Sequence[Any]:
     """The ZeRO-3 leaf modules, of which ranks may use other parts."""
     from deepspeed.utils import get_z3_leaf_modules

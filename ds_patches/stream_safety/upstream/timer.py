@@ -8,11 +8,6 @@ from typing import Any
 from ds_patches.runtime.attributes import meanwhile
 
 
-def of(engine: Any) -> Any:
-    """It is the engine's own."""
-    return engine.tput_timer
-
-
 def waits_for_nothing(timer: Any) -> AbstractContextManager[None]:
     """As ``"timers": {"throughput": {"synchronized": false}}`` has it, while this is open."""
     return meanwhile(timer.config, synchronized=False)
