@@ -26,7 +26,8 @@ class GatherOnce:
         # A backward over a forward from before the window still releases what it has used.
         gathers.hold(self._offload, self._params)
         gathers.gather(self._offload, self._params)
-        self._hooks = SuspendedHooks(gathers.hook_handles(self._offload))
+        offload = self._offload
+        self._hooks = SuspendedHooks([*offload.forward_hooks, *offload.backward_hooks])
         # Whoever partitions everything, to save a checkpoint say, finds nobody who gathers again.
         self._again = self._offload.module.register_forward_pre_hook(
             lambda *_: gathers.gather(self._offload, self._params)

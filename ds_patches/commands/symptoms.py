@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -56,7 +56,8 @@ def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
     warned = f"; to {one.warned.removeprefix('<=')} it only warns" if one.warned else ""
     cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + _offered(one) + warned
-    return script, one.outcome, _stages(one.stages), one.first, one.right or "none", cure
+    stages = ", ".join(map(str, one.stages))
+    return script, one.outcome, stages, one.first, one.right or "none", cure
 
 
 def _offered(one: Symptom) -> str:
@@ -81,8 +82,4 @@ def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
         text += "; here the patch only warns"
     if one.add:
         text += f"; add {one.add}".replace("`", "")
-    return f"ZeRO {_stages(one.stages)}", text
-
-
-def _stages(stages: Sequence[int]) -> str:
-    return ", ".join(map(str, stages))
+    return f"ZeRO {', '.join(map(str, one.stages))}", text

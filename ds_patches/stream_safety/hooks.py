@@ -11,11 +11,11 @@ from typing import Any
 from ds_patches.core import release as releases
 from ds_patches.runtime import engines
 from ds_patches.runtime.attached import Attached
-from ds_patches.runtime.attributes import Args, Kwargs, Shadow, Wrapped
+from ds_patches.runtime.attributes import Args, Kwargs, Shadow, Wrapped, meanwhile
 
 from .binding import FOR_SPEED, LACKS, SAFE
 from .order import Order
-from .upstream import flat, stage3, timer
+from .upstream import flat, stage3
 
 logger = logging.getLogger("ds_patches.stream_safety")
 
@@ -265,7 +265,8 @@ def _timer_moves(
     throughput: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
 ) -> None:
     """It starts or stops, and waits for the device."""
-    with timer.waits_for_nothing(throughput) if order.goes_on else nullcontext():
+    # As ``"timers": {"throughput": {"synchronized": false}}`` has it.
+    with meanwhile(throughput.config, synchronized=False) if order.goes_on else nullcontext():
         wrapped(*args, **kwargs)
 
 

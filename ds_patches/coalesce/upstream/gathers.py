@@ -29,11 +29,6 @@ def parameters(offload: Any) -> list[Any]:
     return list(offload.module.parameters())
 
 
-def hook_handles(offload: Any) -> list[Any]:
-    """Of all module hooks that gather and release."""
-    return [*offload.forward_hooks, *offload.backward_hooks]
-
-
 def gather(offload: Any, params: Iterable[Any]) -> None:
     """Gather what is not; usable behind the current stream. A collective.
 
