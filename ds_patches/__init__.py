@@ -64,14 +64,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load the public names on first use, so that importing the package costs nothing."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ds_patches import traincheck
-    from ds_patches.core import api, errors, state
+    if name in __all__:
+        from ds_patches import traincheck
+        from ds_patches.core import api, errors, state
 
-    for home in (api, errors, state, traincheck):
-        if hasattr(home, name):
-            return getattr(home, name)
+        for home in (api, errors, state, traincheck):
+            if hasattr(home, name):
+                return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

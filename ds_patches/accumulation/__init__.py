@@ -56,7 +56,4 @@ How
 Upstream
     Pull requests 7665 (``loss.backward()``, 0.18.3), 7967 and 7981 (offload, 0.19.0), 7985 (bf16,
     0.19.0), 8382 (CPU, 0.19.8); issues 7718 and 7724.
-
-Remove it when
-    your release adds up what PyTorch adds up.
 """

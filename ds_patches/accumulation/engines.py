@@ -14,10 +14,8 @@ from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
 
-#: Gets an engine, and may add a listener to its steps.
-Subscriber = Callable[[Any, EngineSteps], None]
-
-_subscribers: list[Subscriber] = []
+#: Each gets an engine, and may add a listener to its steps.
+_subscribers: list[Callable[[Any], object]] = []
 
 
 def _steps_of(engine: Any) -> EngineSteps | None:
@@ -31,7 +29,7 @@ def _steps_of(engine: Any) -> EngineSteps | None:
     if (state := upstream_engine.hook_state(engine.optimizer)) is not None:
         _engines.share(state, steps)
     for subscriber in _subscribers:
-        subscriber(engine, steps)
+        subscriber(engine)
     return steps
 
 
@@ -66,14 +64,14 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
     return of(optimizer)
 
 
-def subscribe(subscriber: Subscriber) -> None:
+def subscribe(subscriber: Callable[[Any], object]) -> None:
     """Call `subscriber` for each engine that is known, and for each that comes."""
     _subscribers.append(subscriber)
-    for engine, steps in _engines.all():
-        subscriber(engine, steps)
+    for engine, _ in _engines.all():
+        subscriber(engine)
 
 
-def unsubscribe(subscriber: Subscriber) -> None:
+def unsubscribe(subscriber: Callable[[Any], object]) -> None:
     """Call it no more; the listeners that it added are the caller's to remove."""
     if subscriber in _subscribers:
         _subscribers.remove(subscriber)

@@ -94,7 +94,6 @@ class FlatSum:
             flat.give_zeros(self._optimizer)
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
         optimizer = self._optimizer
         for gradients in (optimizer.averaged_gradients, flat.pending_gradients(optimizer)):
             for group in gradients:
@@ -107,18 +106,15 @@ class FlatSum:
         self._empty = True
 
     def abandon(self) -> None:
-        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
         flat.empty_buckets(self._optimizer)
         self.drop()
 
     def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
         self._reduced = self._empty = self.is_pending = False
         if self._host is not None:
             self._host.step_taken()
 
     def detach(self) -> None:
-        """Take our wrappers from the engine and the optimizer."""
         if self._host is not None:
             self._host.detach()
         if self._shadow is not None:
@@ -139,9 +135,8 @@ def _add_back(now: flat.Gradients, before: flat.Gradients, *, restore: bool) -> 
         new = now.get(group)
         if old is None or new is old:
             continue
-        if new is None:
-            if restore:
-                now[group] = old
-            continue
-        for slice_now, slice_before in zip(new, old, strict=True):
-            slice_now.add_(slice_before)
+        if new is not None:
+            for slice_now, slice_before in zip(new, old, strict=True):
+                slice_now.add_(slice_before)
+        elif restore:
+            now[group] = old

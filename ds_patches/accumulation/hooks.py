@@ -6,28 +6,25 @@ as good as one built after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ds_patches.runtime.attributes import meanwhile
+from ds_patches.runtime.attributes import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.runtime.engines import built
 from ds_patches.runtime.graph_task import accumulates
 
-from . import earlier, engines
+from . import engines
 from .flat_sum import FlatSum
 from .steps import EngineSteps
 from .upstream import engine as upstream_engine
 from .upstream import flat
 
-Wrapped = Callable[..., Any]
 #: Looked up in the `__dict__` of an engine or its optimizer, as `engines.of` does, by each wrapper
 #: that a training step calls: a call less for each.
 KEY = engines.KEY
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -142,7 +139,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     if not flat.forgets_micro_steps(optimizer):
         return wrapped(*args, **kwargs)
-    return earlier.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
+    return flat.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:

@@ -91,21 +91,18 @@ class HostSum:
             offload.add_host_sums(optimizer, self._pending)
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
         for gradient in offload.partitions(self._optimizer):
             gradient.zero_()
         for buffer in offload.host_sums(self._optimizer).values():
             buffer.zero_()
 
     def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
         self._aside = []
         self._pending.clear()
         self._delivered.clear()
         self._given.clear()
 
     def detach(self) -> None:
-        """Leave the optimizer to stock."""
         self._shadow.remove()
 
     def _zero_what_is_older(self) -> None:

@@ -34,19 +34,16 @@ class MasterSum:
         """Nothing to complete."""
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
         self._optimizer.clear_lp_grads()
         self._optimizer.clear_hp_grads()
 
     def abandon(self) -> None:
-        """A backward raised: forget the step's gradients so far."""
         self.drop()
 
     def step_taken(self) -> None:
         """The optimizer clears its gradients itself."""
 
     def detach(self) -> None:
-        """Leave the optimizer to stock."""
         for shadow in self._shadows:
             shadow.remove()
 

@@ -107,7 +107,4 @@ Options
 
 Upstream
     Pull request 7992 (the method, 0.19.1).
-
-Remove it when
-    every release you use has the method, and its exit reduces nothing after an exception.
 """

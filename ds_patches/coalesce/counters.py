@@ -13,38 +13,29 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 _MEMORY = Path("/dev/shm")
 _WORD = 8  # bytes
 
 
-class Counters(Protocol):
-    """So many numbers, all 0 to begin with."""
+class StoreCounters:
+    """So many numbers, all 0 to begin with, under names that begin with `key`."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
 
     def add(self, index: int, word: int) -> int:
         """Return the sum with `word`."""
-
-    def clear(self, index: int) -> None:
-        """Set to 0; nobody may look at it meanwhile."""
-
-
-class StoreCounters:
-    """Under names that begin with `key`."""
-
-    def __init__(self, store: Any, key: str) -> None:
-        self._store = store
-        self._key = key
-
-    def add(self, index: int, word: int) -> int:
         return int(self._store.add(f"{self._key}/{index}", word))
 
     def clear(self, index: int) -> None:
+        """Set to 0; nobody may look at it meanwhile."""
         self._store.set(f"{self._key}/{index}", "0")  # the only word that waits for no answer
 
 
 class FileCounters:
-    """In one file that all processes of a host map, under its lock."""
+    """The same in one file that all processes of a host map, under its lock."""
 
     def __init__(self, store: Any, key: str, count: int, openers: int) -> None:
         """`store`: where the first to come leaves the file's name for the other `openers`.

@@ -122,7 +122,13 @@ def _length_of(chunk: Chunk) -> int:
 
 
 class _Lane:
-    """One of two staging buffers, and the collective that has it in use."""
+    """One of two staging buffers, and the collective that has it in use.
+
+    chunk: whose gradients are in it. rows: they themselves, [ranks, length of the chunk].
+    """
+
+    chunk: Chunk
+    rows: torch.Tensor
 
     def __init__(self, layout: FlatLayout, elements: int) -> None:
         device = layout.groups[0].partition.device
@@ -136,14 +142,6 @@ class _Lane:
             work.wait()
             take()
             self.sent = None
-
-
-class _Packed(NamedTuple):
-    """A chunk whose gradients are in a staging buffer, divided and ready to be sent."""
-
-    chunk: Chunk
-    lane: _Lane
-    rows: torch.Tensor  # [ranks, length of the chunk]
 
 
 class Flush:
@@ -178,7 +176,7 @@ class Flush:
             lane.finish()
 
     @torch.no_grad()
-    def _pack(self, chunk: Chunk) -> _Packed:
+    def _pack(self, chunk: Chunk) -> _Lane:
         """Copy the gradients of `chunk` of all partitions, divided.
 
         Waits, on the current stream, for the collective that last had the buffer.
@@ -191,7 +189,8 @@ class Flush:
         _fill(staging, self._segments(chunk))
         if self.layout.divisor != 1:
             staging.div_(self.layout.divisor)
-        return _Packed(chunk, lane, staging.view(-1, length))
+        lane.chunk, lane.rows = chunk, staging.view(-1, length)
+        return lane
 
     def _segments(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
         """Gradients in the order of a staging buffer, and where in it each begins."""
@@ -205,16 +204,15 @@ class Flush:
                         yield begin + part.target, source
                 begin += piece.length
 
-    def _send(self, packed: _Packed) -> None:
-        group = self.layout.process_group
-        lane, rows = packed.lane, packed.rows
+    def _send(self, lane: _Lane) -> None:
+        group, chunk, rows = self.layout.process_group, lane.chunk, lane.rows
         if self._backend_scatters:
-            target = self._target(packed.chunk)
+            target = self._target(chunk)
             # torch 2.13 renamed it.
             start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             try:
                 work = start(target, rows.view(-1), group=group, async_op=True)
-                lane.sent = work, lambda: self._take(packed.chunk, target)
+                lane.sent = work, lambda: self._take(chunk, target)
                 return
             except RuntimeError as error:
                 # gloo learned it late. It says no on every rank, before anything is sent.
@@ -222,7 +220,7 @@ class Flush:
                     raise
                 self._backend_scatters = False
         work = dist.all_reduce(rows, group=group, async_op=True)
-        lane.sent = work, lambda: self._take(packed.chunk, rows[self.layout.rank])
+        lane.sent = work, lambda: self._take(chunk, rows[self.layout.rank])
 
     def _target(self, chunk: Chunk) -> torch.Tensor:
         """Where a reduce-scatter writes: into the partition, if the chunk is one range of it."""

@@ -16,7 +16,7 @@ from ds_patches.core.agreement import store
 from ds_patches.core.errors import OtherRankFailed
 from ds_patches.runtime.ranks import patience
 
-from .counters import Counters, FileCounters, StoreCounters
+from .counters import FileCounters, StoreCounters
 
 _WIDTH = 12  # bits of a field of the counter, each of which counts ranks
 _FIELD = (1 << _WIDTH) - 1
@@ -49,7 +49,7 @@ class Handshake:
             )
         self._size = len(ranks)
         self._on_one_host = on_one_host
-        self._counters: Counters | None = None
+        self._counters: FileCounters | StoreCounters | None = None
         group = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
         self._engine = f"ds_patches/coalesce/{group}/{_engines[tuple(ranks)]}"
         _engines[tuple(ranks)] += 1
@@ -57,7 +57,6 @@ class Handshake:
         self._window = -1  # since the last failure
 
     def begin(self) -> None:
-        """A window opens."""
         self._open()
         self._window += 1
 
@@ -118,7 +117,7 @@ class Handshake:
     def _add(self, word: int) -> int:
         return self._open().add(self._window % _COUNTERS, word)
 
-    def _open(self) -> Counters:
+    def _open(self) -> FileCounters | StoreCounters:
         if self._counters is None:
             key = f"{self._engine}/{self._failures}"
             self._counters = (

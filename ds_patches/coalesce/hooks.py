@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from ds_patches.accumulation import engines
-from ds_patches.accumulation.steps import EngineSteps
 from ds_patches.runtime.attached import Attached
+from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
 from . import window as windows
+from .binding import PATCH
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
 
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the user chose."""
-
-    handshake: str = "on"
-    scatters: bool = True
-    no_sync: bool = True
-
-
-_choice = Choice()
+#: What the user chose.
+_options: Mapping[str, Any] = {option.name: option.default for option in PATCH.options}
 
 
 def _take_in(engine: Any) -> LocalGradients | None:
     steps = engines.of(engine.optimizer)
     if steps is None or not upstream_engine.is_covered(engine):
         return None
-    local = LocalGradients(engine, steps, _choice.scatters)
+    local = LocalGradients(engine, steps, _options["flush"] == "reduce_scatter")
     steps.listeners.append(local)
     return local
 
@@ -44,25 +31,17 @@ def _take_in(engine: Any) -> LocalGradients | None:
 _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
 
 
-def _new_engine(engine: Any, steps: EngineSteps) -> None:
-    _local(engine)
-
-
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take the options, and the engines that are known already."""
-    global _choice
-    _choice = Choice(
-        handshake=options["handshake"],
-        scatters=options["flush"] == "reduce_scatter",
-        no_sync=options["no_sync"] == "on",
-    )
-    engines.subscribe(_new_engine)
+    global _options
+    _options = options
+    engines.subscribe(_local)
     return []
 
 
 def deactivate() -> Sequence[str]:
     """Leave every engine to stock."""
-    engines.unsubscribe(_new_engine)
+    engines.unsubscribe(_local)
     for engine, local in _local.detach_all():
         local.end()
         if (steps := engines.of(engine)) is not None:
@@ -83,12 +62,12 @@ def _coalesce(engine: Any, *, gather_once: bool = False) -> AbstractContextManag
     local = _local.get(engine)
     assert steps is not None
     assert local is not None
-    return windows.window(engine, steps, local, gather_once, _choice.handshake)
+    return windows.window(engine, steps, local, gather_once, _options["handshake"])
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Where upstream refuses it, or fails."""
-    if not _choice.no_sync or upstream_engine.has_no_sync(engine):
+    if _options["no_sync"] == "off" or upstream_engine.has_no_sync(engine):
         return wrapped(*args, **kwargs)
     engines.take_in(engine)
     local = _local.get(engine)

@@ -149,7 +149,7 @@ class LocalGradients:
 
 def _sum_of(engine: Any, steps: EngineSteps, scatters: bool) -> LocalSum:
     optimizer = engine.optimizer
-    if upstream_engine.partitions_parameters(engine):
+    if engine.zero_optimization_partition_weights():
         return PartitionedSum(optimizer)
     if scatters and isinstance(steps.sum, FlatStepSum) and flat_layout.covers(optimizer):
         return ScatteredSum(optimizer, steps.sum)

@@ -8,8 +8,9 @@ zeros. Our own reduce-scatter always does so.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ds_patches.accumulation.flat_sum import FlatSum as StepSum
 from ds_patches.accumulation.upstream import stage3 as partitions
@@ -18,11 +19,15 @@ from .flat_reduction import Flush
 from .upstream import flat, flat_layout, gathers, stage3
 
 
-class LocalSum(Protocol):
+class LocalSum(ABC):
     """What there is to do with the gradients on the parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     def is_empty(self) -> bool:
         """Whether no parameter has one."""
+        return not any(self._present())
 
     def prepare(self) -> int:
         """Do what may fail on one rank alone.
@@ -30,29 +35,30 @@ class LocalSum(Protocol):
         Returns 24 bits that are equal on all ranks if they have gradients of the same parameters,
         or if that makes no difference.
         """
+        return zlib.crc32(bytes(self._present())) & 0xFFFFFF
 
+    @abstractmethod
     def reduce(self, uneven: bool) -> None:
         """Add to what the step has reduced, and clear. A collective, after `prepare`.
 
         uneven: ranks have gradients of different parameters, or may have.
         """
 
+    @abstractmethod
     def drop(self) -> None:
         """Forget them, and leave the optimizer as it is before a backward."""
 
+    @abstractmethod
+    def _present(self) -> list[bool]:
+        """Whether each parameter has one."""
 
-class FlatSum:
+
+class FlatSum(LocalSum):
     """Stages 1 and 2, by DeepSpeed's own reducer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def is_empty(self) -> bool:
-        return not any(self._present())
 
     def prepare(self) -> int:
         flat.bring_to_sums(self._optimizer)
-        return _checksum(self._present())
+        return super().prepare()
 
     def reduce(self, uneven: bool) -> None:
         if uneven:
@@ -60,7 +66,6 @@ class FlatSum:
                 if flat.gradient(self._optimizer, param) is None:
                     flat.give_zeros(self._optimizer, param)
         flat.reduce(self._optimizer)
-        flat.clear(self._optimizer)
 
     def drop(self) -> None:
         flat.drop(self._optimizer)
@@ -83,7 +88,6 @@ class ScatteredSum(FlatSum):
         if self._step.is_pending:  # micro steps that only DeepSpeed's own can add to
             return super().prepare()
         flat.bring_to_sums(self._optimizer)
-        flat_layout.release_buckets(self._optimizer)
         self._flush = Flush(flat_layout.layout(self._optimizer))
         return 0
 
@@ -96,17 +100,8 @@ class ScatteredSum(FlatSum):
         self._step.deliver(partial(flat_layout.deliver, self._optimizer, flush.layout))
 
 
-class PartitionedSum:
+class PartitionedSum(LocalSum):
     """Stage 3, by DeepSpeed's own reducer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def is_empty(self) -> bool:
-        return not any(self._present())
-
-    def prepare(self) -> int:
-        return _checksum(self._present())
 
     def reduce(self, uneven: bool) -> None:
         if uneven:
@@ -120,11 +115,8 @@ class PartitionedSum:
         # Nothing waits there, but 0.17.2 never begins anew to count what a bucket holds. Full is
         # when to reduce: ranks must count alike, also after one of them alone has raised.
         partitions.empty_buckets(self._optimizer)
+        partitions.partition_parameters(self._optimizer)
         gathers.reset(self._optimizer.parameter_offload)
 
     def _present(self) -> list[bool]:
         return [param.grad is not None for param in stage3.parameters(self._optimizer)]
-
-
-def _checksum(present: list[bool]) -> int:
-    return zlib.crc32(bytes(present)) & 0xFFFFFF

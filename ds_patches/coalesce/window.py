@@ -16,6 +16,7 @@ from .gather_once import GatherOnce
 from .handshake import Handshake
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
+from .upstream import gathers
 
 logger = logging.getLogger("ds_patches.coalesce")
 
@@ -99,7 +100,7 @@ def window(
     )
     assert not engine.inside_no_sync_ctxt, "coalesce_grad_reduction() cannot be nested in no_sync()"
     if gather_once:
-        GatherOnce.must_be_covered(engine)
+        gathers.must_be_covered(engine)
     opened = Window(engine, steps, local, gather_once, handshake)
     try:
         opened.open()

@@ -8,15 +8,8 @@ from ds_patches.core import columns, flags, registry
 from ds_patches.core.state import PatchStatus, State
 
 _GREEN, _YELLOW, _RED, _PLAIN = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
-_COLOURS = {
-    State.READY: _GREEN,
-    State.APPLIED: _GREEN,
-    State.FIXED_UPSTREAM: _GREEN,
-    State.BROKEN: _RED,
-    State.SHAPE_CHANGED: _RED,
-    State.BLOCKED: _RED,
-    State.FAILED: _RED,
-}
+_GOOD = (State.READY, State.APPLIED, State.FIXED_UPSTREAM)
+_BAD = (State.BROKEN, State.SHAPE_CHANGED, State.BLOCKED, State.FAILED)
 
 
 def in_short(statuses: Iterable[PatchStatus], *, colour: bool = False) -> str:
@@ -54,5 +47,5 @@ def _chosen(status: PatchStatus) -> list[str]:
 
 
 def _painted(line: str, state: State) -> str:
-    paint = _COLOURS.get(state, _YELLOW)
+    paint = _GREEN if state in _GOOD else _RED if state in _BAD else _YELLOW
     return line.replace(f"  {state.value}  ", f"  {paint}{state.value}{_PLAIN}  ", 1)

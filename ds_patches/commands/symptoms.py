@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -10,14 +10,7 @@ from packaging.version import Version
 from ds_patches.core import columns, registry, release
 from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
 
-_TITLES: tuple[str, ...] = (
-    "what you run",
-    "what happens",
-    "ZeRO",
-    "wrong from",
-    "right from",
-    "cure",
-)
+_TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
 
 
 def markdown(page: str = "", patches: str = "", only: str = "") -> str:
@@ -26,7 +19,7 @@ def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     page: where the anchors are, if the first column is to link there. patches: the page of each
     patch, with {} for its name. only: the rows of this patch, without the column that names it.
     """
-    rows = [_TITLES, ("---",) * len(_TITLES)]
+    rows: list[tuple[str, ...]] = [_TITLES, ("---",) * len(_TITLES)]
     rows += [_row(one, page, patches) for one in SYMPTOMS if only in ("", one.patch)]
     if only:
         rows = [row[:-1] for row in rows]
@@ -61,9 +54,10 @@ def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})" if page else one.script
     patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
-    warned = f"; {_span(one.warned)} it only warns" if one.warned else ""
+    warned = f"; to {one.warned.removeprefix('<=')} it only warns" if one.warned else ""
     cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + _offered(one) + warned
-    return script, one.outcome, _stages(one.stages), one.first, one.right or "none", cure
+    stages = ", ".join(map(str, one.stages))
+    return script, one.outcome, stages, one.first, one.right or "none", cure
 
 
 def _offered(one: Symptom) -> str:
@@ -88,12 +82,4 @@ def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
         text += "; here the patch only warns"
     if one.add:
         text += f"; add {one.add}".replace("`", "")
-    return f"ZeRO {_stages(one.stages)}", text
-
-
-def _stages(stages: Sequence[int]) -> str:
-    return ", ".join(map(str, stages))
-
-
-def _span(specifier: str) -> str:
-    return f"to {specifier.removeprefix('<=')}"
+    return f"ZeRO {', '.join(map(str, one.stages))}", text

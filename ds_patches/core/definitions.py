@@ -14,14 +14,15 @@ import tokenize
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 #: Path, time and size: what is kept of a file is kept for this state of it.
 Stamp = tuple[Path, int, int]
-#: By the index of its line, how far a definition is indented, and its name.
-Heads = dict[int, tuple[int, str]]
+#: By its qualified name, the indices of the lines that look as if they began a definition.
+Heads = dict[str, list[int]]
 
 _HEAD = re.compile(r"(\s*)(?:async\s+def|def|class)\s+(\w+)")
 #: Ends of a definition that are tried before the whole file is parsed.
@@ -52,10 +53,11 @@ def at_line(file: Stamp, line: int, name: str) -> Definition | None:
 def by_name(file: Stamp, qualname: str) -> Definition | None:
     """Return the definition that `qualname` names once the module has run, or None."""
     lines, heads, names = _lines(file), _heads(file), qualname.split(".")
-    if not set(names) <= {name for _, name in heads.values()}:
+    if not set(names) <= {name.rpartition(".")[2] for name in heads}:
         return None
-    line = _plain_place(heads, names)
-    start = None if line is None else _with_decorators(lines, line)
+    places = [heads.get(above, []) for above in accumulate(names, "{}.{}".format)]
+    is_plain = all(len(of) == 1 for of in places)  # each is defined just once
+    start = _with_decorators(lines, places[-1][0]) if is_plain else None
     alone = None if start is None else _parsed_from(lines, start)
     return alone or _in_tree(tree(file).body, names)
 
@@ -73,8 +75,16 @@ def _lines(file: Stamp) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _heads(file: Stamp) -> Heads:
-    heads = ((i, _HEAD.match(line)) for i, line in enumerate(_lines(file)))
-    return {i: (len(head[1]), head[2]) for i, head in heads if head}
+    heads: Heads = {}
+    scopes = [(-1, "")]  # around the line: how far each is indented, and the beginning of its names
+    for index, line in enumerate(_lines(file)):
+        if head := _HEAD.match(line):
+            while scopes[-1][0] >= len(head[1]):
+                scopes.pop()
+            name = scopes[-1][1] + head[2]
+            heads.setdefault(name, []).append(index)
+            scopes.append((len(head[1]), f"{name}."))
+    return heads
 
 
 @lru_cache(maxsize=4)  # a tree of DeepSpeed's larger files takes tens of MB
@@ -121,32 +131,6 @@ def _may_begin_a_statement(line: str, indentation: int) -> bool:
 
 def _indentation(line: str) -> int:
     return len(line) - len(line.lstrip())
-
-
-def _plain_place(heads: Heads, names: list[str]) -> int | None:
-    """Return the index of the line that defines the last name, if each is defined just once."""
-    scope: int | None = None
-    for name in names:
-        inside = _inside(heads, scope)
-        places = [line for line in inside if heads[line][1] == name]
-        if len(places) != 1 or _enclosing(heads, places[0]) != scope:
-            return None
-        scope = places[0]
-    return scope
-
-
-def _inside(heads: Heads, scope: int | None) -> list[int]:
-    if scope is None:
-        return list(heads)
-    after = [line for line in heads if line > scope]
-    end = next((line for line in after if heads[line][0] <= heads[scope][0]), None)
-    return after if end is None else after[: after.index(end)]
-
-
-def _enclosing(heads: Heads, line: int) -> int | None:
-    """Return the nearest head above that is indented less."""
-    above = (other for other in reversed(heads) if other < line)
-    return next((other for other in above if heads[other][0] < heads[line][0]), None)
 
 
 def _with_decorators(lines: list[str], head: int) -> int | None:

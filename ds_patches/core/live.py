@@ -72,7 +72,7 @@ def innermost(value: Any) -> Any:
         elif issubclass(kind, property):
             beneath = value.fget
         else:
-            beneath = _wrapped(value)
+            beneath = getattr(value, "__wrapped__", None)
             if beneath is None and kind is FunctionType and value.__qualname__ == _NVTX:
                 # DeepSpeed's range decorator leaves no `__wrapped__`, only its closure. A wrapper
                 # around it that copied its name has been followed above.
@@ -164,17 +164,14 @@ def _layers_beneath(value: Any) -> Iterator[Any]:
             if (beneath := getattr(value, name, None)) is not None:
                 yield beneath
         spoken_of = _attributes_spoken_of(kind)
-        yield from (v for name, v in _own(value).items() if name in spoken_of and _may_wrap(v))
+        own = getattr(value, "__dict__", {}) if callable(value) else {}
+        yield from (v for name, v in own.items() if name in spoken_of and _may_wrap(v))
 
 
 def _attributes_spoken_of(kind: type) -> set[str]:
     """Return the names that the methods of a class of callables read or write."""
     methods = [m for one in kind.__mro__ for m in vars(one).values() if type(m) is FunctionType]
     return {name for method in methods for name in method.__code__.co_names}
-
-
-def _own(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {}) if callable(value) else {}
 
 
 def _may_wrap(value: Any) -> bool:
@@ -186,12 +183,6 @@ def _may_wrap(value: Any) -> bool:
 def _is_functor(kind: type) -> bool:
     """Whether these are objects that are called by code of their class in Python."""
     return any(type(vars(one).get("__call__")) is FunctionType for one in kind.__mro__)
-
-
-def _wrapped(value: Any) -> Any:
-    if type(value) is FunctionType:
-        return vars(value).get("__wrapped__")
-    return getattr(value, "__wrapped__", None)
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:

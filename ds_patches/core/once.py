@@ -26,7 +26,6 @@ def call() -> Iterator[None]:
 
 
 def is_under_way() -> bool:
-    """Whether a call is."""
     return _found is not None
 
 

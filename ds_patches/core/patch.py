@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 #: Stands for every choice of an option that takes several.
 ALL = "all"
+_PAGES = "https://github.com/deepspeedai/DeepSpeed"
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,13 @@ class Link:
 
     label: str
     url: str
+
+
+def upstream(*labels: str) -> tuple[Link, ...]:
+    """Return DeepSpeed's pages of these, as "PR 7665" or "issue 7718"."""
+    parted = ((label, *label.split()) for label in labels)
+    folders = {"PR": "pull", "issue": "issues"}
+    return tuple(Link(label, f"{_PAGES}/{folders[kind]}/{of}") for label, kind, of in parted)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,23 @@ class Dependency(Place):
 
     why: str
     releases: str = ""
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class of DeepSpeed of which a patch names several methods, by the module that defines it.
+
+    target, needs: a method as `Target` and as `Dependency` take it.
+    """
+
+    module: str
+    name: str
+
+    def target(self, method: str, wrapper: str, releases: str = "", adds: bool = False) -> Target:
+        return Target(self.module, f"{self.name}.{method}", wrapper, releases, adds)
+
+    def needs(self, method: str, why: str, releases: str = "") -> Dependency:
+        return Dependency(self.module, f"{self.name}.{method}", why, releases)
 
 
 @dataclass(frozen=True)

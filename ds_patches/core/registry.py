@@ -1,10 +1,7 @@
 """The patches: every folder of the package that has a `binding.py`, and those of other packages.
 
-There is no list to keep. Another package declares its own in its metadata, each with the name of
-the folder that has the `binding.py`:
-
-    [project.entry-points."ds_patches.patches"]
-    loud_scale = "our_patches.loud_scale"
+There is no list to keep. Another package declares its own as entry points, each of which names the
+folder that has the `binding.py`.
 """
 
 from __future__ import annotations

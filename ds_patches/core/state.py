@@ -38,15 +38,10 @@ class WrapperState(Enum):
     WRAPPED_OVER = "wrapped over"
     REPLACED = "replaced"
 
-    @property
-    def reached(self) -> bool:
-        """Whether a call still passes through the wrapper."""
-        return self is not WrapperState.REPLACED
-
 
 def all_reached(wrappers: Collection[WrapperState]) -> bool:
     """Whether there are wrappers, and a call passes through each."""
-    return bool(wrappers) and all(state.reached for state in wrappers)
+    return bool(wrappers) and WrapperState.REPLACED not in wrappers
 
 
 @dataclass(frozen=True)

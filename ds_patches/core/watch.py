@@ -61,7 +61,6 @@ def _wrap() -> None:
 
 
 def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
-    """Of DeepSpeedEngine."""
     wrapped(*args, **kwargs)
     agreement.compare(engine)
     _look_at_subclass(engine)
@@ -69,7 +68,6 @@ def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-    """Of DeepSpeedEngine."""
     result = wrapped(*args, **kwargs)
     _look(engine)
     return result

@@ -77,7 +77,4 @@ How
 
 Upstream
     Issue 7942; pull requests 8059 and 8157 (merged; they gather, and reduce nothing).
-
-Remove it when
-    your release trains parameters that DeepCompile's graphs do not hold.
 """

@@ -70,20 +70,20 @@ class Fallback:
     # --- what the engine's modules do -------------------------------------------------------------
 
     def _install(self) -> None:
-        native = upstream_engine.disown(self._engine)
-        self._undo.append(lambda: upstream_engine.give_back(self._engine, native))
+        self._undo.append(upstream_engine.disown(self._engine))
         upstream_engine.keep_shapes_static(self._engine)
         upstream_engine.drop_leaf_hooks(self._engine)
         getter = torch.nn.Module.__getattr__
         dynamo.leave_alone(getter)  # or it is compiled, and gathers nothing
         self._undo.append(lambda: dynamo.look_again(getter))
 
-        def again() -> None:
+        def again(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            launch(*args, **kwargs)
             dynamo.leave_alone(getter)
             self._graphs.look_again()
 
-        self._undo.append(upstream_engine.after_compile_passes(self._engine, again))
-        self._undo.append(upstream_engine.before_epilogue(self._engine, self._end_backward))
+        self._undo.append(upstream_engine.around_compile_passes(self._engine, again).remove)
+        self._undo.append(upstream_engine.around_epilogue(self._engine, self._end_backward).remove)
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
@@ -92,8 +92,7 @@ class Fallback:
                 module.register_forward_hook(after_call, always_call=True),
             ):
                 self._undo.append(handle.remove)
-            before = parameters.watch(module, see)
-            self._undo.append(partial(parameters.unwatch, module, before))
+            self._undo.append(parameters.watch(module, see))
 
     def _call_hooks(self) -> tuple[Hook, Hook]:
         """Hooks before and after each call of a module that eager code makes."""
@@ -154,14 +153,13 @@ class Fallback:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around ``engine.forward``."""
         calls = self.uses.calls
         outermost = not self._in_forward
         if outermost:
             self._records = torch.is_grad_enabled()
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
             self._recover()
-            partition.release(upstream_engine.persistent(self._engine))
+            partition.release(self._optimizer)
         depth = len(calls)
         calls.open(None)
         saves = self._saves and self._records and outermost
@@ -205,11 +203,12 @@ class Fallback:
             self._new_step = False
         self._micro_step = self._engine.micro_steps
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, epilogue: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._reduction.finish()
         self.uses.forget_backward()
         self._hand_over()
         self._in_backward = False
+        epilogue(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Drop what the step has, if a backward has come since ``engine.step()`` counted one."""
@@ -218,7 +217,6 @@ class Fallback:
             self._new_step = True
 
     def before_step(self) -> None:
-        """The optimizer is about to step."""
         self._reduction.finish()  # of a backward that had no epilogue
         if self._new_step:
             partition.clear(self._optimizer)  # no backward since the last step, or zero_grad()

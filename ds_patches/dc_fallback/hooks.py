@@ -10,6 +10,7 @@ from weakref import WeakSet, ref
 
 from ds_patches.runtime import engines
 from ds_patches.runtime.attached import Attached
+from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
 from . import dynamo
 from .fallback import Fallback
@@ -18,10 +19,6 @@ from .upstream import graphs as upstream_graphs
 from .upstream import partition
 
 logger = logging.getLogger("ds_patches.dc_fallback")
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 _compiled_here: WeakSet[Any] = WeakSet()
 

@@ -64,32 +64,26 @@ class Call:
         self.uses: dict[tuple[torch.nn.Parameter, bool], torch.Tensor] = {}
 
 
-class Calls:
+class Calls(list[Call]):
     """The calls of modules that are under way, innermost last."""
-
-    def __init__(self) -> None:
-        self._stack: list[Call] = []
-
-    def __len__(self) -> int:
-        return len(self._stack)
 
     @property
     def innermost(self) -> Call:
-        return self._stack[-1]
+        return self[-1]
 
     def open(self, module: Any) -> Call:
-        self._stack.append(Call(module))
+        self.append(Call(module))
         return self.innermost
 
     def close(self, module: Any) -> list[Call]:
         """End the call of `module`, and those within it that raised; return all of them."""
-        for index in reversed(range(len(self._stack))):
-            if self._stack[index].module is module:
+        for index in reversed(range(len(self))):
+            if self[index].module is module:
                 return self.cut(index)
         return []
 
     def cut(self, depth: int) -> list[Call]:
         """End all but the outermost `depth` calls; return those that end."""
-        ended = self._stack[depth:]
-        del self._stack[depth:]
+        ended = self[depth:]
+        del self[depth:]
         return ended

@@ -1,10 +1,15 @@
-"""Attributes of DeepSpeed's objects that read otherwise for a while."""
+"""Attributes of DeepSpeed's objects that read otherwise for a while, and wrappers' types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+#: Of a wrapper's signature: what it wraps, and what that is called with.
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 @contextmanager

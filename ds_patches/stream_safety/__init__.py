@@ -83,7 +83,4 @@ How
 
 Upstream
     Pull requests 7805, 7371, 7898, 7965, 8080 (merged), issue 8364 (open), PyTorch issue 33909.
-
-Remove it when
-    a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does.
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Dependency, Link, Option, Patch, Target
+from ds_patches.core.patch import Class, Dependency, Option, Patch, Target, upstream
 
-_FLAT = "deepspeed.runtime.zero.stage_1_and_2"
-_STAGE3 = "deepspeed.runtime.zero.stage3"
+_FLAT = Class("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
+_STAGE3 = Class("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
+_ENGINE = Class("deepspeed.runtime.engine", "DeepSpeedEngine")
+_TIMER = Class("deepspeed.utils.timer", "ThroughputTimer")
 _HOOKS = "ds_patches.stream_safety.hooks"
 
 #: Each part, and the releases that lack its fix, and that it can be brought to.
@@ -24,66 +26,44 @@ LACKS = {
 FOR_SPEED = ("bucket_ready", "host_wait", "micro_steps")
 SAFE = tuple(part for part in LACKS if part not in FOR_SPEED)
 
-
-def _flat(method: str, wrapper: str) -> Target:
-    return Target(_FLAT, f"DeepSpeedZeroOptimizer.{method}", f"{_HOOKS}:{wrapper}")
-
-
-def _timer(method: str) -> Dependency:
-    return Dependency(
-        "deepspeed.utils.timer",
-        f"ThroughputTimer.{method}",
-        "waits for the device; wrapped at engines whose micro steps go on",
-        releases=LACKS["micro_steps"],
-    )
-
-
-def _fact(method: str, why: str, releases: str = "") -> Dependency:
-    return Dependency(_FLAT, f"DeepSpeedZeroOptimizer.{method}", why, releases=releases)
-
-
 _TARGETS = (
-    _flat("__init__", "around_init"),
-    _flat("independent_gradient_partition_epilogue", "around_flat_epilogue"),
-    Target(
-        _FLAT,
-        "DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary",
-        f"{_HOOKS}:around_finalize",
-        releases=">=0.19.4",
+    _FLAT.target("__init__", f"{_HOOKS}:around_init"),
+    _FLAT.target("independent_gradient_partition_epilogue", f"{_HOOKS}:around_flat_epilogue"),
+    _FLAT.target(
+        "finalize_gradient_accumulation_boundary", f"{_HOOKS}:around_finalize", ">=0.19.4"
     ),
-    Target(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.__init__",
-        f"{_HOOKS}:around_engine_init",
-        releases=LACKS["micro_steps"],
+    _ENGINE.target("__init__", f"{_HOOKS}:around_engine_init", LACKS["micro_steps"]),
+    Target(_FLAT.module, "IPGBucket.clear", f"{_HOOKS}:around_clear", LACKS["ping_pong"]),
+    _STAGE3.target(
+        "__add_grad_to_ipg_bucket", f"{_HOOKS}:around_stage3_gradient", LACKS["zero3_producer"]
     ),
-    Target(_FLAT, "IPGBucket.clear", f"{_HOOKS}:around_clear", releases=LACKS["ping_pong"]),
-    Target(
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket",
-        f"{_HOOKS}:around_stage3_gradient",
-        releases=LACKS["zero3_producer"],
-    ),
-    Target(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", f"{_HOOKS}:around_stage3_step"),
+    _STAGE3.target("step", f"{_HOOKS}:around_stage3_step"),
 )
 
+_TIMED = "waits for the device; wrapped at engines whose micro steps go on"
 _AT_OPTIMIZERS = "; wrapped at optimizers that overlap"
 
 _DEPENDENCIES = (
-    _fact(
+    _FLAT.needs(
         "reduce_independent_p_g_buckets_and_remove_grads",
         f"puts a gradient into its bucket{_AT_OPTIMIZERS}",
     ),
-    _fact("reduce_ipg_grads", f"reduces what is in the buckets{_AT_OPTIMIZERS}"),
-    _fact("average_tensor", f"reduces one tensor{_AT_OPTIMIZERS}"),
-    _fact("allreduce_and_copy", f"reduces what is not contiguous{_AT_OPTIMIZERS}"),
-    _fact("copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"),
-    _fact("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
-    _fact("allreduce_bucket", "allocates on the stream that it reduces on"),
-    _fact("get_all_grad_tensors", "adds up micro steps where it is called", LACKS["micro_steps"]),
-    _timer("start"),
-    _timer("stop"),
-    _fact("_clear_previous_reduced_grads", "has nothing to clear where gradients are contiguous"),
+    _FLAT.needs("reduce_ipg_grads", f"reduces what is in the buckets{_AT_OPTIMIZERS}"),
+    _FLAT.needs("average_tensor", f"reduces one tensor{_AT_OPTIMIZERS}"),
+    _FLAT.needs("allreduce_and_copy", f"reduces what is not contiguous{_AT_OPTIMIZERS}"),
+    _FLAT.needs(
+        "copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"
+    ),
+    _FLAT.needs("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
+    _FLAT.needs("allreduce_bucket", "allocates on the stream that it reduces on"),
+    _FLAT.needs(
+        "get_all_grad_tensors", "adds up micro steps where it is called", LACKS["micro_steps"]
+    ),
+    _TIMER.needs("start", _TIMED, LACKS["micro_steps"]),
+    _TIMER.needs("stop", _TIMED, LACKS["micro_steps"]),
+    _FLAT.needs(
+        "_clear_previous_reduced_grads", "has nothing to clear where gradients are contiguous"
+    ),
     Dependency(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.__all_gather_params",
@@ -94,24 +74,10 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="stream_safety",
     summary="overlap_comm without races; if you say so, without needless waits",
-    why=(
-        "Gradients that cross streams are overwritten, read too early or freed while they are "
-        "reduced, in one release or another; and backward, reduction and host wait for more than "
-        "they have to."
-    ),
-    how=(
-        "The reduction waits for every stream that gradients come from, until they are there, and "
-        "what it reads is recorded on its stream; a buffer waits for its own last reduction only, "
-        "and the host for none."
-    ),
+    why="Gradients that cross streams are overwritten, read too early, or freed too early.",
+    how="Whoever reads waits for whoever writes, and memory is kept until both are done.",
     remove_when="a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does",
-    upstream=(
-        Link("issue 8364", "https://github.com/deepspeedai/DeepSpeed/issues/8364"),
-        Link("PR 7805", "https://github.com/deepspeedai/DeepSpeed/pull/7805"),
-        Link("PR 7898", "https://github.com/deepspeedai/DeepSpeed/pull/7898"),
-        Link("PR 7965", "https://github.com/deepspeedai/DeepSpeed/pull/7965"),
-        Link("PR 8080", "https://github.com/deepspeedai/DeepSpeed/pull/8080"),
-    ),
+    upstream=upstream("issue 8364", "PR 7805", "PR 7898", "PR 7965", "PR 8080"),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -11,18 +11,13 @@ from typing import Any
 from ds_patches.core import release as releases
 from ds_patches.runtime import engines
 from ds_patches.runtime.attached import Attached
-from ds_patches.runtime.attributes import Shadow
+from ds_patches.runtime.attributes import Args, Kwargs, Shadow, Wrapped, meanwhile
 
 from .binding import FOR_SPEED, LACKS, SAFE
 from .order import Order
-from .upstream import flat, stage3, timer
+from .upstream import flat, stage3
 
 logger = logging.getLogger("ds_patches.stream_safety")
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
 
 #: Parts that have to know which streams gradients come from.
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
@@ -100,7 +95,6 @@ _KEY = _orders.key
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the optimizer."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result
@@ -253,7 +247,6 @@ def around_finalize(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def around_engine_init(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the engine, which has a throughput timer."""
     result = wrapped(*args, **kwargs)
     _take_in_timer(engine)
     return result
@@ -263,7 +256,7 @@ def _take_in_timer(engine: Any) -> None:
     order = None if engine.optimizer is None else _orders.get(engine.optimizer)
     if order is None or "micro_steps" not in _live:
         return
-    throughput = timer.of(engine)
+    throughput = engine.tput_timer
     around = partial(_timer_moves, throughput, order)
     order.shadows += [Shadow(throughput, method, around) for method in ("start", "stop")]
 
@@ -272,7 +265,8 @@ def _timer_moves(
     throughput: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
 ) -> None:
     """It starts or stops, and waits for the device."""
-    with timer.waits_for_nothing(throughput) if order.goes_on else nullcontext():
+    # As ``"timers": {"throughput": {"synchronized": false}}`` has it.
+    with meanwhile(throughput.config, synchronized=False) if order.goes_on else nullcontext():
         wrapped(*args, **kwargs)
 
 

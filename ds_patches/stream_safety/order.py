@@ -26,14 +26,6 @@ class _Over:
         pass
 
 
-def _record_nothing(event: Any = None) -> _Over:
-    return _Over()
-
-
-def _wait_for_nobody(stream: Any) -> None:
-    pass
-
-
 class _WithoutWaits:
     """`Order.without_waits`; no generator, because there is one around every gradient."""
 
@@ -42,9 +34,9 @@ class _WithoutWaits:
 
     def __enter__(self) -> None:
         if self._backward:
-            self._here["record_event"] = _record_nothing
+            self._here["record_event"] = lambda event=None: _Over()
         if self._reduction:
-            self._here["wait_stream"] = _wait_for_nobody
+            self._here["wait_stream"] = lambda stream: None
 
     def __exit__(self, *raised: object) -> None:
         self._here.pop("record_event", None)

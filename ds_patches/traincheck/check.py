@@ -12,13 +12,7 @@ import torch.distributed as dist
 
 from ds_patches.traincheck import upstream
 from ds_patches.traincheck.modules import Trainable, trainables, watched
-from ds_patches.traincheck.report import (
-    Action,
-    NotChecked,
-    NotTrained,
-    TrainReport,
-    Untrained,
-)
+from ds_patches.traincheck.report import Action, NotChecked, NotTrained, TrainReport, Untrained
 from ds_patches.traincheck.steps import Steps
 
 log = logging.getLogger("ds_patches")
@@ -37,12 +31,10 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     with watched(engine.module, found) as has_run, steps.watched():
         yield report
     keys = [id(trainable.param) for trainable in found]
+    told = (steps.trained, steps.stale, steps.left, steps.held)
     trained, stale, left, held, ran, (no_step, no_inner_step) = _agreed(
         engine,
-        [key in steps.trained for key in keys],
-        [key in steps.stale for key in keys],
-        [key in steps.left for key in keys],
-        [key in steps.held for key in keys],
+        *([key in ids for key in keys] for ids in told),
         [has_run(trainable) for trainable in found],
         [not steps.taken + steps.skipped, not steps.taken],
     )

@@ -53,9 +53,14 @@ def watched(model: nn.Module, found: Sequence[Trainable]) -> Iterator[Callable[[
     A module that runs inside a compiled frame is not seen.
     """
     ran: set[nn.Module] = set()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():  # traced as nothing: no side effect, no graph break
+            ran.add(module)
+
     users = {user for trainable in found for user in trainable.users}
     # In the model's order: what runs first is then the same from run to run.
-    hooks = [m.register_forward_pre_hook(_noting(ran)) for m in model.modules() if m in users]
+    hooks = [m.register_forward_pre_hook(note) for m in model.modules() if m in users]
     try:
         yield lambda trainable: not ran.isdisjoint(trainable.users)
     finally:
@@ -63,20 +68,9 @@ def watched(model: nn.Module, found: Sequence[Trainable]) -> Iterator[Callable[[
             hook.remove()
 
 
-def _noting(ran: set[nn.Module]) -> Callable[[nn.Module, Any], None]:
-    def note(module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # traced as nothing: no side effect, no graph break
-            return
-        ran.add(module)
-
-    return note
-
-
 def _user(modules: dict[str, nn.Module], name: str) -> str:
     """Of a container without a forward of its own, as ParameterList, what uses it is above."""
-    while name and not _has_forward(modules[name]):
-        name = name.rpartition(".")[0]
-    return name
+    return next((one for one in _upwards(name) if _has_forward(modules[one])), "")
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -84,11 +78,15 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _is_compiled(modules: dict[str, nn.Module], name: str) -> bool:
-    while True:
-        module = modules[name]
-        # `module.compile()`, which is also `engine.compile()`; `torch.compile(module)`.
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-            return True
-        if not name:
-            return False
+    above = [modules[one] for one in _upwards(name)]
+    # `module.compile()`, which is also `engine.compile()`; `torch.compile(module)`.
+    called = any(getattr(one, "_compiled_call_impl", None) is not None for one in above)
+    return called or any(hasattr(one, "_orig_mod") for one in above)
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """Yield the name of a module, and of those around it, up to the model's."""
+    yield name
+    while name:
         name = name.rpartition(".")[0]
+        yield name

@@ -37,23 +37,19 @@ class TrainReport:
 
     def accusation(self) -> str:
         """Name those that did not train though their modules ran."""
-        return "\n".join(
-            [
-                f"{len(self.untrained)} of {self.parameters} trainable parameters got no gradient "
-                f"in {self.steps} step(s), though their modules ran:",
-                *map(str, self.untrained),
-            ]
+        head = (
+            f"{len(self.untrained)} of {self.parameters} trainable parameters got no gradient "
+            f"in {self.steps} step(s), though their modules ran:"
         )
+        return "\n".join([head, *map(str, self.untrained)])
 
     def remark(self) -> str:
         """Name those without a gradient that are not accused."""
-        return "\n".join(
-            [
-                f"{len(self.idle)} of {self.parameters} trainable parameters got no gradient "
-                f"in {self.steps} step(s), and their modules were not seen to run:",
-                *map(str, self.idle),
-            ]
+        head = (
+            f"{len(self.idle)} of {self.parameters} trainable parameters got no gradient "
+            f"in {self.steps} step(s), and their modules were not seen to run:"
         )
+        return "\n".join([head, *map(str, self.idle)])
 
 
 class NotTrained(DsPatchesError, RuntimeError):

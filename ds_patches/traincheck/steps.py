@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_patches.runtime.attributes import Shadow
 from ds_patches.traincheck import upstream
 
 
@@ -45,7 +46,10 @@ class Steps:
         with ExitStack() as block:
             for inner in upstream.stepping(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
-            block.enter_context(_around_step(self._optimizer, self._begin, self._end))
+            original = self._optimizer.step
+            block.callback(Shadow(self._optimizer, "step", self._step).remove)
+            # It bears what others have noted at the method, as PyTorch's schedulers do.
+            functools.update_wrapper(self._optimizer.step, original)
             self._before = self._fingerprints()
             yield
 
@@ -58,10 +62,14 @@ class Steps:
         now = self._fingerprints()
         self._unchanged = {key for key, value in now.items() if value == self._before.get(key)}
 
-    def _end(self) -> None:
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around the optimizer's, of this one instance."""
+        self._begin()
+        result = step(*args, **kwargs)
         self.taken += self._stepped
         self.skipped += not self._stepped
         self._before = self._fingerprints()
+        return result
 
     @torch.no_grad()
     def _read(self, inner: torch.optim.Optimizer, *_: Any) -> None:
@@ -90,29 +98,3 @@ def _nonzero(gradients: Iterable[tuple[int, Any]]) -> set[int]:
     found = [(key, gradient.any()) for key, gradient in gradients]
     values = torch.stack([value for _, value in found]).tolist() if found else []
     return {key for (key, _), value in zip(found, values, strict=True) if value}
-
-
-@contextmanager
-def _around_step(
-    optimizer: Any, begin: Callable[[], None], end: Callable[[], None]
-) -> Iterator[None]:
-    """Call `begin` and `end` around `optimizer.step`, of this one instance."""
-    original = optimizer.step
-    own = vars(optimizer).get("step")
-
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        result = original(*args, **kwargs)
-        end()
-        return result
-
-    optimizer.step = step
-    try:
-        yield
-    finally:
-        if vars(optimizer).get("step") is step:  # else another library's, put over it meanwhile
-            if own is None:
-                del optimizer.step
-            else:
-                optimizer.step = own

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ds_patches.core import api
 from ds_patches.doctor import trials
 from ds_patches.runtime import engines
+from ds_patches.runtime.device import accelerator
 from ds_patches.traincheck import train_check
 
 WIDTH, BATCH = 32, 4
@@ -62,9 +63,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _train(compiled: bool, result: dict[str, Any]) -> None:
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
-    device = torch.device(get_accelerator().current_device_name())
+    device = torch.device(accelerator().current_device_name())
     result |= {"device": device.type, "deepcompile": _deepcompile()}
     with tempfile.TemporaryDirectory() as folder:
         _begin(folder)
@@ -119,12 +119,11 @@ def _begin(folder: str) -> None:
     """Bring a process group of one up, without a port."""
     import deepspeed
     import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
 
     with suppress(AttributeError):
         # On CPU, DeepSpeed builds this op for half a minute; without it, it takes gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = get_accelerator().communication_backend_name()
+    backend = accelerator().communication_backend_name()
     backend = "gloo" if backend == "ccl" else backend  # DeepSpeed's own of CPUs, to be built too
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False)
@@ -132,13 +131,11 @@ def _begin(folder: str) -> None:
 
 def _deepcompile() -> str:
     """Return why DeepCompile cannot run here, or nothing if it can."""
-    from deepspeed.accelerator import get_accelerator
-
     try:
         from deepspeed.compile.util import is_deepcompile_supported
     except ImportError:
         return "this DeepSpeed has none"
-    here = f"{get_accelerator().device_name()} and torch {torch.__version__}"
+    here = f"{accelerator().device_name()} and torch {torch.__version__}"
     return "" if is_deepcompile_supported() else f"this DeepSpeed has none for {here}"
 
 

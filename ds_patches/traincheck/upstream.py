@@ -43,18 +43,15 @@ def slices(optimizer: Any) -> dict[int, Slice]:
     found = known.get(type(optimizer))
     if found is None and isinstance(optimizer, torch.optim.Optimizer):
         found = _plain
-    if found is None or any(getattr(optimizer, name, False) for name in _PAST_GRAD):
-        raise NotChecked(f"train_check() does not cover {_described(optimizer)}")
+    past = [name for name in _PAST_GRAD if getattr(optimizer, name, False)]
+    if found is None or past:
+        name = ", ".join([type(optimizer).__name__, *past])
+        raise NotChecked(f"train_check() does not cover {name}")
     return {id(param): where for param, where in found(optimizer)}
 
 
 #: Such an optimizer does not find its gradients in `.grad`, or swaps them.
 _PAST_GRAD = ("fused_adam_legacy", "fused_lamb_legacy", "zenflow", "swap_optimizer")
-
-
-def _described(optimizer: Any) -> str:
-    name = type(optimizer).__name__
-    return ", ".join([name, *(flag for flag in _PAST_GRAD if getattr(optimizer, flag, False))])
 
 
 def stepping(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -45,7 +45,4 @@ How
 Upstream
     Issues 7352 and 3539; pull requests 8045 and 8135 (open). Those keep every gathered parameter
     until a backward that does not retain its graph.
-
-Remove it when
-    your release gathers per backward.
 """

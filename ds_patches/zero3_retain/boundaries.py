@@ -124,31 +124,31 @@ class ModuleBoundary:
         self.open_calls = 0
         self._calls = calls
         self._call = _Call(NO_TASK, version())
-        self.before = _gather_before_backward(self, transforms)
-        self.after = _release_after_backward(self, transforms)
+        self.before = _identity(self._output_of_call, self._before_backward, transforms)
+        self.after = _identity(self._input_of_call, self._after_backward, transforms)
 
     def leave(self) -> bool:
         """One call fewer; True when it was the last."""
         self.open_calls -= 1
         return self.open_calls == 0
 
-    def _input_of_call(self, needs_grad: bool) -> _Call:
+    def _input_of_call(self, value: torch.Tensor) -> _Call:
         # Recomputation stops in the midst of a call, whose outputs are never seen.
         task_id, version = current_task_id(), self.version()
         call = self._call
         if call.sealed or call.made_in != task_id or call.version != version:
             call = self._call = _Call(task_id, version)
-        call.inputs += needs_grad
+        call.inputs += value.requires_grad
         return call
 
-    def _output_of_call(self) -> _Call:
+    def _output_of_call(self, value: torch.Tensor) -> _Call:
         # A call begins with an output where all arguments have names: upstream sees none of them.
         if self._call.version != self.version():
             self._call = _Call(current_task_id(), self.version())
         self._call.sealed = True
         return self._call
 
-    def _before_backward(self, call: _Call) -> None:
+    def _before_backward(self, call: _Call, grad: Any) -> Any:
         if call.version != self.version():
             raise RuntimeError(
                 "backward over a forward from before engine.step(): its activations belong to the "
@@ -157,13 +157,18 @@ class ModuleBoundary:
         self._calls.open(call, self)
         # Once per output, as stock does: the order of fetches is what its prefetch trace learns.
         self.gather()
+        # A graph of this backward begins here, and has a backward of its own that ends here.
+        function: Any = self.after if torch.is_grad_enabled() else NoBoundary
+        return function.apply(grad)
 
-    def _after_backward(self, call: _Call) -> None:
-        if call.task_id != current_task_id():
-            return  # no output of this call took part: nothing was gathered for it
-        call.remaining -= 1
-        if call.remaining == 0:
-            self._calls.close(call, self)
+    def _after_backward(self, call: _Call, grad: Any) -> Any:
+        function: Any = self.before if torch.is_grad_enabled() else NoBoundary
+        grad = function.apply(grad)
+        if call.task_id == current_task_id():  # else no output took part: nothing was gathered
+            call.remaining -= 1
+            if call.remaining == 0:
+                self._calls.close(call, self)
+        return grad
 
 
 class NoBoundary:
@@ -172,28 +177,6 @@ class NoBoundary:
     @staticmethod
     def apply(value: torch.Tensor) -> torch.Tensor:
         return value
-
-
-def _gather_before_backward(boundary: ModuleBoundary, transforms: bool) -> Function:
-    def backward(call: _Call, grad: Any) -> Any:
-        boundary._before_backward(call)
-        # A graph of this backward begins here, and has a backward of its own that ends here.
-        function: Any = boundary.after if torch.is_grad_enabled() else NoBoundary
-        return function.apply(grad)
-
-    return _identity(lambda output: boundary._output_of_call(), backward, transforms)
-
-
-def _release_after_backward(boundary: ModuleBoundary, transforms: bool) -> Function:
-    def backward(call: _Call, grad: Any) -> Any:
-        function: Any = boundary.before if torch.is_grad_enabled() else NoBoundary
-        grad = function.apply(grad)
-        boundary._after_backward(call)
-        return grad
-
-    return _identity(
-        lambda value: boundary._input_of_call(value.requires_grad), backward, transforms
-    )
 
 
 def _identity(

@@ -33,7 +33,7 @@ class Gathers:
     def __init__(self, offload: Any, version: Callable[[], int]) -> None:
         self._offload = offload
         self._version = version
-        self._calls = OpenCalls(self._task_begins)
+        self._calls = OpenCalls(lambda task_id: at_end_of_task(partial(self._task_ends, task_id)))
         self._retains = False  # a second backward over one forward was seen
         self._leaves: list[torch.nn.Module] = []
         self._leaf_inputs: dict[torch.nn.Module, int] = {}
@@ -75,7 +75,6 @@ class Gathers:
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
-        """`again`: no forward has run since the one before."""
         if again:
             self._retains = True
             gathered.restore_leaf_inputs(self._leaf_inputs)
@@ -90,9 +89,6 @@ class Gathers:
         """Of a backward that raised, forget the open calls; what it gathered is partitioned."""
         if failed:
             self._calls.abandon()
-
-    def _task_begins(self, task_id: int) -> None:
-        at_end_of_task(partial(self._task_ends, task_id))
 
     def _task_ends(self, task_id: int) -> None:
         self._calls.end(task_id)

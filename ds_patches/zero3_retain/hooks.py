@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_patches.accumulation import engines
-from ds_patches.accumulation.steps import EngineSteps
 from ds_patches.runtime.attached import Attached
+from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
 from .gathers import Gathers
 
@@ -27,19 +27,15 @@ def _take_in(engine: Any) -> Gathers | None:
 _gathers: Attached[Gathers] = Attached("zero3_retain", _take_in)
 
 
-def _new_engine(engine: Any, steps: EngineSteps) -> None:
-    _gathers(engine)
-
-
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
     """Take in the engines that are known already."""
-    engines.subscribe(_new_engine)
+    engines.subscribe(_gathers)
     return []
 
 
 def deactivate() -> Sequence[str]:
     """Put stock's functions back at every module of every engine."""
-    engines.unsubscribe(_new_engine)
+    engines.unsubscribe(_gathers)
     for engine, gathers in _gathers.detach_all():
         gathers.remove()
         if (steps := engines.of(engine)) is not None:
@@ -47,9 +43,7 @@ def deactivate() -> Sequence[str]:
     return []
 
 
-def around_register(
-    wrapped: Callable[..., Any], offload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """A module that is registered, or registered again, after its engine was taken in.
 
     Upstream registers the children by the same method, so each call answers for one module.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,13 +95,21 @@ def forgets_micro_steps(optimizer: Any) -> bool:
     )
 
 
-def earlier_micro_steps(optimizer: Any, params: Any) -> list[torch.Tensor] | None:
-    """What waits for the boundary beside the averaged gradients, of the group with `params`."""
-    for group, known in enumerate(optimizer.params_in_partition):
-        if known is params:
-            earlier: list[torch.Tensor] | None = optimizer.all_grad_tensors.get(group)
-            return earlier
-    return None
+def add_to_earlier(
+    collect: Callable[..., list[torch.Tensor]], optimizer: Any, params: Any, *rest: Any
+) -> list[torch.Tensor]:
+    """Upstream's collection of what a backward reduced, on top of the micro steps before.
+
+    Where it `forgets_micro_steps`, each micro step of ZeRO-2 replaces the one before.
+    """
+    now = collect(params, *rest)
+    groups = (group for group, own in enumerate(optimizer.params_in_partition) if own is params)
+    earlier = pending_gradients(optimizer).get(next(groups, -1))
+    if earlier is None:
+        return now
+    for sum_, gradient in zip(earlier, now, strict=True):
+        sum_.add_(gradient)
+    return earlier
 
 
 def steps_unreduced(optimizer: Any) -> bool:

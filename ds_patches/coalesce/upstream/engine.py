@@ -60,11 +60,6 @@ def _why_not(engine: Any) -> str | None:
     return None
 
 
-def partitions_parameters(engine: Any) -> bool:
-    """Whether this is stage 3."""
-    return bool(engine.zero_optimization_partition_weights())
-
-
 def has_no_sync(engine: Any) -> bool:
     """Whether upstream's works: at stage 1, but for overlap_comm, which reduces inside it too."""
     reduces = getattr(engine.optimizer, "overlap_comm", False)
@@ -106,15 +101,13 @@ def steps_now(engine: Any) -> bool:
 @contextmanager
 def at_boundary(engine: Any) -> Iterator[None]:
     """Let engine and optimizer take what is reduced here for the last of its step."""
-    optimizer = engine.optimizer
     asked = engine._is_gradient_accumulation_boundary
     engine._is_gradient_accumulation_boundary = True
-    _tell_optimizer(optimizer, True)
+    _tell_optimizer(engine.optimizer, True)
     try:
         yield
     finally:
-        engine._is_gradient_accumulation_boundary = asked
-        _tell_optimizer(optimizer, engine.is_gradient_accumulation_boundary())
+        restore_boundary(engine, asked)
 
 
 def restore_boundary(engine: Any, asked: bool | None) -> None:
@@ -143,12 +136,8 @@ def forget_last_step(engine: Any) -> None:
 
 def forget_backward(engine: Any) -> None:
     """Clear what a backward that raised left behind in the engine."""
-    _stop_timers(engine)
     engines.forget_backward(engine)
-
-
-def _stop_timers(engine: Any) -> None:
-    """A timer that an exception left running refuses to be started again."""
+    # A timer that an exception left running refuses to be started again.
     for timer in getattr(engine.timers, "timers", {}).values():
         if timer.started_:
             timer.stop()

@@ -10,8 +10,6 @@ import torch
 from ds_patches.accumulation.upstream import flat as accumulated
 from ds_patches.runtime.device import accelerator, keeps_order
 
-_BEFORE_FIRST_BACKWARD = -1  # micro_step_id, before a step's first backward
-
 
 def parameters(optimizer: Any) -> Iterator[tuple[int, Any]]:
     """Trainable parameters with the index of their group."""
@@ -47,7 +45,7 @@ def give_zeros(optimizer: Any, param: Any) -> None:
 
 
 def reduce(optimizer: Any) -> None:
-    """Reduce what waits on the parameters, by upstream's own reducer, as one backward.
+    """Reduce what waits on the parameters, by upstream's own reducer, as one backward; clear it.
 
     It has micro_step_id 0 and is at the boundary: with an offloaded optimizer, every release then
     copies it to the host whole.
@@ -61,6 +59,7 @@ def reduce(optimizer: Any) -> None:
             if optimizer.get_gradient_for_reduction(param) is not None:
                 optimizer.reduce_ready_partitions_and_remove_grads(param, index)
         optimizer.overlapping_partition_gradients_reduce_epilogue()
+    accumulated.clear(optimizer)
 
 
 def _set_up_buckets(optimizer: Any) -> None:
@@ -82,19 +81,6 @@ def _set_up_buckets(optimizer: Any) -> None:
 
 def drop(optimizer: Any) -> None:
     """Forget the gradients on the parameters, and that there was a backward."""
-    clear(optimizer)
+    accumulated.clear(optimizer)
     optimizer._release_ipg_buffers()
-    optimizer.micro_step_id = _BEFORE_FIRST_BACKWARD
-
-
-def clear(optimizer: Any) -> None:
-    """Forget the gradients on the parameters."""
-    for group in optimizer.bit16_groups:
-        for param in group:
-            clear_of(param)
-
-
-def clear_of(param: Any) -> None:
-    """Forget the gradient of one parameter."""
-    param.grad = None
-    param.grad_accum = None
+    optimizer.micro_step_id = accumulated.INITIAL_MICRO_STEP_ID

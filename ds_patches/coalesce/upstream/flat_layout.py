@@ -9,15 +9,16 @@ a low precision model that own their memory in one piece (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_patches.accumulation.upstream import flat as accumulated
 from ds_patches.runtime.device import accelerator, keeps_order
 
 from ..flat_reduction import FlatGroup, FlatLayout
-from .flat import clear_of
 
 
 def covers(optimizer: Any) -> bool:
@@ -43,7 +44,11 @@ def covers(optimizer: Any) -> bool:
 
 
 def layout(optimizer: Any) -> FlatLayout:
-    """What to reduce, on the current stream, into new partitions, of one that is covered."""
+    """What to reduce, on the current stream, into new partitions, of one that is covered.
+
+    Frees upstream's bucket buffers, which backwards up to 0.18.2 allocate in a window too.
+    """
+    optimizer._release_ipg_buffers()
     (comm_dtype,) = _comm_dtypes(optimizer)
     return FlatLayout(
         groups=[
@@ -67,11 +72,6 @@ def layout(optimizer: Any) -> FlatLayout:
     )
 
 
-def release_buckets(optimizer: Any) -> None:
-    """Free upstream's bucket buffers, which backwards up to 0.18.2 allocate in a window too."""
-    optimizer._release_ipg_buffers()
-
-
 def deliver(optimizer: Any, layout: FlatLayout) -> None:
     """Put reduced partitions where ``step`` takes gradients from, and clear the parameters.
 
@@ -81,8 +81,7 @@ def deliver(optimizer: Any, layout: FlatLayout) -> None:
         optimizer.averaged_gradients[index] = _as_kept(optimizer, index, group, layout.rank)
         if hasattr(optimizer, "all_grad_tensors"):  # 0.17.6
             optimizer.all_grad_tensors[index] = None
-        for param in group.params:
-            clear_of(param)
+    accumulated.clear(optimizer)
     if hasattr(optimizer, "_epilogue_ran_this_backward"):  # 0.18.5
         optimizer._epilogue_ran_this_backward = True
 
@@ -112,11 +111,8 @@ def _offsets(optimizer: Any, index: int) -> list[int]:
     aligned = getattr(optimizer, "round_robin_bit16_offsets", None)  # 0.19.7
     if aligned is not None:
         return [int(offset) for offset in aligned[index]]
-    offsets, end = [], 0
-    for param in optimizer.round_robin_bit16_groups[index]:
-        offsets.append(end)
-        end += param.numel()
-    return offsets
+    sizes = (param.numel() for param in optimizer.round_robin_bit16_groups[index])
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _as_kept(optimizer: Any, index: int, group: FlatGroup, rank: int) -> list[torch.Tensor]:

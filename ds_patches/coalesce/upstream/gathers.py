@@ -12,31 +12,21 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"
 _HELD = "ds_patches.coalesce"
 
 
-def offload_of(engine: Any) -> Any:
-    """The object that gathers and releases."""
-    return engine.optimizer.parameter_offload
-
-
-def has_secondary_partitions(engine: Any) -> bool:
-    """ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes."""
-    return int(engine.zero_hpz_partition_size()) > 1
-
-
-def keeps_parameters_on_nvme(engine: Any) -> bool:
-    """Partitions that wait on a disk until they are gathered."""
+def must_be_covered(engine: Any) -> None:
+    """Raise NotImplementedError where gathering once is not known to be right."""
+    if not engine.zero_optimization_partition_weights():
+        raise NotImplementedError("gather_once needs ZeRO stage 3: below it nothing is gathered")
+    # ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes.
+    if engine.zero_hpz_partition_size() > 1:
+        raise NotImplementedError("gather_once does not cover zero_hpz_partition_size > 1")
     offload = engine.zero_offload_param()
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+        raise NotImplementedError("gather_once does not cover parameters on NVMe")
 
 
 def parameters(offload: Any) -> list[Any]:
     """Every parameter, frozen ones too, in an order that is the same on all ranks."""
     return list(offload.module.parameters())
-
-
-def hook_handles(offload: Any) -> Iterator[Any]:
-    """Of all module hooks that gather and release."""
-    yield from offload.forward_hooks
-    yield from offload.backward_hooks
 
 
 def gather(offload: Any, params: Iterable[Any]) -> None:
@@ -57,14 +47,16 @@ def gather(offload: Any, params: Iterable[Any]) -> None:
         accelerator().current_stream().wait_stream(stream)
 
 
-def hold(params: Iterable[Any]) -> None:
-    """Let no release reach them."""
+def hold(offload: Any, params: Iterable[Any]) -> None:
+    """Let no release reach them, and keep the trace: forwards without hooks add nothing to it."""
     for param in params:
         param.ds_active_sub_modules.add(_HELD)
+    offload.get_param_coordinator().reset_step = lambda: None
 
 
-def allow_release(params: Iterable[Any]) -> None:
-    """Allow releases again."""
+def let_go(offload: Any, params: Iterable[Any]) -> None:
+    """Allow releases again, and let forwards begin a new turn of the trace."""
+    vars(offload.get_param_coordinator()).pop("reset_step", None)
     for param in params:
         param.ds_active_sub_modules.discard(_HELD)
 
@@ -77,25 +69,12 @@ def release(offload: Any) -> None:
             _private(coordinator, "release_param")(param)
 
 
-def suspend_trace(offload: Any) -> None:
-    """Keep the trace of gathers as it is: forwards without hooks have nothing to add to it."""
-    offload.get_param_coordinator().reset_step = lambda: None
-
-
-def resume_trace(offload: Any) -> None:
-    """Let forwards begin a new turn of the trace again."""
-    vars(offload.get_param_coordinator()).pop("reset_step", None)
-
-
 def reset(offload: Any) -> None:
-    """Partition every parameter and begin a new trace, after a forward or backward that raised.
+    """Begin a new trace, after a forward or backward that raised; all is partitioned already.
 
     A trace that was being recorded ends in the middle; on another rank it may end elsewhere.
     """
     coordinator = offload.get_param_coordinator()
-    coordinator.release_and_reset_all(offload.module)
-    if hasattr(coordinator, "release_backward_leftovers"):  # 0.19.3
-        coordinator.release_backward_leftovers()
     if not coordinator.is_complete_trace() and not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
     for module in offload.module.modules():

@@ -1,6 +1,1 @@
-"""What dc_fallback knows about DeepSpeed's private state, one module per owner.
-
-Every private name of DeepSpeed that the patch touches is named here or in `binding`, so a release
-that moves one breaks a file of this package and nothing else. Releases are told apart by what they
-have, never by their number.
-"""
+"""What dc_fallback knows of DeepSpeed's private state, and how that differs by release."""

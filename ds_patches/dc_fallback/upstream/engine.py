@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,19 +81,13 @@ def compiling(engine: Any, change: Callable[[Any], Any]) -> Iterator[None]:
             del found[ds_id]
 
 
-def disown(engine: Any) -> Any:
-    """Take DeepSpeed's own fallback away, so that there is one owner; return it."""
-    native = getattr(engine, _NATIVE, None)
-    if native is not None:
-        native.release_gathered_params()
-        setattr(engine, _NATIVE, None)
-    return native
-
-
-def give_back(engine: Any, native: Any) -> None:
-    """Put DeepSpeed's own fallback back."""
-    if native is not None:
-        setattr(engine, _NATIVE, native)
+def disown(engine: Any) -> Callable[[], object]:
+    """Take DeepSpeed's own fallback away, so that there is one owner; return what undoes that."""
+    if (native := getattr(engine, _NATIVE, None)) is None:
+        return lambda: None
+    native.release_gathered_params()
+    setattr(engine, _NATIVE, None)
+    return partial(setattr, engine, _NATIVE, native)
 
 
 def keep_shapes_static(engine: Any) -> None:
@@ -107,30 +102,14 @@ def keep_shapes_static(engine: Any) -> None:
         put_back()
 
 
-def after_compile_passes(engine: Any, action: Callable[[], Any]) -> Callable[[], object]:
-    """Have `action` run whenever DeepCompile has looked for new passes, which resets Dynamo.
-
-    Returns what undoes that.
-    """
-
-    def launch_and_act(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        launch(*args, **kwargs)
-        action()
-
-    return Shadow(engine, "launch_compile_passes", launch_and_act).remove
+def around_compile_passes(engine: Any, around: Callable[..., None]) -> Shadow:
+    """Put a function around DeepCompile's look for new passes, which resets Dynamo."""
+    return Shadow(engine, "launch_compile_passes", around)
 
 
-def before_epilogue(engine: Any, action: Callable[[], None]) -> Callable[[], object]:
-    """Have `action` run where a backward ends, right before the engine's own epilogue.
-
-    Returns what undoes that.
-    """
-
-    def act_and_end(epilogue: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        action()
-        epilogue(*args, **kwargs)
-
-    return Shadow(engine, "_backward_epilogue", act_and_end).remove
+def around_epilogue(engine: Any, around: Callable[..., None]) -> Shadow:
+    """Put a function around the engine's own end of a backward."""
+    return Shadow(engine, "_backward_epilogue", around)
 
 
 def drop_leaf_hooks(engine: Any) -> None:
@@ -152,12 +131,6 @@ def tells_layers_apart() -> bool:
     from deepspeed.compile import patch_fake_tensor
 
     return hasattr(patch_fake_tensor, "_zero3_parameter_guard_metadata")
-
-
-def persistent(engine: Any) -> list[Any]:
-    """The parameters that ZeRO-3 gathers for good."""
-    found: list[Any] = engine.optimizer.persistent_parameters
-    return found
 
 
 def leaves(engine: Any) -> Sequence[Any]:

@@ -40,9 +40,7 @@ class Graphs:
 
     def look_again(self) -> None:
         """DeepCompile may have begun anew, and forgotten all graphs."""
-        from deepspeed.compile import backend
-
-        if not self._adding <= backend.param_manager.keys():
+        if not self._adding <= _backend().param_manager.keys():
             self._adding.clear()
             self._known = self._registered = None
 
@@ -151,8 +149,7 @@ def compiling(gm: Any) -> Iterator[None]:
     as it waits it compiles again every backward that runs, with torch 2.11 and older, and measures
     it with buckets that are gone: the C++ aborts the process.
     """
-    from deepspeed.compile import backend
-
+    backend = _backend()
     frame = gm.meta["dynamo_compile_id"].frame_id
     had = frame in backend.frames_partitioned
     backend.frames_partitioned.discard(frame)
@@ -169,15 +166,13 @@ def has_parameters(inputs: Any) -> bool:
 
 
 def _by_graph() -> dict[int, set[int]]:
-    from deepspeed.compile import backend
-
-    return {graph: set(known.ds_ids.values()) for graph, known in backend.param_manager.items()}
+    known = _backend().param_manager
+    return {graph: set(of.ds_ids.values()) for graph, of in known.items()}
 
 
 def _compiled() -> tuple[int, int]:
     """How many forwards and backwards of graphs have been, and how many graphs there are."""
-    from deepspeed.compile import backend
-
+    backend = _backend()
     return len(backend.opt_pass_times), len(backend.param_manager)
 
 
@@ -185,10 +180,14 @@ def _has_backward(graph_id: int) -> bool:
     """Whether it was compiled: before, a graph has no gradients, and must not, as DeepCompile then
     measures a backward that ends without a bucket.
     """
+    known = _backend().profiling_results.get(graph_id)
+    return known is not None and known.bwd_graph is not None
+
+
+def _backend() -> Any:
     from deepspeed.compile import backend
 
-    known = backend.profiling_results.get(graph_id)
-    return known is not None and known.bwd_graph is not None
+    return backend
 
 
 def _handle() -> Any:

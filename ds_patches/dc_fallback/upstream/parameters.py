@@ -15,18 +15,18 @@ from .. import dynamo
 See = Callable[[torch.nn.Parameter], torch.Tensor]
 
 
-def watch(module: torch.nn.Module, see: See) -> Any:
-    """Show parameters of `module` through `see`; return the container that was there."""
+def watch(module: torch.nn.Module, see: See) -> Callable[[], None]:
+    """Show parameters of `module` through `see`; return what undoes that."""
     before = module._parameters
     watched = _watched()(module, see)
     for name, param in before.items():
         OrderedDict.__setitem__(watched, name, param)
     module._parameters = watched
-    return before
+    return functools.partial(_put_back, module, before)
 
 
-def unwatch(module: torch.nn.Module, before: Any) -> None:
-    """Put back the container that was there, with what the module holds now."""
+def _put_back(module: torch.nn.Module, before: Any) -> None:
+    """The container that was there, with what the module holds now."""
     now = dict(module._parameters.items())
     before.clear()
     before.update(now)

@@ -54,13 +54,13 @@ def _gather(param: Any) -> torch.Tensor:
     return padded[: param.ds_numel].view(param.ds_shape)
 
 
-def release(params: Sequence[Any]) -> None:
-    """Partition those that nobody has asked for: compiled frames were traced without them.
+def release(optimizer: Any) -> None:
+    """Partition what nobody has asked for: compiled frames were traced without it.
 
     ZeRO-3 gathers small parameters for good, and again after each step; DeepCompile says that none
     is persistent, and gathers by itself.
     """
-    for param in params:
+    for param in optimizer.persistent_parameters:
         if is_here(param) and not param.ds_active_sub_modules and not users_contexts(param):
             param.partition()
 

@@ -65,10 +65,8 @@ def watch(optimizer: Any, order: Order, spare: int) -> None:
 
 def watched(optimizer: Any) -> Iterator[Buffers]:
     """Those that do."""
-    for holder, name in _places(optimizer):
-        buffers = getattr(holder, name)
-        if isinstance(buffers, Buffers):
-            yield buffers
+    held = (getattr(holder, name) for holder, name in _places(optimizer))
+    return (buffers for buffers in held if isinstance(buffers, Buffers))
 
 
 def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
@@ -84,11 +82,8 @@ def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
 
 def buffers(optimizer: Any) -> list[torch.Tensor]:
     """All of them."""
-    return [
-        buffer
-        for holder, name in _places(optimizer)
-        for buffer in Buffers.all_of(getattr(holder, name) or [])
-    ]
+    held = (getattr(holder, name) or [] for holder, name in _places(optimizer))
+    return [buffer for some in held for buffer in Buffers.all_of(some)]
 
 
 def nothing_overlaps(optimizer: Any) -> AbstractContextManager[None]:

@@ -54,7 +54,12 @@ def release(offload: Any, module: torch.nn.Module) -> None:
 
 
 def release_all(offload: Any) -> None:
-    """Partition what is gathered, or on its way to be, and need not stay so."""
+    """Partition what is gathered, or on its way to be, and need not stay so.
+
+    The persistent stay, the external, and those of a running module.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
     coordinator = offload.get_param_coordinator()
     in_flight = getattr(coordinator, _COORDINATOR + "inflight_param_registry")
     if in_flight:
@@ -64,8 +69,10 @@ def release_all(offload: Any) -> None:
                 in_flight.pop(param).wait()
         if not keeps_order():
             accelerator().current_stream().wait_stream(stream)
-    for param in _releasable(offload):
-        getattr(coordinator, _COORDINATOR + "release_param")(param)
+    for param in offload.module.parameters():
+        stays = param.ds_persist or param.is_external_param or param.ds_active_sub_modules
+        if param.ds_status == ZeroParamStatus.AVAILABLE and not stays:
+            getattr(coordinator, _COORDINATOR + "release_param")(param)
 
 
 def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
@@ -108,20 +115,6 @@ def restore_leaf_inputs(awaited: dict[torch.nn.Module, int]) -> None:
     """Let a later backward await the same inputs as the first."""
     for module, count in awaited.items():
         setattr(module, _LEAF_INPUTS, count)
-
-
-def _releasable(offload: Any) -> Iterator[Any]:
-    """Not the persistent, the external, nor those of a running module."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    for param in offload.module.parameters():
-        if (
-            param.ds_status == ZeroParamStatus.AVAILABLE
-            and not param.ds_persist
-            and not param.is_external_param
-            and not param.ds_active_sub_modules
-        ):
-            yield param
 
 
 def rewind_prefetch(offload: Any) -> None:
