@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import sampling
+from tests.quick import sampling
 from tests.releases import turn
 from tests.world import World
 

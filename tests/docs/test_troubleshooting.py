@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ds_patches"
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 

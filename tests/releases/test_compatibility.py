@@ -141,7 +141,7 @@ def test_each_column_counts_its_own_cases(tmp_path: Path) -> None:
         def test_patch(name): assert name == "other"
     """
     fake.write(tmp_path / "tests/core/test_a.py", core)
-    fake.write(tmp_path / "tests/test_world.py", "def test_world(): pass\n")
+    fake.write(tmp_path / "tests/world/test_world.py", "def test_world(): pass\n")
     fake.write(tmp_path / f"tests/{PATCH}/test_b.py", "import no_such_module\n")
     fake.write(tmp_path / f"tests/{PATCH}_more/test_c.py", "def test_other(): assert False\n")
     report = tmp_path / "report.xml"
@@ -225,7 +225,7 @@ def test_another_patch_is_no_part_of_the_sources(
     monkeypatch.setattr(columns, "ROOT", tmp_path)
     for path in ("ds_patches/core/a.py", f"ds_patches/{PATCH}/a.py", f"tests/{PATCH}/a.py"):
         fake.write(tmp_path / path, "one\n")
-    fake.write(tmp_path / "tests/test_world.py", "one\n")
+    fake.write(tmp_path / "tests/world/test_world.py", "one\n")
     core, patch = columns.sources(CORE), columns.sources(PATCH)
     fake.write(tmp_path / f"tests/{PATCH}/a.py", "two\n")
     assert columns.sources(CORE) == core

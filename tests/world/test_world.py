@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.world import RankError, World, WorldTimeout
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def who() -> tuple[int, int, int]:
@@ -173,7 +173,7 @@ def test_a_fresh_world_shares_no_interpreter(world: World, fresh_world: World) -
 def test_ranks_die_with_the_process_that_started_them() -> None:
     script = (
         "import os, signal\n"
-        "from tests.test_world import who\n"
+        "from tests.world.test_world import who\n"
         "from tests.world import World\n"
         "print(*(pid for _, _, pid in World().run(who)), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

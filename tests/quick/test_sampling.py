@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.sampling import Case, cover, shown
+from tests.quick.sampling import Case, cover, shown
 
 PRODUCT: list[Case] = [tuple(zip("abc", c, strict=True)) for c in product("123", "tuvwxyz", "ab")]
 

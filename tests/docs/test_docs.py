@@ -18,7 +18,7 @@ from ds_patches.core.state import State
 from ds_patches.symptoms import SYMPTOMS
 from tests.core import fake
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 #: What the site is built of.
 SOURCES = (

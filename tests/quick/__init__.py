@@ -1,0 +1,1 @@
+"""Which cases `make test` runs."""
