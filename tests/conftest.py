@@ -22,7 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 #: Cases of a test on ranks that `make test` has.
 FEW = 2
 #: The fixtures that are worlds.
-RANKS = frozenset(("world", "fresh_world", "stock", "three", "four"))
+RANKS = frozenset(("world", "worlds", "fresh_world", "stock", "three", "four"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,7 +100,7 @@ def _sample(items: list[Any]) -> None:
     """Mark all but few cases of one test; those of the core are among the few."""
     marker = items[0].get_closest_marker("sampled")
     ways = marker.kwargs.get("ways", 1) if marker else 1
-    values = [tuple(sorted((n, repr(v)) for n, v in i.callspec.params.items())) for i in items]
+    values = [sampling.shown_by(item.callspec.params) for item in items]
     core = [i for i, item in enumerate(items) if item.get_closest_marker("core_case")]
     kept = sampling.cover(values, ways, core)
     if marker is None:

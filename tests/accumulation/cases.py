@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.coalesce import cases, micro_steps
 from tests.listening import listening
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import applied
+from tests.training import models, trainers
+from tests.training.run import applied
 from tests.zero3_retain.test_failure import Fragile
 
 Script = trainers.Script

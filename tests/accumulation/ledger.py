@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tests.accumulation.cases import OFFLOADED, OVERLAP, Script
 from tests.coalesce import micro_steps
 from tests.coalesce.micro_steps import one_backward
-from tests.zero3_retain import models
+from tests.training import models
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 SCATTERED = {"zero": {"contiguous_gradients": False}}
@@ -104,7 +104,7 @@ def scaled_by_the_user(trainer: Any) -> None:
     for step in range(3):
         for index in range(2):
             tokens, classes = models.batch(step, index)
-            trainer.unscaled_backward(sum(models.losses(trainer.forward(tokens), classes)) / 2)
+            trainer.unscaled_backward(sum(models.losses(trainer(tokens), classes)) / 2)
             trainer.step()
 
 
@@ -112,7 +112,7 @@ def one_head_then_the_other(trainer: Any) -> None:
     """Three forwards come first; the last one's head still has what the last step left."""
     for step in range(3):
         batches = [models.batch(step, index) for index in range(3)]
-        outputs = [(trainer.forward(tokens), classes) for tokens, classes in batches]
+        outputs = [(trainer(tokens), classes) for tokens, classes in batches]
         for (output, classes), head in zip(outputs, (0, 0, 1), strict=True):
             trainer.backward(models.losses(output, classes)[head])
         trainer.step()

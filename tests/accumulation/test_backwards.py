@@ -11,7 +11,7 @@ import torch
 from tests.accumulation import cases
 from tests.coalesce.micro_steps import one_backward
 from tests.world import World
-from tests.zero3_retain import models, releases
+from tests.training import models, releases
 
 STAGES = [1, 2, 3]
 STYLES = pytest.mark.parametrize("style", ["engine", "torch"])
@@ -35,7 +35,7 @@ def aux_after(trainer: Any) -> None:
     """A loss that the forward kept aside has its backward after the outputs'."""
     for step in range(3):
         tokens, classes = models.batch(step)
-        losses = models.losses(trainer.forward(tokens), classes)
+        losses = models.losses(trainer(tokens), classes)
         trainer.backward(sum(losses), retain_graph=True)
         trainer.backward(trainer.module.aux)
         trainer.step()
@@ -45,7 +45,7 @@ def aux_before(trainer: Any) -> None:
     """And before them."""
     for step in range(3):
         tokens, classes = models.batch(step)
-        losses = models.losses(trainer.forward(tokens), classes)
+        losses = models.losses(trainer(tokens), classes)
         trainer.backward(trainer.module.aux, retain_graph=True)
         trainer.backward(sum(losses))
         trainer.step()
@@ -54,7 +54,7 @@ def aux_before(trainer: Any) -> None:
 def aux_alone(trainer: Any) -> None:
     """The outputs are for nothing."""
     for step in range(3):
-        trainer.forward(models.batch(step)[0])
+        trainer(models.batch(step)[0])
         trainer.backward(trainer.module.aux)
         trainer.step()
 
@@ -75,14 +75,14 @@ def test_a_tensor_that_is_no_output(world: World, stage: int, script: cases.Scri
 )
 def test_its_plain_backward(world: World, stage: int, script: cases.Script) -> None:
     """``module.aux.backward()``, where the release has plain backwards."""
-    releases.needs_torch_style("torch")
-    if script is aux_after and not releases.QUEUES_EPILOGUE:
+    stock.needs_style("torch")
+    if script is aux_after and not stock.QUEUES_EPILOGUE:
         pytest.skip("as on stock: stage 1 takes the last only, 2 and 3 raise")
     patch = "zero3_retain" if stage == 3 else "accumulation"
     check(world, script, stage, patch=patch, model="Auxiliary", style="torch")
 
 
-@pytest.mark.skipif(not releases.QUEUES_EPILOGUE, reason="as on stock: KeyError")
+@pytest.mark.skipif(not stock.QUEUES_EPILOGUE, reason="as on stock: KeyError")
 @pytest.mark.parametrize(("script", "micro_steps"), [(aux_alone, 1), (aux_after, 2)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_its_plain_backward_is_refused(
@@ -101,7 +101,7 @@ def slope_before(trainer: Any) -> None:
     """A gradient at an output is asked for before the step's backward."""
     for step in range(3):
         tokens, classes = models.batch(step)
-        outputs = trainer.forward(tokens)
+        outputs = trainer(tokens)
         first, second = models.losses(outputs, classes)
         (slope,) = torch.autograd.grad(first, outputs.logits, retain_graph=True)
         trainer.backward(first * slope.abs().sum() + second)
@@ -113,7 +113,7 @@ def slope_between(trainer: Any) -> None:
     for step in range(3):
         for index in range(2):
             tokens, classes = models.batch(step, 7)
-            outputs = trainer.forward(tokens)
+            outputs = trainer(tokens)
             first, _ = models.losses(outputs, classes)
             torch.autograd.grad(first, outputs.logits)
             one_backward(trainer, step, index)
@@ -127,7 +127,7 @@ def slope_between(trainer: Any) -> None:
 def test_autograd_grad_is_no_backward_of_the_step(
     world: World, stage: int, script: cases.Script, style: str
 ) -> None:
-    releases.needs_torch_style(style)
+    stock.needs_style(style)
     check(world, script, stage, style=style)
 
 
@@ -136,7 +136,7 @@ def slopes(trainer: Any) -> None:
     for step in range(3):
         for index in range(2):
             tokens, classes = models.batch(step, index)
-            outputs = trainer.forward(tokens)
+            outputs = trainer(tokens)
             first, second = models.losses(outputs, classes)
             (slope,) = torch.autograd.grad(first, outputs.logits, retain_graph=True)
             trainer.backward(first * slope.abs().sum() + second)
@@ -168,7 +168,7 @@ def nested(trainer: Any) -> None:
         losses = []
         for index in range(2):
             tokens, classes = models.batch(step, index)
-            losses.append(sum(models.losses(trainer.forward(tokens), classes)))
+            losses.append(sum(models.losses(trainer(tokens), classes)))
         outer, inner = losses
         trainer.backward(hooked(outer, inner.backward))
         trainer.step()
@@ -179,14 +179,14 @@ def cached(trainer: Any) -> None:
     for step in range(3):
         batches = [models.batch(step, index)[0] for index in range(2)]
         with torch.no_grad():
-            kept = [trainer.forward(tokens)[1] for tokens in batches]
+            kept = [trainer(tokens)[1] for tokens in batches]
         leaves = [one.detach().requires_grad_() for one in kept]
         loss = (leaves[0] - leaves[1]).square().mean() + leaves[0].abs().mean()
         gradients = torch.autograd.grad(loss, leaves)
 
         def again(batches: Any = batches, gradients: Any = gradients) -> None:
             for tokens, gradient in zip(batches, gradients, strict=True):
-                (trainer.forward(tokens)[1] * gradient).sum().backward()
+                (trainer(tokens)[1] * gradient).sum().backward()
 
         leaf = loss.detach().requires_grad_()
         trainer.backward(hooked(leaf * 1.0, again))
@@ -205,7 +205,7 @@ def test_a_backward_inside_another_belongs_to_it(
     style: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    releases.needs_torch_style(style)
+    stock.needs_style(style)
     if stage == 2 and style == "engine":
         reason = "as on stock: 'Gradient computed twice for this partition'"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
@@ -219,7 +219,7 @@ def a_step_between(trainer: Any) -> None:
     """Two backwards over one forward, and a step after each, as Accelerate takes it."""
     for step in range(2):
         tokens, classes = models.batch(step)
-        first, second = models.losses(trainer.forward(tokens), classes)
+        first, second = models.losses(trainer(tokens), classes)
         trainer.backward(first, retain_graph=True)
         trainer.step()
         if trainer.is_engine:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import ds_patches
-from tests import leftovers
+from tests.training import leftovers
 from tests.accumulation import cases
 from tests.accumulation.cases import OFFLOADED, OVERLAP, Script
 from tests.accumulation.ledger import BF16, each_step
 from tests.coalesce.micro_steps import one_backward
 from tests.world import World
-from tests.zero3_retain import models, releases, trainers
+from tests.training import models, stock, trainers
 from tests.zero3_retain.test_failure import backward_that_raises
 
 STAGES = [1, 2, 3]
@@ -155,7 +155,7 @@ def retained_and_abandoned(trainer: Any) -> None:
     """One of two losses had its backward, and then another batch comes in."""
     for step in range(3):
         tokens, classes = models.batch(step, 5)
-        first, _ = models.losses(trainer.forward(tokens), classes)
+        first, _ = models.losses(trainer(tokens), classes)
         trainer.backward(first, retain_graph=True)
         trainer.zero_grad()
         one_backward(trainer, step)
@@ -165,7 +165,7 @@ def retained_and_abandoned(trainer: Any) -> None:
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_abandoned_forward(world: World, stage: int, style: str) -> None:
-    releases.needs_torch_style(style)
+    stock.needs_style(style)
     check(world, retained_and_abandoned, stage, style=style)
 
 
@@ -179,7 +179,7 @@ def one_raises(trainer: Any, micro_steps: int) -> None:
             for index in range(micro_steps - 1):
                 one_backward(trainer, step, index)
             tokens, classes = models.batch(step, 5)
-            losses = models.losses(trainer.forward(tokens), classes)
+            losses = models.losses(trainer(tokens), classes)
             backward_that_raises(trainer, sum(losses))
         for index in range(micro_steps):
             trainer.boundary(index == micro_steps - 1)
@@ -196,7 +196,7 @@ def one_raises(trainer: Any, micro_steps: int) -> None:
 def test_the_next_step_is_right_after_a_backward_that_raised(
     world: World, stage: int, settings: dict[str, Any], style: str, backwards: int
 ) -> None:
-    releases.needs_torch_style(style)
+    stock.needs_style(style)
     script = partial(one_raises, micro_steps=backwards)
     case = {"settings": settings, "style": style, "model": "Fragile"}
     for outcome in world.run(cases.run, script, stage, **case):

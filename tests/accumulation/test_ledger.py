@@ -13,8 +13,8 @@ from tests.accumulation.ledger import LEDGER, Entry, each_step
 from tests.coalesce import micro_steps
 from tests.coalesce.micro_steps import one_backward
 from tests.world import World
-from tests.zero3_retain import models
-from tests.zero3_retain.releases import RELEASE, Version
+from tests.training import models
+from tests.training.stock import RELEASE, Version
 
 
 def within(first: str, last: str) -> bool:
@@ -59,17 +59,17 @@ def with_evaluation(trainer: Any) -> None:
     """Forwards that no backward follows, between those that one does."""
     for step in range(3):
         with torch.no_grad():
-            trainer.forward(models.batch(7)[0])
+            trainer(models.batch(7)[0])
         one_backward(trainer, step)
         with torch.no_grad():
-            trainer.forward(models.batch(8)[0])
+            trainer(models.batch(8)[0])
         trainer.step()
 
 
 def half_of_the_outputs(trainer: Any) -> None:
     """A forward, one of whose outputs leads nowhere, and another that is left alone."""
     for step in range(3):
-        trainer.forward(models.batch(step, 7)[0])
+        trainer(models.batch(step, 7)[0])
         one_backward(trainer, step, only=slice(1) if step % 2 else slice(1, 2))
         one_backward(trainer, step, 1)
         trainer.step()

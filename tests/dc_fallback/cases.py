@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.dc_fallback import patterns, stand_in
 from tests.listening import listening
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import applied
+from tests.training import trainers
+from tests.training.run import applied
 
 EXACT = 2e-6
 
@@ -78,9 +78,9 @@ def steps(
         for micro in range(micro_steps):
             if evaluates:
                 with torch.no_grad():
-                    trainer.forward(*inputs(step, 7))
-                trainer.forward(*inputs(step, 8))
-            losses = [trainer.forward(*inputs(step, 3 * micro + part)) for part in range(forwards)]
+                    trainer(*inputs(step, 7))
+                trainer(*inputs(step, 8))
+            losses = [trainer(*inputs(step, 3 * micro + part)) for part in range(forwards)]
             trainer.backward(sum(losses[1:], losses[0]))
             trainer.step()
 

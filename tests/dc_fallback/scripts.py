@@ -19,32 +19,32 @@ def module_of(trainer: Any) -> torch.nn.Module:
 
 def plain(trainer: Any) -> None:
     for step in range(STEPS):
-        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer.backward(trainer(*inputs(step, 0)))
         trainer.step()
 
 
 def bad_batch(trainer: Any) -> None:
     """It is dropped: by the engine, or by its optimizer."""
     for step in range(STEPS):
-        trainer.backward(1000 * trainer.forward(*inputs(step, 1)))
+        trainer.backward(1000 * trainer(*inputs(step, 1)))
         engine = getattr(trainer, "engine", None)
         (trainer if engine is None or step % 2 else engine.optimizer).zero_grad()
-        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer.backward(trainer(*inputs(step, 0)))
         trainer.step()
 
 
 def abandoned(trainer: Any) -> None:
     """A forward has no backward."""
     for step in range(STEPS):
-        trainer.forward(*inputs(step, 1))
-        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer(*inputs(step, 1))
+        trainer.backward(trainer(*inputs(step, 0)))
         trainer.step()
 
 
 def retained(trainer: Any) -> None:
     """Two backwards over one forward."""
     for step in range(STEPS):
-        loss = trainer.forward(*inputs(step, 0))
+        loss = trainer(*inputs(step, 0))
         trainer.backward(loss, retain_graph=True)
         trainer.backward(0.5 * loss)
         trainer.step()
@@ -54,7 +54,7 @@ def several(trainer: Any) -> None:
     """Two forwards, each with its backward, before one step."""
     for step in range(STEPS):
         for part in range(2):
-            trainer.backward(trainer.forward(*inputs(step, part)))
+            trainer.backward(trainer(*inputs(step, part)))
         trainer.step()
 
 
@@ -72,8 +72,8 @@ def inference(trainer: Any) -> None:
     """An evaluation under ``inference_mode`` between steps."""
     for step in range(STEPS):
         with torch.inference_mode():
-            trainer.forward(*inputs(step, 7))
-        trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer(*inputs(step, 7))
+        trainer.backward(trainer(*inputs(step, 0)))
         trainer.step()
 
 
@@ -83,18 +83,18 @@ def two_micro_steps(trainer: Any) -> None:
         for part in range(2):
             if hasattr(trainer, "engine") or not part:
                 trainer.zero_grad()
-            trainer.backward(trainer.forward(*inputs(step, part)))
+            trainer.backward(trainer(*inputs(step, part)))
             trainer.step()
 
 
 def bad_in_the_middle(trainer: Any) -> None:
     """A batch between two micro steps is dropped, and the first of them with it."""
     for step in range(STEPS):
-        trainer.backward(trainer.forward(*inputs(step, 0)))
+        trainer.backward(trainer(*inputs(step, 0)))
         trainer.step()
-        trainer.backward(1000 * trainer.forward(*inputs(step, 2)))
+        trainer.backward(1000 * trainer(*inputs(step, 2)))
         trainer.zero_grad()
-        trainer.backward(trainer.forward(*inputs(step, 1)))
+        trainer.backward(trainer(*inputs(step, 1)))
         trainer.step()
 
 

@@ -13,7 +13,7 @@ from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.cases import patched
 from tests.listening import listening
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 
 def _nothing(engine: Any) -> None:

@@ -17,7 +17,7 @@ from tests.dc_fallback import cases, patterns, stand_in
 from tests.dc_fallback.cases import Outcome, inputs
 from tests.listening import listening
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 
 class _Refuses(torch.autograd.Function):
@@ -51,12 +51,12 @@ def refusing(where: str, layer: int, at_step: int) -> Any:
             if step == at_step:
                 module.layers[layer].refuses = where
                 with pytest.raises(RuntimeError, match="refused"):
-                    trainer.backward(trainer.forward(*inputs(step, 1)))
+                    trainer.backward(trainer(*inputs(step, 1)))
                 module.layers[layer].refuses = None
                 module.zero_grad()
                 if module is not getattr(trainer, "model", None):
                     trainer.leaves_nothing()
-            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.backward(trainer(*inputs(step, 0)))
             trainer.step()
 
     return script
@@ -90,7 +90,7 @@ def applied_late() -> tuple[float, Any, list[str]]:
         for step in range(3):
             if step == 1:
                 notes = ds_patches.apply("dc_fallback").notes
-            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.backward(trainer(*inputs(step, 0)))
             trainer.step()
         ds_patches.unapply("dc_fallback")
         return trainers.worst_difference(trainer.parameters(), expected)[0], notes, heard
@@ -114,7 +114,7 @@ def taken_back() -> float:
                 ds_patches.unapply("dc_fallback")
             if step == 2:
                 ds_patches.apply("dc_fallback")
-            loss = trainer.forward(*inputs(step, 0))
+            loss = trainer(*inputs(step, 0))
             trainer.note()  # the hooks of a patch come and go with it, the first forward after it
             trainer.backward(loss)
             trainer.step()
@@ -192,7 +192,7 @@ def raised_on_one_rank_alone() -> list[str]:
         trainer = trainers.EngineTrainer(
             cases.engine_of(patterns.build("Compiled"), trainers.config(3))
         )
-        loss = _RefusesAtTheEnd.apply(trainer.forward(*inputs(0, 0)))
+        loss = _RefusesAtTheEnd.apply(trainer(*inputs(0, 0)))
         if dist.get_rank() == 0:
             trainer.backward(loss)
             return []
@@ -200,7 +200,7 @@ def raised_on_one_rank_alone() -> list[str]:
             trainer.backward(loss)
         for _ in range(2):
             with pytest.raises(ds_patches.OtherRankFailed) as raised:
-                trainer.forward(*inputs(1, 0))
+                trainer(*inputs(1, 0))
             said.append(str(raised.value))
     return said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.dc_fallback import cases, patterns, stand_in
 from tests.dc_fallback.cases import inputs
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 
 def calls_left_open(pattern: str) -> list[int]:

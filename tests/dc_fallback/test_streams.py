@@ -12,8 +12,8 @@ from tests.stream_safety.clocks import Stream
 from tests.stream_safety.races import detecting
 from tests.stream_safety.test_races import NO_TIMER
 from tests.world import World
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import half_precision_allowed
+from tests.training import trainers
+from tests.training.surroundings import half_precision_allowed
 
 
 def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:

@@ -12,8 +12,8 @@ from tests.dc_fallback import cases, patterns, stand_in
 from tests.dc_fallback.cases import inputs
 from tests.dc_fallback.test_patterns import assert_trained, outcome
 from tests.world import World
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import half_precision_allowed
+from tests.training import trainers
+from tests.training.surroundings import half_precision_allowed
 
 MIXED = ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
 
@@ -64,8 +64,8 @@ def test_an_evaluation_does_not_see_older_parameters(world: World) -> None:
 def twice_a_step(trainer: Any) -> None:
     """Two backwards at the boundary, each of a forward of its own."""
     for step in range(3):
-        trainer.backward(trainer.forward(*inputs(step, 0)))
-        trainer.backward(trainer.forward(*inputs(step, 1)))
+        trainer.backward(trainer(*inputs(step, 0)))
+        trainer.backward(trainer(*inputs(step, 1)))
         trainer.step()
 
 
@@ -89,7 +89,7 @@ def test_evaluations_between(world: World, pattern: str) -> None:
 def forwards_first(trainer: Any) -> None:
     """The same, when both forwards have run."""
     for step in range(3):
-        losses = [trainer.forward(*inputs(step, part)) for part in range(2)]
+        losses = [trainer(*inputs(step, part)) for part in range(2)]
         for loss in losses:
             trainer.backward(loss)
         trainer.step()
@@ -165,7 +165,7 @@ def beside_another() -> float:
         trainer = trainers.EngineTrainer(cases.engine_of(start, settings))
         for step in range(3):
             other.backward(other.forward(*inputs(step, 0)))
-            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.backward(trainer(*inputs(step, 0)))
             other.step()
             trainer.step()
         assert trainers.worst_difference(other.parameters(), expected)[0] <= cases.EXACT

@@ -9,7 +9,7 @@ import pytest
 from tests.frameworks import run
 from tests.frameworks.run import Run
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 #: Single precision, after a few steps of SGD.
 EXACT = 1e-6

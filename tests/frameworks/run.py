@@ -14,9 +14,9 @@ from unittest import mock
 import ds_patches
 from ds_patches.core import registry, release
 from ds_patches.core.patch import Patch
-from tests.collectives import Gradients
+from tests.training.collectives import Gradients
 from tests.listening import listening
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 
 @dataclass

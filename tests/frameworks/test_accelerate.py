@@ -9,8 +9,8 @@ from tests.frameworks.outcome import WRONG, assert_equal, assert_patched, on_one
 from tests.frameworks.run import Run
 from tests.frameworks.user import accelerated
 from tests.world import World
-from tests.zero3_retain import trainers
-from tests.zero3_retain.trainers import Parameters
+from tests.training import trainers
+from tests.training.trainers import Parameters
 
 SCRIPT = "accelerated"
 MICRO_STEPS = 4

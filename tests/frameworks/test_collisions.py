@@ -23,7 +23,7 @@ from tests.frameworks.outcome import EXACT
 from tests.frameworks.user import engines
 from tests.listening import listening
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 pytestmark = pytest.mark.exhaustive
 

@@ -9,7 +9,7 @@ import pytest
 from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
 from tests.frameworks.run import Run
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 SCRIPT = "engines"
 CHUNKS, STEPS = 4, 3

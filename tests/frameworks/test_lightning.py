@@ -10,7 +10,7 @@ from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_tw
 from tests.frameworks.run import Run
 from tests.frameworks.user import accelerated
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 pytest.importorskip(
     "lightning", reason="lightning is not installed: it is in the extra `frameworks`"

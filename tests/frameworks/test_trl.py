@@ -13,7 +13,7 @@ from tests.frameworks import models
 from tests.frameworks.outcome import assert_patched, on_two
 from tests.frameworks.run import automatic
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 for name in ("trl", "peft"):
     pytest.importorskip(name, reason=f"{name} is not installed: it is in the extra `frameworks`")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tests.stream_safety import cases
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import applied
+from tests.training import trainers
+from tests.training.run import applied
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 
@@ -147,7 +147,7 @@ def host_is_ahead(stage: int, parts: str) -> bool:
 
     def look(trainer: Trainer, micro_steps: int) -> None:
         for step in range(3):
-            trainer.backward(trainer.forward(cases.batch(step)).square().mean())
+            trainer.backward(trainer(cases.batch(step)).square().mean())
             ahead.append(not trainer.engine.optimizer.reduction_stream.query())
             trainer.step()
 
@@ -161,7 +161,7 @@ def forward_is_ahead(stage: int, parts: str) -> bool:
 
     def look(trainer: Trainer, micro_steps: int) -> None:
         for number in range(3 * micro_steps):
-            output = trainer.forward(cases.batch(number))
+            output = trainer(cases.batch(number))
             if number % micro_steps:
                 torch.cuda.current_stream().synchronize()
                 ahead.append(not trainer.engine.optimizer.reduction_stream.query())

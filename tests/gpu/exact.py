@@ -13,7 +13,7 @@ import torch
 import ds_patches
 from tests.dc_fallback import cases, patterns, scripts
 from tests.gpu.held import WIDTH
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 
 @dataclass

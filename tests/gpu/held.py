@@ -15,7 +15,7 @@ import torch
 import ds_patches
 from tests.dc_fallback import cases, patterns
 from tests.listening import listening
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 BFLOAT16 = {"bf16": {"enabled": True}}
 WIDTH = 64

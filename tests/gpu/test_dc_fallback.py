@@ -12,7 +12,7 @@ from tests.dc_fallback import cases, patterns, scripts
 from tests.gpu import exact
 from tests.gpu.held import BFLOAT16, Held, hold, repeated
 from tests.world import World
-from tests.zero3_retain import trainers
+from tests.training import trainers
 
 AGAIN = 6  # DeepCompile compiles again in the step before
 SECONDS = 300.0  # one rank may have to build DeepCompile's extension

@@ -6,11 +6,25 @@ or, of two, one that is not among the chosen pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 #: What a case is made of: parameters and their values, as texts.
 Case = tuple[tuple[str, str], ...]
+
+
+def shown_by(params: Mapping[str, Any]) -> Case:
+    """What the parameters of a case show: each its value, or all that it says that it shows."""
+    values: list[tuple[str, str]] = []
+    for name, value in params.items():
+        shows = getattr(value, "shows", None)
+        values += [(name, repr(value))] if shows is None else [*map(_as_texts, shows.items())]
+    return tuple(sorted(values))
+
+
+def _as_texts(item: tuple[str, Any]) -> tuple[str, str]:
+    return item[0], repr(item[1])
 
 
 def shown(case: Case, ways: int) -> set[Case]:

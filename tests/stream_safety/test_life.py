@@ -10,8 +10,8 @@ import pytest
 import ds_patches
 from tests.stream_safety import cases
 from tests.stream_safety.races import detecting
+from tests.training import trainers
 from tests.world import World
-from tests.zero3_retain import trainers
 
 
 def kinds(frozen: bool) -> dict[str, list[str]]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import ds_patches
 from tests.listening import listening
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import half_precision_allowed
+from tests.training import models, trainers
+from tests.training.surroundings import half_precision_allowed
 
 
 @dataclass

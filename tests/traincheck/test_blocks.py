@@ -14,8 +14,8 @@ import ds_patches
 from tests.traincheck import cases
 from tests.traincheck.test_verdicts import CUT, STAGES, agreed
 from tests.world import World
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import half_precision_allowed
+from tests.training import models, trainers
+from tests.training.surroundings import half_precision_allowed
 
 
 @pytest.mark.parametrize("action", ["warn", "report"])
@@ -162,7 +162,7 @@ class LowRank(models.TwoHeads):
 
 
 def low_rank(steps: int) -> cases.Outcome:
-    engine = trainers.build_engine(models.build(LowRank), trainers.config(2))
+    engine = engine_of("LowRank", stage=2)
     return cases.outcome_of(engine, lambda: [cases.step(engine, i) for i in range(steps)])
 
 
@@ -174,7 +174,7 @@ def test_several_steps_give_a_late_gradient_its_time(world: World) -> None:
 def half_of_the_parameters(stage: int) -> cases.Outcome:
     import deepspeed
 
-    model = models.build(models.TwoHeads)
+    model = models.build("TwoHeads")
     rest = [param for name, param in model.named_parameters() if not name.startswith("rebuild")]
     engine, *_ = deepspeed.initialize(
         model=model,

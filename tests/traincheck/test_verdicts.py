@@ -8,7 +8,7 @@ import pytest
 
 from tests.traincheck import cases
 from tests.world import World
-from tests.zero3_retain import models
+from tests.training import models
 
 STAGES = [0, 1, 2, 3]
 CUT = ["cut.weight", "cut.bias"]

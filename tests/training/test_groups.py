@@ -10,10 +10,10 @@ import torch.distributed as dist
 import ds_patches
 from tests.coalesce import cases as windows
 from tests.core.test_agreement import impatient
-from tests.groups import Ranks, parallel
 from tests.traincheck import cases as train_check
+from tests.training import models, trainers
+from tests.training.groups import Ranks, parallel
 from tests.world import World
-from tests.zero3_retain import models, trainers
 
 ALONE: Ranks = [[0], [1]]
 TOGETHER: Ranks = [[0, 1]]
@@ -46,7 +46,7 @@ def applied_on_rank_0(data: Ranks, sequence: Ranks | None) -> str:
     with impatient(), parallel(data, sequence) as mpu:
         ds_patches.apply_all(only="coalesce", skip="coalesce" if dist.get_rank() else ())
         try:
-            trainers.build_engine(models.build(models.TwoHeads), trainers.config(2), mpu)
+            trainers.build_engine(models.build("TwoHeads"), trainers.config(2), mpu)
         except ds_patches.RanksDisagree as error:
             return str(error)
         return ""
@@ -82,7 +82,7 @@ class PlainTrainer(windows.PlainTrainer):
 def windows_of_a_group(data: Ranks, stage: int) -> float:
     """How far from plain PyTorch's three windows end, over the ranks of a group of this one's."""
     with parallel(data) as mpu, windows.patched():
-        start = models.build(models.TwoHeads)
+        start = models.build("TwoHeads")
         PlainTrainer.group = mpu.data
         expected = windows.plain(start, windows.several_backwards, reference=PlainTrainer)
         engine = trainers.build_engine(start, trainers.config(stage), mpu)

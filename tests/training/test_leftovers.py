@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from ds_patches.runtime import device
-from tests import leftovers
+from tests.training import leftovers, models
 from tests.world import World
-from tests.zero3_retain import models, trainers
 
 
 def module_hook(register: str) -> Callable[[Any], Any]:
@@ -83,7 +82,7 @@ def left_by_each() -> list[dict[str, int]]:
     """What is found after each has left its own, on an engine of its own."""
     found = []
     for leave in LEAVING:
-        engine = trainers.build_engine(models.build(models.TwoHeads), trainers.config(3))
+        engine = engine_of("TwoHeads", stage=3)
         before = leftovers.of(engine)
         assert leftovers.of(engine) == before, "looking leaves nothing behind"
         kept = leave(engine)
@@ -100,7 +99,7 @@ def test_each_kind_is_noticed(world: World) -> None:
 
 
 def left_by_stock(stage: int) -> dict[str, int]:
-    engine = trainers.build_engine(models.build(models.TwoHeads), trainers.config(stage))
+    engine = engine_of("TwoHeads", stage=stage)
     before = leftovers.of(engine)
     for step in range(2):
         tokens, classes = models.batch(step)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 Ranks = Sequence[Sequence[int]]
+
+#: Of four ranks. Rank 1 of the first group is rank 2 of the world: neither can pass for the other.
+DATA, MODEL = ([0, 2], [1, 3]), ([0, 1], [2, 3])
 
 
 class Parallel:
@@ -85,3 +89,9 @@ def group_of(everyone: Ranks) -> Any:
     """The one with this rank; all ranks make all groups."""
     made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in everyone}
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+
+
+@cache
+def grid() -> Parallel:
+    """Four ranks as two groups of two; made once, as groups of a process are for good."""
+    return Parallel(DATA, MODEL)

@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.scripts.declared import DEEPCOMPILE, STREAMS, Script
-from tests.scripts.groups import grid
-from tests.zero3_retain.trainers import RATE
+RATE = 0.1
+#: How a script is run: by an engine on the CPU, under the stand-in of DeepCompile, or on the
+#: streams of the race detector.
+EAGER, DEEPCOMPILE, STREAMS = "eager", "deepcompile", "streams"
 
 #: The block in which a script runs; it has the races that were seen, in the end.
 Inside = Callable[[], AbstractContextManager[list[str]]]
 
 
 @contextmanager
-def around(on: str) -> Iterator[Inside]:
+def around(on: str, **compiles: Any) -> Iterator[Inside]:
+    """`compiles`: what DeepCompile's stand-in is told."""
     if on == DEEPCOMPILE:
         from tests.dc_fallback import stand_in
 
-        with stand_in.deep_compile():
+        with stand_in.deep_compile(**compiles):
             yield _plainly
     elif on == STREAMS:
         from tests.stream_safety.races import detecting
@@ -70,17 +72,44 @@ def build_optimizer(model: nn.Module, muon: bool, sharded: bool = False) -> Any:
     return original_muon.SingleDeviceMuonWithAuxAdam(groups)
 
 
-def build_engine(script: Script, model: nn.Module, settings: dict[str, Any]) -> Any:
+def build_engine(
+    model: nn.Module,
+    config: dict[str, Any],
+    mpu: Any = None,
+    *,
+    optimizer: Any = None,
+    muon: bool = False,
+) -> Any:
+    """`mpu`: knows the groups of ranks, where they are not the whole world."""
     import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
 
-    if script.on == DEEPCOMPILE:
-        settings = {**settings, "compile": {"deepcompile": True}}
+    if leaves := getattr(model, "leaf_classes", None):
+        set_z3_leaf_modules(model, list(leaves))
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=build_optimizer(model, script.muon, sharded=True),
-        config=settings,
-        mpu=grid(),
+        optimizer=optimizer or build_optimizer(model, muon, sharded=True),
+        config=config,
+        mpu=mpu,
     )
-    if script.on == DEEPCOMPILE:
-        engine.compile(backend="eager")
     return engine
+
+
+def compile_engine(model: nn.Module, config: dict[str, Any], backend: str = "eager") -> Any:
+    """An engine under DeepCompile."""
+    engine = build_engine(model, {**config, "compile": {"deepcompile": True}})
+    engine.compile(backend=backend)
+    return engine
+
+
+@contextmanager
+def half_precision_allowed() -> Iterator[None]:
+    """Let DeepSpeed train in fp16 on a CPU that computes it slowly; its own check says no."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        yield
+    finally:
+        del accelerator.is_fp16_supported
