@@ -32,7 +32,7 @@ ROWS = {
 
 def rows_of(entry: Entry) -> list[Symptom]:
     """The rows about an entry, offloaded or not as it is."""
-    offloaded = "offload" in str(entry.settings)
+    offloaded = "offload" in str(entry.more)
     return [
         one
         for one in SYMPTOMS

@@ -15,10 +15,16 @@ from tests.training.models import RaiseInBackward, batch, loss_of
 TWICE = "already been reduced"
 
 
-def cached_loss(trainer: Any, step: int, parts: int = 3, failing: int | None = None) -> Tensor:
+def cached_loss(
+    trainer: Any,
+    step: int,
+    parts: int = 3,
+    failing: int | None = None,
+    behind_an_output: bool = False,
+) -> Tensor:
     """Of a batch in `parts`, whose backwards run in a hook: it has no other gradient.
 
-    failing: the part whose backward raises Boom.
+    failing: the part whose backward raises Boom. behind_an_output: the hook is not a leaf's.
     """
     batches = [batch(step, part)[0] for part in range(parts)]
     with torch.no_grad():
@@ -32,7 +38,8 @@ def cached_loss(trainer: Any, step: int, parts: int = 3, failing: int | None = N
             RaiseInBackward.armed = part == failing
             (trainer(tokens)[1] * gradient).sum().backward()
 
-    return 1.0 * hooked(loss.detach().requires_grad_(), backwards)
+    leaf = loss.detach().requires_grad_()
+    return hooked(1.0 * leaf, backwards) if behind_an_output else 1.0 * hooked(leaf, backwards)
 
 
 def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
@@ -113,4 +120,12 @@ def nested(trainer: Any) -> None:
     for step in trainer.steps():
         outer, inner = (loss_of(trainer, step, micro) for micro in range(2))
         trainer.backward(hooked(outer, inner.backward))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
+def cached_behind_an_output(trainer: Any) -> None:
+    """A cached loss whose hook is that of a product, as sentence-transformers scales it."""
+    for step in trainer.steps():
+        trainer.backward(cached_loss(trainer, step, behind_an_output=True))
         trainer.step()
