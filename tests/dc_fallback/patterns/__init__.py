@@ -57,22 +57,25 @@ ALL = [
     Gathers,
 ]
 
-_BY_NAME = {
+BY_NAME: dict[str, type[nn.Module]] = {
     pattern.__name__: pattern for pattern in (*ALL, Evaluated, RecomputedMethod, OwnCompile)
 }
 
 
 def build(pattern: str, width: int = WIDTH) -> nn.Module:
     torch.manual_seed(1234)
-    model: nn.Module = _BY_NAME[pattern](width)
+    model: nn.Module = BY_NAME[pattern](width)
     return model
 
 
 def skip_whole(model: nn.Module) -> None:
     """Have the whole forward run eagerly."""
-    kind = type(model)
+    model.__class__ = skipping(type(model))
+
+
+def skipping(kind: type[nn.Module]) -> type[nn.Module]:
     forward = torch.compiler.disable(kind.forward)
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def inputs(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
