@@ -21,9 +21,9 @@ from ds_patches.startup import variables
 from tests.frameworks import models, run
 from tests.frameworks.outcome import part_lost
 from tests.frameworks.user import accelerated, engines
-from tests.stock.run import environment
-from tests.world import World
+from tests.releases.run import environment
 from tests.training.trainers import Parameters
+from tests.world import World
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 

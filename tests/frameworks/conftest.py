@@ -10,7 +10,7 @@ import pytest
 
 from ds_patches.startup import variables
 from tests import releases
-from tests.stock.run import environment
+from tests.releases.run import environment
 from tests.world import World
 
 #: An old release, on which stock loses micro steps; `make frameworks` installs it.
@@ -62,7 +62,7 @@ def old_patched(offline: None) -> Iterator[World]:
 
 
 def of_old_release() -> dict[str, str]:
-    assert stock.place(OLD).is_dir(), f"python -m tests.releases install {OLD}"
+    assert releases.place(OLD).is_dir(), f"python -m tests.releases install {OLD}"
     return environment(OLD)
 
 

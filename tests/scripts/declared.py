@@ -20,7 +20,10 @@ STEPS = 5
 Awaits = Mapping[str, str]
 #: Reasons that several scripts have.
 GATHERED_AGAIN = {"calls": "zero3_retain releases a module after each of its calls in a backward"}
-EACH_GRADIENT = dict.fromkeys((1, 2), {"calls": "accumulation looks at each offloaded gradient"})
+EACH_GRADIENT = {
+    stage: {"calls": "accumulation looks at each gradient of an offloaded optimizer"}
+    for stage in (1, 2)
+}
 
 
 def raises(words: str) -> str:

@@ -13,7 +13,7 @@
 - `options`: what DeepSpeed is configured to do, and plain PyTorch does as well.
 - `models`: what is trained, on which batches.
 - `trainers`: whom a script asks: an engine, or plain PyTorch.
-- `run`: does both, and has the :class:`~tests.training.run.Outcome`; `check` asserts that it is good.
+- `run`: does both, and has the `Outcome`; `check` asserts that it is good.
 - `stock`: what stock can do, by release.
 
 Scripts that say what stock comes to are in `tests/scripts`, and can be run here too.

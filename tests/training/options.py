@@ -1,4 +1,4 @@
-"""What an engine is told about one training, and plain PyTorch is to do as well: one place for both.
+"""What an engine is told about a training, and plain PyTorch is to do as well.
 
 A case is a script and its :class:`Options`: `run(script, Options(stage=2, micro_steps=4), ...)`.
 """

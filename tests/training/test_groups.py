@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import ds_patches
-from tests.coalesce import cases as windows
 from tests.core.test_agreement import impatient
+from tests.scripts import windows
 from tests.traincheck import cases as train_check
-from tests.training import models, trainers
+from tests.training import models
 from tests.training.groups import Ranks, parallel
+from tests.training.options import Options, config
+from tests.training.run import applied
+from tests.training.surroundings import build_engine
+from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.world import World
 
 ALONE: Ranks = [[0], [1]]
@@ -26,7 +31,7 @@ def each_checks_its_own(stage: int) -> train_check.Outcome:
     """Two engines of one rank each: on rank 0 a layer is cut off, on rank 1 it trains."""
     with parallel(ALONE) as mpu:
         model = models.build(train_check.CutOffOnOneRank)
-        engine = trainers.build_engine(model, trainers.config(stage), mpu)
+        engine = build_engine(model, config(stage), mpu)
         return train_check.outcome_of(engine, lambda: train_check.step(engine))
 
 
@@ -46,7 +51,7 @@ def applied_on_rank_0(data: Ranks, sequence: Ranks | None) -> str:
     with impatient(), parallel(data, sequence) as mpu:
         ds_patches.apply_all(only="coalesce", skip="coalesce" if dist.get_rank() else ())
         try:
-            trainers.build_engine(models.build("TwoHeads"), trainers.config(2), mpu)
+            build_engine(models.build("TwoHeads"), config(2), mpu)
         except ds_patches.RanksDisagree as error:
             return str(error)
         return ""
@@ -67,40 +72,28 @@ def test_ranks_of_two_engines_need_not_agree(world: World) -> None:
 # --- coalesce ------------------------------------------------------------------------------------
 
 
-class PlainTrainer(windows.PlainTrainer):
-    """Averages over the ranks of one group."""
-
-    group: Any = None
-
-    def step(self) -> None:
-        for param in self.model.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-            param.data -= trainers.RATE * param.grad / dist.get_world_size(self.group)
-        self.model.zero_grad()
-
-
 def windows_of_a_group(data: Ranks, stage: int) -> float:
     """How far from plain PyTorch's three windows end, over the ranks of a group of this one's."""
-    with parallel(data) as mpu, windows.patched():
+    with parallel(data) as mpu, applied("coalesce"):
         start = models.build("TwoHeads")
-        PlainTrainer.group = mpu.data
-        expected = windows.plain(start, windows.several_backwards, reference=PlainTrainer)
-        engine = trainers.build_engine(start, trainers.config(stage), mpu)
-        trainer = windows.EngineTrainer(engine)
-        windows.several_backwards(trainer)
-        return trainers.worst_difference(trainer.parameters(), expected)[0]
+        plain = PlainTrainer(deepcopy(start), Options())
+        plain.group = mpu.data
+        windows.window(plain)
+        trainer = EngineTrainer(build_engine(start, config(stage), mpu), Options(stage))
+        windows.window(trainer)
+        return worst_difference(trainer.parameters(), plain.parameters())[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_window_of_one_rank_of_two(world: World, stage: int) -> None:
-    assert max(world.run(windows_of_a_group, ALONE, stage)) <= windows.EXACT
+    assert max(world.run(windows_of_a_group, ALONE, stage)) <= 1e-6
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("data", [[[0, 2], [1, 3]], [[1, 2, 3], [0]]], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_window_of_some_ranks_of_four(four: World, stage: int, data: Ranks) -> None:
-    assert max(four.run(windows_of_a_group, data, stage)) <= windows.EXACT
+    assert max(four.run(windows_of_a_group, data, stage)) <= 1e-6
 
 
 @pytest.fixture(scope="module")

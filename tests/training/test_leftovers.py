@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from ds_patches.runtime import device
-from tests.training import leftovers, models
+from tests.training import leftovers
+from tests.training.models import loss_of
+from tests.training.trainers import engine_of
 from tests.world import World
 
 
@@ -82,7 +84,7 @@ def left_by_each() -> list[dict[str, int]]:
     """What is found after each has left its own, on an engine of its own."""
     found = []
     for leave in LEAVING:
-        engine = engine_of("TwoHeads", stage=3)
+        engine = engine_of(stage=3)
         before = leftovers.of(engine)
         assert leftovers.of(engine) == before, "looking leaves nothing behind"
         kept = leave(engine)
@@ -99,11 +101,10 @@ def test_each_kind_is_noticed(world: World) -> None:
 
 
 def left_by_stock(stage: int) -> dict[str, int]:
-    engine = engine_of("TwoHeads", stage=stage)
+    engine = engine_of(stage=stage)
     before = leftovers.of(engine)
     for step in range(2):
-        tokens, classes = models.batch(step)
-        engine.backward(sum(models.losses(engine(tokens), classes)))
+        engine.backward(loss_of(engine, step))
         engine.step()
     return leftovers.since(before, engine, but=())
 

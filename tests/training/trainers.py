@@ -60,7 +60,7 @@ class PlainTrainer(Trainer):
         self.module, self._start = module, deepcopy(module)
         self._optimizer = build_optimizer(module, options.muon)
         self._micro_step = 0
-        self._group = grid().get_data_parallel_group() if options.grid else None
+        self.group = grid().get_data_parallel_group() if options.grid else None
         self.forwards = [0]
         module.register_forward_pre_hook(lambda *_: self._count())
 
@@ -103,8 +103,8 @@ class PlainTrainer(Trainer):
         params = self._trained()
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
+        dist.all_reduce(flat, group=self.group)
+        flat /= dist.get_world_size(self.group)
         split = flat.split([param.numel() for param in params])
         return [part.view_as(param) for part, param in zip(split, params, strict=True)]
 
