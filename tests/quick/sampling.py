@@ -1,14 +1,20 @@
-"""Which cases of a parametrised test `make test` runs: few that show every value, or every pair.
+"""Which cases of a parametrised test on ranks are quick: few, that show as many values as can be.
 
-`make test-all` runs the product. What a product adds is a defect that needs three values at once,
-or, of two, one that is not among the chosen pairs.
+`make test-all` runs them all. What they add is a defect that needs several values at once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
+
+import pytest
+
+#: Cases of a test that are quick, where the core has no more.
+FEW = 2
+#: The fixtures that are worlds.
+RANKS = frozenset(("world", "worlds", "fresh_world", "without", "three", "four"))
 
 #: What a case is made of: parameters and their values, as texts.
 Case = tuple[tuple[str, str], ...]
@@ -27,24 +33,43 @@ def _as_texts(item: tuple[str, Any]) -> tuple[str, str]:
     return item[0], repr(item[1])
 
 
-def shown(case: Case, ways: int) -> set[Case]:
-    """The combinations of so many values that one case shows."""
-    return set(combinations(sorted(case), min(ways, len(case))))
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark all but few cases of each test as exhaustive; those of the core are among the few."""
+    cases: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for item in items:
+        if _is_sampled(item):
+            cases[_test_of(item)].append(item)
+    for test in cases.values():
+        values = [shown_by(item.callspec.params) for item in test]
+        core = [at for at, item in enumerate(test) if item.get_closest_marker("core_case")]
+        kept = cover(values, core)[: max(len(core), FEW)]
+        for at in set(range(len(test))) - set(kept):
+            test[at].add_marker("exhaustive")
 
 
-def cover(cases: Sequence[Case], ways: int, begin: Iterable[int] = ()) -> list[int]:
+def _is_sampled(item: Any) -> bool:
+    left = hasattr(item, "callspec") and not item.get_closest_marker("exhaustive")
+    return left and not RANKS.isdisjoint(item.fixturenames)
+
+
+def _test_of(item: Any) -> tuple[str, str]:
+    """And the theme of a script, which is one of many tests in one."""
+    themes = [getattr(value, "theme", "") for value in item.callspec.params.values()]
+    return item.nodeid.partition("[")[0], "".join(themes)
+
+
+def cover(cases: Sequence[Case], begin: Iterable[int] = ()) -> list[int]:
     """Indices of few cases that together show what all of them do, the most telling first.
 
-    ways: 1 for every value, 2 for every pair of values of two parameters.
     begin: cases that are taken in any event, before the others.
     """
-    missing = set().union(*(shown(case, ways) for case in cases))
+    missing = {value for case in cases for value in case}
     chosen = list(begin)
     for index in chosen:
-        missing -= shown(cases[index], ways)
+        missing -= {*cases[index]}
     while missing:
         # The first of the best: the same choice in every run and on every worker.
-        best = max(range(len(cases)), key=lambda i: (len(missing & shown(cases[i], ways)), -i))
+        best = max(range(len(cases)), key=lambda at: (len(missing & {*cases[at]}), -at))
         chosen.append(best)
-        missing -= shown(cases[best], ways)
+        missing -= {*cases[best]}
     return chosen

@@ -20,9 +20,12 @@ class Case:
     stage: int
 
     @property
+    def theme(self) -> str:
+        return self.script.theme
+
+    @property
     def shows(self) -> dict[str, Any]:
-        """Each theme at each stage, and each option."""
-        return self.script.at(0).shows | {"theme": (self.script.theme, self.stage)}
+        return self.script.at(self.stage).shows | {"stock": self.script.stock[self.stage]}
 
 
 def cases(ranks: int) -> Iterator[Any]:

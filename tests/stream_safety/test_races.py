@@ -137,7 +137,6 @@ def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
         assert not one.races, Counter(one.races).most_common(5)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("around", ["", "side", "several", "hooks", "checkpoints"])

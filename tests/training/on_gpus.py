@@ -53,8 +53,8 @@ class Case(NamedTuple):
 
 
 def of_zero3_retain() -> Iterator[Case]:
-    def case(zero: bool = False, backwards: int = 2, **options: Any) -> Case:
-        script = partial(several_backwards, backwards=backwards, zero=zero)
+    def case(zeroed: bool = False, backwards: int = 2, **options: Any) -> Case:
+        script = partial(several_backwards, backwards=backwards, zero=zeroed)
         return Case(script, Options(**options), "zero3_retain")
 
     for stage in STAGES:
