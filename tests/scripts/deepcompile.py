@@ -85,7 +85,7 @@ def compiled_zeroed_at_the_top(trainer: Any) -> None:
             trainer.step()
 
 
-@under_deepcompile(WRONG, micro_steps=2)
+@under_deepcompile(RIGHT, micro_steps=2)
 def compiled_abandoned_in_the_middle(trainer: Any) -> None:
     """A batch between two micro steps is dropped, and the first of them with it."""
     for step in trainer.steps():

@@ -223,7 +223,7 @@ def test_float16_with_a_dynamic_loss_scale(world: World, stage: int, style: str)
 
 
 @pytest.mark.core_case(style="engine", script=slopes.gradient_penalty, model="Critic")
-@pytest.mark.core_case(style="engine", script=slopes.slope_at_the_input)
+@pytest.mark.core_case(script=slopes.slope_at_the_input)
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize(
     ("script", "model"),
