@@ -5,24 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import sampling
+from tests.quick import sampling
 from tests.releases import turn
 from tests.world import World
 
 # Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-#: Cases of a test on ranks that `make test` has.
-FEW = 2
-#: The fixtures that are worlds.
-RANKS = frozenset(("world", "fresh_world", "stock", "three", "four"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,13 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "of a parametrised test, the cases with these values do",
     )
     config.addinivalue_line(
-        "markers", "exhaustive: belongs to `make test-all`, and is left out of `make test`"
-    )
-    config.addinivalue_line(
-        "markers",
-        "sampled(ways=1): of the cases of a parametrised test, `make test` has few that show every "
-        "value (2: every pair of values) of each parameter; without it, of a test on ranks, those "
-        "of the core, and two of the most telling where the core has none",
+        "markers", "exhaustive: is not quick, see tests/quick: left out of `make test`"
     )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
@@ -60,12 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Before ``-m`` selects: say of each case of a parametrised test where it belongs."""
     for item in items:
         _leave_out_of_the_core(item)
-    cases = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec") and _is_sampled(item):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for test in cases.values():
-        _sample(test)
+    sampling.mark(items)
     if turns := config.getoption("--turn-of"):
         _keep_one_turn(config, items, turn.this(turns))
 
@@ -88,25 +70,6 @@ def _leave_out_of_the_core(item: pytest.Item) -> None:
         if mark.name != "core_case"
         or all(params.get(name) == value for name, value in mark.kwargs.items())
     ]
-
-
-def _is_sampled(item: Any) -> bool:
-    if item.get_closest_marker("exhaustive"):
-        return False
-    return bool(item.get_closest_marker("sampled")) or not RANKS.isdisjoint(item.fixturenames)
-
-
-def _sample(items: list[Any]) -> None:
-    """Mark all but few cases of one test; those of the core are among the few."""
-    marker = items[0].get_closest_marker("sampled")
-    ways = marker.kwargs.get("ways", 1) if marker else 1
-    values = [tuple(sorted((n, repr(v)) for n, v in i.callspec.params.items())) for i in items]
-    core = [i for i, item in enumerate(items) if item.get_closest_marker("core_case")]
-    kept = sampling.cover(values, ways, core)
-    if marker is None:
-        kept = kept[: max(len(core), FEW)]
-    for i in set(range(len(items))) - set(kept):
-        items[i].add_marker("exhaustive")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

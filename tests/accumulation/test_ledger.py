@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.accumulation import cases
-from tests.accumulation.cases import OFFLOADED, Script
-from tests.accumulation.ledger import LEDGER, Entry, each_step
-from tests.coalesce import micro_steps
-from tests.coalesce.micro_steps import one_backward
+from tests.accumulation.ledger import LEDGER, Entry
+from tests.scripts import heads, ordinary
+from tests.training.options import OFFLOADED, Options
+from tests.training.run import check, run
+from tests.training.stock import RELEASE, Version
 from tests.world import World
-from tests.zero3_retain import models
-from tests.zero3_retain.releases import RELEASE, Version
 
 
 def within(first: str, last: str) -> bool:
@@ -40,51 +37,30 @@ def entries(core: tuple[str, ...]) -> pytest.MarkDecorator:
 def test_stock_is_wrong(world: World, entry: Entry) -> None:
     if not within(entry.first, entry.last):
         pytest.skip(f"stock {RELEASE} is right here")
-    for outcome in world.run(cases.run, patch="", **entry.case):
-        assert outcome.error or outcome.difference > max(1e-3, cases.ROUNDING[entry.dtype])
+    for outcome in world.run(run, entry.script, entry.options):
+        assert outcome.error or outcome.difference > max(1e-3, outcome.tolerance)
 
 
 @entries(core=tuple(entry.id for entry in LEDGER))
 def test_patched_is_pytorch(world: World, entry: Entry) -> None:
-    for outcome in world.run(cases.run, **entry.case):
+    for outcome in world.run(run, entry.script, entry.options, "accumulation"):
         left = within(*entry.left)
-        assert outcome.equal(entry.dtype) or left, outcome
-        assert ["leaves this engine to stock" in text for text in outcome.heard] == [True] * left
+        assert outcome.equal or left, outcome
+        assert ["leaves this engine to stock" in text for text in outcome.said] == [True] * left
 
 
-# --- Where stock is right -------------------------------------------------------------------------
-
-
-def with_evaluation(trainer: Any) -> None:
-    """Forwards that no backward follows, between those that one does."""
-    for step in range(3):
-        with torch.no_grad():
-            trainer.forward(models.batch(7)[0])
-        one_backward(trainer, step)
-        with torch.no_grad():
-            trainer.forward(models.batch(8)[0])
-        trainer.step()
-
-
-def half_of_the_outputs(trainer: Any) -> None:
-    """A forward, one of whose outputs leads nowhere, and another that is left alone."""
-    for step in range(3):
-        trainer.forward(models.batch(step, 7)[0])
-        one_backward(trainer, step, only=slice(1) if step % 2 else slice(1, 2))
-        one_backward(trainer, step, 1)
-        trainer.step()
-
-
-@pytest.mark.sampled(ways=2)
-@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
 @pytest.mark.parametrize(
-    ("script", "gas"),
-    [(each_step, 1), (micro_steps.micro_steps, 3), (with_evaluation, 1), (half_of_the_outputs, 1)],
+    "script",
+    [
+        ordinary.one_backward,
+        ordinary.micro_steps,
+        heads.with_evaluations,
+        heads.half_of_the_outputs,
+    ],
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ordinary_loops(
-    world: World, stage: int, script: Script, gas: int, settings: dict[str, Any]
-) -> None:
-    for outcome in world.run(cases.run, script, stage, micro_steps=gas, settings=settings):
-        assert outcome.equal(), outcome
-        assert not outcome.heard
+def test_ordinary_loops(world: World, stage: int, script: Any, more: dict[str, Any]) -> None:
+    """Where stock is right, and where a forward leads nowhere."""
+    micro_steps = script.options.micro_steps
+    check(world, script, Options(stage, micro_steps=micro_steps, **more), "accumulation")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +14,15 @@ import pytest
 import torch
 
 from tests import releases
-from tests.coalesce import cases
-from tests.coalesce.releases import LOSES_MICRO_STEPS
-from tests.collectives import Gradients
+from tests.training import models
+from tests.training.collectives import Gradients
+from tests.training.models import loss_of
+from tests.training.options import Options, config
+from tests.training.run import Outcome, applied
+from tests.training.stock import LOSES_MICRO_STEPS
+from tests.training.surroundings import RATE
+from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.world import World
-from tests.zero3_retain import models, trainers
 
 #: Up to 1.8 `accumulate()` calls the engine's no_sync(): to 1.7 with a step() inside, then without.
 #: Later it sets the engine's gradient accumulation boundary.
@@ -53,27 +58,27 @@ def accelerator(stage: int) -> Iterator[Any]:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, GradientState
 
-    config = trainers.config(stage, micro_steps=MICRO_STEPS, zero={"reduce_bucket_size": 10**6})
+    given = config(stage, micro_steps=MICRO_STEPS, zero={"reduce_bucket_size": 10**6})
     with mock.patch.dict(os.environ):
         yield Accelerator(
             gradient_accumulation_steps=MICRO_STEPS,
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given),
         )
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-class AccelerateTrainer(trainers.EngineTrainer):
+class AccelerateTrainer(EngineTrainer):
     """reductions: of each backward, and of the step that Accelerate may take at its end."""
 
     def __init__(self, accelerator: Any, model: torch.nn.Module) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=trainers.RATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         engine, self._optimizer = accelerator.prepare(model, optimizer)
         super().__init__(engine)
         self._accelerator = accelerator
         self.reductions: list[int] = []
 
-    def window(self) -> AbstractContextManager[None]:
+    def window(self, **_: Any) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self._accelerator.accumulate(self.engine)
         return context
 
@@ -89,29 +94,29 @@ class AccelerateTrainer(trainers.EngineTrainer):
 
 def accumulation(trainer: Any) -> None:
     """The loop of Accelerate's guide."""
-    for step in range(3):
-        for index in range(MICRO_STEPS):
+    for step in trainer.steps():
+        for micro in range(MICRO_STEPS):
             with trainer.window():
-                tokens, classes = models.batch(step, index)
-                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                trainer.backward(loss_of(trainer, step, micro))
                 trainer.step()
 
 
-def trained(stage: int, patch: bool) -> tuple[cases.Outcome, list[int]]:
+def trained(stage: int, patch: bool) -> tuple[Outcome, list[int]]:
     """`accumulation` against plain PyTorch, and the reductions of each micro step."""
-    start = models.build(models.TwoHeads)
-    expected = cases.plain(start, accumulation, MICRO_STEPS)
-    origin = {name: p.detach().clone() for name, p in start.named_parameters()}
-    with cases.patched() if patch else nullcontext(), accelerator(stage) as used:
+    start = models.build("TwoHeads")
+    plain = PlainTrainer(deepcopy(start), Options(micro_steps=MICRO_STEPS))
+    origin = plain.parameters()
+    accumulation(plain)
+    expected = plain.parameters()
+    with applied("coalesce") if patch else nullcontext(), accelerator(stage) as used:
         trainer = AccelerateTrainer(used, start)
-        outcome = cases.Outcome(moved=trainers.worst_difference(expected, origin)[0])
+        outcome = Outcome(moved=worst_difference(expected, origin)[0])
         try:
             accumulation(trainer)
         except AssertionError as error:
             outcome.error = str(error)
         else:
-            found = trainers.worst_difference(trainer.parameters(), expected)
-            outcome.difference, outcome.where = found
+            outcome.difference, outcome.where = worst_difference(trainer.parameters(), expected)
     return outcome, trainer.reductions
 
 
@@ -132,7 +137,7 @@ def test_newer_ones_reduce_every_micro_step(world: World, stage: int, patch: boo
     """They call no no_sync(): a step of several reductions, which hold no memory, is stock's."""
     for outcome, reductions in world.run(trained, stage, patch):
         lost = stage == 2 and LOSES_MICRO_STEPS and not patch
-        assert outcome.equal() != lost, outcome
+        assert outcome.equal != lost, outcome
         assert reductions == [1] * MICRO_STEPS * 3
 
 
@@ -146,5 +151,5 @@ def test_newer_ones_reduce_every_micro_step(world: World, stage: int, patch: boo
 )
 def test_accumulate_reduces_once_per_step(accelerate: World, stage: int) -> None:
     for outcome, reductions in accelerate.run(trained, stage, patch=True):
-        assert outcome.equal(), outcome
+        assert outcome.equal, outcome
         assert reductions == ([0] * (MICRO_STEPS - 1) + [1]) * 3

@@ -7,51 +7,53 @@ from typing import Any
 
 import pytest
 
-from tests.coalesce import cases
-from tests.coalesce.micro_steps import OFFLOADED, OVERLAP
-from tests.collectives import Collectives
+from tests.coalesce.loops import several_backwards
+from tests.training import models
+from tests.training.collectives import Collectives
+from tests.training.models import loss_of
+from tests.training.options import OFFLOADED, OVERLAP
+from tests.training.run import applied
+from tests.training.trainers import engine_trainer, gathered
 from tests.world import World
-from tests.zero3_retain import models, trainers
 
 
 def sent_in(
-    stage: int, backwards: int, settings: dict[str, Any], flush: str, **window: Any
+    stage: int, backwards: int, more: dict[str, Any], flush: str, **window: Any
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of the second step's window: inside it, and at its end."""
-    with cases.patched(flush=flush):
-        start = models.build(models.TwoHeads)
-        engine = trainers.build_engine(start, trainers.config(stage, **settings))
-        cases.several_backwards(cases.EngineTrainer(engine), backwards=1, steps=2, **window)
+    with applied("coalesce", flush=flush):
+        trainer = engine_trainer(stage=stage, steps=2, **more)
+        several_backwards(trainer, backwards=1, **window)
+        engine = trainer.engine
         inside, at_end = Collectives(), Collectives()
         open_window = engine.coalesce_grad_reduction(**window)
         with inside:
             open_window.__enter__()
             for index in range(backwards):
-                tokens, classes = models.batch(2, index)
-                engine.backward(sum(models.losses(engine(tokens), classes)))
+                engine.backward(loss_of(engine, 2, index))
         with at_end:
             open_window.__exit__(None, None, None)
         return dict(inside.seen), dict(at_end.seen)
 
 
-SETTINGS: list[dict[str, Any]] = [{}, OFFLOADED, OVERLAP]
+MORE: list[dict[str, Any]] = [{}, OFFLOADED, OVERLAP]
 
 
-@pytest.mark.core_case(settings={}, flush="reduce_scatter", stage=3)
+@pytest.mark.core_case(more={}, flush="reduce_scatter", stage=3)
 @pytest.mark.parametrize(
-    ("stage", "settings", "flush"),
+    ("stage", "more", "flush"),
     [  # the option has no say at stage 3, nor with an offloaded optimizer
-        *((stage, settings, "reduce_scatter") for stage in (1, 2, 3) for settings in SETTINGS),
-        *((stage, settings, "upstream") for stage in (1, 2) for settings in ({}, OVERLAP)),
+        *((stage, more, "reduce_scatter") for stage in (1, 2, 3) for more in MORE),
+        *((stage, more, "upstream") for stage in (1, 2) for more in ({}, OVERLAP)),
     ],
     ids=str,
 )
 def test_reductions_do_not_depend_on_the_number_of_backwards(
-    world: World, stage: int, settings: dict[str, Any], flush: str
+    world: World, stage: int, more: dict[str, Any], flush: str
 ) -> None:
     ends = []
     for backwards in (2, 8):
-        for inside, at_end in world.run(sent_in, stage, backwards, settings, flush):
+        for inside, at_end in world.run(sent_in, stage, backwards, more, flush):
             assert not any("reduce" in name for name in inside), inside
             ends.append(Counter(at_end))
     assert all(end == ends[0] for end in ends)
@@ -81,20 +83,17 @@ def test_gather_once_gathers_once(world: World) -> None:
 
 def held_by(gather_once: bool) -> tuple[int, int]:
     """Parameters gathered between two backwards of a window, and after it."""
-    with cases.patched():
-        start = models.build(models.TwoHeads)
-        engine = trainers.build_engine(start, trainers.config(3))
-        trainer = cases.EngineTrainer(engine)
+    with applied("coalesce"):
+        trainer = engine_trainer(stage=3)
         counts = []
         with trainer.window(gather_once=gather_once):
             for index in range(2):
-                tokens, classes = models.batch(0, index)
-                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
-                counts.append(len(trainers.available(engine)))
-        return counts[0], len(trainers.available(engine))
+                trainer.backward(loss_of(trainer, 0, index))
+                counts.append(len(gathered(trainer.engine, entitled=False)))
+        return counts[0], len(gathered(trainer.engine, entitled=False))
 
 
 def test_gather_once_holds_every_parameter_until_the_window_ends(world: World) -> None:
-    parameters = len(list(models.build(models.TwoHeads).parameters()))
+    parameters = len(list(models.build("TwoHeads").parameters()))
     for between, after in world.run(held_by, True):
         assert (between, after) == (parameters, 0)

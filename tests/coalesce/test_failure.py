@@ -13,31 +13,16 @@ import torch
 import torch.distributed as dist
 
 from ds_patches import OtherRankFailed
-from tests.coalesce import cases, releases
-from tests.coalesce.micro_steps import OFFLOADED
+from tests.coalesce.test_windows import BothWays
 from tests.listening import listening
+from tests.training import stock
+from tests.training.models import Boom, RaiseInBackward, RaiseInForward, batch, loss_of
+from tests.training.options import OFFLOADED, Options
+from tests.training.run import Outcome, applied, check
+from tests.training.trainers import engine_of, engine_trainer
 from tests.world import World
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.test_failure import Boom, Fragile, RaiseInBackward
 
 PLACES = ["forward", "first backward", "middle backward", "last backward", "between", "after"]
-
-
-class RaiseInForward(torch.nn.Module):
-    armed = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if RaiseInForward.armed:
-            raise Boom("in the forward")
-        return x
-
-
-class Breakable(Fragile):
-    """Raises half way through its forward, or half way through its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].norm = torch.nn.Sequential(self.blocks[1].norm, RaiseInForward())
 
 
 def window_that_raises(trainer: Any, place: str, step: int) -> None:
@@ -46,11 +31,9 @@ def window_that_raises(trainer: Any, place: str, step: int) -> None:
     try:
         with trainer.window():
             for index in range(3):
-                tokens, classes = models.batch(step, index)
                 RaiseInForward.armed = place == "forward" and index == 1
                 RaiseInBackward.armed = index == failing
-                loss = sum(models.losses(trainer.forward(tokens), classes))
-                trainer.backward(loss)
+                trainer.backward(loss_of(trainer, step, index))
                 if place == "between" and index == 1:
                     raise Boom("in user code")
             if place == "after":
@@ -61,8 +44,8 @@ def window_that_raises(trainer: Any, place: str, step: int) -> None:
 
 def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
     """Steps 1 and 2 of 4 are tried, fail, and are done again; the reference meets no failure."""
-    for step in range(4):
-        if isinstance(trainer, cases.EngineTrainer) and step in (1, 2):
+    for step in trainer.steps():
+        if trainer.is_engine and step in (1, 2):
             here = dist.get_rank() in failing
             with pytest.raises(Boom if here else OtherRankFailed) as caught:
                 window_that_raises(trainer, place if here else "", step)
@@ -73,18 +56,20 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
             trainer.leaves_nothing()
         with trainer.window():
             for index in range(2):
-                tokens, classes = models.batch(step, index)
-                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                trainer.backward(loss_of(trainer, step, index))
         trainer.step()
 
 
-def outcome(
-    stage: int, place: str, failing: tuple[int, ...], style: str, **case: Any
-) -> cases.Outcome:
-    def script(trainer: Any) -> None:
-        fail_and_go_on(trainer, place, failing)
-
-    return cases.run(script, models.build(Breakable), stage, style=style, **case)
+def holds(
+    world: World,
+    place: str,
+    failing: tuple[int, ...],
+    flags: dict[str, str] | None = None,
+    **more: Any,
+) -> list[Outcome]:
+    script = partial(fail_and_go_on, place=place, failing=failing)
+    options = Options(model="Breakable", steps=4, **more)
+    return check(world.within(60), script, options, "coalesce", quiet=False, **(flags or {}))
 
 
 @pytest.mark.core_case(style="engine", place="middle backward")
@@ -96,57 +81,53 @@ def outcome(
 def test_the_next_step_is_as_if_it_had_not_happened(
     world: World, stage: int, place: str, style: str
 ) -> None:
-    releases.needs_torch_style(style)
-    for result in world.run(outcome, stage, place, (0, 1), style):
-        assert result.equal(), result
-        assert sum("gradients were dropped" in text for text in result.heard) == 2
+    stock.needs_style(style)
+    for outcome in holds(world, place, (0, 1), stage=stage, style=style):
+        assert sum("gradients were dropped" in text for text in outcome.said) == 2
 
 
 @pytest.mark.parametrize(
-    "case", [{"settings": OFFLOADED}, {"flush": "upstream"}, {"handshake": "store"}], ids=str
+    ("flags", "more"),
+    [({}, OFFLOADED), ({"flush": "upstream"}, {}), ({"handshake": "store"}, {})],
+    ids=str,
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_other_settings(world: World, stage: int, case: dict[str, Any]) -> None:
-    for result in world.run(outcome, stage, "middle backward", (0, 1), "engine", **case):
-        assert result.equal(), result
+def test_with_other_settings(
+    world: World, stage: int, flags: dict[str, str], more: dict[str, Any]
+) -> None:
+    holds(world, "middle backward", (0, 1), flags, stage=stage, **more)
 
 
 @pytest.mark.core_case(place="middle backward", stage=2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_alone_tells_the_others(world: World, stage: int, place: str) -> None:
-    for result in world.within(60).run(outcome, stage, place, (1,), "engine"):
-        assert result.equal(), result
+    holds(world, place, (1,), stage=stage)
 
 
 def test_one_rank_alone_at_stage_3_after_its_last_gather(world: World) -> None:
-    for result in world.within(60).run(outcome, 3, "after", (1,), "engine"):
-        assert result.equal(), result
+    holds(world, "after", (1,), stage=3)
 
 
-def alone_with_gather_once(place: str) -> cases.Outcome:
-    def script(trainer: Any) -> None:
-        trainer.window = partial(trainer.window, gather_once=True)
-        fail_and_go_on(trainer, place, (1,))
-
-    return cases.run(script, models.build(Breakable), 3)
+def all_gathered(trainer: Any, place: str) -> None:
+    trainer.window = partial(trainer.window, gather_once=True)
+    fail_and_go_on(trainer, place, (1,))
 
 
 @pytest.mark.core_case(place="middle backward")
 @pytest.mark.parametrize("place", PLACES)
 def test_one_rank_alone_at_stage_3_where_all_is_gathered(world: World, place: str) -> None:
     """The others gather nothing on their way to the end, so they get there and hear of it."""
-    for result in world.within(60).run(alone_with_gather_once, place):
-        assert result.equal(), result
+    script, options = partial(all_gathered, place=place), Options(model="Breakable", steps=4)
+    check(world.within(60), script, options, "coalesce", quiet=False)
 
 
 def alone_between_gathers() -> tuple[str, float]:
     """What a rank raises, and after how long, if rank 1 fails in the middle of a window."""
     from torch.distributed import distributed_c10d
 
-    with cases.patched(), listening():
-        engine = trainers.build_engine(models.build(Breakable), trainers.config(3))
-        trainer = cases.EngineTrainer(engine)
+    with applied("coalesce"), listening():
+        trainer = engine_trainer("Breakable", stage=3)
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
         begin = time.monotonic()
@@ -168,9 +149,10 @@ def test_at_stage_3_the_others_wait_no_longer_than_a_collective_does(fresh_world
 
 def flags_after_failure(stage: int) -> list[bool]:
     """What a window that raised leaves of what the user had set."""
-    with cases.patched(), listening():
-        engine = trainers.build_engine(models.build(Breakable), trainers.config(stage))
-        trainer = cases.BothWaysTrainer(engine)
+    with applied("coalesce"), listening():
+        options = Options(stage)
+        trainer = BothWays(engine_of("Breakable", stage=stage), options)
+        engine = trainer.engine
         found = []
         for boundary in (None, False, True):
             engine._is_gradient_accumulation_boundary = boundary
@@ -189,18 +171,16 @@ def test_flags_are_restored(world: World, stage: int) -> None:
 
 def caught_inside(stage: int, style: str, goes_on: bool) -> str:
     """The text that a window ends with when a backward's exception was caught in it."""
-    with cases.patched(), listening():
-        start = models.build(Breakable)
-        trainer = cases.EngineTrainer(trainers.build_engine(start, trainers.config(stage)), style)
-        tokens, classes = models.batch(0)
+    with applied("coalesce"), listening():
+        trainer = engine_trainer("Breakable", stage=stage, style=style)
         RaiseInBackward.armed = True
         try:
             with trainer.window():
                 with contextlib.suppress(Boom):
-                    trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                    trainer.backward(loss_of(trainer, 0))
                 RaiseInBackward.armed = False
                 if goes_on:
-                    trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                    trainer.backward(loss_of(trainer, 0))
         except RuntimeError as error:
             return str(error)
         finally:
@@ -215,7 +195,7 @@ def caught_inside(stage: int, style: str, goes_on: bool) -> str:
 def test_a_backward_that_raised_spoils_its_window(
     world: World, stage: int, style: str, goes_on: bool
 ) -> None:
-    releases.needs_torch_style(style)
+    stock.needs_style(style)
     for text in world.run(caught_inside, stage, style, goes_on):
         assert "a backward inside this coalesce_grad_reduction() raised" in text
         assert "let the exception leave the block" in text
@@ -223,13 +203,12 @@ def test_a_backward_that_raised_spoils_its_window(
 
 def gradients_of_inputs(stage: int) -> str:
     """A backward that reaches no parameter, as for a gradient penalty, is none of the window's."""
-    with cases.patched(), listening():
-        engine = trainers.build_engine(models.build(models.TwoHeads), trainers.config(stage))
-        tokens, classes = models.batch(0)
+    with applied("coalesce"), listening():
+        engine = engine_of("TwoHeads", stage=stage)
         with engine.coalesce_grad_reduction():
-            outputs = engine(tokens)
+            outputs = engine(batch(0)[0])
             torch.autograd.grad(outputs[0].sum(), outputs[0], retain_graph=True)
-            engine.backward(sum(models.losses(engine(tokens), classes)))
+            engine.backward(loss_of(engine, 0))
         engine.step()
         return "no error"
 
@@ -241,17 +220,14 @@ def test_gradients_of_other_tensors(world: World, stage: int) -> None:
 
 def two_engines_in_each_other() -> list[str]:
     """Rank 1 raises in the outer window, after the inner one has closed."""
-    with cases.patched(), listening():
-        engines = [
-            trainers.build_engine(models.build(Breakable), trainers.config(2)) for _ in range(2)
-        ]
+    with applied("coalesce"), listening():
+        engines = [engine_of("Breakable", stage=2) for _ in range(2)]
         errors = []
         for _ in range(3):
             try:
                 with engines[0].coalesce_grad_reduction():
                     with engines[1].coalesce_grad_reduction():
-                        tokens, classes = models.batch(0)
-                        engines[1].backward(sum(models.losses(engines[1](tokens), classes)))
+                        engines[1].backward(loss_of(engines[1], 0))
                     if dist.get_rank() == 1:
                         raise Boom("outside the inner window")
             except RuntimeError as error:

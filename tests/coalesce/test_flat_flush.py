@@ -9,10 +9,11 @@ import torch
 from packaging.version import Version
 
 from ds_patches.coalesce.flat_reduction import Flush
-from tests.coalesce import cases, flat, flat_engines
-from tests.groups import group_of
+from tests.coalesce import flat, flat_engines
+from tests.training import stock
+from tests.training.groups import group_of
+from tests.training.options import BF16, BF16_SUMS, OFFLOADED, Options
 from tests.world import World
-from tests.zero3_retain import releases
 
 # --- Plain tensors ------------------------------------------------------------------------------
 
@@ -99,14 +100,16 @@ ALIGNS_PARAMETERS = Version("0.19.7")
 SUMS = Version("0.19.6")
 
 
-def outcome(world: World, how: str = "flush", **case: Any) -> dict[str, Any]:
-    """The outcome of `case`, which must be the same on both ranks."""
-    first, second = world.run(flat_engines.train, how, **case)
-    assert first == second
-    tolerance = cases.ROUNDING[case.get("dtype", "float32")]
-    assert first["moved"] > max(1e-3, 4 * tolerance)
-    assert first["difference"] <= tolerance, first
-    return first
+def holds(
+    world: World, how: str = "flush", groups: int = 1, **options: Any
+) -> tuple[list[tuple[str, int]], float]:
+    """What both ranks have sent, for the sum that is plain PyTorch's."""
+    found = world.run(flat_engines.train, Options(**options), how, groups)
+    for outcome, _, _ in found:
+        assert outcome.equal, outcome
+    (_, *sent), (_, *others) = found
+    assert sent == others
+    return sent[0], sent[1]
 
 
 @pytest.mark.core_case(contiguous=True, stage=2)
@@ -115,57 +118,53 @@ def outcome(world: World, how: str = "flush", **case: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_flush_is_a_sum(world: World, stage: int, contiguous: bool, overlap: bool) -> None:
     zero = {"contiguous_gradients": contiguous, "overlap_comm": overlap}
-    outcome(world, stage=stage, settings={"zero": zero})
+    holds(world, stage=stage, zero=zero)
 
 
-BF16 = {"bf16": {"enabled": True}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-FP32_WIRE = {"communication_data_type": "fp32"}
+FP32_WIRE = {"settings": {"communication_data_type": "fp32"}}
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings"),
+    ("stage", "more"),
     [
-        (1, BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
-        (2, BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}),
-        (2, BF16 | FP32_SUMS),
-        (2, BF16 | FP32_SUMS | FP32_WIRE),
+        (1, BF16 | {"sums": "bf16"}),
+        (2, BF16 | {"sums": "bf16"}),
+        (2, BF16_SUMS),
+        (2, BF16_SUMS | FP32_WIRE),
     ],
     ids=["1", "2", "2, fp32 sums", "2, fp32 sums and wire"],
 )
-def test_bf16(world: World, stage: int, settings: dict[str, Any]) -> None:
-    outcome(world, stage=stage, dtype="bfloat16", settings=settings)
+def test_bf16(world: World, stage: int, more: dict[str, Any]) -> None:
+    holds(world, stage=stage, **more)
 
 
 @pytest.mark.core_case(stage=2, model="Unused")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["Unused", "Widening", "FrozenTrunk", "TiedEmbedding"])
 def test_parameters_that_are_not_reached(world: World, model: str, stage: int) -> None:
-    outcome(world, model=model, stage=stage)
+    holds(world, model=model, stage=stage)
 
 
 @pytest.mark.parametrize("round_robin", [False, True], ids=["", "round robin"])
 @pytest.mark.parametrize("groups", [2, 5])
 def test_several_groups(world: World, groups: int, round_robin: bool) -> None:
-    zero = {"round_robin_gradients": round_robin}
-    outcome(world, stage=2, groups=groups, settings={"zero": zero})
+    holds(world, groups=groups, stage=2, zero={"round_robin_gradients": round_robin})
 
 
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 def test_clipping_goes_by_the_norm_of_the_sum(world: World, stage: int) -> None:
-    outcome(world, stage=stage, groups=2, clip=0.05)
+    holds(world, groups=2, stage=stage, clip=0.05)
 
 
 def test_half_of_the_bytes_of_an_all_reduce(world: World) -> None:
-    ours = outcome(world, stage=2, groups=2, steps=1)
-    upstream = outcome(world, "upstream", stage=2, groups=2, steps=1)
-    assert {name for name, _ in upstream["sent"]} == {"allreduce_"}
-    reductions = [sent for sent in ours["sent"] if sent[0] == "_reduce_scatter_base_"]
+    ours, _ = holds(world, groups=2, stage=2, steps=1)
+    upstream, elements = holds(world, "upstream", groups=2, stage=2, steps=1)
+    assert {name for name, _ in upstream} == {"allreduce_"}
+    reductions = [numel for name, numel in ours if name == "_reduce_scatter_base_"]
     padding = 2 * 2 * 2  # two ranks, two groups, two elements of alignment
-    assert sum(numel for _, numel in reductions) <= upstream["elements"] / 2 + padding
-    assert len(reductions) == len(ours["sent"])
-    assert len(reductions) <= len(upstream["sent"])
+    assert sum(reductions) <= elements / 2 + padding
+    assert len(reductions) == len(ours) <= len(upstream)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
@@ -176,34 +175,32 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "settings", "expected"),
+    ("stage", "more", "expected"),
     [
-        (1, "float32", {}, True),
-        (2, "bfloat16", BF16 | FP32_SUMS, True),
-        (1, "bfloat16", BF16 | FP32_SUMS, False),  # BF16_Optimizer
-        (3, "float32", {}, False),
-        (2, "float32", {"zero": {"offload_optimizer": {"device": "cpu"}}}, False),
-        (2, "float32", {"zero": {"reduce_scatter": False}}, False),
+        (1, {}, True),
+        (2, BF16_SUMS, True),
+        (1, BF16_SUMS, False),  # BF16_Optimizer
+        (3, {}, False),
+        (2, OFFLOADED, False),
+        (2, {"zero": {"reduce_scatter": False}}, False),
     ],
     ids=str,
 )
-def test_what_is_covered(
-    world: World, stage: int, dtype: str, settings: dict[str, Any], expected: bool
-) -> None:
-    assert world.run(flat_engines.covered, stage, dtype, settings) == [expected] * 2
+def test_what_is_covered(world: World, stage: int, more: dict[str, Any], expected: bool) -> None:
+    assert world.run(flat_engines.covered, Options(stage, **more)) == [expected] * 2
 
 
 @pytest.mark.exhaustive
 def test_torch_autocast_is_not_covered(fresh_world: World) -> None:
     """Its parameters have communication dtypes of their own, and it is on for good."""
     settings = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    assert fresh_world.run(flat_engines.covered, 2, "float32", settings) == [False] * 2
+    assert fresh_world.run(flat_engines.covered, Options(2, settings=settings)) == [False] * 2
 
 
-@pytest.mark.skipif(releases.RELEASE < SUMS, reason=f"gradients are always averaged before {SUMS}")
+@pytest.mark.skipif(stock.RELEASE < SUMS, reason=f"gradients are always averaged before {SUMS}")
 def test_sums_are_not_covered(world: World) -> None:
     settings = {"gradient_allreduce_op": "sum"}
-    assert world.run(flat_engines.covered, 2, "float32", settings) == [False] * 2
+    assert world.run(flat_engines.covered, Options(2, settings=settings)) == [False] * 2
 
 
 @pytest.mark.core_case(case={"stage": 2, "groups": 3})
@@ -213,25 +210,26 @@ def test_sums_are_not_covered(world: World) -> None:
         {"stage": 1},
         {"stage": 2},
         {"stage": 2, "groups": 3},
-        {"stage": 2, "groups": 2, "settings": {"zero": {"round_robin_gradients": True}}},
+        {"stage": 2, "groups": 2, "zero": {"round_robin_gradients": True}},
         {"stage": 2, "model": "Unused"},
-        {"stage": 2, "model": "FrozenTrunk", "settings": {"zero": {"overlap_comm": True}}},
-        {"stage": 2, "settings": {"zero": {"parameter_alignment": True}}},
-        {"stage": 2, "dtype": "bfloat16", "settings": BF16 | FP32_SUMS},
+        {"stage": 2, "model": "FrozenTrunk", "zero": {"overlap_comm": True}},
+        {"stage": 2, "zero": {"parameter_alignment": True}},
+        {"stage": 2, **BF16_SUMS},
     ],
     ids=str,
 )
 def test_the_optimizer_is_left_as_upstream_leaves_it(world: World, case: dict[str, Any]) -> None:
     """To the bit: shapes and values of what ``step`` takes, norms, and full gradients."""
     # Upstream's own full gradients are of other parameters there, or none at all.
-    case = {"model": "TwoHeads", "full": "round_robin" not in str(case)} | case
-    if "parameter_alignment" in str(case) and releases.RELEASE < ALIGNS_PARAMETERS:
+    full, groups = "round_robin" not in str(case), case.get("groups", 1)
+    options = Options(**{name: value for name, value in case.items() if name != "groups"})
+    if "parameter_alignment" in str(case) and stock.RELEASE < ALIGNS_PARAMETERS:
         pytest.skip(
-            f"DeepSpeed {releases.RELEASE} has no parameter_alignment ({ALIGNS_PARAMETERS} has)"
+            f"DeepSpeed {stock.RELEASE} has no parameter_alignment ({ALIGNS_PARAMETERS} has)"
         )
     for ours, upstream in zip(
-        world.run(flat_engines.reduced, "flush", **case),
-        world.run(flat_engines.reduced, "upstream", **case),
+        world.run(flat_engines.reduced, options, "flush", groups, full),
+        world.run(flat_engines.reduced, options, "upstream", groups, full),
         strict=True,
     ):
         assert ours["left over"] == [] == ours["pending"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,20 +10,22 @@ import pytest
 import torch
 
 from ds_patches.coalesce.suspended_hooks import SuspendedHooks
-from tests.coalesce import cases
+from tests.coalesce.loops import BACKWARDS, several_backwards
+from tests.training import stock
+from tests.training.models import loss_of
+from tests.training.options import OFFLOADED, OFFLOADED_ALL, Options
+from tests.training.run import check, run
+from tests.training.trainers import gathered
 from tests.world import World
-from tests.zero3_retain import models, trainers
 
-CPU = {"device": "cpu"}
-OFFLOADED = {"zero": {"offload_param": CPU, "offload_optimizer": CPU}}
-OFFLOADED_OPTIMIZER = {"zero": {"offload_optimizer": CPU}}
 PERSISTENT = {"zero": {"stage3_param_persistence_threshold": 20}}
 SMALL_PREFETCH = {"zero": {"stage3_prefetch_bucket_size": 40}}
+gathers_once = partial(several_backwards, gather_once=True)
 
 
-def check(world: World, **case: Any) -> None:
-    for result in world.within(60).run(cases.train, stage=3, gather_once=True, **case):
-        assert result.equal(case.get("dtype", "float32")), result
+def holds(world: World, *others: str, **options: Any) -> None:
+    stock.needs_style(options.get("style", "engine"))
+    check(world.within(60), gathers_once, Options(3, **options), "coalesce", *others)
 
 
 @pytest.mark.parametrize(
@@ -38,72 +41,38 @@ def check(world: World, **case: Any) -> None:
     ],
 )
 def test_models(world: World, model: str) -> None:
-    check(world, model=model, steps=4)
+    holds(world, model=model, steps=4)
 
 
-@pytest.mark.parametrize(
-    "settings", [OFFLOADED, OFFLOADED_OPTIMIZER, PERSISTENT, SMALL_PREFETCH], ids=str
-)
-def test_settings(world: World, settings: dict[str, Any]) -> None:
-    check(world, settings=settings)
+@pytest.mark.parametrize("more", [OFFLOADED_ALL, OFFLOADED, PERSISTENT, SMALL_PREFETCH], ids=str)
+def test_options(world: World, more: dict[str, Any]) -> None:
+    holds(world, **more)
 
 
 @pytest.mark.parametrize("style", ["engine", "torch"])
 def test_with_zero3_retain(world: World, style: str) -> None:
-    from tests.coalesce import releases
-
-    releases.needs_torch_style(style)
-    check(world, style=style, others=("zero3_retain",))
+    holds(world, "zero3_retain", style=style)
 
 
 def _by_turns(trainer: Any) -> None:
     """Windows that gather once, windows that do not, and steps without any."""
-    for step in range(6):
+    for step in trainer.steps():
         kind = step % 3
         arguments = {"gather_once": True} if kind == 0 else {}
-        backwards = 1 if kind == 2 else cases.BACKWARDS
-        with trainer.window(**arguments) if kind < 2 else trainer.no_window():
+        backwards = 1 if kind == 2 else BACKWARDS
+        with trainer.window(**arguments) if kind < 2 else nullcontext():
             for index in range(backwards):
-                tokens, classes = models.batch(step, index)
-                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                trainer.backward(loss_of(trainer, step, index))
         trainer.step()
-
-
-class Plain(cases.PlainTrainer):
-    no_window = cases.PlainTrainer.window
-
-
-class Engine(cases.EngineTrainer):
-    no_window = cases.PlainTrainer.window
-
-
-def by_turns(script: Any) -> tuple[cases.Outcome, int]:
-    start = models.build(models.TwoHeads)
-    seen: list[int] = []
-
-    def and_count(trainer: Any) -> None:
-        script(trainer)
-        if isinstance(trainer, cases.EngineTrainer):
-            seen.append(len(trainers.available(trainer.engine)))
-
-    found = cases.run(and_count, start, 3, trainer_class=Engine, reference=Plain)
-    return found, sum(seen)
-
-
-def test_other_steps_in_between(world: World) -> None:
-    for result, gathered in world.within(60).run(by_turns, _by_turns):
-        assert result.equal(), result
-        assert gathered == 0
 
 
 def _partitioned_in_between(trainer: Any) -> None:
     """In the middle of a window everything is partitioned, as saving a checkpoint does."""
-    for step in range(2):
+    for step in trainer.steps():
         with trainer.window(gather_once=True):
-            for index in range(cases.BACKWARDS):
-                tokens, classes = models.batch(step, index)
-                trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
-                if isinstance(trainer, cases.EngineTrainer):
+            for index in range(BACKWARDS):
+                trainer.backward(loss_of(trainer, step, index))
+                if trainer.is_engine:
                     trainer.engine.optimizer._partition_all_parameters()
         trainer.step()
 
@@ -112,48 +81,55 @@ def _gathered_by_hand(trainer: Any) -> None:
     from deepspeed.runtime.zero import GatheredParameters
 
     with trainer.window(gather_once=True):
-        if isinstance(trainer, cases.EngineTrainer):
+        if trainer.is_engine:
             with GatheredParameters(list(trainer.engine.module.parameters())):
                 pass
 
 
 def _forward_from_before(trainer: Any) -> None:
-    for step in range(3):
-        tokens, classes = models.batch(step, 0)
-        early = sum(models.losses(trainer.forward(tokens), classes))
+    for step in trainer.steps():
+        early = loss_of(trainer, step, 0)
         with trainer.window(gather_once=True):
             trainer.backward(early)
-            tokens, classes = models.batch(step, 1)
-            trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+            trainer.backward(loss_of(trainer, step, 1))
         trainer.step()
 
 
 def _without_gradients(trainer: Any) -> None:
     """GradCache's first pass."""
-    for step in range(3):
+    for step in trainer.steps():
         with trainer.window(gather_once=True):
-            tokens, classes = models.batch(step, 0)
             with torch.no_grad():
-                trainer.forward(tokens)
-            trainer.backward(sum(models.losses(trainer.forward(tokens), classes)))
+                loss_of(trainer, step)
+            trainer.backward(loss_of(trainer, step))
         trainer.step()
 
 
+def and_nothing_stays(trainer: Any, script: Any) -> None:
+    script(trainer)
+    if trainer.is_engine:
+        assert not gathered(trainer.engine, entitled=False)
+
+
 @pytest.mark.parametrize(
-    "script",
-    [_forward_from_before, _without_gradients, _partitioned_in_between],
-    ids=lambda script: script.__name__.strip("_"),
+    ("script", "steps"),
+    [
+        (_by_turns, 6),
+        (_forward_from_before, 3),
+        (_without_gradients, 3),
+        (_partitioned_in_between, 2),
+    ],
+    ids=lambda script: getattr(script, "__name__", "").strip("_") or str(script),
 )
-def test_what_else_may_happen(world: World, script: Any) -> None:
-    for result, gathered in world.within(60).run(by_turns, script):
-        assert result.equal(), result
-        assert gathered == 0
+def test_what_else_may_happen(world: World, script: Any, steps: int) -> None:
+    wanted = partial(and_nothing_stays, script=script)
+    check(world.within(60), wanted, Options(3, steps=steps), "coalesce")
 
 
 def test_what_would_partition_a_part_is_refused(world: World) -> None:
     """By upstream: somebody has the parameters in use."""
-    for result, _ in world.within(60).run(by_turns, _gathered_by_hand):
-        assert result.error.startswith(("RuntimeError", "AssertionError")), result
+    for outcome in world.within(60).run(run, _gathered_by_hand, Options(3), "coalesce"):
+        assert outcome.error.startswith(("RuntimeError", "AssertionError")), outcome
 
 
 # --- Hooks ---------------------------------------------------------------------------------------

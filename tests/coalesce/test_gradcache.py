@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.coalesce import cases, releases
 from tests.releases import ROOT
+from tests.training import stock
+from tests.training.run import applied
 from tests.world import World
 
 CHUNKS = 4
@@ -22,7 +23,7 @@ def curves(stage: int, windows: bool) -> tuple[Any, Any]:
     from examples.gradcache import curves
 
     work = curves.Work(steps=12, chunks=CHUNKS)
-    with cases.patched() if windows else nullcontext():
+    with applied("coalesce") if windows else nullcontext():
         return curves.full_batch(work), curves.cached(stage, work, windows=windows)
 
 
@@ -40,7 +41,7 @@ def test_the_loss_curve_is_that_of_the_whole_batch(world: World, stage: int) -> 
 def test_stock_has_another_curve_or_reduces_every_backward(world: World, stage: int) -> None:
     for plain, found in world.run(curves, stage, False):
         if found.error:
-            assert not releases.TORCH_STYLE, found.error
+            assert not stock.TORCH_STYLE, found.error
             continue
         if stage == 3:
             assert found.losses == pytest.approx(plain.losses, abs=1e-5)
@@ -51,7 +52,7 @@ def test_stock_has_another_curve_or_reduces_every_backward(world: World, stage: 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(
-    not releases.TORCH_STYLE,
+    not stock.TORCH_STYLE,
     reason="below 0.18.3 stock raises at ZeRO-1 and 2, so the example has no rows of it",
 )
 def test_the_command() -> None:

@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests import leftovers
-from tests.coalesce import cases, releases
+from tests.training import leftovers, stock
+from tests.training.models import loss_of
+from tests.training.options import BF16, BF16_SUMS
+from tests.training.run import applied
+from tests.training.trainers import engine_of
 from tests.world import World
-from tests.zero3_retain import models, trainers
-
-
-def engine_of(stage: int, **settings: Any) -> Any:
-    return trainers.build_engine(models.build(models.TwoHeads), trainers.config(stage, **settings))
 
 
 def one_backward(engine: Any, step: int = 0) -> None:
-    tokens, classes = models.batch(step)
-    engine.backward(sum(models.losses(engine(tokens), classes)))
+    engine.backward(loss_of(engine, step))
 
 
 def caught_by(action: Any, *arguments: Any, **named: Any) -> str:
@@ -35,8 +32,8 @@ def caught_by(action: Any, *arguments: Any, **named: Any) -> str:
 
 
 def refusals_inside(stage: int) -> dict[str, str]:
-    with cases.patched():
-        engine = engine_of(stage)
+    with applied("coalesce"):
+        engine = engine_of(stage=stage)
         found = {}
         with engine.coalesce_grad_reduction():
             one_backward(engine)
@@ -62,47 +59,42 @@ def test_inside_a_window(world: World, stage: int) -> None:
         assert stage == 1 or "nested" in found["no_sync"]
 
 
-def refusal(stage: int, dtype: str = "float32", **settings: Any) -> str:
-    with cases.patched():
-        model = models.build(models.TwoHeads, getattr(torch, dtype))
-        engine = trainers.build_engine(model, trainers.config(stage, **settings))
-        return caught_by(engine.coalesce_grad_reduction)
-
-
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+def refusal(**options: Any) -> str:
+    with applied("coalesce"):
+        return caught_by(engine_of(**options).coalesce_grad_reduction)
 
 
 @pytest.mark.core_case
 @pytest.mark.parametrize(
-    ("stage", "dtype", "settings", "says"),
+    ("stage", "more", "says"),
     [
-        (0, "float32", {}, "needs ZeRO stage 1, 2 or 3; this engine has 0"),
-        (1, "bfloat16", BF16, "does not cover"),
-        (0, "bfloat16", {"bf16": {"enabled": True}}, "needs ZeRO stage"),
+        (0, {}, "needs ZeRO stage 1, 2 or 3; this engine has 0"),
+        (1, BF16_SUMS, "does not cover"),
+        (0, BF16, "needs ZeRO stage"),
     ],
     ids=["stage 0", "BF16_Optimizer", "bf16 stage 0"],
 )
 def test_engines_that_are_not_covered(
-    world: World, stage: int, dtype: str, settings: dict[str, Any], says: str
+    world: World, stage: int, more: dict[str, Any], says: str
 ) -> None:
-    for text in world.run(refusal, stage, dtype, **settings):
+    for text in world.run(refusal, stage=stage, **more):
         assert text.startswith("NotImplementedError")
         assert says in text
 
 
 @pytest.mark.skipif(
-    releases.Version("0.19.4") > releases.RELEASE, reason="managed_gradient_accumulation: 0.19.4"
+    stock.Version("0.19.4") > stock.RELEASE, reason="managed_gradient_accumulation: 0.19.4"
 )
 def test_unmanaged_accumulation(world: World) -> None:
-    for text in world.run(refusal, 2, managed_gradient_accumulation=False):
+    for text in world.run(refusal, stage=2, settings={"managed_gradient_accumulation": False}):
         assert text.startswith("AssertionError")
         assert "managed_gradient_accumulation" in text
 
 
 def refusal_of_a_kind(attribute: str) -> str:
     """The guard goes by what the engine is, and these cannot be built on a CPU."""
-    with cases.patched():
-        engine = engine_of(2)
+    with applied("coalesce"):
+        engine = engine_of(stage=2)
         if attribute == "optimizer":
             engine.optimizer.__class__ = type("SuperOffload", (type(engine.optimizer),), {})
         else:
@@ -117,8 +109,8 @@ def test_engines_of_other_kinds(world: World, attribute: str) -> None:
 
 
 def arguments_that_mean_nothing() -> list[str]:
-    with cases.patched():
-        window = engine_of(2).coalesce_grad_reduction
+    with applied("coalesce"):
+        window = engine_of(stage=2).coalesce_grad_reduction
         return [
             caught_by(window, gather_once=True),
             caught_by(window, num_backwards=3),
@@ -144,9 +136,8 @@ def nested(engine: Any) -> None:
 
 
 def one_backward_of_its_own(engine: Any) -> None:
-    tokens, classes = models.batch(1)
     with torch.enable_grad():
-        sum(models.losses(engine(tokens), classes)).backward()
+        loss_of(engine, 1).backward()
 
 
 def ours(engine: Any, before: Any, but: tuple[str, ...] = MET) -> set[str]:
@@ -160,10 +151,10 @@ def lifecycle(stage: int, kind: str) -> list[set[str]]:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     methods = dict(vars(DeepSpeedEngine))
-    engine = engine_of(stage)  # before the patch is applied
+    engine = engine_of(stage=stage)  # before the patch is applied
     before = leftovers.of(engine)
     found, busy = [], set()
-    with cases.patched():
+    with applied("coalesce"):
         for step in range(2):
             if kind != "nested":
                 with getattr(engine, kind)():

@@ -2,198 +2,204 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 
-from tests.coalesce import cases, micro_steps, releases
-from tests.coalesce.micro_steps import OFFLOADED, OVERLAP
-from tests.collectives import Collectives
+from tests.scripts import ordinary, unsynced
+from tests.training import stock
+from tests.training.collectives import Collectives
+from tests.training.options import BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, Options
+from tests.training.run import applied, check
+from tests.training.surroundings import RATE
+from tests.training.trainers import EngineTrainer, PlainTrainer, engine_trainer
 from tests.world import World
-from tests.zero3_retain import models, trainers
 
-STAGES = [1, 2, 3]
+ALL = [1, 2, 3]
+STAGES = pytest.mark.parametrize("stage", ALL)
 REFUSING = [2, 3]  # stock
 UPSTREAM = {"flush": "upstream"}
 
 
-def check(world: World, script: cases.Script, *, stage: int, **case: Any) -> None:
-    for result in world.run(micro_steps.outcome, script, stage=stage, **case):
-        assert result.equal(case.get("dtype", "float32")), result
-        assert not result.heard
+def holds(
+    world: World, script: Any, stage: int, flags: dict[str, str] | None = None, **options: Any
+) -> None:
+    stock.needs_style(options.get("style", "engine"))
+    given = script.at(stage, **{"steps": 3, **options})
+    check(world, script, given, "coalesce", **(flags or {}))
 
 
-@pytest.mark.core_case(case={}, stage=3)
+@pytest.mark.core_case(more={}, stage=3)
 @pytest.mark.parametrize(
-    ("stage", "case"),
+    ("stage", "flags", "more"),
     [  # stock's own, at stage 1, dies with overlap_comm: "has already been reduced"
-        *((stage, case) for stage in STAGES for case in ({}, UPSTREAM)),
-        *((stage, {"settings": OVERLAP}) for stage in REFUSING),
+        *((stage, flags, {}) for stage in ALL for flags in ({}, UPSTREAM)),
+        *((stage, {}, OVERLAP) for stage in REFUSING),
     ],
     ids=str,
 )
 def test_the_next_synced_backward_reduces_the_sum(
-    world: World, stage: int, case: dict[str, Any]
+    world: World, stage: int, flags: dict[str, str], more: dict[str, Any]
 ) -> None:
-    check(world, micro_steps.all_but_the_last_unsynced, stage=stage, **case)
+    holds(world, unsynced.unsynced, stage, flags, **more)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+class DDPTrainer(PlainTrainer):
+    """PyTorch's own data parallel training, the model of `no_sync()`."""
+
+    def __init__(self, module: torch.nn.Module, options: Options) -> None:
+        super().__init__(module, options)
+        self._ddp = torch.nn.parallel.DistributedDataParallel(module)
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        return self._ddp(*inputs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._ddp.no_sync()
+        return context
+
+    def step(self) -> None:
+        """Gradients are averaged already."""
+        with torch.no_grad():
+            for param in self.module.parameters():
+                param -= RATE * param.grad
+        self.module.zero_grad()
+
+
+@STAGES
 def test_as_ddp_does(world: World, stage: int) -> None:
-    case = {"reference": micro_steps.DDPTrainer}
-    check(world, micro_steps.all_but_the_last_unsynced, stage=stage, **case)
+    check(world, unsynced.unsynced, Options(stage), "coalesce", plain=DDPTrainer)
 
 
-SCRIPTS: list[tuple[cases.Script, int]] = [
-    (micro_steps.stepping_inside, 2),
-    (micro_steps.among_micro_steps, 3),
-    (micro_steps.synced_in_between, 1),
-    (micro_steps.beside_windows, 1),
-    (micro_steps.resting_heads, 1),
-    (micro_steps.dropped_by_zero_grad, 1),
-]
-
-
-@pytest.mark.core_case(script=micro_steps.stepping_inside, stage=2, settings={})
-@pytest.mark.core_case(script=micro_steps.synced_in_between, stage=2, settings=OFFLOADED)
-@pytest.mark.core_case(script=micro_steps.synced_in_between, stage=3, settings={})
+@pytest.mark.core_case(script=unsynced.stepping_inside, stage=2, more={})
+@pytest.mark.core_case(script=unsynced.synced_in_between, stage=2, more=OFFLOADED)
+@pytest.mark.core_case(script=unsynced.synced_in_between, stage=3, more={})
 @pytest.mark.parametrize(
-    ("script", "gas"), [pytest.param(*one, id=one[0].__name__) for one in SCRIPTS]
+    "script",
+    [
+        unsynced.stepping_inside,
+        unsynced.unsynced_among_micro_steps,
+        unsynced.synced_in_between,
+        unsynced.beside_windows,
+        unsynced.unsynced_and_uneven,
+        unsynced.unsynced_and_dropped,
+    ],
 )
 @pytest.mark.parametrize(
-    ("stage", "settings"),
+    ("stage", "more"),
     [(1, {}), (2, {}), (3, {}), (2, OFFLOADED), (3, OFFLOADED)],
     ids=["1", "2", "3", "2-offloaded", "3-offloaded"],
 )
-def test_scripts(
-    world: World, stage: int, script: cases.Script, gas: int, settings: dict[str, Any]
-) -> None:
-    if stage == 1 and script is micro_steps.stepping_inside:
+def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any]) -> None:
+    if stage == 1 and script is unsynced.stepping_inside:
         pytest.skip("stock's own refuses engine.step() inside")
-    if stage == 1 and script is micro_steps.among_micro_steps and not releases.TORCH_STYLE:
+    if stage == 1 and script.options.micro_steps == 3 and not stock.TORCH_STYLE:
         pytest.skip("stock's own leaves out the division by gradient_accumulation_steps")
-    model = "Uneven" if script is micro_steps.resting_heads else "TwoHeads"
-    check(world, script, stage=stage, model=model, settings=settings, micro_steps=gas)
+    holds(world, script, stage, steps=4, **more)
 
 
-@pytest.mark.parametrize("script", [micro_steps.synced_in_between, micro_steps.resting_heads])
+@pytest.mark.parametrize("script", [unsynced.synced_in_between, unsynced.unsynced_and_uneven])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_scripts_with_upstreams_flush(world: World, stage: int, script: cases.Script) -> None:
-    model = "Uneven" if script is micro_steps.resting_heads else "TwoHeads"
-    check(world, script, stage=stage, model=model, **UPSTREAM)
+def test_scripts_with_upstreams_flush(world: World, stage: int, script: Any) -> None:
+    holds(world, script, stage, UPSTREAM)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_may_have_unlike_numbers_of_backwards(world: World, stage: int) -> None:
     """Not at stage 3, where a forward is a collective."""
-    check(world, micro_steps.unlike_numbers, stage=stage)
+    holds(world, unsynced.unlike_numbers_unsynced, stage)
 
 
-@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("accumulate_in", [None, "fp32"], ids=["low", "fp32"])
-@pytest.mark.parametrize("stage", STAGES)
+TWO = pytest.mark.parametrize("script", [unsynced.unsynced, unsynced.synced_in_between])
+
+
+@TWO
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize("dtype", [BF16, BF16_SUMS], ids=["low", "fp32"])
+@STAGES
 def test_bfloat16(
-    world: World, stage: int, accumulate_in: str | None, settings: dict[str, Any]
+    world: World, stage: int, dtype: dict[str, Any], more: dict[str, Any], script: Any
 ) -> None:
-    config: dict[str, Any] = {**settings, "bf16": {"enabled": True}}
-    if accumulate_in:
-        config["data_types"] = {"grad_accum_dtype": accumulate_in}
-    if stage == 1 and accumulate_in and not settings:
+    if stage == 1 and dtype is BF16_SUMS and not more:
         pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is not covered")
-    for script in (micro_steps.all_but_the_last_unsynced, micro_steps.synced_in_between):
-        check(world, script, stage=stage, dtype="bfloat16", settings=config)
+    holds(world, script, stage, **dtype, **more)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_float16_with_a_dynamic_loss_scale(world: World, stage: int) -> None:
-    config = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    script = micro_steps.all_but_the_last_unsynced
-    check(world, script, stage=stage, dtype="float16", settings=config)
+    holds(world, unsynced.unsynced, stage, **FP16)
 
 
 @pytest.mark.parametrize("model", ["FrozenTrunk", "SharedBlock", "Reentrant", "LeafModule"])
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_models(world: World, stage: int, model: str) -> None:
-    check(world, micro_steps.all_but_the_last_unsynced, stage=stage, model=model)
+    holds(world, unsynced.unsynced, stage, model=model)
 
 
-@pytest.mark.parametrize(
-    ("stage", "script", "style"),
-    [  # every pair of values
-        (1, micro_steps.all_but_the_last_unsynced, "scale"),
-        (1, micro_steps.synced_in_between, "torch"),
-        (2, micro_steps.all_but_the_last_unsynced, "torch"),
-        (2, micro_steps.synced_in_between, "scale"),
-        (3, micro_steps.all_but_the_last_unsynced, "scale"),
-        (3, micro_steps.synced_in_between, "torch"),
-    ],
-)
-def test_torch_style(world: World, stage: int, script: cases.Script, style: str) -> None:
-    releases.needs_torch_style(style)
-    check(world, script, stage=stage, style=style)
+@TWO
+@pytest.mark.parametrize("style", ["scale", "torch"])
+@STAGES
+def test_torch_style(world: World, stage: int, script: Any, style: str) -> None:
+    holds(world, script, stage, style=style)
 
 
-@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
+@STAGES
 def test_several_backwards_over_one_forward_with_zero3_retain(
-    world: World, stage: int, settings: dict[str, Any]
+    world: World, stage: int, more: dict[str, Any]
 ) -> None:
-    case = {"others": ("zero3_retain",), "settings": settings}
-    check(world, micro_steps.over_one_forward, stage=stage, **case)
+    script = unsynced.unsynced_over_one_forward
+    check(world, script, Options(stage, **more), "coalesce", "zero3_retain")
 
 
 # --- Sent, and held ------------------------------------------------------------------------------
 
 
-def sent_in_three_steps(stage: int, backwards: int, script: cases.Script, gas: int) -> Any:
-    """Reductions."""
-    with cases.patched():
-        start = models.build(models.TwoHeads)
-        settings = trainers.config(stage, micro_steps=gas)
-        trainer = micro_steps.EngineTrainer(trainers.build_engine(start, settings))
+def sent_in_three_steps(stage: int, backwards: int, inside: bool) -> dict[str, int]:
+    """Reductions. inside: each backward is a micro step, and stepped."""
+    with applied("coalesce"):
+        trainer = engine_trainer(stage=stage, micro_steps=backwards if inside else 1)
+        loop = unsynced.stepped_inside if inside else unsynced.all_but_the_last
         with Collectives() as sent:
-            script(trainer, backwards)
+            loop(trainer, backwards)
         return {name: n for name, n in sent.seen.items() if "reduce" in name}
 
 
-@pytest.mark.core_case(stage=2, script=micro_steps.all_but_the_last_unsynced)
+@pytest.mark.core_case(stage=2, inside=False)
 @pytest.mark.parametrize(
-    ("stage", "script"),
-    [
-        *((stage, micro_steps.all_but_the_last_unsynced) for stage in STAGES),
-        *((stage, micro_steps.stepping_inside) for stage in REFUSING),
-    ],
+    ("stage", "inside"),
+    [*((stage, False) for stage in ALL), *((stage, True) for stage in REFUSING)],
 )
-def test_a_step_costs_one_reduction(world: World, stage: int, script: cases.Script) -> None:
-    found = []
-    for backwards in (2, 8):
-        gas = backwards if script is micro_steps.stepping_inside else 1
-        found += world.run(sent_in_three_steps, stage, backwards, script, gas)
+def test_a_step_costs_one_reduction(world: World, stage: int, inside: bool) -> None:
+    found = [
+        sent
+        for backwards in (2, 8)
+        for sent in world.run(sent_in_three_steps, stage, backwards, inside)
+    ]
     assert all(sent == found[0] for sent in found)
     assert sum(found[0].values()) > 0
 
 
-class Watching(trainers.EngineTrainer):
+class Watching(EngineTrainer):
     """What each backward sends, and which gradients it leaves on their parameters."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self.seen: list[tuple[dict[str, int], list[str]]] = []
+    seen: list[tuple[dict[str, int], list[str]]]
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
         with Collectives() as sent:
             super().backward(loss, retain_graph)
-        parameters = self.engine.module.named_parameters()
-        left = [name for name, param in parameters if param.grad is not None]
+        left = [name for name, param in self.module.named_parameters() if param.grad is not None]
         self.seen.append((dict(sent.seen), left))
 
 
 def seen_in_micro_steps(stage: int, patch: bool) -> Any:
-    with cases.patched() if patch else nullcontext():
-        settings = trainers.config(stage, micro_steps=3)
-        trainer = Watching(trainers.build_engine(models.build(models.TwoHeads), settings))
-        micro_steps.micro_steps(trainer, 3)
+    with applied("coalesce") if patch else nullcontext():
+        options = Options(stage, micro_steps=2)
+        trainer = Watching(engine_trainer(stage=stage, micro_steps=2).engine, options)
+        trainer.seen = []
+        ordinary.micro_steps(trainer)
         return trainer.seen
 
 
@@ -201,12 +207,13 @@ def seen_in_micro_steps(stage: int, patch: bool) -> Any:
 @pytest.mark.parametrize("stage", REFUSING)
 def test_micro_steps_without_it_are_stocks(world: World, stage: int) -> None:
     """Each is reduced at once, and no gradient stays on its parameter."""
-    for stock, ours in zip(
+    for before, ours in zip(
         world.run(seen_in_micro_steps, stage, patch=False),
         world.run(seen_in_micro_steps, stage, patch=True),
         strict=True,
     ):
-        assert ours == stock
+        assert ours == before
+        assert len(ours) == 6
         for sent, left in ours:
             assert any("reduce" in name for name in sent)
             assert not left

@@ -8,14 +8,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from tests.coalesce import cases, micro_steps, releases
-from tests.coalesce.test_guards import BF16, caught_by, engine_of, one_backward
+from tests.coalesce.test_guards import caught_by, one_backward
 from tests.listening import listening
+from tests.training import stock
+from tests.training.models import Boom, RaiseInBackward, loss_of
+from tests.training.options import BF16_SUMS, Options
+from tests.training.run import applied, check
+from tests.training.trainers import engine_of, gathered
 from tests.world import World
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.test_failure import Boom, Fragile, RaiseInBackward
 
 STAGES = [1, 2, 3]
 REFUSING = [2, 3]  # stock
@@ -23,8 +24,8 @@ STOCKS = "no_sync context manager is incompatible with gradient partitioning log
 
 
 def refusals(stage: int) -> dict[str, str]:
-    with cases.patched():
-        engine = engine_of(stage)
+    with applied("coalesce"):
+        engine = engine_of(stage=stage)
         found = {}
         with engine.no_sync():
             one_backward(engine)
@@ -58,7 +59,7 @@ def test_refusals(world: World, stage: int) -> None:
 
 
 def stock_refuses(stage: int) -> str:
-    return caught_by(engine_of(stage).no_sync)
+    return caught_by(engine_of(stage=stage).no_sync)
 
 
 @pytest.mark.core_case(stage=2)
@@ -68,28 +69,22 @@ def test_stock_refuses(world: World, stage: int) -> None:
         assert STOCKS in text
 
 
-def left_to_stock(stage: int, dtype: str, settings: dict[str, Any]) -> tuple[str, list[str]]:
-    with cases.patched(), listening() as heard:
-        model = models.build(models.TwoHeads, getattr(torch, dtype))
-        engine = trainers.build_engine(model, trainers.config(stage, **settings))
-        return caught_by(engine.no_sync), heard
+def left_to_stock(**options: Any) -> tuple[str, list[str]]:
+    with applied("coalesce"), listening() as heard:
+        return caught_by(engine_of(**options).no_sync), heard
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "settings"), [(1, "bfloat16", BF16), (0, "float32", {})], ids=str
-)
-def test_engines_that_are_not_covered(
-    world: World, stage: int, dtype: str, settings: dict[str, Any]
-) -> None:
-    for found in world.run(left_to_stock, stage, dtype, settings):
+@pytest.mark.parametrize(("stage", "more"), [(1, BF16_SUMS), (0, {})], ids=str)
+def test_engines_that_are_not_covered(world: World, stage: int, more: dict[str, Any]) -> None:
+    for found in world.run(left_to_stock, stage=stage, **more):
         assert found == ("no error", [])
 
 
 def turned_off(stage: int, by: str) -> str:
     variables = {"DS_PATCHES_COALESCE_NO_SYNC": "off"} if by == "variable" else {}
     option = {"no_sync": "off"} if by == "option" else {}
-    with mock.patch.dict(os.environ, variables), cases.patched(**option):
-        engine = engine_of(stage)
+    with mock.patch.dict(os.environ, variables), applied("coalesce", **option):
+        engine = engine_of(stage=stage)
         if by == "kind of engine":
             engine.pipeline_parallelism = True
         one_backward(engine)
@@ -110,10 +105,10 @@ def test_then_stock_refuses(world: World, stage: int, by: str) -> None:
 
 def backwards_that_raise(trainer: Any, place: str) -> None:
     with trainer.no_sync():
-        micro_steps.one_backward(trainer, 1, 0)
+        trainer.backward(loss_of(trainer, 1, 0))
         RaiseInBackward.armed = place == "backward"
         try:
-            micro_steps.one_backward(trainer, 1, 1)
+            trainer.backward(loss_of(trainer, 1, 1))
         finally:
             RaiseInBackward.armed = False
         raise Boom("in user code")
@@ -125,40 +120,36 @@ def fail_in_no_sync(trainer: Any, place: str, zero: bool) -> None:
     What has come until then stays as it does in DistributedDataParallel, unless a backward raised:
     then all of the step is dropped.
     """
-    for step in range(3):
+    for step in trainer.steps():
         if step == 1:
-            micro_steps.one_backward(trainer, step, 4)
-            if isinstance(trainer, micro_steps.EngineTrainer):
+            trainer.backward(loss_of(trainer, step, 4))
+            if trainer.is_engine:
                 with pytest.raises(Boom):
                     backwards_that_raise(trainer, place)
                 if place == "backward":
                     trainer.leaves_nothing()
-                elif place == "user" and releases.TORCH_STYLE:
+                elif place == "user" and stock.TORCH_STYLE:
                     # Older releases leave an embedding gathered between a backward and the step.
-                    assert not trainers.available(trainer.engine)
+                    assert not gathered(trainer.engine, entitled=False)
             elif place == "user":
-                micro_steps.one_backward(trainer, step, 0)
-                micro_steps.one_backward(trainer, step, 1)
+                trainer.backward(loss_of(trainer, step, 0))
+                trainer.backward(loss_of(trainer, step, 1))
             else:
                 trainer.zero_grad()
             if zero:
                 trainer.zero_grad()
         with trainer.no_sync():
-            micro_steps.one_backward(trainer, step, 2)
-        micro_steps.one_backward(trainer, step, 3)
+            trainer.backward(loss_of(trainer, step, 2))
+        trainer.backward(loss_of(trainer, step, 3))
         trainer.step()
-
-
-def failure(stage: int, place: str, zero: bool) -> cases.Outcome:
-    script = partial(fail_in_no_sync, place=place, zero=zero)
-    return micro_steps.outcome_of(script, models.build(Fragile), stage=stage)
 
 
 @pytest.mark.core_case(place="backward", stage=3)
 @pytest.mark.parametrize(("place", "zero"), [("user", False), ("user", True), ("backward", False)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_an_exception_leaves(world: World, stage: int, place: str, zero: bool) -> None:
-    for result in world.run(failure, stage, place, zero):
-        assert result.equal(), result
+    script = partial(fail_in_no_sync, place=place, zero=zero)
+    options = Options(stage, model="Fragile")
+    for outcome in check(world, script, options, "coalesce", quiet=False):
         dropped = "every gradient reduced since the last optimizer step was dropped"
-        assert sum(dropped in text for text in result.heard) == (place == "backward")
+        assert sum(dropped in text for text in outcome.said) == (place == "backward")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,9 @@ from tests.world import World
 def unsynced(trainer: Any, micro_steps: int = 1) -> None:
     """Three backwards without a reduction, and one that reduces them all."""
     for step in range(3):
-        engine = getattr(trainer, "engine", None)
-        with engine.no_sync() if engine else nullcontext():
+        with trainer.no_sync():
             cases.three_backwards(trainer, step)
-        trainer.backward(trainer.forward(cases.batch(9 + step)).square().mean())
+        trainer.backward(trainer(cases.batch(9 + step)).square().mean())
         trainer.step()
 
 

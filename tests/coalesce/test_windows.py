@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests.coalesce import cases, experts, micro_steps, releases
-from tests.coalesce.micro_steps import OFFLOADED
+from tests.coalesce import experts
+from tests.coalesce.loops import BACKWARDS, several_backwards
+from tests.scripts import windows
+from tests.training import stock
+from tests.training.models import loss_of
+from tests.training.options import BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, Options
+from tests.training.run import check
+from tests.training.trainers import EngineTrainer
 from tests.world import World
 
-STAGES = [1, 2, 3]
-
-OFFLOADED_ALL = {
-    "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-}
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 UPSTREAM = {"flush": "upstream"}
+FLUSHES = pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
 
 #: An offloaded optimizer has upstream's flush whatever the option says.
-by_settings_and_flush = pytest.mark.parametrize(
-    ("settings", "flush"),
+by_offload_and_flush = pytest.mark.parametrize(
+    ("more", "flush"),
     [({}, "reduce_scatter"), ({}, "upstream"), (OFFLOADED, "reduce_scatter")],
     ids=["", "upstream", "offloaded"],
 )
 
 
-def outcome(world: World, **case: Any) -> cases.Outcome:
-    """The outcome of `case`, which must be the same on both ranks."""
-    first, second = world.run(cases.train, **case)
-    assert (first.difference, first.error) == (second.difference, second.error)
-    return first
-
-
-def check(world: World, dtype: str = "float32", **case: Any) -> None:
-    result = outcome(world, dtype=dtype, **case)
-    assert result.equal(dtype), result
+def holds(world: World, flags: dict[str, str] | None = None, **options: Any) -> None:
+    stock.needs_style(options.get("style", "engine"))
+    check(world, several_backwards, Options(**options), "coalesce", **(flags or {}))
 
 
 @pytest.mark.core_case(flush="reduce_scatter", contiguous=True, overlap=True)
@@ -47,166 +45,178 @@ def check(world: World, dtype: str = "float32", **case: Any) -> None:
         (False, True, "upstream"),
     ],
 )
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_a_window_is_a_sum(
     world: World, stage: int, contiguous: bool, overlap: bool, flush: str
 ) -> None:
     if stage < 3 and flush == "upstream" and not contiguous:
-        releases.needs_non_contiguous()
+        stock.needs_non_contiguous()
     zero = {"contiguous_gradients": contiguous, "overlap_comm": overlap}
-    check(world, stage=stage, settings={"zero": zero}, options={"flush": flush})
+    holds(world, {"flush": flush}, stage=stage, zero=zero)
 
 
-@pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_upstreams_own_flush(world: World, stage: int) -> None:
-    check(world, stage=stage, options=UPSTREAM)
-
-
-@pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_offloaded_optimizer(world: World, stage: int) -> None:
-    check(world, stage=stage, settings=OFFLOADED)
+@pytest.mark.core_case(stage=2, more={})
+@pytest.mark.core_case(stage=2, more=OFFLOADED)
+@by_offload_and_flush
+@STAGES
+def test_offload_and_flush(world: World, stage: int, more: dict[str, Any], flush: str) -> None:
+    holds(world, {"flush": flush}, stage=stage, **more)
 
 
 def test_offloaded_parameters(world: World) -> None:
-    check(world, stage=3, settings=OFFLOADED_ALL)
+    holds(world, stage=3, **OFFLOADED_ALL)
 
 
-@pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
+@FLUSHES
 @pytest.mark.parametrize("bucket", [40, 10**6])  # 500 is everywhere else's
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_buckets(world: World, stage: int, bucket: int, flush: str) -> None:
-    settings = {"zero": {"reduce_bucket_size": bucket}}
-    check(world, stage=stage, settings=settings, options={"flush": flush})
+    holds(world, {"flush": flush}, stage=stage, zero={"reduce_bucket_size": bucket})
 
 
 @pytest.mark.parametrize(
     "model",
     ["FrozenTrunk", "SharedBlock", "TiedEmbedding", "Reentrant", "NonReentrant", "LeafModule"],
 )
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_models(world: World, stage: int, model: str) -> None:
-    check(world, stage=stage, model=model)
+    holds(world, stage=stage, model=model)
 
 
 @pytest.mark.parametrize("style", ["scale", "torch"])
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_torch_style(world: World, stage: int, style: str) -> None:
-    releases.needs_torch_style(style)
-    check(world, stage=stage, style=style)
+    holds(world, stage=stage, style=style)
 
 
-@pytest.mark.parametrize("clip", [1e-2, 1e9])
-@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_clipping(world: World, stage: int, settings: dict[str, Any], clip: float) -> None:
-    for found, expected in world.run(cases.norm_of_a_window, stage, clip, settings):
-        assert found == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.core_case(stage=2, accumulate_in="fp32", flush="reduce_scatter")
-@by_settings_and_flush
-@pytest.mark.parametrize("accumulate_in", [None, "fp32"], ids=["low", "fp32"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16(
-    world: World, stage: int, accumulate_in: str | None, settings: dict[str, Any], flush: str
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
+@STAGES
+def test_clipping_goes_by_the_norm_of_the_sum(
+    world: World, stage: int, more: dict[str, Any]
 ) -> None:
-    config: dict[str, Any] = {**settings, "bf16": {"enabled": True}}
-    if accumulate_in:
-        config["data_types"] = {"grad_accum_dtype": accumulate_in}
-    if stage == 1 and accumulate_in and not settings:
+    holds(world, stage=stage, clip=0.05, **more)
+
+
+@pytest.mark.core_case(stage=2, dtype=BF16_SUMS, flush="reduce_scatter")
+@by_offload_and_flush
+@pytest.mark.parametrize("dtype", [BF16, BF16_SUMS], ids=["low", "fp32"])
+@STAGES
+def test_bfloat16(
+    world: World, stage: int, dtype: dict[str, Any], more: dict[str, Any], flush: str
+) -> None:
+    if stage == 1 and dtype is BF16_SUMS and not more:
         pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is refused")
-    check(world, "bfloat16", stage=stage, settings=config, options={"flush": flush})
+    holds(world, {"flush": flush}, stage=stage, **dtype, **more)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_float16_with_a_dynamic_loss_scale(world: World, stage: int) -> None:
-    config = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    check(world, "float16", stage=stage, settings=config)
+    holds(world, stage=stage, **FP16)
 
 
 @pytest.mark.parametrize("handshake", ["store", "off"])  # "on" is everywhere else's
 def test_ways_to_meet(world: World, handshake: str) -> None:
-    check(world, stage=2, options={"handshake": handshake})
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_boundaries_inside_a_window(world: World, stage: int) -> None:
-    for result in world.run(cases.with_boundaries_inside, stage):
-        assert result.equal(), result
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> None:
-    for result in world.run(cases.with_micro_steps, stage):
-        assert result.equal(), result
-
-
-@pytest.mark.core_case(settings=OFFLOADED, stage=2)
-@by_settings_and_flush
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_that_rest(
-    world: World, stage: int, settings: dict[str, Any], flush: str
-) -> None:
-    """On one rank only, on both, in some steps: they count as zeros."""
-    for result in world.run(cases.with_resting_heads, stage, settings, flush):
-        assert result.equal(), result
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
-    """Stock adds backwards up if only the last is at the boundary."""
-    if stage == 2 and releases.LOSES_MICRO_STEPS:
-        pytest.skip(f"stock {releases.RELEASE} loses micro steps of ZeRO-2")
-    for result in world.run(cases.stock_with_boundaries, stage):
-        assert result.equal(), result
+    holds(world, {"handshake": handshake}, stage=2)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_experts(world: World, stage: int, ep_size: int) -> None:
     for difference, moved in world.run(experts.against_boundaries, stage, ep_size):
-        assert difference <= cases.EXACT < 1e-3 < moved
+        assert difference <= 1e-6 < 1e-3 < moved
+
+
+# --- Scripts -------------------------------------------------------------------------------------
+
+
+class BothWays(EngineTrainer):
+    """Sets boundaries in a window too: they change nothing there, and the last one holds after."""
+
+    _left = 0
+
+    @contextmanager
+    def window(self, **arguments: Any) -> Iterator[None]:
+        self._left = BACKWARDS
+        with super().window(**arguments):
+            yield
+        assert self.engine._is_gradient_accumulation_boundary is True
+
+    def backward(self, loss: Any, retain_graph: bool = False) -> None:
+        self._left -= 1
+        self.boundary(self._left == 0)
+        super().backward(loss, retain_graph)
+
+
+@STAGES
+def test_boundaries_inside_a_window(world: World, stage: int) -> None:
+    check(world, several_backwards, Options(stage), "coalesce", engine=BothWays)
+
+
+def halved(trainer: Any) -> None:
+    """At a boundary that is set, one step ends what plain PyTorch counts as two micro steps."""
+    for step in trainer.steps():
+        if trainer.is_engine:
+            trainer.boundary(True)
+        with trainer.window():
+            for micro in range(BACKWARDS):
+                trainer.backward(loss_of(trainer, step, micro))
+        for _ in range(1 if trainer.is_engine else 2):
+            trainer.step()
+
+
+@STAGES
+def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> None:
+    check(world, halved, Options(stage, micro_steps=2), "coalesce")
+
+
+def by_hand(trainer: Any) -> None:
+    """Stock adds backwards up if only the last is at the boundary."""
+    for step in trainer.steps():
+        for micro in range(BACKWARDS):
+            trainer.boundary(micro == BACKWARDS - 1)
+            trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@STAGES
+def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
+    if stage == 2 and stock.LOSES_MICRO_STEPS:
+        pytest.skip(f"stock {stock.RELEASE} loses micro steps of ZeRO-2")
+    check(world, by_hand, Options(stage))
 
 
 @pytest.mark.core_case(style="engine", stage=3)
 @pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_several_backwards_over_each_forward_with_zero3_retain(
     world: World, stage: int, style: str
 ) -> None:
-    releases.needs_torch_style(style)
-    for result in world.run(cases.with_zero3_retain, stage, style):
-        assert result.equal(), result
-        assert not result.heard
+    stock.needs_style(style)
+    options = Options(stage, style=style)
+    check(world, windows.window_over_one_forward, options, "coalesce", "zero3_retain")
 
 
-#: Several windows of one step, and its micro steps.
-SEVERAL = [
-    (micro_steps.two_windows, 2),
-    (micro_steps.two_windows_before_one_step, 1),
-    (micro_steps.windows_among_micro_steps, 3),
-]
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tensor_that_is_no_output_has_a_backward_in_a_window(world: World, stage: int) -> None:
+    script, options = windows.window_over_an_auxiliary_tensor, Options(stage, model="Auxiliary")
+    check(world, script, options, "coalesce", "zero3_retain")
 
 
-@pytest.mark.core_case(script=micro_steps.two_windows, stage=2)
-@pytest.mark.core_case(script=micro_steps.two_windows, stage=3, settings={})
-@pytest.mark.core_case(script=micro_steps.windows_among_micro_steps, stage=2)
-@by_settings_and_flush
+@pytest.mark.core_case(script=windows.uneven_windows, more=OFFLOADED, stage=2)
+@pytest.mark.core_case(script=windows.two_windows, stage=2)
+@pytest.mark.core_case(script=windows.two_windows, stage=3, more={})
+@pytest.mark.core_case(script=windows.window_among_micro_steps, stage=2)
+@by_offload_and_flush
 @pytest.mark.parametrize(
-    ("script", "gas"), [pytest.param(*one, id=one[0].__name__) for one in SEVERAL]
+    "script",
+    [
+        windows.uneven_windows,
+        windows.two_windows,
+        windows.two_windows_before_one_step,
+        windows.window_among_micro_steps,
+    ],
 )
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_window_adds_to_what_its_step_has_reduced(
-    world: World,
-    stage: int,
-    script: cases.Script,
-    gas: int,
-    settings: dict[str, Any],
-    flush: str,
-) -> None:
-    case: Any = {"micro_steps": gas, "settings": settings, "flush": flush}
-    for result in world.run(micro_steps.outcome, script, stage=stage, **case):
-        assert result.equal(), result
-        assert not result.heard
+@STAGES
+def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any], flush: str) -> None:
+    """Parameters that rest count as zeros; a window adds to what its step has reduced."""
+    check(world, script, script.at(stage, steps=4, **more), "coalesce", flush=flush)

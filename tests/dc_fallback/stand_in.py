@@ -20,16 +20,17 @@ import torch.distributed as dist
 class Native:
     """In place of DeepCompile's C++ module."""
 
+    keeps = False  # as selective_gather has it: parameters stay gathered until a step
+    begins_anew: Any = frozenset()  # in which steps DeepCompile does
+
     def __init__(self) -> None:
         self.params: dict[int, Any] = {}
         self.marks: dict[int, dict[int, bool]] = {}  # by graph, by ds_id
         self.tasks: dict[int, dict[torch.dtype, list[tuple[int, torch.Tensor]]]] = {}
         self.bucket_size = 0
         self.buckets: dict[torch.dtype, list[int]] = {}  # elements: of its memory, and in use
-        self.keeps = False  # as selective_gather has it: parameters stay gathered until a step
         self.chosen: set[int] = set()  # those parameters
         self.kept: dict[int, torch.Tensor] = {}
-        self.begins_anew: set[int] = set()  # in which steps DeepCompile does
         self.at_boundary = False
         self.compiled = 0
         self.with_backward: list[int] = []  # graphs that need one, in the order of their forwards
@@ -251,7 +252,7 @@ def _launch_passes(global_steps: int, *args: Any, **kwargs: Any) -> None:
         return
     from deepspeed.compile import backend
 
-    native.begins_anew.remove(global_steps)
+    native.begins_anew -= {global_steps}
     torch._dynamo.reset()
     native.reset()
     backend.profiling_results.clear()
@@ -259,8 +260,12 @@ def _launch_passes(global_steps: int, *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def deep_compile() -> Iterator[Native]:
-    """Engines with ``"compile": {"deepcompile": true}`` compile by the stand-in."""
+def deep_compile(keeps: bool = False, anew: int | None = None) -> Iterator[Native]:
+    """Engines with ``"compile": {"deepcompile": true}`` compile by the stand-in.
+
+    keeps: graphs keep parameters gathered until the step, as DeepCompile's selective_gather does.
+    anew: the step in which all is compiled again, as DeepCompile does after its warm-up.
+    """
     import deepspeed.compile.backend as backend
     import deepspeed.compile.init_z3 as init_z3
     import deepspeed.compile.util as util
@@ -269,6 +274,7 @@ def deep_compile() -> Iterator[Native]:
     _define_operators()
     torch._dynamo.reset()
     native.cleanup()
+    native.keeps, native.begins_anew = keeps, {anew}
     backend.param_manager.clear()
     hooks = [util.pre_backward_hooks, getattr(util, "post_backward_hooks", [])]
     before = [list(one) for one in hooks]

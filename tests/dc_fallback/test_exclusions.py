@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.dc_fallback import patterns, stand_in
-from tests.dc_fallback.cases import patched
+from tests.dc_fallback.run import patched
 from tests.listening import listening
+from tests.training.options import config
+from tests.training.surroundings import build_engine
 from tests.world import World
-from tests.zero3_retain import trainers
 
 
 def _nothing(engine: Any) -> None:
@@ -31,9 +31,9 @@ def _one_parameter_of_a_smaller_group(engine: Any) -> None:
 
 def compiled(settings: dict[str, Any], change: Callable[[Any], None]) -> tuple[bool, list[str]]:
     """Whether the patch has taken a compiled engine in, and what was said."""
-    settings = trainers.config(3, **settings, compile={"deepcompile": True})
+    given = config(3, **settings, compile={"deepcompile": True})
     with stand_in.deep_compile(), patched(), listening() as heard:
-        engine = trainers.build_engine(deepcopy(patterns.build("Compiled")), settings)
+        engine = build_engine(patterns.build("Compiled"), given)
         change(engine)
         engine.compile(backend="eager")
         taken_in = vars(engine).get("_ds_patches_dc_fallback") is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,11 +15,14 @@ from torch import Tensor
 import ds_patches
 from ds_patches.dc_fallback.upstream import engine as upstream_engine
 from ds_patches.runtime import ranks
-from tests.dc_fallback import cases, patterns, stand_in
-from tests.dc_fallback.cases import Outcome, inputs
+from tests.dc_fallback import patterns, stand_in
+from tests.dc_fallback.patterns import inputs
+from tests.dc_fallback.run import EXACT, loop, patched, trains
 from tests.listening import listening
+from tests.training.options import Options, config
+from tests.training.surroundings import compile_engine
+from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.world import World
-from tests.zero3_retain import trainers
 
 
 class _Refuses(torch.autograd.Function):
@@ -39,31 +44,23 @@ def refuse(module: Any, args: Any, output: Tensor) -> Tensor:
     return output
 
 
-def refusing(where: str, layer: int, at_step: int) -> Any:
+def refusing(trainer: Any, where: str, layer: int, at_step: int) -> None:
     """A script with a batch that fails and is left out, on every rank."""
-
-    def script(trainer: Any) -> None:
-        module = trainer.engine.module if hasattr(trainer, "engine") else trainer.model
-        module.layers[layer].register_forward_hook(refuse)
-        if module is not getattr(trainer, "model", None):
-            trainer.note()  # the hook
-        for step in range(4):
-            if step == at_step:
-                module.layers[layer].refuses = where
-                with pytest.raises(RuntimeError, match="refused"):
-                    trainer.backward(trainer.forward(*inputs(step, 1)))
-                module.layers[layer].refuses = None
-                module.zero_grad()
-                if module is not getattr(trainer, "model", None):
-                    trainer.leaves_nothing()
-            trainer.backward(trainer.forward(*inputs(step, 0)))
-            trainer.step()
-
-    return script
-
-
-def run(pattern: str, where: str, layer: int, at_step: int) -> Outcome:
-    return cases.run(pattern, refusing(where, layer, at_step))
+    chosen = trainer.module.layers[layer]
+    chosen.register_forward_hook(refuse)
+    if trainer.is_engine:
+        trainer.note()  # the hook
+    for step in trainer.steps():
+        if step == at_step:
+            chosen.refuses = where
+            with pytest.raises(RuntimeError, match="refused"):
+                trainer.backward(trainer(*inputs(step, 1)))
+            chosen.refuses = None
+            trainer.module.zero_grad()
+            if trainer.is_engine:
+                trainer.leaves_nothing()
+        trainer.backward(trainer(*inputs(step, 0)))
+        trainer.step()
 
 
 @pytest.mark.parametrize("at_step", [0, 2])
@@ -73,32 +70,32 @@ def run(pattern: str, where: str, layer: int, at_step: int) -> Outcome:
 def test_the_next_step_is_right(
     world: World, pattern: str, where: str, layer: int, at_step: int
 ) -> None:
-    found = world.run(run, pattern, where, layer, at_step)[0]
-    assert not found.untrained, found
-    assert found.equal, found
-    assert not any(found.available)
-    told = any("A backward raised" in line for line in found.heard)
+    script = partial(refusing, where=where, layer=layer, at_step=at_step)
+    outcome, _ = trains(world, pattern, script, steps=4)
+    told = any("A backward raised" in line for line in outcome.said)
     assert told == (where == "backward")
 
 
 def applied_late() -> tuple[float, Any, list[str]]:
     """Applied when the engine has been compiled and has run."""
     start = patterns.build("Compiled")
-    expected = trainers.plain(start, cases.steps)
+    plain = PlainTrainer(deepcopy(start), Options())
+    loop(plain)
     with stand_in.deep_compile(), listening() as heard:
-        trainer = trainers.EngineTrainer(cases.engine_of(start, trainers.config(3)))
+        trainer = EngineTrainer(compile_engine(start, config(3)))
         for step in range(3):
             if step == 1:
                 notes = ds_patches.apply("dc_fallback").notes
-            trainer.backward(trainer.forward(*inputs(step, 0)))
+            trainer.backward(trainer(*inputs(step, 0)))
             trainer.step()
         ds_patches.unapply("dc_fallback")
-        return trainers.worst_difference(trainer.parameters(), expected)[0], notes, heard
+        difference = worst_difference(trainer.parameters(), plain.parameters())[0]
+        return difference, notes, heard
 
 
 def test_applied_late(world: World) -> None:
     difference, notes, heard = world.run(applied_late)[0]
-    assert difference <= cases.EXACT
+    assert difference <= EXACT
     assert list(notes) == ["1 engine(s) compiled before: left to stock DeepSpeed"]
     assert any("it was compiled before the patch was applied" in line for line in heard)
 
@@ -106,31 +103,32 @@ def test_applied_late(world: World) -> None:
 def taken_back() -> float:
     """Taken back when the engine has run, and applied again."""
     start = patterns.build("Compiled")
-    expected = trainers.plain(start, cases.steps)
-    with stand_in.deep_compile(), cases.patched():
-        trainer = trainers.EngineTrainer(cases.engine_of(start, trainers.config(3)))
+    plain = PlainTrainer(deepcopy(start), Options())
+    loop(plain)
+    with stand_in.deep_compile(), patched():
+        trainer = EngineTrainer(compile_engine(start, config(3)))
         for step in range(3):
             if step == 1:
                 ds_patches.unapply("dc_fallback")
             if step == 2:
                 ds_patches.apply("dc_fallback")
-            loss = trainer.forward(*inputs(step, 0))
+            loss = trainer(*inputs(step, 0))
             trainer.note()  # the hooks of a patch come and go with it, the first forward after it
             trainer.backward(loss)
             trainer.step()
-        return trainers.worst_difference(trainer.parameters(), expected)[0]
+        return worst_difference(trainer.parameters(), plain.parameters())[0]
 
 
 def test_taken_back_and_applied_again(world: World) -> None:
-    assert max(world.run(taken_back)) <= cases.EXACT
+    assert max(world.run(taken_back)) <= EXACT
 
 
 def without_optimizer() -> bool:
     """An engine that trains nothing is left to stock."""
     import deepspeed
 
-    settings = {**trainers.config(3), "compile": {"deepcompile": True}}
-    with stand_in.deep_compile(), cases.patched():
+    settings = {**config(3), "compile": {"deepcompile": True}}
+    with stand_in.deep_compile(), patched():
         engine, *_ = deepspeed.initialize(model=patterns.build("Compiled"), config=settings)
         return upstream_engine.wants_deep_compile(engine)
 
@@ -142,8 +140,8 @@ def test_an_engine_without_an_optimizer(world: World) -> None:
 def what_is_left() -> dict[str, Any]:
     with stand_in.deep_compile():
         start = patterns.build("Disabled")
-        with cases.patched():
-            engine = cases.engine_of(start, trainers.config(3))
+        with patched():
+            engine = compile_engine(start, config(3))
             inside = {type(module._parameters).__name__ for module in engine.module.modules()}
             engine.backward(engine(*inputs(0, 0)))
             engine.step()
@@ -186,13 +184,11 @@ def raised_on_one_rank_alone() -> list[str]:
     said = []
     with (
         stand_in.deep_compile(),
-        cases.patched(),
+        patched(),
         mock.patch.object(ranks, "patience", return_value=1),
     ):
-        trainer = trainers.EngineTrainer(
-            cases.engine_of(patterns.build("Compiled"), trainers.config(3))
-        )
-        loss = _RefusesAtTheEnd.apply(trainer.forward(*inputs(0, 0)))
+        trainer = EngineTrainer(compile_engine(patterns.build("Compiled"), config(3)))
+        loss = _RefusesAtTheEnd.apply(trainer(*inputs(0, 0)))
         if dist.get_rank() == 0:
             trainer.backward(loss)
             return []
@@ -200,7 +196,7 @@ def raised_on_one_rank_alone() -> list[str]:
             trainer.backward(loss)
         for _ in range(2):
             with pytest.raises(ds_patches.OtherRankFailed) as raised:
-                trainer.forward(*inputs(1, 0))
+                trainer(*inputs(1, 0))
             said.append(str(raised.value))
     return said
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.dc_fallback import patterns
-from tests.dc_fallback.cases import Outcome, train
+from tests.dc_fallback.run import trains
 from tests.world import World
 
 NAMES = [
@@ -17,25 +15,12 @@ NAMES = [
 ]
 
 
-def outcome(world: World, pattern: str, **case: Any) -> Outcome:
-    """The outcome of `case`, which must be the same on both ranks."""
-    first, second = world.run(train, pattern, **case)
-    assert (first.difference, first.error) == (second.difference, second.error)
-    return first
-
-
-def assert_trained(found: Outcome) -> None:
-    assert not found.untrained, found
-    assert found.equal, found
-    assert not any(found.available), "a parameter stayed gathered"
-
-
 @pytest.mark.core_case
 @pytest.mark.parametrize(
     "pattern", ["Disabled", "TiedToSkipped", "Shared", "Frozen", "Leaf", "FusedExperts"]
 )
 def test_nothing_is_compiled(world: World, pattern: str) -> None:
-    assert_trained(outcome(world, pattern, whole=True))
+    trains(world, pattern, compiles={"whole": True})
 
 
 @pytest.mark.core_case(pattern="Mixed")
@@ -43,6 +28,5 @@ def test_nothing_is_compiled(world: World, pattern: str) -> None:
 @pytest.mark.core_case(pattern="LoopOfBlocks")
 @pytest.mark.parametrize("pattern", NAMES)
 def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
-    found = outcome(world, pattern)
-    assert_trained(found)
-    assert len(set(found.graphs)) == 1, "something was compiled again"
+    _, graphs = trains(world, pattern)
+    assert len(set(graphs)) == 1, "something was compiled again"

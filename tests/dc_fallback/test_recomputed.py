@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from tests.dc_fallback import cases, patterns, stand_in
-from tests.dc_fallback.cases import inputs
+from tests.dc_fallback import patterns, stand_in
+from tests.dc_fallback.patterns import inputs
+from tests.dc_fallback.run import patched
+from tests.training.options import config
+from tests.training.surroundings import compile_engine
 from tests.world import World
-from tests.zero3_retain import trainers
 
 
 def calls_left_open(pattern: str) -> list[int]:
     """How many calls of modules are under way after each backward."""
-    with stand_in.deep_compile(), cases.patched():
-        engine = cases.engine_of(patterns.build(pattern), trainers.config(3))
+    with stand_in.deep_compile(), patched():
+        engine = compile_engine(patterns.build(pattern), config(3))
         found = []
         for step in range(2):
             engine.backward(engine(*inputs(step, 0)))

@@ -7,13 +7,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.dc_fallback import cases, patterns, stand_in
+from tests.dc_fallback import patterns, stand_in
+from tests.dc_fallback.run import loop, patched
 from tests.stream_safety.clocks import Stream
 from tests.stream_safety.races import detecting
 from tests.stream_safety.test_races import NO_TIMER
+from tests.training.options import Options
+from tests.training.surroundings import build_engine, compile_engine, half_precision_allowed
+from tests.training.trainers import EngineTrainer
 from tests.world import World
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import half_precision_allowed
 
 
 def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:
@@ -24,19 +26,20 @@ def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:
     start = patterns.build("Disabled").to(getattr(torch, dtype))
     patterns.skip_whole(start)
     zero = {"overlap_comm": True}
-    settings = trainers.config(3, micro_steps=micro_steps, zero=zero, **NO_TIMER)
+    options = Options(micro_steps=micro_steps, zero=zero, settings=NO_TIMER)
+    given = options.config
     if dtype == "float16":  # the optimizer looks for overflows, on a stream of its own
-        settings["fp16"] = {"enabled": True, "initial_scale_power": 4}
+        given["fp16"] = {"enabled": True, "initial_scale_power": 4}
     with (
         half_precision_allowed(),
         detecting() as (device, detector),
         stand_in.deep_compile(),
-        cases.patched() if patch else nullcontext(),
+        patched() if patch else nullcontext(),
     ):
-        build = cases.engine_of if patch else trainers.build_engine
-        trainer = trainers.EngineTrainer(build(start, settings))
+        build = compile_engine if patch else build_engine
+        trainer = EngineTrainer(build(start, given), options)
         with device.on(Stream(name=stream) if stream else None), detector:
-            cases.steps(trainer, micro_steps=micro_steps)
+            loop(trainer)
         return detector.races
 
 

@@ -22,8 +22,8 @@ from tests.frameworks import models, run
 from tests.frameworks.outcome import part_lost
 from tests.frameworks.user import accelerated, engines
 from tests.releases.run import environment
+from tests.training.trainers import Parameters
 from tests.world import World
-from tests.zero3_retain.trainers import Parameters
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 

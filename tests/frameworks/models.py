@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.zero3_retain.trainers import Parameters
+from tests.training.trainers import Parameters
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

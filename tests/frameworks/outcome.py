@@ -8,8 +8,8 @@ import pytest
 
 from tests.frameworks import run
 from tests.frameworks.run import Run
+from tests.training import trainers
 from tests.world import World
-from tests.zero3_retain import trainers
 
 #: Single precision, after a few steps of SGD.
 EXACT = 1e-6

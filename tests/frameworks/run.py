@@ -14,9 +14,9 @@ from unittest import mock
 import ds_patches
 from ds_patches.core import registry, release
 from ds_patches.core.patch import Patch
-from tests.collectives import Gradients
 from tests.listening import listening
-from tests.zero3_retain import trainers
+from tests.training import options, trainers
+from tests.training.collectives import Gradients
 
 
 @dataclass
@@ -68,7 +68,7 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
 def automatic(stage: int, **zero: Any) -> dict[str, Any]:
     """A configuration whose sizes are the Trainer's, and one bucket for all gradients."""
     sizes = {"micro_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    return trainers.config(stage, zero={"reduce_bucket_size": 10**6, **zero}, **sizes)
+    return options.config(stage, zero={"reduce_bucket_size": 10**6, **zero}, **sizes)
 
 
 @contextmanager

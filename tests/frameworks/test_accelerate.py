@@ -8,9 +8,9 @@ import torch
 from tests.frameworks.outcome import WRONG, assert_equal, assert_patched, on_one, on_two, part_lost
 from tests.frameworks.run import Run
 from tests.frameworks.user import accelerated
+from tests.training import options
+from tests.training.trainers import Parameters
 from tests.world import World
-from tests.zero3_retain import trainers
-from tests.zero3_retain.trainers import Parameters
 
 SCRIPT = "accelerated"
 MICRO_STEPS = 4
@@ -39,7 +39,7 @@ def two_losses(alone: World) -> Run:
 def train(world: World, loop: str, stage: int, micro_steps: int = 1) -> Run:
     zero = {"reduce_bucket_size": 10**6}
     batch = accelerated.BATCH
-    settings = trainers.config(
+    settings = options.config(
         stage, micro_steps=micro_steps, train_micro_batch_size_per_gpu=batch, zero=zero
     )
     return on_two(world, SCRIPT, loop, settings, micro_steps=micro_steps)

@@ -22,8 +22,8 @@ from ds_patches.startup import variables
 from tests.frameworks.outcome import EXACT
 from tests.frameworks.user import engines
 from tests.listening import listening
+from tests.training import options, trainers
 from tests.world import World
-from tests.zero3_retain import trainers
 
 pytestmark = pytest.mark.exhaustive
 
@@ -65,7 +65,7 @@ def replaced(place: str, stage: int, at_one_engine: bool) -> Outcome:
     """Two backwards a step beside such a library, held against PyTorch."""
     owner, name = place.rsplit(".", 1)
     kind = resolve_name(owner)
-    config = trainers.config(stage, zero={"reduce_bucket_size": 10**6})
+    config = options.config(stage, zero={"reduce_bucket_size": 10**6})
     with pytest.MonkeyPatch.context() as library, listening() as heard:
         if not at_one_engine:
             library.setattr(kind, name, theirs(kind, name))

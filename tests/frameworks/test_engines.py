@@ -8,8 +8,8 @@ import pytest
 
 from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
 from tests.frameworks.run import Run
+from tests.training import options, trainers
 from tests.world import World
-from tests.zero3_retain import trainers
 
 SCRIPT = "engines"
 CHUNKS, STEPS = 4, 3
@@ -20,7 +20,7 @@ stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def train(world: World, loop: str, stage: int, **more: Any) -> Run:
-    config = trainers.config(stage, zero={"reduce_bucket_size": 10**6})
+    config = options.config(stage, zero={"reduce_bucket_size": 10**6})
     return on_two(world, SCRIPT, loop, config, **more)
 
 

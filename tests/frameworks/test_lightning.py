@@ -9,8 +9,8 @@ import pytest
 from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
 from tests.frameworks.run import Run
 from tests.frameworks.user import accelerated
+from tests.training import options, trainers
 from tests.world import World
-from tests.zero3_retain import trainers
 
 pytest.importorskip(
     "lightning", reason="lightning is not installed: it is in the extra `frameworks`"
@@ -30,7 +30,7 @@ def reference(alone: World, folder: Path) -> Run:
 def train(world: World, folder: Path, stage: int) -> Run:
     """Lightning has settings of its own for what it will not have in the configuration."""
     sizes = {"train_micro_batch_size_per_gpu": accelerated.BATCH}
-    config = trainers.config(stage, zero={"reduce_bucket_size": 10**6}, **sizes)
+    config = options.config(stage, zero={"reduce_bucket_size": 10**6}, **sizes)
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         del config[name]
     return on_two(world, SCRIPT, folder, config)

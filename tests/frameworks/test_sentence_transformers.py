@@ -9,8 +9,8 @@ import pytest
 from tests.frameworks import models
 from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
 from tests.frameworks.run import Run, automatic
+from tests.training.trainers import Parameters
 from tests.world import World
-from tests.zero3_retain.trainers import Parameters
 
 SCRIPT = "sentences"
 STEPS = 4

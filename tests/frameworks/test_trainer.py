@@ -10,8 +10,8 @@ import pytest
 from tests.frameworks import models
 from tests.frameworks.outcome import WRONG, assert_equal, assert_patched, on_one, on_two, part_lost
 from tests.frameworks.run import Run, automatic
+from tests.training.trainers import Parameters
 from tests.world import World
-from tests.zero3_retain.trainers import Parameters
 
 SCRIPT = "hf_trainer"
 MICRO_STEPS, STEPS = 4, 4

@@ -12,8 +12,8 @@ import pytest
 from tests.frameworks import models
 from tests.frameworks.outcome import assert_patched, on_two
 from tests.frameworks.run import automatic
+from tests.training import trainers
 from tests.world import World
-from tests.zero3_retain import trainers
 
 for name in ("trl", "peft"):
     pytest.importorskip(name, reason=f"{name} is not installed: it is in the extra `frameworks`")

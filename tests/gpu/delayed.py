@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from tests.stream_safety import cases
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import applied
+from tests.training.options import config
+from tests.training.run import applied
+from tests.training.surroundings import build_engine
+from tests.training.trainers import EngineTrainer, Parameters
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 
 _LAYER = cases.WIDTH**2  # elements of its gradient
 
 
-class Trainer(trainers.EngineTrainer):
+class Trainer(EngineTrainer):
     """Has its batches on the device from the start: the host would wait for a copy, and for all
     that is late before it."""
 
@@ -26,7 +28,7 @@ class Trainer(trainers.EngineTrainer):
         super().__init__(engine)
         self._batches = iter([cases.batch(number).to(engine.device) for number in range(9)])
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def __call__(self, *inputs: torch.Tensor) -> Any:
         return self.engine(next(self._batches))
 
 
@@ -97,16 +99,16 @@ def train(
     beside: tuple[str, ...] = (),
     settings: dict[str, Any] | None = None,
     **zero: Any,
-) -> trainers.Parameters:
+) -> Parameters:
     """The parameters after some steps. aside: all of it on a stream of the program's own."""
     wanted = {"overlap_comm": True, "reduce_bucket_size": cases.BUCKET, **zero}
-    config = trainers.config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
+    given = config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
     with ExitStack() as stack:
         for patch in beside:
             stack.enter_context(applied(patch))
         if parts:
             stack.enter_context(applied("stream_safety", parts=parts))
-        trainer = Trainer(trainers.build_engine(cases.model(), config))
+        trainer = Trainer(build_engine(cases.model(), given))
         if late is not None:
             late(trainer.engine)
             trainer.note()  # its hooks may stay
@@ -118,7 +120,7 @@ def train(
     return found
 
 
-def unlike(found: trainers.Parameters, expected: trainers.Parameters) -> list[str]:
+def unlike(found: Parameters, expected: Parameters) -> list[str]:
     """Names of those that are not equal to the bit; a NaN is not."""
     return [name for name in expected if not torch.equal(found[name], expected[name])]
 
@@ -147,7 +149,7 @@ def host_is_ahead(stage: int, parts: str) -> bool:
 
     def look(trainer: Trainer, micro_steps: int) -> None:
         for step in range(3):
-            trainer.backward(trainer.forward(cases.batch(step)).square().mean())
+            trainer.backward(trainer(cases.batch(step)).square().mean())
             ahead.append(not trainer.engine.optimizer.reduction_stream.query())
             trainer.step()
 
@@ -161,7 +163,7 @@ def forward_is_ahead(stage: int, parts: str) -> bool:
 
     def look(trainer: Trainer, micro_steps: int) -> None:
         for number in range(3 * micro_steps):
-            output = trainer.forward(cases.batch(number))
+            output = trainer(cases.batch(number))
             if number % micro_steps:
                 torch.cuda.current_stream().synchronize()
                 ahead.append(not trainer.engine.optimizer.reduction_stream.query())

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 import torch
 
 import ds_patches
-from tests.dc_fallback import cases, patterns, scripts
+from tests.dc_fallback import patterns
+from tests.dc_fallback.test_scripts import STEPS
 from tests.gpu.held import WIDTH
-from tests.zero3_retain import trainers
+from tests.scripts.declared import Script
+from tests.training import models
+from tests.training.options import Options
+from tests.training.surroundings import compile_engine
+from tests.training.trainers import EngineTrainer, PlainTrainer
 
 
 @dataclass
@@ -33,22 +38,22 @@ class Found:
         return not self.error and not self.left and self.apart <= 1e-4
 
 
-class Trainer(trainers.EngineTrainer):
+class Trainer(EngineTrainer):
     """Goes on when something is left behind, and keeps what that was."""
 
-    left = ""
+    found = ""
 
     def leaves_nothing(self) -> None:
         try:
             super().leaves_nothing()
         except AssertionError as left:
-            self.left = str(left)[:300]
+            self.found = str(left)[:300]
 
 
 def run(
-    pattern: str, names: Sequence[str], patch: bool, backend: str = "inductor"
+    pattern: str, scripts: Sequence[Script], patch: bool, backend: str = "inductor"
 ) -> dict[str, Found]:
-    """Scripts of tests.dc_fallback.scripts with as many micro steps, one after another.
+    """Scripts of tests.scripts.deepcompile with as many micro steps, one after another.
 
     All by one engine, as it takes a minute until one is compiled. A script begins where the one
     before left the engine's weights, and none follows one that raised. Runs on every rank.
@@ -56,30 +61,29 @@ def run(
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch._functorch.config.donated_buffer = False  # which PyTorch asks for to retain a graph
-    [micro_steps] = {scripts.ALL[name][1] for name in names}
+    [micro_steps] = {script.options.micro_steps for script in scripts}
+    options = Options(micro_steps=micro_steps, steps=STEPS)
     start = patterns.build(pattern, WIDTH)
-    device = cases.inputs(0, 0)[0].device
-    plain = trainers.PlainTrainer(deepcopy(start).to(device), micro_steps)
+    plain = PlainTrainer(deepcopy(start).to(models.device()), options)
     if patch:
         ds_patches.apply("dc_fallback")
-    settings = trainers.config(3, micro_steps=micro_steps)
-    trainer = Trainer(cases.engine_of(start, settings, backend))
+    trainer = Trainer(compile_engine(deepcopy(start), options.config, backend), options)
     found: dict[str, Found] = {}
-    for name in names:
-        found[name] = _held(name, plain, trainer)
-        print(f"exact {pattern} {name} {found[name]}", flush=True)  # should the next one abort
-        if found[name].error:
+    for script in scripts:
+        one = found[script.name] = _held(script, plain, trainer)
+        print(f"exact {pattern} {script.name} {one}", flush=True)  # should the next one abort
+        if one.error:
             break
-        plain.model.load_state_dict(trainer.parameters())
+        plain.module.load_state_dict(trainer.parameters())
     return found
 
 
-def _held(name: str, plain: trainers.PlainTrainer, trainer: Trainer) -> Found:
-    script, _ = scripts.ALL[name]
+def _held(script: Script, plain: PlainTrainer, trainer: Trainer) -> Found:
     origin = plain.parameters()
     script(plain)
     expected = plain.parameters()
-    trainer.left = ""
+    trainer.found = ""
+    trainer.note()  # a script's own hooks may stay
     try:
         script(trainer)
         parameters = trainer.parameters()
@@ -88,4 +92,4 @@ def _held(name: str, plain: trainers.PlainTrainer, trainer: Trainer) -> Found:
     largest = max(float((expected[n] - origin[n]).abs().max()) for n in expected)
     apart = {n: float((parameters[n] - expected[n]).abs().max()) / largest for n in expected}
     where = max(apart, key=apart.__getitem__)
-    return Found(apart[where], where, left=trainer.left)
+    return Found(apart[where], where, left=trainer.found)

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 import ds_patches
-from tests.dc_fallback import cases, patterns
+from tests.dc_fallback import patterns
+from tests.dc_fallback.run import Script, loop
 from tests.listening import listening
-from tests.zero3_retain import trainers
+from tests.training.options import Options, config
+from tests.training.surroundings import build_engine, compile_engine
+from tests.training.trainers import EngineTrainer, Parameters
 
 BFLOAT16 = {"bf16": {"enabled": True}}
 WIDTH = 64
@@ -51,18 +54,18 @@ class Held:
         return [name for name, (eager, ours) in self.norms.items() if ours < 0.1 * eager]
 
 
-class Trainer(trainers.EngineTrainer):
+class Trainer(EngineTrainer):
     """Keeps its losses, and reads the fp32 parameters."""
 
-    def __init__(self, engine: Any, style: str) -> None:
-        super().__init__(engine, style)
+    def __init__(self, engine: Any, options: Options) -> None:
+        super().__init__(engine, options)
         self.losses: list[float] = []
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         super().backward(loss, retain_graph)
         self.losses.append(round(loss.item(), 4))
 
-    def parameters(self) -> trainers.Parameters:
+    def parameters(self) -> Parameters:
         from deepspeed.utils import safe_get_full_fp32_param
 
         named = self.engine.module.named_parameters()
@@ -89,11 +92,11 @@ def hold(
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     start = patterns.build(pattern, width)
     chosen = BFLOAT16 if settings is None else settings
-    wanted = trainers.config(3, micro_steps=micro_steps, **chosen)
-    script = partial(
-        cases.steps, steps=STEPS, micro_steps=micro_steps, forwards=forwards, evaluates=evaluates
-    )
-    eager = Trainer(trainers.build_engine(deepcopy(start), wanted), style)
+    zero = chosen.get("zero", {})
+    others = {name: value for name, value in chosen.items() if name != "zero"}
+    options = Options(style=style, steps=STEPS, micro_steps=micro_steps, zero=zero, settings=others)
+    script = partial(loop, forwards=forwards, evaluates=evaluates)
+    eager = Trainer(build_engine(deepcopy(start), options.config), options)
     before = eager.parameters()
     peak_eager = _peak_of(script, eager)
     expected, losses = eager.parameters(), eager.losses
@@ -105,14 +108,15 @@ def hold(
         if patch:
             ds_patches.apply("dc_fallback")
         try:
-            trainer = Trainer(cases.engine_of(start, wanted, "inductor"), style)
+            compiled = compile_engine(deepcopy(start), options.config, "inductor")
+            trainer = Trainer(compiled, options)
             peak = _peak_of(script, trainer)
         except Exception as error:
             held.error = f"{type(error).__name__}: {error}"
             return held
     held.losses, held.peaks = (losses, trainer.losses), (peak_eager, peak)
     held.skipped = (skipped, trainer.engine.skipped_steps)
-    held.available = trainer.available_after_backward
+    held.available = trainer.available
     held.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for name, now in trainer.parameters().items():
         eagers, ours = expected[name] - before[name], now - before[name]
@@ -129,15 +133,13 @@ def repeated(pattern: str, times: int) -> list[str]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     ds_patches.apply("dc_fallback")
-    engine = cases.engine_of(
-        patterns.build(pattern, WIDTH), trainers.config(3, **BFLOAT16), "inductor"
-    )
+    engine = compile_engine(patterns.build(pattern, WIDTH), config(3, **BFLOAT16), "inductor")
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
     first: dict[str, torch.Tensor] = {}
     unlike: list[str] = []
     for step in range(STEPS + times):
-        loss = engine(*cases.inputs(0, 0))
+        loss = engine(*patterns.inputs(0, 0))
         engine.backward(loss)
         found = {"loss": loss.detach().clone()}
         for name, param in engine.module.named_parameters():
@@ -149,7 +151,7 @@ def repeated(pattern: str, times: int) -> list[str]:
     return unlike
 
 
-def _peak_of(script: cases.Script, trainer: Any) -> int:
+def _peak_of(script: Script, trainer: Any) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 import ds_patches
-from tests.dc_fallback import cases, patterns, scripts
+from tests.dc_fallback import patterns
+from tests.dc_fallback.test_scripts import CASES, PATTERNS
 from tests.gpu import exact
 from tests.gpu.held import BFLOAT16, Held, hold, repeated
+from tests.scripts import deepcompile
+from tests.scripts.declared import Script
+from tests.training.options import config
+from tests.training.surroundings import compile_engine
 from tests.world import World
-from tests.zero3_retain import trainers
 
 AGAIN = 6  # DeepCompile compiles again in the step before
 SECONDS = 300.0  # one rank may have to build DeepCompile's extension
@@ -65,20 +69,22 @@ def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("pattern", scripts.PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_weights_are_those_of_plain_pytorch(gpus: World, pattern: str, micro_steps: int) -> None:
-    names = [n for p, n in scripts.CASES if p == pattern and scripts.ALL[n][1] == micro_steps]
-    found = gpus.within(SECONDS).run(exact.run, pattern, names, True)[0]
+    scripts = [s for p, s in CASES if p == pattern and s.options.micro_steps == micro_steps]
+    found = gpus.within(SECONDS).run(exact.run, pattern, scripts, True)[0]
     print(f"exact {pattern} {found}", file=sys.stderr)
-    assert list(found) == names
+    assert list(found) == [script.name for script in scripts]
     assert all(one.exact for one in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["retained", "several"])
-def test_stock_takes_the_last_of_several_backwards(gpus: World, name: str) -> None:
-    found = gpus.within(SECONDS).run(exact.run, "Compiled", [name], False)[0]
+@pytest.mark.parametrize(
+    "script", [deepcompile.compiled_two_backwards, deepcompile.compiled_two_forwards]
+)
+def test_stock_takes_the_last_of_several_backwards(gpus: World, script: Script) -> None:
+    found = gpus.within(SECONDS).run(exact.run, "Compiled", [script], False)[0]
     print(f"exact stock Compiled {found}", file=sys.stderr)
-    assert found[name].apart > 1e-3
+    assert found[script.name].apart > 1e-3
 
 
 def test_overflow(gpus: World) -> None:
@@ -138,15 +144,13 @@ def checked(patch: bool) -> list[str]:
     """What `train_check` says of one step."""
     if patch:
         ds_patches.apply("dc_fallback")
-    engine = cases.engine_of(
-        patterns.build("Disabled", 64), trainers.config(3, **BFLOAT16), "inductor"
-    )
+    engine = compile_engine(patterns.build("Disabled", 64), config(3, **BFLOAT16), "inductor")
     for step in range(2):
-        engine.backward(engine(*cases.inputs(step, 0)))
+        engine.backward(engine(*patterns.inputs(step, 0)))
         engine.step()
     try:
         with ds_patches.train_check(engine):
-            engine.backward(engine(*cases.inputs(2, 0)))
+            engine.backward(engine(*patterns.inputs(2, 0)))
             engine.step()
     except Exception as error:
         return [type(error).__name__, str(error)]

@@ -12,7 +12,7 @@ from ds_patches.core import registry
 from tests.releases import ROOT, git
 
 CORE = "core"
-_CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/test_world.py")
+_CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/world")
 _MARKED = re.compile(r"\bpytest\.mark\.core_case\b")
 
 
@@ -94,7 +94,7 @@ def sources(column: str) -> str:
     """A digest of a column's code and tests: what belongs to another patch is no part of it."""
     others = set(registry.patches()) - {column}
     digest = hashlib.sha256()
-    for path in sorted(_files("ds_patches", *tests_of(column))):
+    for path in sorted(_files("ds_patches", "tests/training", *tests_of(column))):
         if path.parts[1] not in others:
             digest.update(f"{path}\0".encode() + (ROOT / path).read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -16,20 +16,19 @@ A script is a function of one trainer, and reads like a program:
             trainer.step()
 
 The trainer is an engine, or plain PyTorch that averages gradients over the ranks; what both can
-do is in `trainers.py`, and models are in `models.py`. The declaration says what stock comes to at
-each ZeRO stage, which is tested too, and what else the engine is given. A script trains for
-``trainer.steps()``, so that calls and memory can be looked at in between, and must be good for
-being run twice on one trainer.
+do is in `tests/training`, as are models. The declaration says what stock comes to at each ZeRO
+stage, which is tested too, and what :class:`~tests.training.options.Options` it is trained with. A
+script trains for ``trainer.steps()``, so that calls and memory can be looked at in between, and
+must be good for being run twice on one trainer. Tests of a patch run it too, with other options.
 
-Where patched does not hold to the law yet, ``awaits={3: {"values": "accumulation"}}`` names the
-topic that mends it, by stage. Such a mark is strict: once the property holds, the test fails until
-the mark is taken out.
+Where patched does not hold to the law yet, ``awaits={3: {"values": "why"}}`` says so, by stage.
+Such a mark is strict: once the property holds, the test fails until the mark is taken out.
 
 Two ranks run every script. Four ranks run them as two groups of two with data of their own, in
-which the second of a group is not the second of the world (`groups.py`). Stock has processes to
-which no patch was ever applied (`worlds.py`).
+which the second of a group is not the second of the world. Stock has processes to which no patch
+was ever applied (`worlds.py`).
 
-`make test` runs the stages that a declaration calls ``quick``, `make test-all` all of them, and
-`python -m tests.scripts.page` writes docs/scripts.md from another run of all. A single one is run
-by `pytest tests/scripts -k "gradient_penalty"`.
+`make test` runs few of each theme, `make test-all` all. `python -m tests.scripts.page` writes
+docs/scripts.md from another run of all; with names, of these alone. A single one is run by
+`pytest tests/scripts -k "gradient_penalty"`.
 """

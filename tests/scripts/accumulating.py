@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
-from tests.scripts.models import loss_of
+from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, RIGHT, WRONG, script
+from tests.training.models import both_losses, loss_of
+from tests.training.options import OFFLOADED, OVERLAP
 
-OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
-
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, quick=(3,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG})
 def abandoned_backward(trainer: Any) -> None:
     """A bad batch: ``engine.zero_grad()``, and the next one is stepped."""
     for step in trainer.steps():
@@ -22,7 +21,7 @@ def abandoned_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT)
 def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
     """The same by ``engine.optimizer.zero_grad()``."""
     for step in trainer.steps():
@@ -32,7 +31,38 @@ def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
         trainer.step()
 
 
-@script({2: RIGHT, 3: WRONG}, micro_steps=2, quick=(2, 3))
+@script({1: RIGHT}, micro_steps=2)
+def zeroed_in_the_middle(trainer: Any) -> None:
+    """Of two micro steps the first is dropped, and the second is halved all the same."""
+    for step in trainer.steps():
+        for micro in range(2):
+            if micro:
+                trainer.zero_grad()
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: WRONG})
+def nothing_to_step(trainer: Any) -> None:
+    """The only backward of a step is thought better of: nothing moves."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        if step % 2:
+            trainer.zero_grad()
+        trainer.step()
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG})
+def abandoned_between_two_losses(trainer: Any) -> None:
+    """One of two losses had its backward, and then another batch comes in."""
+    for step in trainer.steps():
+        trainer.backward(both_losses(trainer, step, 5)[0], retain_graph=True)
+        trainer.zero_grad()
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@script({2: RIGHT, 3: WRONG}, micro_steps=2)
 def zeroed_at_the_top(trainer: Any) -> None:
     """A loop from PyTorch: each micro step begins with ``optimizer.zero_grad()``."""
     for step in trainer.steps():
@@ -43,7 +73,7 @@ def zeroed_at_the_top(trainer: Any) -> None:
             trainer.step()
 
 
-@script(ALL_RIGHT, settings=OFFLOADED, micro_steps=4, quick=())
+@script(ALL_RIGHT, **OFFLOADED, micro_steps=4, awaits=EACH_GRADIENT)
 def four_micro_steps_offloaded(trainer: Any) -> None:
     """Four micro steps with the optimizer on the host."""
     for step in trainer.steps():
@@ -52,7 +82,7 @@ def four_micro_steps_offloaded(trainer: Any) -> None:
             trainer.step()
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def abandoned_forward(trainer: Any) -> None:
     """A loss that is not a number has no backward at all."""
     for step in trainer.steps():
@@ -62,7 +92,7 @@ def abandoned_forward(trainer: Any) -> None:
             trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG}, quick=())
+@script({1: WRONG, 2: WRONG, 3: WRONG})
 def two_forwards_first(trainer: Any) -> None:
     """Both forwards come before both backwards, and one step after."""
     for step in trainer.steps():
@@ -71,7 +101,26 @@ def two_forwards_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: RIGHT}, settings=OFFLOADED, quick=(2,))
+@script({1: WRONG, 2: WRONG, 3: RIGHT})
+def boundaries_twice(trainer: Any) -> None:
+    """Not at the boundary, at it, not, and at it."""
+    for step in trainer.steps():
+        for micro in range(4):
+            trainer.boundary(micro % 2 == 1)
+            trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@script(ALL_RIGHT, micro_steps=2)
+def scaled_by_the_user(trainer: Any) -> None:
+    """``engine.backward(loss, scale_wrt_gas=False)``, as the Trainer of transformers has it."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.unscaled_backward(loss_of(trainer, step, micro) / 2)
+            trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: RIGHT}, **OFFLOADED)
 def two_forwards_offloaded(trainer: Any) -> None:
     """Two backwards before one step, with the optimizer on the host."""
     for step in trainer.steps():
@@ -80,7 +129,7 @@ def two_forwards_offloaded(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def boundary_by_hand(trainer: Any) -> None:
     """The program says which backward is the last of a step, as Accelerate does."""
     for step in trainer.steps():
@@ -90,7 +139,7 @@ def boundary_by_hand(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, micro_steps=2, quick=())
+@script(ALL_RIGHT, micro_steps=2)
 def evaluated_in_between(trainer: Any) -> None:
     """An evaluation between two micro steps of one step."""
     for step in trainer.steps():
@@ -103,22 +152,11 @@ def evaluated_in_between(trainer: Any) -> None:
             trainer.module.train()
 
 
-@script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, refusal="no_sync", quick=(2,))
-def no_sync(trainer: Any) -> None:
-    """All backwards but the last of a step are not reduced, as with DistributedDataParallel."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            trainer.backward(loss_of(trainer, step, 0))
-        trainer.backward(loss_of(trainer, step, 1))
-        trainer.step()
-
-
 @script(
     {1: WRONG, 2: RIGHT, 3: RIGHT},
     model="Sometimes",
     micro_steps=2,
-    settings={"zero": {"overlap_comm": True}},
-    quick=(1,),
+    **OVERLAP,
 )
 def unused_at_the_end(trainer: Any) -> None:
     """With overlap_comm, a parameter that the last micro step of a step does not use."""
@@ -130,7 +168,7 @@ def unused_at_the_end(trainer: Any) -> None:
     trainer.module.used = (True, True)
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT)
 def failed_backward(trainer: Any) -> None:
     """A backward that raises in a hook, is caught, and is followed by a clean step."""
     for step in trainer.steps():

@@ -6,29 +6,29 @@ from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, script
 from tests.scripts.losses import LAST_ONLY, two_backwards
-from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
+from tests.training.models import loss_of
 
 
-@script(ALL_RIGHT, model="Adapted", grouped=(2, 3), quick=(3,))
+@script(ALL_RIGHT, model="Adapted", grouped=(2, 3))
 def low_rank(trainer: Any) -> None:
     """Low-rank adapters on a frozen trunk."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(ALL_RIGHT, model="CheckpointedAdapted", quick=(1,))
+@script(ALL_RIGHT, model="CheckpointedAdapted")
 def low_rank_recomputed(trainer: Any) -> None:
     """The same under checkpoint(use_reentrant=False), whose inputs are made to need a gradient."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(LAST_ONLY, model="Adapted", quick=())
+@script(LAST_ONLY, model="Adapted")
 def low_rank_two_backwards(trainer: Any) -> None:
     """Two losses over adapters."""
-    two_backwards.run(trainer)
+    two_backwards(trainer)
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT)
 def unfrozen_later(trainer: Any) -> None:
     """The trunk rests in the first steps and trains from the third on."""
     trunk = list(trainer.module.blocks.parameters())

@@ -8,13 +8,13 @@ from tests.scripts.declared import ALL_RIGHT, script
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, model="NonReentrant", quick=(3,))
+@script(ALL_RIGHT, model="NonReentrant")
 def non_reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=False)``, as Hugging Face's Trainer has them."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(ALL_RIGHT, model="Reentrant", quick=())
+@script(ALL_RIGHT, model="Reentrant")
 def reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=True)``."""
-    one_backward.run(trainer)
+    one_backward(trainer)

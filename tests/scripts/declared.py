@@ -1,28 +1,29 @@
-"""What a script says of itself: settings, what stock comes to, what is yet to be mended."""
+"""What a script says of itself: options, what stock comes to, what is yet to be mended."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tests.training.options import Options
+from tests.training.surroundings import EAGER
 
 RIGHT, WRONG = "right", "wrong"
 RAISES = "raises"
 ALL_RIGHT = {1: RIGHT, 2: RIGHT, 3: RIGHT}
+STEPS = 5
 
-#: Who mends what is marked.
-TOPICS = ("core", "accumulation", "dc_fallback", "stream_safety", "frameworks")
-
-#: A step of ZeRO-1/2 takes some 70 calls more, whatever the model; these models are small.
-WRAPPED = "accumulation"
-
-#: How a script is run: by an engine on the CPU, under the stand-in of DeepCompile, or on the
-#: streams of the race detector.
-EAGER, DEEPCOMPILE, STREAMS = "eager", "deepcompile", "streams"
-
+#: Of what does not hold to the law yet: reason by property.
 Awaits = Mapping[str, str]
+#: Reasons that several scripts have.
+GATHERED_AGAIN = {"calls": "zero3_retain releases a module after each of its calls in a backward"}
+EACH_GRADIENT = {
+    stage: {"calls": "accumulation looks at each gradient of an offloaded optimizer"}
+    for stage in (1, 2)
+}
 
 
 def raises(words: str) -> str:
@@ -32,69 +33,75 @@ def raises(words: str) -> str:
 
 @dataclass(frozen=True)
 class Script:
-    """One training script and all that is said of it."""
+    """One training script and all that is said of it. It is called with a trainer."""
 
-    run: Callable[[Any], None]
+    train: Callable[[Any], None]
     stock: Mapping[int, str]  # verdict by ZeRO stage
-    awaits: Mapping[int, Awaits] = field(default_factory=dict)  # topic by property, by stage
+    options: Options  # at any stage
+    awaits: Mapping[int, Awaits] = field(default_factory=dict)  # by stage
     refusal: str = ""  # a pattern: what a patch may say in place of being right
-    model: str = "TwoHeads"
     on: str = EAGER
-    micro_steps: int = 1
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    muon: bool = False  # in place of SGD
     tolerance: float = 1e-6
-    quick: tuple[int, ...] = ()  # stages that run in every test run
     grouped: tuple[int, ...] = ()  # stages that run in two groups of two ranks, too
     at_rest: bool = True  # no patch has a part in what stock gets right
     before: Callable[[Any], None] | None = None  # run the other way, in another process
 
+    def __call__(self, trainer: Any) -> None:
+        self.train(trainer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks find it by its name."""
+        return find, (f"{self.train.__module__}:{self.name}",)
+
     @property
     def name(self) -> str:
-        return self.run.__name__
+        return self.train.__name__
+
+    __name__ = name  # as the id of a test case
 
     @property
     def theme(self) -> str:
-        return self.run.__module__.rpartition(".")[2]
+        return self.train.__module__.rpartition(".")[2]
 
     @property
     def title(self) -> str:
         """The first line of its docstring."""
-        return (self.run.__doc__ or "").strip().splitlines()[0]
+        return (self.train.__doc__ or "").strip().splitlines()[0]
 
-    @property
-    def reference(self) -> str:
-        """How a rank finds it."""
-        return f"{self.run.__module__}:{self.name}"
+    def at(self, stage: int, **changed: Any) -> Options:
+        return replace(self.options, stage=stage, **changed)
 
 
 def script(
     stock: Mapping[int, str],
     *,
     awaits: Mapping[int, Awaits] | None = None,
-    quick: tuple[int, ...] | None = None,
+    refusal: str = "",
+    on: str = EAGER,
+    tolerance: float = 1e-6,
+    grouped: tuple[int, ...] = (),
     at_rest: bool = True,
-    **said: Any,
+    before: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[[Any], None]], Script]:
     """Declare the function below it.
 
-    stock: verdict by stage. awaits: topic by property, by stage. quick: without it, the highest
-    stage. at_rest: patches have nothing to do in what stock gets right, and cost what they cost.
+    stock: verdict by stage. at_rest: patches have nothing to do in what stock gets right, and cost
+    what they cost. options: of :class:`~tests.training.options.Options`.
     """
-    by_stage = {stage: dict((awaits or {}).get(stage, {})) for stage in stock}
-    if at_rest and said.get("on") != STREAMS:  # whose steps are longer
-        for stage in (1, 2):
-            if stock.get(stage) == RIGHT:
-                by_stage[stage]["calls"] = WRAPPED
 
-    def declare(run: Callable[[Any], None]) -> Script:
+    def declare(train: Callable[[Any], None]) -> Script:
         return Script(
-            run,
+            train,
             stock,
-            awaits=by_stage,
-            at_rest=at_rest,
-            quick=(max(stock),) if quick is None else quick,
-            **said,
+            Options(**{"steps": STEPS, **options}),
+            awaits or {},
+            refusal,
+            on,
+            tolerance,
+            grouped,
+            at_rest,
+            before,
         )
 
     return declare
@@ -110,7 +117,7 @@ def scripts() -> list[Script]:
             continue
         loaded = vars(importlib.import_module(module.name)).values()
         found += [
-            one for one in loaded if isinstance(one, Script) and one.run.__module__ == module.name
+            one for one in loaded if isinstance(one, Script) and one.train.__module__ == module.name
         ]
     return found
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.dc_fallback import patterns
-from tests.scripts.declared import DEEPCOMPILE, RIGHT, WRONG, Script, raises, script
+from tests.scripts.declared import RIGHT, WRONG, Script, raises, script
+from tests.training.surroundings import DEEPCOMPILE
 
 
 def under_deepcompile(
@@ -21,11 +21,11 @@ def under_deepcompile(
 
 
 def loss_of(trainer: Any, step: int, part: int = 0) -> Tensor:
-    loss: Tensor = trainer(*patterns.batch(step, part, dist.get_rank()))
+    loss: Tensor = trainer(*patterns.inputs(step, part))
     return loss
 
 
-@under_deepcompile(RIGHT, quick=())
+@under_deepcompile(RIGHT)
 def compiled(trainer: Any) -> None:
     """Nothing is skipped."""
     for step in trainer.steps():
@@ -33,29 +33,29 @@ def compiled(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(WRONG, "Mixed", quick=())
+@under_deepcompile(WRONG, "Mixed")
 def partly_compiled(trainer: Any) -> None:
     """Some frames are skipped."""
-    compiled.run(trainer)
+    compiled(trainer)
 
 
-@under_deepcompile(RIGHT, quick=())
+@under_deepcompile(RIGHT)
 def compiled_bad_batch(trainer: Any) -> None:
-    """A bad batch: ``engine.optimizer.zero_grad()``, and the next one is stepped."""
+    """A bad batch: ``zero_grad()`` of the engine or its optimizer, and the next one is stepped."""
     for step in trainer.steps():
         trainer.backward(1000 * loss_of(trainer, step, 1))
-        trainer.zero_optimizer_grad()
+        (trainer.zero_grad if step % 2 else trainer.zero_optimizer_grad)()
         trainer.backward(loss_of(trainer, step))
         trainer.step()
 
 
-@under_deepcompile(WRONG, "Mixed", quick=())
+@under_deepcompile(WRONG, "Mixed")
 def partly_compiled_bad_batch(trainer: Any) -> None:
     """The same where frames are skipped."""
-    compiled_bad_batch.run(trainer)
+    compiled_bad_batch(trainer)
 
 
-@under_deepcompile(WRONG, quick=())
+@under_deepcompile(WRONG)
 def compiled_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
     for step in trainer.steps():
@@ -65,7 +65,7 @@ def compiled_two_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(WRONG, quick=())
+@under_deepcompile(WRONG)
 def compiled_two_forwards(trainer: Any) -> None:
     """Two forwards and backwards before one step."""
     for step in trainer.steps():
@@ -74,21 +74,53 @@ def compiled_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(WRONG, quick=())
+@under_deepcompile(RIGHT, micro_steps=2)
+def compiled_zeroed_at_the_top(trainer: Any) -> None:
+    """Each micro step begins with ``zero_grad()``, as loops that were written for PyTorch do."""
+    for step in trainer.steps():
+        for part in range(2):
+            if trainer.is_engine or not part:
+                trainer.zero_grad()
+            trainer.backward(loss_of(trainer, step, part))
+            trainer.step()
+
+
+@under_deepcompile(RIGHT, micro_steps=2)
+def compiled_abandoned_in_the_middle(trainer: Any) -> None:
+    """A batch between two micro steps is dropped, and the first of them with it."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step, 0))
+        trainer.step()
+        trainer.backward(1000 * loss_of(trainer, step, 2))
+        trainer.zero_grad()
+        trainer.backward(loss_of(trainer, step, 1))
+        trainer.step()
+
+
+@under_deepcompile(RIGHT)
+def compiled_abandoned_forward(trainer: Any) -> None:
+    """A forward has no backward."""
+    for step in trainer.steps():
+        loss_of(trainer, step, 1)
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@under_deepcompile(WRONG)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
     for layer in trainer.module.layers:
         layer.weight.register_hook(lambda grad: 0.5 * grad)
-    compiled.run(trainer)
+    compiled(trainer)
 
 
-@under_deepcompile(WRONG, "Disabled", quick=())
+@under_deepcompile(WRONG, "Disabled")
 def skipped_parameter_hook(trainer: Any) -> None:
     """The same in a frame that is skipped."""
-    compiled_parameter_hook.run(trainer)
+    compiled_parameter_hook(trainer)
 
 
-@under_deepcompile(RIGHT, quick=())
+@under_deepcompile(RIGHT)
 def compiled_inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` between steps."""
     for step in trainer.steps():
@@ -98,19 +130,19 @@ def compiled_inference_mode(trainer: Any) -> None:
             loss_of(trainer, step, 7)
 
 
-@under_deepcompile(WRONG, "Disabled", quick=())
+@under_deepcompile(WRONG, "Disabled")
 def skipped_inference_mode(trainer: Any) -> None:
     """The same where a frame is skipped."""
-    compiled_inference_mode.run(trainer)
+    compiled_inference_mode(trainer)
 
 
-@under_deepcompile(raises("traced for partitioned"), "RecomputedMethod", quick=())
+@under_deepcompile(raises("traced for partitioned"), "RecomputedMethod")
 def skipped_recomputed_method(trainer: Any) -> None:
     """``torch.utils.checkpoint`` of a method that reads ``self.weight``."""
-    compiled.run(trainer)
+    compiled(trainer)
 
 
-@under_deepcompile(WRONG, "OwnCompile", quick=())
+@under_deepcompile(WRONG, "OwnCompile")
 def skipped_with_a_compiled_layer(trainer: Any) -> None:
     """A layer of a skipped frame that its owner compiles: ``layer.compile()``."""
-    compiled.run(trainer)
+    compiled(trainer)

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from tests.scripts.declared import ALL_RIGHT, script
-from tests.scripts.losses import inputs
-from tests.scripts.models import loss_of
+from tests.training.models import features, loss_of
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT)
 def two_engines(trainer: Any) -> None:
     """Another engine trains in turns with this one."""
     other = trainer.another()
@@ -21,7 +20,7 @@ def two_engines(trainer: Any) -> None:
             one.step()
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def teacher(trainer: Any) -> None:
     """Another engine is asked for targets, and never trained."""
     other = trainer.another()
@@ -32,12 +31,12 @@ def teacher(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="Linears", quick=(1,))
+@script(ALL_RIGHT, model="Linears")
 def adversarial(trainer: Any) -> None:
     """One engine learns from what the other makes of its outputs, and the other in its turn."""
     other = trainer.another()
     for step in trainer.steps():
-        x = inputs(step).detach()
+        x = features(step).detach()
         trainer.backward(10 * other(trainer(x)).square().mean())
         trainer.step()
         other.zero_optimizer_grad()

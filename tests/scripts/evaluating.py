@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from tests.scripts.declared import ALL_RIGHT, WRONG, script
-from tests.scripts.losses import both_losses
-from tests.scripts.models import VOCABULARY, loss_of
+from tests.training.models import VOCABULARY, both_losses, loss_of
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` after each step."""
     for step in trainer.steps():
@@ -24,7 +23,7 @@ def inference_mode(trainer: Any) -> None:
         trainer.module.train()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT)
 def no_grad(trainer: Any) -> None:
     """An evaluation under ``torch.no_grad()`` before each step."""
     for step in trainer.steps():
@@ -34,7 +33,7 @@ def no_grad(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG}, quick=())
+@script({1: WRONG, 2: WRONG, 3: WRONG})
 def evaluated_between_backwards(trainer: Any) -> None:
     """An evaluation between two backwards over one forward."""
     for step in trainer.steps():
@@ -46,7 +45,7 @@ def evaluated_between_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT)
 def generation(trainer: Any) -> None:
     """Ranks generate until all are done, as ``generate(synced_gpus=True)``, then train on it."""
     for step in trainer.steps():
@@ -68,7 +67,7 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
-@script(ALL_RIGHT, grouped=(2, 3), quick=())
+@script(ALL_RIGHT, grouped=(2, 3))
 def moving_average(trainer: Any) -> None:
     """An average of the gathered parameters, with which the model is evaluated and left alone."""
     params = list(trainer.module.parameters())

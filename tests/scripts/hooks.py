@@ -7,27 +7,27 @@ from typing import Any
 import torch
 
 from tests.scripts.declared import ALL_RIGHT, script
-from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
+from tests.training.models import loss_of
 
 
-@script(ALL_RIGHT, quick=(1,))
+@script(ALL_RIGHT)
 def parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller."""
     handles = [
         param.register_hook(lambda grad: 0.5 * grad) for param in trainer.module.blocks.parameters()
     ]
-    one_backward.run(trainer)
+    one_backward(trainer)
     for handle in handles:
         handle.remove()
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def activation_hook(trainer: Any) -> None:
     """A hook on an activation clips what comes through."""
     block = trainer.module.blocks[1]
     handle = block.register_forward_hook(_clip_what_comes_back)
-    one_backward.run(trainer)
+    one_backward(trainer)
     handle.remove()
 
 
@@ -35,7 +35,7 @@ def _clip_what_comes_back(module: Any, inputs: Any, output: torch.Tensor) -> Non
     output.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def backward_hook(trainer: Any) -> None:
     """``register_full_backward_hook`` on each block, as probes have it."""
     seen: list[float] = []
@@ -43,13 +43,13 @@ def backward_hook(trainer: Any) -> None:
         block.register_full_backward_hook(lambda m, i, grads: seen.append(float(grads[0].norm())))
         for block in trainer.module.blocks
     ]
-    one_backward.run(trainer)
+    one_backward(trainer)
     for handle in handles:
         handle.remove()
     assert len(seen) == 2 * trainer.count
 
 
-@script(ALL_RIGHT, quick=(2,))
+@script(ALL_RIGHT)
 def accumulation_hook(trainer: Any) -> None:
     """A hook on the AccumulateGrad node of each parameter counts gradients."""
     count = 0

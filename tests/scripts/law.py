@@ -5,8 +5,9 @@
   will do.
 - words: where patched is right, it warns of nothing.
 - memory, ZeRO-3: patched gathers no more than stock, at most and after each backward.
-- calls: where stock is right and no patch has a part in a script, a step calls no more Python
-  functions than stock's does.
+- calls: where stock is right and no patch has a part in a script, a step calls at most 1 % more
+  Python functions than stock's does, or `A_FORWARD` more for each of its forwards: a constant,
+  which is far less than stock's own calls for one parameter of a model of any size.
 """
 
 from __future__ import annotations
@@ -16,28 +17,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.scripts.declared import RAISES, RIGHT, WRONG, Script, raises
-from tests.scripts.measured import Measured
+from tests.training.run import Outcome
 
 KINDS = ("values", "words", "memory", "calls")
-#: Of stock's Python calls in a step, what a patch may add ...
+#: Of stock's Python calls in a step, what patches may add ...
 CALLS = 0.01
-#: ... and where the model is too small for that, as much as with 24 blocks, by stage.
-AT_LEAST = {1: 70, 2: 70, 3: 900}
+#: ... or for each forward, with its backward and its part of a step: 78 and less are measured,
+#: whatever the model.
+A_FORWARD = 100
 
 
-def verdict(script: Script, ranks: list[Measured]) -> str:
+def verdict(ranks: list[Outcome]) -> str:
     """Of all ranks together."""
     if errors := [one.error for one in ranks if one.error]:
         return raises(errors[0])
-    if all(_right(script, one) for one in ranks):
-        return RIGHT
-    return WRONG
-
-
-def _right(script: Script, one: Measured) -> bool:
-    # A script that moves nothing would be right whatever happens.
-    moves = one.moved > max(1e-3, 4 * script.tolerance)
-    return moves and one.difference <= script.tolerance and not one.races
+    return RIGHT if all(one.equal and not one.races for one in ranks) else WRONG
 
 
 def agrees(declared: str, found: str) -> bool:
@@ -48,19 +42,19 @@ def agrees(declared: str, found: str) -> bool:
 
 
 def complaints(
-    script: Script, stage: int, stock: list[Measured], patched: list[Measured]
+    script: Script, stage: int, stock: list[Outcome], patched: list[Outcome]
 ) -> list[str]:
     """Where a script and its declaration are at odds: of stock, of the law and of its marks."""
-    declared, found = script.stock[stage], verdict(script, stock)
+    declared, found = script.stock[stage], verdict(stock)
     if not agrees(declared, found):
         why = f": {_why(stock)}" if found == WRONG else ""
         return [f"stock is said to be {declared}, and is {found}{why}"]
-    broken = {one.kind: one.text for one in breaches(script, stage, stock, patched)}
+    broken = {one.kind: one.text for one in breaches(script, stock, patched)}
     awaits = script.awaits.get(stage, {})
     holds = "holds: take it out of `awaits` of"
     return [
         *(f"{kind}: {text}" for kind, text in broken.items() if kind not in awaits),
-        *(f"{kind} {holds} {script.reference}, stage {stage}" for kind in {*awaits} - {*broken}),
+        *(f"{kind} {holds} {script.name}, stage {stage}" for kind in {*awaits} - {*broken}),
     ]
 
 
@@ -72,19 +66,17 @@ class Breach:
     text: str
 
 
-def breaches(
-    script: Script, stage: int, stock: list[Measured], patched: list[Measured]
-) -> list[Breach]:
+def breaches(script: Script, stock: list[Outcome], patched: list[Outcome]) -> list[Breach]:
     return [
         *_values(script, stock, patched),
-        *_words(script, patched),
-        *_memory(script, stock, patched),
-        *_calls(script, stage, stock, patched),
+        *_words(patched),
+        *_memory(stock, patched),
+        *_calls(script, stock, patched),
     ]
 
 
-def _values(script: Script, stock: list[Measured], patched: list[Measured]) -> Iterator[Breach]:
-    before, after = verdict(script, stock), verdict(script, patched)
+def _values(script: Script, stock: list[Outcome], patched: list[Outcome]) -> Iterator[Breach]:
+    before, after = verdict(stock), verdict(patched)
     if after == RIGHT:
         return
     refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
@@ -93,12 +85,12 @@ def _values(script: Script, stock: list[Measured], patched: list[Measured]) -> I
         yield Breach("values", f"stock is {before}, patched {after}: {_why(patched)}")
 
 
-def _words(script: Script, patched: list[Measured]) -> Iterator[Breach]:
-    if verdict(script, patched) == RIGHT and (said := [w for one in patched for w in one.said]):
+def _words(patched: list[Outcome]) -> Iterator[Breach]:
+    if verdict(patched) == RIGHT and (said := [w for one in patched for w in one.said]):
         yield Breach("words", f"patched is right, and says: {said[0]}")
 
 
-def _why(ranks: list[Measured]) -> str:
+def _why(ranks: list[Outcome]) -> str:
     """The worst of a run that did not end well, in a few words."""
     worst = max(ranks, key=lambda one: one.difference)
     if races := [race for one in ranks for race in one.races]:
@@ -106,8 +98,8 @@ def _why(ranks: list[Measured]) -> str:
     return f"off by {worst.difference:.1e} in {worst.where}, of {worst.moved:.1e}"
 
 
-def _memory(script: Script, stock: list[Measured], patched: list[Measured]) -> Iterator[Breach]:
-    right = verdict(script, stock) == RIGHT
+def _memory(stock: list[Outcome], patched: list[Outcome]) -> Iterator[Breach]:
+    right = verdict(stock) == RIGHT
     for one, other in zip(stock, patched, strict=True):
         if right and any(more > most for more, most in zip(other.peaks, one.peaks, strict=False)):
             yield Breach("memory", f"elements gathered: stock {one.peaks}, patched {other.peaks}")
@@ -120,14 +112,13 @@ def _memory(script: Script, stock: list[Measured], patched: list[Measured]) -> I
                 return
 
 
-def _calls(
-    script: Script, stage: int, stock: list[Measured], patched: list[Measured]
-) -> Iterator[Breach]:
-    both = {verdict(script, stock), verdict(script, patched)}
+def _calls(script: Script, stock: list[Outcome], patched: list[Outcome]) -> Iterator[Breach]:
+    both = {verdict(stock), verdict(patched)}
     if both != {RIGHT} or not script.at_rest:
         return
     for before, after in zip(stock, patched, strict=True):
-        if after.calls - before.calls > max(CALLS * before.calls, AT_LEAST[stage]):
+        allowed = max(CALLS * before.calls, A_FORWARD * after.forwards)
+        if after.calls - before.calls > allowed:
             text = f"{after.calls} Python calls in a step, stock's are {before.calls}"
             yield Breach("calls", text)
             return

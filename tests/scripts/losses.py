@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
-from tests.scripts.models import WIDTH, batch, losses
+from tests.scripts.declared import ALL_RIGHT, GATHERED_AGAIN, RIGHT, WRONG, raises, script
+from tests.training.models import batch, both_losses, losses
 
 LAST_ONLY = {1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")}
 
 
-def both_losses(trainer: Any, step: int, micro: int = 0) -> list[torch.Tensor]:
-    tokens, classes = batch(step, micro)
-    return losses(trainer(tokens), classes)
-
-
-@script(LAST_ONLY, model="Auxiliary", quick=(3,))
+@script(LAST_ONLY, model="Auxiliary")
 def auxiliary_tensor(trainer: Any) -> None:
     """A tensor that the forward keeps on the module has a backward of its own."""
     for step in trainer.steps():
@@ -27,7 +20,7 @@ def auxiliary_tensor(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="Auxiliary", quick=())
+@script(LAST_ONLY, model="Auxiliary")
 def auxiliary_tensor_first(trainer: Any) -> None:
     """The same, and it has its backward before the outputs have theirs."""
     for step in trainer.steps():
@@ -37,7 +30,16 @@ def auxiliary_tensor_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="Auxiliary", quick=())
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, model="Auxiliary")
+def auxiliary_alone(trainer: Any) -> None:
+    """The outputs are for nothing."""
+    for step in trainer.steps():
+        trainer(batch(step)[0])
+        trainer.backward(trainer.module.aux)
+        trainer.step()
+
+
+@script(ALL_RIGHT, model="Auxiliary")
 def auxiliary_loss(trainer: Any) -> None:
     """The usual way: it is added to the loss."""
     for step in trainer.steps():
@@ -46,7 +48,7 @@ def auxiliary_loss(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, grouped=(2, 3), quick=(2,))
+@script(LAST_ONLY, grouped=(2, 3))
 def two_backwards(trainer: Any) -> None:
     """Two losses over one forward, one after the other."""
     for step in trainer.steps():
@@ -59,8 +61,7 @@ def two_backwards(trainer: Any) -> None:
 @script(
     LAST_ONLY,
     model="TwoBranches",
-    settings={"zero": {"stage3_prefetch_bucket_size": 600}},
-    quick=(3,),
+    zero={"stage3_prefetch_bucket_size": 600},
 )
 def three_backwards(trainer: Any) -> None:
     """The second of three over one forward does not use what the others do."""
@@ -72,13 +73,13 @@ def three_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="NonReentrant", quick=())
+@script(LAST_ONLY, model="NonReentrant")
 def two_backwards_recomputed(trainer: Any) -> None:
     """Two losses over blocks under checkpoint(use_reentrant=False)."""
-    two_backwards.run(trainer)
+    two_backwards(trainer)
 
 
-@script({1: WRONG, 2: WRONG, 3: RIGHT}, quick=())
+@script({1: WRONG, 2: WRONG, 3: RIGHT})
 def two_forwards(trainer: Any) -> None:
     """Two forwards and backwards before one step, with one micro step."""
     for step in trainer.steps():
@@ -87,7 +88,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT, awaits={3: GATHERED_AGAIN})
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():
@@ -96,51 +97,21 @@ def sum_over_two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2, quick=(2,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
 def around_the_engine(trainer: Any) -> None:
     """One micro step calls the engine, the next the module in it."""
+    in_turns(trainer, [trainer, trainer.around_the_engine])
+
+
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, micro_steps=2)
+def around_the_engine_first(trainer: Any) -> None:
+    """And the other way round."""
+    in_turns(trainer, [trainer.around_the_engine, trainer])
+
+
+def in_turns(trainer: Any, forwards: list[Any]) -> None:
     for step in trainer.steps():
-        trainer.backward(sum(both_losses(trainer, step, 0)))
-        trainer.step()
-        tokens, classes = batch(step, 1)
-        trainer.backward(sum(losses(trainer.module(tokens), classes)))
-        trainer.step()
-
-
-def inputs(step: int) -> torch.Tensor:
-    """Continuous ones, for a critic."""
-    tokens, _ = batch(step)
-    at = torch.arange(WIDTH, dtype=torch.float32)
-    return torch.sin(tokens[:, None] * 0.7 + at).requires_grad_()
-
-
-#: ``torch.autograd.grad`` is a backward to stock, in which no parameter has a gradient.
-NOT_A_STEPS = raises("list index out of range")
-
-
-@script(
-    {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")},
-    model="Critic",
-    quick=(3,),
-)
-def gradient_penalty(trainer: Any) -> None:
-    """The loss has the gradient by the inputs in it, as with WGAN-GP."""
-    for step in trainer.steps():
-        x = inputs(step)
-        judged = trainer(x)
-        (slope,) = torch.autograd.grad(judged.sum(), x, create_graph=True)
-        trainer.backward(judged.square().mean() + (slope.norm(dim=-1) - 1).square().mean())
-        trainer.step()
-
-
-@script(
-    {1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="Critic", quick=(2,)
-)
-def saliency(trainer: Any) -> None:
-    """``torch.autograd.grad`` by the inputs, beside an ordinary backward."""
-    for step in trainer.steps():
-        x = inputs(step)
-        judged = trainer(x)
-        torch.autograd.grad(judged.sum(), x, retain_graph=True)
-        trainer.backward(judged.square().mean())
-        trainer.step()
+        for micro, forward in enumerate(forwards):
+            tokens, classes = batch(step, micro)
+            trainer.backward(sum(losses(forward(tokens), classes)))
+            trainer.step()

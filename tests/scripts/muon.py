@@ -10,30 +10,30 @@ from tests.scripts.ordinary import micro_steps, one_backward
 from tests.scripts.windows import window as several_in_a_window
 
 #: What ZeRO-3 asks for.
-WHOLE = {"zero": {"reduce_scatter": False}}
+WHOLE = {"reduce_scatter": False}
 #: Orthogonalising takes half precision.
-SAID: dict[str, Any] = {"muon": True, "tolerance": 4e-3, "settings": WHOLE}
+SAID: dict[str, Any] = {"muon": True, "tolerance": 4e-3, "zero": WHOLE}
 
 
-@script(ALL_RIGHT, quick=(), **SAID)
+@script(ALL_RIGHT, **SAID)
 def muon(trainer: Any) -> None:
     """One backward in a step."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(ALL_RIGHT, micro_steps=2, quick=(), **SAID)
+@script(ALL_RIGHT, micro_steps=2, **SAID)
 def muon_micro_steps(trainer: Any) -> None:
     """Two micro steps in a step."""
-    micro_steps.run(trainer)
+    micro_steps(trainer)
 
 
-@script(LAST_ONLY, refusal="with Muon", quick=(1,), **SAID)
+@script(LAST_ONLY, refusal="with Muon", **SAID)
 def muon_two_backwards(trainer: Any) -> None:
     """Two backwards over one forward."""
-    two_backwards.run(trainer)
+    two_backwards(trainer)
 
 
-@script(ALL_RIGHT, at_rest=False, quick=(), **SAID)
+@script(ALL_RIGHT, at_rest=False, **SAID)
 def muon_window(trainer: Any) -> None:
     """Three backwards in a block of coalesce_grad_reduction()."""
-    several_in_a_window.run(trainer)
+    several_in_a_window(trainer)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
-from tests.scripts.models import loss_of
+from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script
+from tests.training.models import loss_of
+from tests.training.options import OFFLOADED, OVERLAP
 
 
-@script(ALL_RIGHT, model="Deep", quick=(2,))
+@script(ALL_RIGHT, model="Deep")
 def one_backward(trainer: Any) -> None:
     """One forward, one backward, one step."""
     for step in trainer.steps():
@@ -16,7 +17,7 @@ def one_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="Deep", micro_steps=2, quick=())
+@script(ALL_RIGHT, model="Deep", micro_steps=2)
 def micro_steps(trainer: Any) -> None:
     """Two micro steps, which DeepSpeed counts."""
     for step in trainer.steps():
@@ -29,32 +30,30 @@ def micro_steps(trainer: Any) -> None:
     ALL_RIGHT,
     model="Deep",
     micro_steps=2,
-    settings={"zero": {"overlap_comm": True}},
+    **OVERLAP,
     grouped=(2,),
-    quick=(),
 )
 def micro_steps_overlapped(trainer: Any) -> None:
     """The same, with reductions beside the backward."""
-    micro_steps.run(trainer)
+    micro_steps(trainer)
 
 
-@script(ALL_RIGHT, settings={"gradient_clipping": 0.1}, quick=())
+@script(ALL_RIGHT, clip=0.1)
 def clipped(trainer: Any) -> None:
     """Gradients are clipped."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(ALL_RIGHT, settings={"bf16": {"enabled": True}}, tolerance=0.01, quick=(1,))
+@script(ALL_RIGHT, settings={"bf16": {"enabled": True}}, tolerance=0.01)
 def bf16(trainer: Any) -> None:
     """Half precision, with masters in single precision."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
 @script(
     ALL_RIGHT,
     settings={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
     tolerance=0.01,
-    quick=(2,),
 )
 def skipped_step(trainer: Any) -> None:
     """A gradient overflows in half precision, and the step is left out."""
@@ -66,24 +65,24 @@ def skipped_step(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, settings={"zero": {"offload_optimizer": {"device": "cpu"}}}, quick=())
+@script(ALL_RIGHT, **OFFLOADED, awaits=EACH_GRADIENT)
 def offloaded_optimizer(trainer: Any) -> None:
     """The optimizer is on the host."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
 @script(
     ALL_RIGHT,
-    settings={"zero": {"offload_optimizer": {"device": "cpu"}}},
+    **OFFLOADED,
     micro_steps=2,
-    quick=(2,),
+    awaits=EACH_GRADIENT,
 )
 def offloaded_micro_steps(trainer: Any) -> None:
     """The same, with micro steps."""
-    micro_steps.run(trainer)
+    micro_steps(trainer)
 
 
-@script(ALL_RIGHT, grouped=(2, 3), quick=(1,))
+@script(ALL_RIGHT, grouped=(2, 3))
 def plain_backward(trainer: Any) -> None:
     """``loss.backward()``, as the rest of the world writes it."""
     for step in trainer.steps():
@@ -91,25 +90,25 @@ def plain_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="TiedEmbedding", quick=())
+@script(ALL_RIGHT, model="TiedEmbedding")
 def tied_weights(trainer: Any) -> None:
     """The embedding is the output layer, too."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(ALL_RIGHT, model="SharedBlock", awaits={3: {"calls": "accumulation"}}, quick=())
+@script(ALL_RIGHT, model="SharedBlock", awaits={3: GATHERED_AGAIN})
 def shared_block(trainer: Any) -> None:
     """One block runs three times."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script(ALL_RIGHT, model="CompiledBlock", quick=(2,))
+@script(ALL_RIGHT, model="CompiledBlock")
 def compiled_block(trainer: Any) -> None:
     """``block.compile(backend="aot_eager")`` by the user, outside DeepCompile."""
-    one_backward.run(trainer)
+    one_backward(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", quick=(3,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes")
 def sometimes_unused(trainer: Any) -> None:
     """A parameter that some steps do not use stays where it is in them."""
     for step in trainer.steps():
@@ -118,7 +117,7 @@ def sometimes_unused(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2, quick=(1,))
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2)
 def used_late(trainer: Any) -> None:
     """A parameter that only the second forward of a step uses, and only in some steps."""
     for step in trainer.steps():

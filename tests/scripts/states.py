@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from tests.scripts.declared import ALL_RIGHT, RIGHT, raises, script
-from tests.scripts.models import loss_of
 from tests.scripts.ordinary import one_backward
+from tests.training.models import loss_of
 
 
-@script(ALL_RIGHT, grouped=(2, 3), quick=(2,))
+@script(ALL_RIGHT, grouped=(2, 3))
 def gradient_noise(trainer: Any) -> None:
     """Each gradient is read and set again, by safe_get_full_grad and safe_set_full_grad."""
     for step in trainer.steps():
@@ -20,7 +20,7 @@ def gradient_noise(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, quick=())
+@script(ALL_RIGHT)
 def gradient_norms(trainer: Any) -> None:
     """Gradients are read for a plot."""
     for step in trainer.steps():
@@ -29,7 +29,7 @@ def gradient_norms(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: raises("FusedAdam")}, refusal="FusedAdam", quick=())
+@script({1: RIGHT, 2: RIGHT, 3: raises("FusedAdam")}, refusal="FusedAdam")
 def offloaded_states(trainer: Any) -> None:
     """``offload_states`` and ``reload_states`` between steps, as for a rollout."""
     for step in trainer.steps():
@@ -40,12 +40,12 @@ def offloaded_states(trainer: Any) -> None:
 
 def first_half(trainer: Any) -> None:
     """Train and save."""
-    one_backward.run(trainer)
+    one_backward(trainer)
     trainer.save()
 
 
-@script(ALL_RIGHT, before=first_half, grouped=(2, 3), quick=(1,))
+@script(ALL_RIGHT, before=first_half, grouped=(2, 3))
 def resumed(trainer: Any) -> None:
     """A checkpoint of stock is loaded with the patches, and one of theirs by stock."""
     trainer.load()
-    one_backward.run(trainer)
+    one_backward(trainer)

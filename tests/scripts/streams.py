@@ -6,28 +6,28 @@ from typing import Any
 
 import torch
 
-from tests.scripts.declared import RIGHT, STREAMS, script
+from tests.scripts.declared import RIGHT, script
 from tests.stream_safety.cases import BUCKET, batch
+from tests.training.surroundings import STREAMS
 
-OVERLAP = {"overlap_comm": True, "reduce_bucket_size": BUCKET}
+OVERLAPPED = {"overlap_comm": True, "reduce_bucket_size": BUCKET}
 FP32_SUMS = {
     "bf16": {"enabled": True},
     "data_types": {"grad_accum_dtype": "fp32"},
     # The throughput timer waits for the device now and then, and hides what comes before it.
     "timers": {"throughput": {"enabled": False, "synchronized": False}},
-    "zero": OVERLAP,
 }
 #: So that steps are far larger than what half precision rounds.
 SCALE = 30.0
 ON_STREAMS: dict[str, Any] = {"on": STREAMS, "model": "streams"}
-SUMS: dict[str, Any] = {**ON_STREAMS, "settings": FP32_SUMS, "tolerance": 2e-2}
+SUMS: dict[str, Any] = {**ON_STREAMS, "settings": FP32_SUMS, "zero": OVERLAPPED, "tolerance": 2e-2}
 
 
 def backward(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(SCALE * trainer(batch(3 * step + micro)).square().mean())
 
 
-@script({2: RIGHT}, micro_steps=2, quick=(), **SUMS)
+@script({2: RIGHT}, micro_steps=2, **SUMS)
 def overlapped(trainer: Any) -> None:
     """Micro steps, and nothing else."""
     for step in trainer.steps():
@@ -36,7 +36,7 @@ def overlapped(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, at_rest=False, quick=(2,), **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def gradients_read_between_micro_steps(trainer: Any) -> None:
     """``safe_get_full_grad`` before the step."""
     for step in trainer.steps():
@@ -46,7 +46,7 @@ def gradients_read_between_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, at_rest=False, quick=(), **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def offloaded_between_micro_steps(trainer: Any) -> None:
     """``offload_states`` before the step."""
     for step in trainer.steps():
@@ -56,7 +56,7 @@ def offloaded_between_micro_steps(trainer: Any) -> None:
             trainer.step()
 
 
-@script({2: RIGHT}, micro_steps=2, at_rest=False, quick=(), **SUMS)
+@script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def boundary_set_late(trainer: Any) -> None:
     """That this was the last backward is known after it, as when the data end."""
     for step in trainer.steps():
@@ -70,8 +70,7 @@ def boundary_set_late(trainer: Any) -> None:
 @script(
     {1: RIGHT, 2: RIGHT},
     at_rest=False,
-    settings={"zero": OVERLAP},
-    quick=(2,),
+    zero=OVERLAPPED,
     **ON_STREAMS,
 )
 def hook_behind_the_reduction(trainer: Any) -> None:

@@ -8,15 +8,15 @@ import pytest
 
 from tests.scripts import law, ordinary
 from tests.scripts.declared import RIGHT, WRONG, raises
-from tests.scripts.measured import Measured
+from tests.training.run import Outcome
 
 SCRIPT = replace(ordinary.one_backward, stock={3: RIGHT}, awaits={})
-FINE = Measured(moved=1.0, difference=0.0, peaks=[10], left=[[]], calls=1000)
+FINE = Outcome(moved=1.0, difference=0.0, peaks=[10], left=[[]], calls=1000, forwards=2)
 OFF = replace(FINE, difference=0.5, where="embed.weight")
 FAILED = replace(FINE, error="RuntimeError: mat2 must be a matrix")
 
 
-def complaints(stock: Measured, patched: Measured, said: str, **declared: object) -> list[str]:
+def complaints(stock: Outcome, patched: Outcome, said: str, **declared: object) -> list[str]:
     script = replace(SCRIPT, stock={3: said}, **declared)
     return law.complaints(script, 3, [stock] * 2, [FINE, patched])
 
@@ -31,10 +31,10 @@ def complaints(stock: Measured, patched: Measured, said: str, **declared: object
         (replace(FINE, said=["lost"]), "words"),
         (replace(FINE, peaks=[11]), "memory"),
         (replace(FINE, left=[["embed.weight"]]), "memory"),
-        (replace(FINE, calls=1000 + law.AT_LEAST[3] + 1), "calls"),
+        (replace(FINE, calls=1001 + 2 * law.A_FORWARD), "calls"),
     ],
 )
-def test_stock_is_right(patched: Measured, kind: str) -> None:
+def test_stock_is_right(patched: Outcome, kind: str) -> None:
     (found,) = complaints(FINE, patched, RIGHT)
     assert found.startswith(f"{kind}: ")
     assert not complaints(FINE, patched, RIGHT, awaits={3: {kind: "core"}})
@@ -69,4 +69,4 @@ def test_a_mark_is_strict(kind: str) -> None:
 
 def test_a_script_that_moves_nothing_is_not_right() -> None:
     still = replace(FINE, moved=0.0)
-    assert law.verdict(SCRIPT, [still]) == WRONG
+    assert law.verdict([still]) == WRONG

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field
+from typing import Any
 
-from tests.scripts import measured
-from tests.scripts.declared import DEEPCOMPILE, Script
-from tests.scripts.measured import PATCHED, STOCK, Measured
+import ds_patches
+from tests.scripts.declared import Script
+from tests.training import models, run
+from tests.training.options import Options
+from tests.training.run import Outcome
+from tests.training.surroundings import DEEPCOMPILE, EAGER
 from tests.world import World
 
+STOCK, PATCHED = "stock", "patched"
 #: Where ranks that do not meet would wait for good.
 SECONDS = 90.0
+#: ZeRO-3 keeps nothing for its next use and gathers nothing ahead: what else it holds is seen.
+FRUGAL = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 
 Kind = tuple[str, int, bool]
 
@@ -24,20 +31,55 @@ class Worlds:
 
     def world(self, script: Script, way: str, ranks: int) -> World:
         kind = (way, ranks, script.on == DEEPCOMPILE)
-        return self.of.setdefault(kind, World(ranks))
+        return self.of.setdefault(kind, World(ranks)).within(SECONDS)
 
-    def run(self, script: Script, stage: int, way: str, ranks: int = 2) -> list[Measured]:
-        """What each rank saw of it."""
-        case = (script.reference, stage, way)
+    def run(
+        self, script: Script, stage: int, way: str, ranks: int = 2, **options: Any
+    ) -> list[Outcome]:
+        """What each rank saw of it; options: in place of those that it declares."""
+        changed = {"grid": ranks == 4, "zero": FRUGAL | dict(script.options.zero), **options}
+        wanted = script.at(stage, **changed)
         with tempfile.TemporaryDirectory() as folder:
             if script.before is not None:
                 other = {STOCK: PATCHED, PATCHED: STOCK}[way]
-                world = self.world(script, other, ranks)
-                world.within(SECONDS).run(measured.prepare, script.reference, stage, other, folder)
-            return list(
-                self.world(script, way, ranks).within(SECONDS).run(measured.measure, *case, folder)
-            )
+                self.world(script, other, ranks).run(prepare, script, wanted, other, folder)
+            found = self.world(script, way, ranks).run(measure, script, wanted, way, folder)
+            return list(found)
 
     def close(self) -> None:
         for world in self.of.values():
             world.close()
+
+
+def measure(script: Script, options: Options, way: str, folder: str) -> Outcome:
+    _be(way)
+    looks = ["calls"]
+    if options.stage == 3 and script.on == EAGER and script.before is None:
+        looks.append("memory")
+    found = run.measure(
+        script,
+        options,
+        on=script.on,
+        strict=False,
+        before=script.before,
+        folder=folder,
+        looks=looks,
+    )
+    found.tolerance = script.tolerance
+    return found
+
+
+def prepare(script: Script, options: Options, way: str, folder: str) -> None:
+    """What another process does before a script."""
+    _be(way)
+    assert script.before is not None
+    start = models.build(options.model, options.torch_dtype)
+    script.before(run.make_trainer(start, options, strict=False, folder=folder))
+
+
+def _be(way: str) -> None:
+    """Have every patch applied, or be sure that none is; a process is one or the other."""
+    if way == PATCHED:
+        ds_patches.apply_all()
+    live = [name for name in ds_patches.names() if ds_patches.is_applied(name)]
+    assert bool(live) == (way == PATCHED), live

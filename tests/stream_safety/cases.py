@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -16,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
-from tests.zero3_retain import trainers
-from tests.zero3_retain.cases import applied
+from tests.training.options import Options, config
+from tests.training.run import applied
+from tests.training.surroundings import build_engine
+from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
 
 BATCH, WIDTH = 4, 8
 LAYERS = 11  # so that partitions end within one
@@ -61,20 +64,19 @@ def batch(step: int) -> torch.Tensor:
 
 def steps(trainer: Any, count: int = 3, micro_steps: int = 1) -> None:
     for step in range(count * micro_steps):
-        trainer.backward(trainer.forward(batch(step)).square().mean())
+        trainer.backward(trainer(batch(step)).square().mean())
         trainer.step()
 
 
 def three_backwards(trainer: Any, step: int) -> None:
     for part in range(3):
-        trainer.backward(trainer.forward(batch(3 * step + part)).square().mean())
+        trainer.backward(trainer(batch(3 * step + part)).square().mean())
 
 
 def coalesced(trainer: Any, micro_steps: int = 1) -> None:
     """Three backwards and one reduction in each step."""
     for step in range(3):
-        engine = getattr(trainer, "engine", None)
-        with engine.coalesce_grad_reduction() if engine else nullcontext():
+        with trainer.window():
             three_backwards(trainer, step)
         trainer.step()
 
@@ -82,8 +84,7 @@ def coalesced(trainer: Any, micro_steps: int = 1) -> None:
 def gathered_once(trainer: Any, micro_steps: int = 1) -> None:
     """And one that has gathered all parameters."""
     for step in range(3):
-        engine = getattr(trainer, "engine", None)
-        with engine.coalesce_grad_reduction(gather_once=True) if engine else nullcontext():
+        with trainer.window(gather_once=True):
             three_backwards(trainer, step)
         trainer.step()
 
@@ -91,8 +92,7 @@ def gathered_once(trainer: Any, micro_steps: int = 1) -> None:
 def unsynced(trainer: Any, micro_steps: int = 1) -> None:
     """Three backwards without a reduction, and three more of which each has one."""
     for step in range(3):
-        engine = getattr(trainer, "engine", None)
-        with engine.no_sync() if engine else nullcontext():
+        with trainer.no_sync():
             three_backwards(trainer, 2 * step)
         three_backwards(trainer, 2 * step + 1)
         trainer.step()
@@ -101,7 +101,7 @@ def unsynced(trainer: Any, micro_steps: int = 1) -> None:
 def retained(trainer: Any, micro_steps: int = 1) -> None:
     """Two backwards over one forward in each step."""
     for step in range(3):
-        out = trainer.forward(batch(step))
+        out = trainer(batch(step))
         trainer.backward(out.square().mean(), retain_graph=True)
         trainer.backward(out.abs().mean())
         trainer.step()
@@ -213,26 +213,27 @@ def train(
     """
     start = model(widths)
     run = partial(script, micro_steps=micro_steps)
-    expected = trainers.plain(start, run, micro_steps)
+    plain = PlainTrainer(deepcopy(start), Options(micro_steps=micro_steps))
+    run(plain)
     wanted = {"overlap_comm": True, "reduce_bucket_size": bucket, **zero}
-    config = trainers.config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
+    given = config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
     with detecting(partial(_length, reduction)) as (device, detector), ExitStack() as stack:
         for patch in beside:
             stack.enter_context(applied(patch, **(options or {})))
         if parts:
             stack.enter_context(applied("stream_safety", parts=parts))
-        engine = trainers.build_engine(start, config)
+        engine = build_engine(start, given)
         found = Found()
         _look(device, engine, found)
         inside = AROUND[around](device, engine) if around else nullcontext()
-        trainer = trainers.EngineTrainer(engine)
+        trainer = EngineTrainer(engine)
         before = device.syncs
         with inside, detector:
             run(trainer)
         found.races, found.syncs = detector.races, device.syncs - before
         device.synchronize()
         found.end = device.end
-        found.difference, _ = trainers.worst_difference(trainer.parameters(), expected)
+        found.difference, _ = worst_difference(trainer.parameters(), plain.parameters())
     return found
 
 
@@ -259,9 +260,9 @@ def watches_gradients(parts: str, around: str) -> list[bool]:
     """Whether the patch looks at each gradient: before the first step, and after each of two."""
     from ds_patches.stream_safety.upstream import flat
 
-    config = trainers.config(2, zero={"overlap_comm": True, "reduce_bucket_size": BUCKET})
+    given = config(2, zero={"overlap_comm": True, "reduce_bucket_size": BUCKET})
     with detecting() as (device, _), applied("stream_safety", parts=parts):
-        engine = trainers.build_engine(model(), config)
+        engine = build_engine(model(), given)
         own = vars(engine.optimizer)
         found = [flat.GRADIENT_METHOD in own]
         with AROUND[around](device, engine) if around else nullcontext():

@@ -10,8 +10,10 @@ import pytest
 import ds_patches
 from tests.stream_safety import cases
 from tests.stream_safety.races import detecting
+from tests.training.options import config
+from tests.training.surroundings import build_engine
+from tests.training.trainers import EngineTrainer
 from tests.world import World
-from tests.zero3_retain import trainers
 
 
 def kinds(frozen: bool) -> dict[str, list[str]]:
@@ -21,10 +23,10 @@ def kinds(frozen: bool) -> dict[str, list[str]]:
     """
     from ds_patches.stream_safety.upstream import flat
 
-    config = trainers.config(2, zero={"overlap_comm": True, "reduce_bucket_size": cases.BUCKET})
+    given = config(2, zero={"overlap_comm": True, "reduce_bucket_size": cases.BUCKET})
     found: dict[str, list[str]] = {}
     with detecting():
-        engine = trainers.build_engine(cases.model(), config)
+        engine = build_engine(cases.model(), given)
         optimizer = engine.optimizer
 
         def note(when: str) -> Any:
@@ -39,14 +41,14 @@ def kinds(frozen: bool) -> dict[str, list[str]]:
             engine.backward(engine(cases.batch(0)).square().mean())
             engine.step()
         next(engine.module.parameters()).register_hook(lambda grad: note("applied"))
-        cases.steps(trainers.EngineTrainer(engine), 1)
+        cases.steps(EngineTrainer(engine), 1)
         found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
         ds_patches.unapply("stream_safety")
         note("after")
         left = {**vars(optimizer), **vars(engine.tput_timer)}
         found["left"] = [name for name in left if "ds_patches" in name]
         found["left"] += [name for name in vars(optimizer.reduction_stream) if "record" in name]
-        cases.steps(trainers.EngineTrainer(engine), 1)
+        cases.steps(EngineTrainer(engine), 1)
     return found
 
 
@@ -63,9 +65,9 @@ def on_a_device_that_keeps_order() -> bool:
     """The CPU as it is: nothing is taken in."""
     ds_patches.apply("stream_safety")
     try:
-        config = trainers.config(2, zero={"overlap_comm": True})
-        engine = trainers.build_engine(cases.model(), config)
-        cases.steps(trainers.EngineTrainer(engine), 1)
+        given = config(2, zero={"overlap_comm": True})
+        engine = build_engine(cases.model(), given)
+        cases.steps(EngineTrainer(engine), 1)
         return all(
             value is None for name, value in vars(engine.optimizer).items() if "ds_patches" in name
         )

@@ -13,8 +13,8 @@ from packaging.version import Version
 import ds_patches
 from ds_patches.stream_safety.binding import LACKS, SAFE
 from tests.stream_safety import cases
+from tests.training.stock import RELEASE
 from tests.world import World
-from tests.zero3_retain.releases import RELEASE
 
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 NO_TIMER = {"timers": {"throughput": {"enabled": False, "synchronized": False}}}
@@ -137,7 +137,6 @@ def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
         assert not one.races, Counter(one.races).most_common(5)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("around", ["", "side", "several", "hooks", "checkpoints"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 import ds_patches
 from tests.listening import listening
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import half_precision_allowed
+from tests.training import models
+from tests.training.options import Options
+from tests.training.surroundings import build_engine, half_precision_allowed
 
 
 @dataclass
@@ -131,19 +131,16 @@ MODELS: dict[str, type[nn.Module]] = {
 }
 
 
-def engine_of(
-    model: str, stage: int, *, dtype: str = "float32", **settings: Any
-) -> tuple[Any, nn.Module]:
-    found = MODELS.get(model) or getattr(models, model)
-    module = models.build(found, getattr(torch, dtype))
-    return trainers.build_engine(module, trainers.config(stage, **settings)), module
+def engine_of(model: str, stage: int, **options: Any) -> tuple[Any, nn.Module]:
+    given = Options(stage, **options)
+    module = models.build(MODELS.get(model, model), given.torch_dtype)
+    return build_engine(module, given.config), module
 
 
 def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
     """A gradient accumulation and its step."""
     for micro in range(micro_steps):
-        tokens, classes = models.batch(index, micro)
-        engine.backward(sum(models.losses(engine(tokens), classes)))
+        engine.backward(models.loss_of(engine, index, micro))
         engine.step()
 
 
@@ -168,18 +165,15 @@ def check(
     steps: int = 1,
     micro_steps: int = 1,
     action: str = "raise",
-    dtype: str = "float32",
     patches: bool = False,
-    settings: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Outcome:
     """One step before the check and `steps` in it."""
     if patches:
         ds_patches.apply_all()
     try:
-        with half_precision_allowed() if dtype == "float16" else nullcontext():
-            engine, _ = engine_of(
-                model, stage, dtype=dtype, micro_steps=micro_steps, **(settings or {})
-            )
+        with half_precision_allowed():
+            engine, _ = engine_of(model, stage, micro_steps=micro_steps, **options)
             step(engine, micro_steps=micro_steps)
             return outcome_of(
                 engine,

@@ -13,9 +13,11 @@ from torch import nn
 import ds_patches
 from tests.traincheck import cases
 from tests.traincheck.test_verdicts import CUT, STAGES, agreed
+from tests.training import models
+from tests.training.options import config
+from tests.training.surroundings import RATE, build_engine, half_precision_allowed
+from tests.training.trainers import parameters
 from tests.world import World
-from tests.zero3_retain import models, trainers
-from tests.zero3_retain.cases import half_precision_allowed
 
 
 @pytest.mark.parametrize("action", ["warn", "report"])
@@ -60,11 +62,10 @@ def overflowing(stage: int, good: int) -> cases.Outcome:
     """A step that overflows on one rank, and `good` ones."""
     settings = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
     with half_precision_allowed():
-        engine, _ = cases.engine_of("CutOff", stage, dtype="float16", **settings)
+        engine, _ = cases.engine_of("CutOff", stage, dtype="float16", settings=settings)
 
         def block() -> None:
-            tokens, classes = models.batch(0)
-            loss = sum(models.losses(engine(tokens), classes))
+            loss = models.loss_of(engine, 0)
             engine.backward(loss * (float("inf") if torch.distributed.get_rank() else 1.0))
             engine.step()
             for index in range(good):
@@ -138,7 +139,7 @@ def same_training(stage: int) -> bool:
                     cases.step(engine, index)
             else:
                 cases.step(engine, index)
-        ends.append(trainers.EngineTrainer(engine).parameters())
+        ends.append(parameters(engine.module))
     return all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
@@ -162,7 +163,7 @@ class LowRank(models.TwoHeads):
 
 
 def low_rank(steps: int) -> cases.Outcome:
-    engine = trainers.build_engine(models.build(LowRank), trainers.config(2))
+    engine = build_engine(models.build(LowRank), config(2))
     return cases.outcome_of(engine, lambda: [cases.step(engine, i) for i in range(steps)])
 
 
@@ -174,12 +175,12 @@ def test_several_steps_give_a_late_gradient_its_time(world: World) -> None:
 def half_of_the_parameters(stage: int) -> cases.Outcome:
     import deepspeed
 
-    model = models.build(models.TwoHeads)
+    model = models.build("TwoHeads")
     rest = [param for name, param in model.named_parameters() if not name.startswith("rebuild")]
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.SGD(rest, lr=trainers.RATE),
-        config=trainers.config(stage),
+        optimizer=torch.optim.SGD(rest, lr=RATE),
+        config=config(stage),
     )
     return cases.outcome_of(engine, lambda: cases.step(engine))
 
@@ -232,7 +233,7 @@ def compiled(model: type[nn.Module], how: str) -> tuple[cases.Outcome, list[int]
     module = models.build(model)
     if how == "module":
         module = torch.compile(module, backend=backend)
-    engine = trainers.build_engine(module, trainers.config(1))
+    engine = build_engine(module, config(1))
     if how == "engine":
         engine.compile(backend=backend)
     counts = []

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.traincheck import cases
+from tests.training import models
+from tests.training.options import BF16, OFFLOADED
 from tests.world import World
-from tests.zero3_retain import models
 
 STAGES = [0, 1, 2, 3]
 CUT = ["cut.weight", "cut.bias"]
@@ -100,27 +101,24 @@ def test_every_parameter_whose_gradient_is_not_reduced_is_named(
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
 
 
-OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-
-
-def old_gradient(stage: int, settings: dict[str, Any]) -> cases.Outcome:
-    engine, module = cases.engine_of("OnAndOff", stage, **settings)
+def old_gradient(stage: int, more: dict[str, Any]) -> cases.Outcome:
+    engine, module = cases.engine_of("OnAndOff", stage, **more)
     cases.step(engine)
     module.on = False
     return cases.outcome_of(engine, lambda: [cases.step(engine, 1 + index) for index in range(2)])
 
 
-@pytest.mark.core_case(stage=3, settings={})
-@pytest.mark.parametrize("settings", [{}, OFFLOAD], ids=["", "offload"])
+@pytest.mark.core_case(stage=3, more={})
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offload"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_gradient_of_an_earlier_step_is_none(
-    world: World, stage: int, settings: dict[str, Any]
+    world: World, stage: int, more: dict[str, Any]
 ) -> None:
     """Stage 3 and offload step again with what was there; that does not make it a new gradient."""
-    found = agreed(world.run(old_gradient, stage, settings))
+    found = agreed(world.run(old_gradient, stage, more))
     assert list(found.untrained) == CUT
     notes = set(found.untrained.values())
-    assert notes == {OLD if stage == 3 or settings else ""}
+    assert notes == {OLD if stage == 3 or more else ""}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -134,23 +132,20 @@ def test_a_gradient_accumulation_is_one_step(world: World, stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "settings"),
+    ("stage", "more"),
     [
-        (1, "bfloat16", {"bf16": {"enabled": True}}),
-        (3, "bfloat16", {"bf16": {"enabled": True}}),
-        (2, "float32", {"zero": {"round_robin_gradients": True}}),
-        (2, "float32", {"gradient_clipping": 1e-3}),
-        (3, "float32", {"gradient_clipping": 1e-3, "zero": {"sub_group_size": 300}}),
-        (2, "float32", OFFLOAD),
-        (3, "float32", OFFLOAD),
+        (1, BF16),
+        (3, BF16),
+        (2, {"zero": {"round_robin_gradients": True}}),
+        (2, {"clip": 1e-3}),
+        (3, {"clip": 1e-3, "zero": {"sub_group_size": 300}}),
+        (2, OFFLOADED),
+        (3, OFFLOADED),
     ],
 )
-def test_other_layouts_of_the_optimizer(
-    world: World, stage: int, dtype: str, settings: dict[str, Any]
-) -> None:
+def test_other_layouts_of_the_optimizer(world: World, stage: int, more: dict[str, Any]) -> None:
     trains, cut = (
-        agreed(world.run(cases.check, model, stage, dtype=dtype, settings=settings))
-        for model in ("TwoHeads", "CutOff")
+        agreed(world.run(cases.check, model, stage, **more)) for model in ("TwoHeads", "CutOff")
     )
     assert trains == cases.Outcome(steps=1)
     assert list(cut.untrained) == CUT

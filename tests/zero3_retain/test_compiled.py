@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.training import stock
+from tests.training.options import Options
+from tests.training.run import run
+from tests.training.trainers import EngineTrainer
 from tests.world import World
-from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import EXACT, one_forward_several_backwards, patched
+from tests.zero3_retain.test_gradients import several_backwards
+
+
+class CompiledBlocks(EngineTrainer):
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        for block in engine.module.blocks:
+            block.compile(backend="eager")
+        super().__init__(engine, *arguments)
 
 
 def train_compiled(patch: bool, backwards: int) -> tuple[float, dict[str, int]]:
@@ -19,41 +29,31 @@ def train_compiled(patch: bool, backwards: int) -> tuple[float, dict[str, int]]:
 
     torch._dynamo.reset()
     counters.clear()
-    start = models.build(models.TwoHeads)
-
-    def script(trainer: Any) -> None:
-        one_forward_several_backwards(trainer, backwards=backwards)
-
-    expected = trainers.plain(start, script)
-    with patched() if patch else nullcontext():
-        engine = trainers.build_engine(start, trainers.config(3))
-        for block in engine.module.blocks:
-            block.compile(backend="eager")
-        trainer = trainers.EngineTrainer(engine)
-        script(trainer)
-        difference, _ = trainers.worst_difference(trainer.parameters(), expected)
+    script = partial(several_backwards, backwards=backwards)
+    outcome = run(script, Options(), *(["zero3_retain"] if patch else []), engine=CompiledBlocks)
+    assert not outcome.error, outcome.error
     compiled = {
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
     }
-    return difference, compiled
+    return outcome.difference, compiled
 
 
 @pytest.fixture(scope="module")
-def stock(world: World) -> list[tuple[float, dict[str, int]]]:
+def without(world: World) -> list[tuple[float, dict[str, int]]]:
     return world.within(300).run(train_compiled, False, 1)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not releases.TORCH_STYLE, reason="tried on 0.18.3 and later only")
+@pytest.mark.skipif(not stock.TORCH_STYLE, reason="tried on 0.18.3 and later only")
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_compiled_blocks(
-    world: World, stock: list[tuple[float, dict[str, int]]], backwards: int
+    world: World, without: list[tuple[float, dict[str, int]]], backwards: int
 ) -> None:
     for (_, before), (difference, after) in zip(
-        stock, world.within(300).run(train_compiled, True, backwards), strict=True
+        without, world.within(300).run(train_compiled, True, backwards), strict=True
     ):
-        assert difference <= EXACT
+        assert difference <= 1e-6
         assert after["graphs"] <= before["graphs"]
         assert after["breaks"] <= before["breaks"]
         assert before["graphs"] > 0

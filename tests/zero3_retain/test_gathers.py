@@ -9,13 +9,18 @@ import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.scripts import losses
+from tests.training import stock
+from tests.training.models import both_losses
+from tests.training.options import NO_REUSE, SMALL_PREFETCH, Options
+from tests.training.run import check
+from tests.training.trainers import EngineTrainer, engine_of, engine_trainer
 from tests.world import World
-from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import one_forward_several_backwards, patched, train
-from tests.zero3_retain.test_gradients import GRAPHS
+from tests.zero3_retain.test_gradients import GRAPHS, holds, patched, several_backwards
 
-NO_REUSE = {"stage3_max_reuse_distance": 0}
-SMALL_PREFETCH = {"stage3_prefetch_bucket_size": 600}
+SETTINGS = pytest.mark.parametrize(
+    "settings", [{}, SMALL_PREFETCH, {**NO_REUSE, **SMALL_PREFETCH}], ids=str
+)
 
 
 @pytest.mark.parametrize("style", ["engine", "scale", "torch"])
@@ -23,65 +28,30 @@ SMALL_PREFETCH = {"stage3_prefetch_bucket_size": 600}
 def test_nothing_stays_gathered_after_any_backward(
     world: World, style: str, backwards: int
 ) -> None:
-    releases.needs_torch_style(style)
-    for result in world.run(train, style=style, backwards=backwards, steps=4):
-        assert len(result.available) == 4 * backwards
-        gathered = result.available if backwards > 1 else []
-        assert not any(gathered), result.available
+    for outcome in holds(world, backwards, style=style, steps=4):
+        assert len(outcome.available) == 4 * backwards
+        assert backwards == 1 or not any(outcome.available), outcome.available
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_nothing_stays_gathered_whatever_the_graph(world: World, graph: str) -> None:
-    for result in world.run(train, graph, backwards=3, steps=4):
-        assert not any(result.available), result.available
-
-
-class TwoBranches(models.TwoHeads):
-    """Each head has a trunk of its own."""
-
-    def forward(self, tokens: torch.Tensor) -> models.Losses:
-        x = self.embed(tokens)
-        return models.Losses(self.classify(self.blocks[0](x)), self.rebuild(self.blocks[1](x)))
-
-
-def gathered(engine: Any) -> list[str]:
-    """Names of parameters that are whole, or on their way to be."""
-    return [
-        name
-        for name, param in engine.module.named_parameters()
-        if param.ds_status.name != "NOT_AVAILABLE"
-    ]
-
-
-def whole_after_backwards(style: str, settings: dict[str, Any]) -> list[list[str]]:
-    """After each of three backwards over a forward, the second of which uses one branch alone."""
-    with patched():
-        model = models.build(TwoBranches)
-        trainer = trainers.EngineTrainer(
-            trainers.build_engine(model, trainers.config(3, zero=settings)), style
-        )
-        seen = []
-        for step in range(5):
-            tokens, classes = models.batch(step)
-            first, second = models.losses(trainer.forward(tokens), classes)
-            for index, loss in enumerate((first + second, first, second)):
-                trainer.backward(loss, retain_graph=index < 2)
-                seen.append(gathered(trainer.engine))
-            trainer.step()
-        return seen
+@pytest.mark.parametrize("model", GRAPHS)
+def test_nothing_stays_gathered_whatever_the_graph(world: World, model: str) -> None:
+    for outcome in holds(world, 3, model=model, steps=4):
+        assert not any(outcome.available), outcome.available
 
 
 @pytest.mark.core_case(style="engine", settings=SMALL_PREFETCH)
 @pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("settings", [{}, SMALL_PREFETCH, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
+@SETTINGS
 def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
     world: World, style: str, settings: dict[str, Any]
 ) -> None:
     """What the prefetcher fetches for a branch that is not run is let go of, too."""
-    releases.needs_torch_style(style)
-    for seen in world.run(whole_after_backwards, style, settings):
-        assert len(seen) == 15
-        assert not any(seen), seen
+    stock.needs_style(style)
+    script = losses.three_backwards
+    options = Options(model="TwoBranches", style=style, steps=5, zero=settings)
+    for outcome in check(world, script, options, "zero3_retain"):
+        assert len(outcome.left) == 15
+        assert not any(outcome.left), outcome.left
 
 
 def gathered_numel(engine: Any) -> int:
@@ -95,19 +65,18 @@ def gathered_numel(engine: Any) -> int:
 def peaks(backwards: int, settings: dict[str, Any]) -> list[int]:
     """Most elements gathered during each of four steps, seen at every parameter's gradient."""
     with patched():
-        model = models.build(models.TwoHeads)
-        engine = trainers.build_engine(model, trainers.config(3, zero=settings))
-        seen = [0]
+        trainer = engine_trainer(steps=1, zero=settings)
+        engine, seen = trainer.engine, [0]
 
         def look(*_: Any) -> None:
             seen[-1] = max(seen[-1], gathered_numel(engine))
 
-        for module in model.modules():
+        for module in engine.module.modules():
             module.register_forward_hook(look)
             module.register_full_backward_hook(look)
-        trainer = trainers.EngineTrainer(engine)
+        trainer.note()  # the hooks
         for _ in range(4):
-            one_forward_several_backwards(trainer, backwards=backwards, steps=1)
+            several_backwards(trainer, backwards=backwards)
             seen.append(0)
         return seen[:-1]
 
@@ -138,13 +107,11 @@ class Trace:
 def trace_of_steps(steps: int, backwards: int, settings: dict[str, Any]) -> list[tuple[int, bool]]:
     """After each step: times the trace was invalidated so far, and whether it is complete."""
     with patched():
-        model = models.build(models.TwoHeads)
-        engine = trainers.build_engine(model, trainers.config(3, zero=settings))
-        trace = Trace(engine)
-        trainer = trainers.EngineTrainer(engine)
+        trainer = engine_trainer(steps=1, zero=settings)
+        trace = Trace(trainer.engine)
         seen = []
         for _ in range(steps):
-            one_forward_several_backwards(trainer, backwards=backwards, steps=1)
+            several_backwards(trainer, backwards=backwards)
             seen.append((trace.invalidated, trace.coordinator.is_complete_trace()))
         return seen
 
@@ -160,8 +127,7 @@ def test_later_steps_keep_the_trace(world: World, settings: dict[str, Any]) -> N
 def prefetched_in_last_step(settings: dict[str, Any]) -> list[int]:
     """Per backward of the fourth step: modules whose parameters were on their way when needed."""
     with patched():
-        model = models.build(models.TwoHeads)
-        engine = trainers.build_engine(model, trainers.config(3, zero=settings))
+        engine = engine_of(zero=settings)
         offload = engine.optimizer.parameter_offload
         stock = offload.pre_sub_module_backward_function
         counts = [0]
@@ -171,14 +137,14 @@ def prefetched_in_last_step(settings: dict[str, Any]) -> list[int]:
             counts[-1] += bool(states) and "NOT_AVAILABLE" not in states
             stock(module)
 
-        class Counting(trainers.EngineTrainer):
+        class Counting(EngineTrainer):
             def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
                 super().backward(loss, retain_graph)
                 counts.append(0)
 
-        one_forward_several_backwards(trainers.EngineTrainer(engine), backwards=2)
+        several_backwards(EngineTrainer(engine))
         offload.pre_sub_module_backward_function = look
-        one_forward_several_backwards(Counting(engine), backwards=2, steps=1)
+        several_backwards(Counting(engine, Options(steps=1)))
         return counts[:-1]
 
 
@@ -197,12 +163,11 @@ def weights_a_retained_graph_holds() -> tuple[int, set[str]]:
     """Gathered weights seen, and the kinds of module whose weights outlive a retained backward."""
     linear = torch.nn.functional.linear
     with patched():
-        if not releases.LINEAR_SAVES_NO_WEIGHT:
+        if not stock.LINEAR_SAVES_NO_WEIGHT:
             # What building the model under ``deepspeed.zero.Init`` leaves behind.
             torch.nn.functional.linear = zero3_linear_wrap
         try:
-            model = models.build(models.TwoHeads)
-            engine = trainers.build_engine(model, trainers.config(3))
+            engine = engine_of()
             gathered: list[tuple[str, StorageWeakRef]] = []
 
             def look(module: torch.nn.Module, *_: Any) -> None:
@@ -211,10 +176,9 @@ def weights_a_retained_graph_holds() -> tuple[int, set[str]]:
                     for param in module.parameters(recurse=False)
                 )
 
-            for module in model.modules():
+            for module in engine.module.modules():
                 module.register_forward_pre_hook(look)
-            tokens, classes = models.batch(0)
-            first, second = models.losses(engine(tokens), classes)
+            first, second = both_losses(engine, 0)
             engine.backward(first, retain_graph=True)
             held = {kind for kind, storage in gathered if not storage.expired()}
             engine.backward(second)

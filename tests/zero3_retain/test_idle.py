@@ -10,30 +10,32 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.training import stock
+from tests.training.models import batch, both_losses
+from tests.training.trainers import Parameters, engine_of, engine_trainer
 from tests.world import World
-from tests.zero3_retain import models, releases, trainers
-from tests.zero3_retain.cases import one_forward_several_backwards, patched
+from tests.zero3_retain.test_gradients import patched, several_backwards
 
 
 def ordinary_steps(
     patch: bool, model: str, stage: int, micro_steps: int
-) -> tuple[Counter[str], list[list[str]], trainers.Parameters]:
+) -> tuple[Counter[str], list[list[str]], Parameters]:
     """Collectives of three ordinary steps, what stayed gathered, and where they led.
 
     A step before them records the prefetch trace. In it, stock keeps a module that is called
     several times gathered from its first backward on; here it is released between its calls.
     """
-    start = models.build(getattr(models, model))
     with patched() if patch else nullcontext():
-        settings = trainers.config(stage, micro_steps=micro_steps)
-        trainer = trainers.EngineTrainer(trainers.build_engine(start, settings))
-        one_forward_several_backwards(trainer, backwards=1, steps=1, micro_steps=micro_steps)
+        trainer = engine_trainer(model, stage=stage, micro_steps=micro_steps)
+        trainer.count = 1
+        several_backwards(trainer, backwards=1)
+        trainer.count = 3
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            one_forward_several_backwards(trainer, backwards=1, micro_steps=micro_steps)
+            several_backwards(trainer, backwards=1)
         collectives = Counter(
             event.name for event in recorded.events() if event.name.startswith("c10d::")
         )
-        return collectives, trainer.available_after_backward, trainer.parameters()
+        return collectives, trainer.available, trainer.parameters()
 
 
 @pytest.mark.core_case(model="TwoHeads")
@@ -50,11 +52,11 @@ def ordinary_steps(
 def test_ordinary_steps_are_stocks_to_the_bit(
     world: World, model: str, stage: int, micro_steps: int
 ) -> None:
-    if stage == 2 and micro_steps > 1 and releases.LOSES_MICRO_STEPS:
-        pytest.skip(f"stock {releases.RELEASE} is wrong here: tests/accumulation has it")
-    stock = world.run(ordinary_steps, False, model, stage, micro_steps)
+    if stage == 2 and micro_steps > 1 and stock.LOSES_MICRO_STEPS:
+        pytest.skip(f"stock {stock.RELEASE} is wrong here: tests/accumulation has it")
+    without = world.run(ordinary_steps, False, model, stage, micro_steps)
     mine = world.run(ordinary_steps, True, model, stage, micro_steps)
-    for before, after in zip(stock, mine, strict=True):
+    for before, after in zip(without, mine, strict=True):
         assert before[0].total() > 0, "no collective was seen: the test looks in the wrong place"
         assert after[0] == before[0]
         assert_no_more_gathered(after[1], before[1])
@@ -62,22 +64,20 @@ def test_ordinary_steps_are_stocks_to_the_bit(
             assert torch.equal(after[2][name], value), name
 
 
-def assert_no_more_gathered(mine: list[list[str]], stock: list[list[str]]) -> None:
+def assert_no_more_gathered(mine: list[list[str]], without: list[list[str]]) -> None:
     """Fewer is fine: up to 0.19.2 stock leaves the first layer gathered after a backward."""
-    for names, stocks in zip(mine, stock, strict=True):
+    for names, stocks in zip(mine, without, strict=True):
         assert set(names) <= set(stocks)
-    if releases.Version("0.19.3") <= releases.RELEASE:
-        assert mine == stock
+    if stock.Version("0.19.3") <= stock.RELEASE:
+        assert mine == without
 
 
 def exceptions_of_others(patch: bool) -> list[str]:
     """Mistakes that have nothing to do with this patch, and what they raise."""
-    start = models.build(models.TwoHeads)
     seen = []
     with patched() if patch else nullcontext():
-        engine = trainers.build_engine(start, trainers.config(3))
-        tokens, classes = models.batch(0)
-        for wrong in (lambda: engine.backward(engine(tokens)[0]), lambda: twice(engine, classes)):
+        engine = engine_of()
+        for wrong in (lambda: engine.backward(engine(batch(0)[0])[0]), lambda: twice(engine)):
             try:
                 wrong()
             except Exception as error:
@@ -85,17 +85,17 @@ def exceptions_of_others(patch: bool) -> list[str]:
     return seen
 
 
-def twice(engine: Any, classes: torch.Tensor) -> None:
+def twice(engine: Any) -> None:
     """A second backward over a graph that nobody retained."""
-    loss = models.losses(engine(models.batch(0)[0]), classes)[0]
+    loss = both_losses(engine, 0)[0]
     engine.backward(loss)
     engine.backward(loss)
 
 
 def test_mistakes_raise_what_they_raise_on_stock(world: World) -> None:
-    for stock, mine in zip(
+    for without, mine in zip(
         world.run(exceptions_of_others, False), world.run(exceptions_of_others, True), strict=True
     ):
         assert len(mine) == 2
-        assert mine[0] == stock[0]
+        assert mine[0] == without[0]
         assert "backward through the graph a second time" in mine[1]

@@ -6,6 +6,7 @@ Each takes token ids and targets and returns its loss, and is built from a seed.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.dc_fallback.patterns.experts import FusedExperts, Leaf, QwenMoe
@@ -24,7 +25,9 @@ from tests.dc_fallback.patterns.parameters import (
     External,
     Frozen,
     Gathers,
+    OwnCompile,
     Recomputed,
+    RecomputedMethod,
     RecomputedReentrant,
     Shared,
     TiedGraphs,
@@ -54,24 +57,32 @@ ALL = [
     Gathers,
 ]
 
-_BY_NAME = {pattern.__name__: pattern for pattern in (*ALL, Evaluated)}
+BY_NAME: dict[str, type[nn.Module]] = {
+    pattern.__name__: pattern for pattern in (*ALL, Evaluated, RecomputedMethod, OwnCompile)
+}
 
 
 def build(pattern: str, width: int = WIDTH) -> nn.Module:
     torch.manual_seed(1234)
-    model: nn.Module = _BY_NAME[pattern](width)
+    model: nn.Module = BY_NAME[pattern](width)
     return model
 
 
 def skip_whole(model: nn.Module) -> None:
     """Have the whole forward run eagerly."""
-    kind = type(model)
+    model.__class__ = skipping(type(model))
+
+
+def skipping(kind: type[nn.Module]) -> type[nn.Module]:
     forward = torch.compiler.disable(kind.forward)
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def batch(step: int, part: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one micro batch, other ones on each rank."""
-    source = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+def inputs(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one micro batch, other ones on each rank, where this one trains."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().current_device_name()
+    source = torch.Generator().manual_seed(1000 * dist.get_rank() + 10 * step + part)
     tokens = torch.randint(0, VOCABULARY, (4, 6), generator=source)
-    return tokens, (3 * tokens + 1) % VOCABULARY
+    return tokens.to(device), ((3 * tokens + 1) % VOCABULARY).to(device)

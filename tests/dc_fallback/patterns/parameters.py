@@ -98,3 +98,27 @@ class Gathers(Disabled):
         for layer in self.layers[1:]:
             x = F.gelu(layer(x))
         return x
+
+
+class RecomputedMethod(Disabled):
+    """A method that reads a parameter of its module is recomputed in a skipped frame."""
+
+    @torch.compiler.disable
+    def trunk(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.project, x, layer, use_reentrant=False)
+        return checkpoint(self.weigh, x, use_reentrant=False)
+
+    def project(self, x: Tensor, layer: torch.nn.Linear) -> Tensor:
+        return F.gelu(layer(x))
+
+    def weigh(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight.T @ self.head.weight)
+
+
+class OwnCompile(Disabled):
+    """A layer of a skipped frame is compiled by its owner."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.layers[1].compile(backend="eager")

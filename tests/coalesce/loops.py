@@ -1,0 +1,18 @@
+"""What the tests of windows do in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.training.models import loss_of
+
+BACKWARDS = 3
+
+
+def several_backwards(trainer: Any, *, backwards: int = BACKWARDS, **arguments: Any) -> None:
+    """Each step is one window of `backwards` forwards and backwards, over other batches."""
+    for step in trainer.steps():
+        with trainer.window(**arguments):
+            for micro in range(backwards):
+                trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()

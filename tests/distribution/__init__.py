@@ -1,0 +1,1 @@
+"""What people install: the wheel and the sdist."""

@@ -1,0 +1,269 @@
+"""The site: it builds strictly, every patch has its page, and it says what the code says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ds_patches import __main__ as command_line
+from ds_patches.core import flags, registry, release
+from ds_patches.core.state import State
+from ds_patches.symptoms import SYMPTOMS
+from tests.core import fake
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+#: What the site is built of.
+SOURCES = (
+    *("docs", "tools", "ds_patches", "benchmarks", "examples"),
+    *("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+)
+
+
+def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of this copy of the repository as `make docs` does."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    variables = {"PYTHONPATH": str(repository), "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(
+        command, cwd=repository, env=os.environ | variables, capture_output=True, text=True
+    )
+
+
+def copy_of(names: tuple[str, ...], folder: Path) -> Path:
+    for name in names:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def files_on(page: str) -> dict[str, str]:
+    """The files that a page shows whole, by the path it gives them."""
+    fence = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+    return dict(fence.findall((DOCS / page).read_text(encoding="utf-8")))
+
+
+def write_sample(repository: Path) -> None:
+    """Write the patch of the page, which is another package's, as one of this project."""
+    for path, text in files_on("writing-a-patch.md").items():
+        if path != "pyproject.toml":
+            file = repository / path.replace("our_patches", "ds_patches")
+            fake.write(file, text.replace("our_patches", "ds_patches"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", registry.patches())
+def test_every_patch_has_its_page(site: Path, name: str) -> None:
+    patch = registry.patch(name)
+    page = _text(site / f"patches/{name}.html")
+    own = flags.variables({name: patch})[len(flags.variables({})) :]
+    whys = [one.why for one in patch.dependencies] + [option.help for option in patch.options]
+    for part in (patch.supported, *own, *whys, *(t.qualname for t in patch.targets)):
+        assert part in page, part
+    links = _Links.of(site / f"patches/{name}.html")
+    assert {link.url for link in patch.upstream} <= set(links.pages)
+    assert "`" not in page, "markup that was not understood"
+
+
+def test_the_index_has_every_symptom_and_every_patch(site: Path) -> None:
+    index, links = _text(site / "index.html"), _Links.of(site / "index.html").pages
+    for one in SYMPTOMS:
+        assert f"troubleshooting.html#{one.anchor}" in links
+        for cell in (one.script, one.outcome, one.add):
+            assert cell.replace("`", "") in index
+    for name, patch in registry.patches().items():
+        assert f"patches/{name}.html" in links
+        for cell in (patch.summary, patch.remove_when, *(link.label for link in patch.upstream)):
+            assert cell in index
+
+
+def test_the_flags_of_site_and_code_are_the_same(site: Path) -> None:
+    page = _text(site / "flags.html")
+    for variable in flags.variables(registry.patches()):
+        assert variable in page
+    table = (DOCS / "flags.md").read_text(encoding="utf-8").partition("\n## For all patches\n")[2]
+    named = re.findall(r"^\| `(DS_PATCHES[\w<>]*)=", table.partition("\n## ")[0], re.MULTILINE)
+    of_one_patch = {"DS_PATCHES_<NAME>", "DS_PATCHES_<NAME>_<OPTION>"}
+    assert len(named) == len(set(named))
+    assert set(named) == {*flags.variables({}), *of_one_patch}
+
+
+def test_every_state_is_explained() -> None:
+    using = (DOCS / "using.md").read_text(encoding="utf-8")
+    table = using.partition("### States")[2].partition("\n### ")[0]
+    assert re.findall(r"^\| `([\w ]+)` \|", table, re.MULTILINE) == [s.value for s in State]
+
+
+def test_every_command_in_the_docs_exists() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"(?:python -m ds_patches|ds-patches) ([a-z-]+)", text):
+            assert name in command_line._COMMANDS, (page.name, name)
+        for name in re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE):
+            assert name in targets, (page.name, name)
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert pages
+    for page in pages:
+        links = _Links.of(page)
+        assert links.loaded
+        assert not [url for url in links.loaded if "//" in url], page
+
+
+def test_the_search_works_from_the_disk(site: Path) -> None:
+    """A page of a file may not fetch the index, nor start a worker."""
+    assert (site / "search/search_index.js").read_text(encoding="utf-8").startswith("var __index")
+    for page in site.rglob("*.html"):
+        assert [url for url in _Links.of(page).loaded if url.endswith("iframe-worker.js")], page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("page", "text", "complaint"),
+    [
+        ("using.md", "[there](nowhere.md)", "nowhere.md"),
+        ("using.md", "[there](flags.md#nowhere)", "#nowhere"),
+        ("using.md", "[there](../nowhere.py)", "nowhere.py"),
+        ("using.md", "<!-- generated: nothing -->", "no table is called 'nothing'"),
+        ("orphan.md", "# In no navigation", "orphan.md"),
+    ],
+)
+def test_what_is_broken_fails_the_build(
+    tmp_path: Path, page: str, text: str, complaint: str
+) -> None:
+    copy = copy_of(SOURCES, tmp_path)
+    with (copy / "docs" / page).open("a", encoding="utf-8") as file:
+        file.write(f"\n{text}\n")
+    done = build(copy, tmp_path / "site")
+    assert done.returncode != 0
+    assert complaint in done.stdout + done.stderr
+
+
+def test_a_link_out_of_docs_becomes_a_path(tmp_path: Path) -> None:
+    copy = copy_of(SOURCES, tmp_path)
+    with (copy / "docs/using.md").open("a", encoding="utf-8") as file:
+        file.write("\n[The pages](../tools/pages.py), [tools/pages.py](../tools/pages.py).\n")
+    done = build(copy, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert "The pages (tools/pages.py), tools/pages.py." in _text(tmp_path / "site/using.html")
+
+
+@pytest.mark.exhaustive
+def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
+    copy = copy_of(SOURCES, tmp_path)
+    write_sample(copy)
+    done = build(copy, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    page = _text(tmp_path / "site/patches/loud_scale.html")
+    assert "A warning whenever DynamicLossScaler has raised" in page, "its docstring's section"
+    assert "a higher one not at all" in page, "its binding's, where the docstring has none"
+    for unsaid in ("How", "Remove it when", "Upstream"):
+        assert unsaid not in page
+    assert "patches/loud_scale.html" in _Links.of(tmp_path / "site/using.html").pages
+    assert "DS_PATCHES_LOUD_SCALE_MOVES" in _text(tmp_path / "site/flags.html")
+
+
+@pytest.mark.exhaustive
+def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
+    copy = copy_of(SOURCES, tmp_path)
+    write_sample(copy)
+    binding = copy / "ds_patches/loud_scale/binding.py"
+    text = fake.edited(binding.read_text(encoding="utf-8"), '"both", (', '("down",), (')
+    binding.write_text(fake.edited(text, '("both", "down")', '("up", "down")'), encoding="utf-8")
+    done = build(copy, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    for page in ("flags", "patches/loud_scale"):
+        found = _text(tmp_path / f"site/{page}.html")
+        assert "one or more of up, down (default), all: which moves are said" in found
+        assert "whatever the lists say; one or more of up, down, all: apply it so" in found
+
+
+@pytest.mark.exhaustive
+def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
+    """The page's files, command and test, and the tests that a patch gets without a line."""
+    copy = copy_of(("ds_patches", "tests", "pyproject.toml"), tmp_path)
+    write_sample(copy)
+    installed = release.installed()
+    assert installed is not None
+    (copy / ".releases").mkdir()
+    (copy / ".releases" / str(installed.version)).symlink_to(installed.folder.parent)
+    record = ("-m", "ds_patches", "record-shapes", "loud_scale", "--releases", ".releases")
+    recorded = _python(copy, *record)
+    assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
+    tests = (
+        "tests/loud_scale",
+        "tests/core/test_lifecycle.py::test_every_patch_in_telling_orderings[loud_scale]",
+    )
+    assert "4 passed" in _python(copy, "-m", "pytest", "-p", "no:cacheprovider", *tests)
+
+
+def _python(repository: Path, *arguments: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
+    path = os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=repository,
+        env=clean | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class _Links(HTMLParser):
+    """The pages that an HTML file points to, and what a browser loads to show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: list[str] = []
+        self.loaded: list[str] = []
+
+    @classmethod
+    def of(cls, page: Path) -> _Links:
+        parser = cls()
+        parser.feed(page.read_text(encoding="utf-8"))
+        return parser
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "a":
+            self.pages.append(found.get("href") or "")
+        elif url := found.get("src") or (found.get("href") if tag == "link" else None):
+            self.loaded.append(url)
+
+
+class _Text(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        self.parts.append(data)
+
+
+def _text(page: Path) -> str:
+    """What a reader sees, on one line."""
+    parser = _Text()
+    article = page.read_text(encoding="utf-8").partition("<article")[2]
+    parser.feed(article.partition("</article>")[0])
+    return " ".join("".join(parser.parts).split())

@@ -1,0 +1,75 @@
+"""Which cases of a parametrised test on ranks are quick: few, that show as many values as can be.
+
+`make test-all` runs them all. What they add is a defect that needs several values at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+#: Cases of a test that are quick, where the core has no more.
+FEW = 2
+#: The fixtures that are worlds.
+RANKS = frozenset(("world", "worlds", "fresh_world", "without", "three", "four"))
+
+#: What a case is made of: parameters and their values, as texts.
+Case = tuple[tuple[str, str], ...]
+
+
+def shown_by(params: Mapping[str, Any]) -> Case:
+    """What the parameters of a case show: each its value, or all that it says that it shows."""
+    values: list[tuple[str, str]] = []
+    for name, value in params.items():
+        shows = getattr(value, "shows", None)
+        values += [(name, repr(value))] if shows is None else [*map(_as_texts, shows.items())]
+    return tuple(sorted(values))
+
+
+def _as_texts(item: tuple[str, Any]) -> tuple[str, str]:
+    return item[0], repr(item[1])
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark all but few cases of each test as exhaustive; those of the core are among the few."""
+    cases: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for item in items:
+        if _is_sampled(item):
+            cases[_test_of(item)].append(item)
+    for test in cases.values():
+        values = [shown_by(item.callspec.params) for item in test]
+        core = [at for at, item in enumerate(test) if item.get_closest_marker("core_case")]
+        kept = cover(values, core)[: max(len(core), FEW)]
+        for at in set(range(len(test))) - set(kept):
+            test[at].add_marker("exhaustive")
+
+
+def _is_sampled(item: Any) -> bool:
+    left = hasattr(item, "callspec") and not item.get_closest_marker("exhaustive")
+    return left and not RANKS.isdisjoint(item.fixturenames)
+
+
+def _test_of(item: Any) -> tuple[str, str]:
+    """And the theme of a script, which is one of many tests in one."""
+    themes = [getattr(value, "theme", "") for value in item.callspec.params.values()]
+    return item.nodeid.partition("[")[0], "".join(themes)
+
+
+def cover(cases: Sequence[Case], begin: Iterable[int] = ()) -> list[int]:
+    """Indices of few cases that together show what all of them do, the most telling first.
+
+    begin: cases that are taken in any event, before the others.
+    """
+    missing = {value for case in cases for value in case}
+    chosen = list(begin)
+    for index in chosen:
+        missing -= {*cases[index]}
+    while missing:
+        # The first of the best: the same choice in every run and on every worker.
+        best = max(range(len(cases)), key=lambda at: (len(missing & {*cases[at]}), -at))
+        chosen.append(best)
+        missing -= {*cases[best]}
+    return chosen

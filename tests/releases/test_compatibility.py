@@ -1,0 +1,276 @@
+"""docs/compatibility.md says what was recorded, and what was recorded covers what is claimed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import ds_patches
+from ds_patches.core import registry, release
+from ds_patches.core.state import State
+from tests.core import fake
+from tests.releases import columns, index, matrix, page, record
+from tests.releases.cell import Answer, Cell, of_patch, of_tests
+from tests.releases.columns import CORE
+from tests.releases.made_up import BAD, a_record, recorded
+from tests.releases.record import TORCH, Record, Records
+from tests.releases.run import Outcome, cases_in, count
+
+COMMITTED = record.load()
+PATCHES = registry.patches()
+PATCH = ds_patches.names()[0]
+INSTALLED = version_of("deepspeed")
+
+
+# What is committed.
+
+
+def test_the_page_is_what_the_records_give() -> None:
+    written = page.FILE.read_text(encoding="utf-8")
+    assert written == page.render(COMMITTED), "python -m tests.releases page"
+
+
+def test_the_main_table_is_of_the_torch_that_is_installed() -> None:
+    assert f"\nTORCH := {TORCH}\n" in (fake.REPOSITORY / "Makefile").read_text(encoding="utf-8")
+
+
+def test_every_release_was_tested_with_every_patch() -> None:
+    assert COMMITTED.releases[0] == str(index.FIRST)
+    assert not (untested := COMMITTED.untested()), index.closer(untested)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_what_a_patch_claims_is_what_was_recorded(name: str) -> None:
+    """Whoever moves a range runs the releases again."""
+    patch = PATCHES[name]
+    claims = {(r.supported, r.fixed_in) for r in COMMITTED.of.values() if r.column == name}
+    assert claims == {(patch.supported, patch.fixed_in)}, "make compatibility"
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_supports_releases_that_it_passed_on(name: str) -> None:
+    patch = PATCHES[name]
+    for version in COMMITTED.releases:
+        cell = COMMITTED.cell(version, name)
+        if patch.fixed_in and Version(version) >= Version(patch.fixed_in):
+            assert cell is Cell.FIXED_UPSTREAM, version
+        elif release.covers(patch.supported, Version(version)):
+            assert cell in (Cell.PASS, Cell.NOT_APPLICABLE), version
+        else:
+            assert cell in (Cell.REFUSED, Cell.NOT_APPLICABLE), version
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_range_ends_with_a_release_that_was_tested(name: str) -> None:
+    specifiers = SpecifierSet(PATCHES[name].supported)
+    last = [s.version for s in specifiers if s.operator in ("<=", "==")]
+    assert last, f"{specifiers} names no last release"
+    assert [COMMITTED.cell(version, name) for version in last] == [Cell.PASS] * len(last)
+
+
+# What a cell says.
+
+GOOD = Outcome("0.19.9", passed=3)
+NONE = Outcome("0.19.9", skipped=2, trouble="no test ran")
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_gate_speaks_before_the_tests(state: State) -> None:
+    expected = {
+        State.READY: Cell.PASS,
+        State.FIXED_UPSTREAM: Cell.FIXED_UPSTREAM,
+        State.OUT_OF_RANGE: Cell.NOT_APPLICABLE,
+        State.SHAPE_CHANGED: Cell.REFUSED,
+        State.BLOCKED: Cell.REFUSED,
+        State.UNKNOWN_VERSION: Cell.REFUSED,
+    }
+    cell, why = of_patch(Answer(state, "because", live=True), GOOD)
+    assert cell is expected.get(state, Cell.UNKNOWN)
+    assert why == ("" if cell is Cell.PASS else "because")
+
+
+def test_a_pass_takes_a_live_patch_and_a_test_that_ran() -> None:
+    ready = Answer(State.READY, "in range", live=True)
+    assert of_patch(ready, BAD) == (Cell.FAILED, "tests.a::b")
+    assert of_patch(ready, NONE) == (Cell.UNKNOWN, "no test ran")
+    dead = replace(ready, live=False, after="failed: ImportError: no")
+    assert of_patch(dead, GOOD) == (Cell.FAILED, "failed: ImportError: no")
+    assert [of_tests(o)[0] for o in (GOOD, BAD, NONE)] == [Cell.PASS, Cell.FAILED, Cell.UNKNOWN]
+
+
+def test_an_installed_release_answers_for_itself() -> None:
+    answer = matrix.ask(INSTALLED)
+    assert set(answer) == set(PATCHES)
+    for one in answer.values():
+        assert one.live == (one.state is State.READY), one
+    assert any(one.live for one in answer.values())
+
+
+def test_a_release_with_other_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
+    # A wish of the caller's own is none of the matrix's business.
+    monkeypatch.setenv("DS_PATCHES_FORCE", PATCH)
+    newer = f"{Version(INSTALLED).major + 1}.0.0"
+    fake.deepspeed(tmp_path / newer, newer)
+    answer = matrix.ask(newer)[PATCH]
+    assert of_patch(answer, NONE)[0] is Cell.REFUSED
+    assert not answer.live
+
+
+def test_another_release_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
+    with pytest.raises(matrix.NoAnswer, match=r"DeepSpeed 0\.0\.1 was asked for"):
+        matrix.ask("0.0.1")
+
+
+def test_each_column_counts_its_own_cases(tmp_path: Path) -> None:
+    core = f"""
+        import pytest
+        def test_good(): pass
+        @pytest.mark.parametrize("name", ["{PATCH}", "other"])
+        def test_patch(name): assert name == "other"
+    """
+    fake.write(tmp_path / "tests/core/test_a.py", core)
+    fake.write(tmp_path / "tests/world/test_world.py", "def test_world(): pass\n")
+    fake.write(tmp_path / f"tests/{PATCH}/test_b.py", "import no_such_module\n")
+    fake.write(tmp_path / f"tests/{PATCH}_more/test_c.py", "def test_other(): assert False\n")
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
+    command += ["--import-mode=importlib", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    cases = cases_in(report)
+
+    def counted(column: str, *ready: str) -> tuple[int, int, str]:
+        outcome = count("0.19.9", matrix.cases_of(column, cases, ready))
+        return outcome.passed, outcome.failed, outcome.trouble
+
+    assert counted(CORE, PATCH) == (3, 1, f"tests.core.test_a::test_patch[{PATCH}]")
+    assert counted(CORE) == (3, 0, ""), "says nothing where the patch is refused"
+    assert counted(PATCH, PATCH) == (0, 1, f"::tests.{PATCH}.test_b")
+
+
+# What is run, and when.
+
+
+class Measured:
+    """Stands for the runs of a release: notes what was asked for, and lets it pass."""
+
+    def __init__(self, stop_at: str = "") -> None:
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.stop_at = stop_at
+
+    def __call__(self, version: str, columns: Sequence[str]) -> list[Record]:
+        if version == self.stop_at:
+            raise KeyboardInterrupt
+        self.asked.append((version, tuple(columns)))
+        return [a_record(version, column) for column in columns]
+
+
+def test_what_is_recorded_is_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    into, measured = tmp_path / "c.json", Measured()
+    but = [
+        a_record("0.16.1", CORE, sources="of yesterday"),
+        a_record("0.16.2", PATCH, Cell.FAILED),
+        a_record("0.16.3", PATCH, Cell.REFUSED),
+    ]
+    record.save(recorded("0.16.0", "0.16.1", "0.16.2", "0.16.3", but=but), into)
+    assert matrix.run([], into=into, measure=measured, at_once=1) == 0
+    assert measured.asked == [("0.16.1", (CORE,)), ("0.16.2", (PATCH,))]
+    printed = capsys.readouterr().out
+    assert "0.16.0: recorded already" in printed
+    assert f"0.16.1: {CORE}\n" in printed
+
+    named = Measured()
+    assert matrix.run(["0.16.3"], again=True, into=into, measure=named) == 0
+    assert named.asked == [("0.16.3", columns.columns())]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    into, rest = tmp_path / "c.json", Measured()
+    record.save(Records().knowing(["0.16.0", "0.16.1"], "2026-01-01"), into)
+    with pytest.raises(KeyboardInterrupt):
+        matrix.run([], into=into, measure=Measured(stop_at="0.16.1"), at_once=1)
+    assert into.with_suffix(".md").read_text() == page.render(record.load(into))
+    assert matrix.run([], into=into, measure=rest) == 0
+    assert rest.asked == [("0.16.1", columns.columns())]
+    assert record.load(into) == recorded("0.16.0", "0.16.1")
+
+
+def test_a_release_that_cannot_be_tested_stays_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing(version: str, columns: Sequence[str]) -> list[Record]:
+        raise matrix.NoAnswer("no such release")
+
+    assert matrix.run(["0.16.0"], into=tmp_path / "c.json", measure=nothing) == 1
+    assert "no such release" in capsys.readouterr().out
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_another_patch_is_no_part_of_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "ROOT", tmp_path)
+    for path in ("ds_patches/core/a.py", f"ds_patches/{PATCH}/a.py", f"tests/{PATCH}/a.py"):
+        fake.write(tmp_path / path, "one\n")
+    fake.write(tmp_path / "tests/world/test_world.py", "one\n")
+    core, patch = columns.sources(CORE), columns.sources(PATCH)
+    fake.write(tmp_path / f"tests/{PATCH}/a.py", "two\n")
+    assert columns.sources(CORE) == core
+    assert columns.sources(PATCH) != patch
+    core, patch = columns.sources(CORE), columns.sources(PATCH)
+    fake.write(tmp_path / "ds_patches/core/a.py", "two\n")
+    assert columns.sources(CORE) != core
+    assert columns.sources(PATCH) != patch, "a patch is applied by the core"
+
+
+# A release that appears on the index.
+
+
+@pytest.fixture
+def package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of pip's index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_new_release_is_an_unknown_row_and_one_command(
+    tmp_path: Path, package_index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    into = tmp_path / "c.json"
+    record.save(recorded("0.19.7", "0.19.8"), into)
+    for version in ("0.15.4", "0.19.8", "0.19.10", "0.20.0rc1"):
+        (package_index / f"deepspeed-{version}.tar.gz").touch()
+    assert index.look(into) == 1
+    assert capsys.readouterr().out.rstrip().endswith('-s "release(0.19.10)"')
+    found = record.load(into)
+    assert found.releases == ("0.19.7", "0.19.8", "0.19.10"), "none that was known is forgotten"
+    unknown = " | ".join(["**unknown**"] * len(columns.columns()))
+    assert f"\n| 0.19.10 | {unknown} |\n" in into.with_suffix(".md").read_text()
+
+    record.save(found.adding(a_record("0.19.10", c) for c in columns.columns()), into)
+    assert index.look(into) == 0
+
+
+def test_an_index_that_does_not_answer_changes_nothing(
+    tmp_path: Path, package_index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert index.look(tmp_path / "c.json") == 2
+    assert "deepspeed" in capsys.readouterr().err
+    assert not (tmp_path / "c.json").exists()

@@ -1,0 +1,94 @@
+"""Steps and micro steps that use one of two heads: the other has no gradient, or an older one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
+from tests.training.models import batch, both_losses, loss_of, losses
+from tests.training.options import OVERLAP
+
+FIRST, SECOND, BOTH = slice(1), slice(1, 2), slice(2)
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG})
+def used_in_the_first_step_only(trainer: Any) -> None:
+    """One head has no backward in later steps."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step, only=FIRST if step else BOTH))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
+def head_used_late(trainer: Any) -> None:
+    """One head has its first backward of a step after those of the rest."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, step, micro, slice(micro + 1)))
+            trainer.step()
+
+
+@script({1: WRONG, 2: RIGHT, 3: WRONG}, micro_steps=2, **OVERLAP)
+def other_head_in_each_micro_step(trainer: Any) -> None:
+    """What the first micro step trains, the last does not reach."""
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, step, micro, SECOND if micro == 0 else FIRST))
+            trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: WRONG})
+def one_head_then_the_other(trainer: Any) -> None:
+    """Three forwards come first; the last one's head still has what the last step left."""
+    for step in trainer.steps():
+        batches = [batch(step, micro) for micro in range(3)]
+        outputs = [(trainer(tokens), classes) for tokens, classes in batches]
+        for (output, classes), head in zip(outputs, (0, 0, 1), strict=True):
+            trainer.backward(losses(output, classes)[head])
+        trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")})
+def one_head_rests(trainer: Any) -> None:
+    """Every other step, no backward reaches the second head."""
+    for step in trainer.steps():
+        first, second = both_losses(trainer, step)
+        for loss in [first, second] if step % 2 == 0 else [first, 2 * first]:
+            trainer.backward(loss, retain_graph=True)
+        trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: WRONG})
+def parts_then_whole(trainer: Any) -> None:
+    """Steps of every kind in turn: other heads, another number of backwards, an evaluation."""
+    for step in trainer.steps():
+        with torch.no_grad():
+            trainer(batch(step)[0])
+        first, second = both_losses(trainer, step)
+        for loss in ([second, first], [first + second], [first, second, first])[step % 3]:
+            trainer.backward(loss, retain_graph=True)
+        trainer.step()
+
+
+@script({1: WRONG, 2: WRONG, 3: WRONG})
+def half_of_the_outputs(trainer: Any) -> None:
+    """A forward, one of whose outputs leads nowhere, and another that is left alone."""
+    for step in trainer.steps():
+        trainer(batch(step, 7)[0])
+        trainer.backward(loss_of(trainer, step, only=FIRST if step % 2 else SECOND))
+        trainer.backward(loss_of(trainer, step, 1))
+        trainer.step()
+
+
+@script(ALL_RIGHT)
+def with_evaluations(trainer: Any) -> None:
+    """Forwards that no backward follows, between those that one does."""
+    for step in trainer.steps():
+        with torch.no_grad():
+            trainer(batch(7)[0])
+        trainer.backward(loss_of(trainer, step))
+        with torch.no_grad():
+            trainer(batch(8)[0])
+        trainer.step()

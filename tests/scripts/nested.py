@@ -1,0 +1,131 @@
+"""Backwards inside a backward, as cached losses have them: mini-batches run in a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.scripts.declared import RIGHT, WRONG, raises, script
+from tests.training.models import RaiseInBackward, batch, loss_of
+
+#: Stock reduces the outer backward before the inner one has begun, and so may the patches.
+TWICE = "already been reduced"
+
+
+def cached_loss(
+    trainer: Any,
+    step: int,
+    parts: int = 3,
+    failing: int | None = None,
+    behind_an_output: bool = False,
+) -> Tensor:
+    """Of a batch in `parts`, whose backwards run in a hook: it has no other gradient.
+
+    failing: the part whose backward raises Boom. behind_an_output: the hook is not a leaf's.
+    """
+    batches = [batch(step, part)[0] for part in range(parts)]
+    with torch.no_grad():
+        leaves = [trainer(tokens)[1].requires_grad_() for tokens in batches]
+    with torch.enable_grad():
+        loss = torch.cat(leaves).square().mean()
+        gradients = torch.autograd.grad(loss, leaves)
+
+    def backwards() -> None:
+        for part, (tokens, gradient) in enumerate(zip(batches, gradients, strict=True)):
+            RaiseInBackward.armed = part == failing
+            (trainer(tokens)[1] * gradient).sum().backward()
+
+    leaf = loss.detach().requires_grad_()
+    return hooked(1.0 * leaf, backwards) if behind_an_output else 1.0 * hooked(leaf, backwards)
+
+
+def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
+    """`loss`, in whose backward `run` is called."""
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            run()
+
+    loss.register_hook(hook)
+    return loss
+
+
+@script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
+def cached(trainer: Any) -> None:
+    """The backwards of three mini-batches run in that of a loss over them."""
+    in_parts(trainer, 3)
+
+
+def in_parts(trainer: Any, parts: int) -> None:
+    for step in trainer.steps():
+        trainer.backward(cached_loss(trainer, step, parts))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, at_rest=False)
+def cached_in_a_window(trainer: Any) -> None:
+    """The same in a window, beside a backward that is an ordinary one."""
+    in_parts_of_a_window(trainer, 3)
+
+
+def in_parts_of_a_window(trainer: Any, parts: int) -> None:
+    for step in trainer.steps():
+        with trainer.window():
+            trainer.backward(loss_of(trainer, step, 9))
+            trainer.backward(cached_loss(trainer, step, parts))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, at_rest=False)
+def cached_in_no_sync(trainer: Any) -> None:
+    """One that is not reduced, and one that is."""
+    for step in trainer.steps():
+        with trainer.no_sync():
+            trainer.backward(cached_loss(trainer, step))
+        trainer.backward(cached_loss(trainer, step + 5))
+        trainer.step()
+
+
+@script({1: WRONG, 2: raises(TWICE), 3: RIGHT}, at_rest=False)
+def cached_after_another(trainer: Any) -> None:
+    """What its step has reduced already is added to."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step, 9))
+        trainer.backward(cached_loss(trainer, step))
+        trainer.step()
+
+
+@script(
+    {1: RIGHT, 2: raises(TWICE), 3: WRONG},
+    refusal=TWICE,
+    awaits={
+        3: {"values": "what came before is in the reduce buckets already: it raises, wordless"}
+    },
+    at_rest=False,
+)
+def cached_beside_one_of_its_own(trainer: Any) -> None:
+    """The outer loss has other gradients too, which come before the nested backwards."""
+    for step in trainer.steps():
+        outer = cached_loss(trainer, step, 2)
+        trainer.backward(outer + loss_of(trainer, step, 9))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
+def nested(trainer: Any) -> None:
+    """The backward over one batch runs inside that over another."""
+    for step in trainer.steps():
+        outer, inner = (loss_of(trainer, step, micro) for micro in range(2))
+        trainer.backward(hooked(outer, inner.backward))
+        trainer.step()
+
+
+@script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
+def cached_behind_an_output(trainer: Any) -> None:
+    """A cached loss whose hook is that of a product, as sentence-transformers scales it."""
+    for step in trainer.steps():
+        trainer.backward(cached_loss(trainer, step, behind_an_output=True))
+        trainer.step()

@@ -1,0 +1,108 @@
+"""``torch.autograd.grad``, which is no backward of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import one_hot
+
+from tests.scripts.declared import RIGHT, WRONG, raises, script
+from tests.training.models import WIDTH, batch, features, loss_of, losses
+
+#: ``torch.autograd.grad`` is a backward to stock, in which no parameter has a gradient.
+NOT_A_STEPS = raises("list index out of range")
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
+def gradient_penalty(trainer: Any) -> None:
+    """The loss has the gradient by the inputs in it, as with WGAN-GP."""
+    for step in trainer.steps():
+        x = features(step)
+        judged = trainer(x)
+        (slope,) = torch.autograd.grad(judged.sum(), x, create_graph=True)
+        trainer.backward(judged.square().mean() + (slope.norm(dim=-1) - 1).square().mean())
+        trainer.step()
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
+def penalty_in_the_middle(trainer: Any) -> None:
+    """The gradient by an intermediate, over a part of the model."""
+    for step in trainer.steps():
+        judged = trainer(features(step))
+        (slope,) = torch.autograd.grad(judged.sum(), trainer.module.middle, create_graph=True)
+        trainer.backward(judged.square().mean() + slope.square().mean())
+        trainer.step()
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="Critic")
+def saliency(trainer: Any) -> None:
+    """``torch.autograd.grad`` by the inputs, beside an ordinary backward."""
+    for step in trainer.steps():
+        x = features(step)
+        judged = trainer(x)
+        torch.autograd.grad(judged.sum(), x, retain_graph=True)
+        trainer.backward(judged.square().mean())
+        trainer.step()
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: RIGHT}, at_rest=False)
+def slope_before(trainer: Any) -> None:
+    """A gradient by an output weighs the loss."""
+    for step in trainer.steps():
+        slope, first, second = slope_and_losses(trainer, step)
+        trainer.backward(first * slope + second)
+        trainer.step()
+
+
+def slope_and_losses(trainer: Any, step: int, micro: int = 0) -> tuple[torch.Tensor, ...]:
+    tokens, classes = batch(step, micro)
+    outputs = trainer(tokens)
+    first, second = losses(outputs, classes)
+    (slope,) = torch.autograd.grad(first, outputs.logits, retain_graph=True)
+    return slope.abs().sum(), first, second
+
+
+@script({1: WRONG, 2: NOT_A_STEPS, 3: WRONG}, micro_steps=2)
+def slope_in_each_micro_step(trainer: Any) -> None:
+    """It is not divided by the micro steps."""
+    for step in trainer.steps():
+        for micro in range(2):
+            slope, first, second = slope_and_losses(trainer, step, micro)
+            trainer.backward(first * slope + second)
+            trainer.step()
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: WRONG})
+def slope_between(trainer: Any) -> None:
+    """Between two backwards, over a part of another forward's graph, which has no backward."""
+    for step in trainer.steps():
+        for micro in range(2):
+            tokens, classes = batch(step, 7)
+            outputs = trainer(tokens)
+            torch.autograd.grad(losses(outputs, classes)[0], outputs.logits)
+            trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")})
+def slope_then_two_backwards(trainer: Any) -> None:
+    """Then two backwards over all of the graph."""
+    for step in trainer.steps():
+        slope, first, second = slope_and_losses(trainer, step)
+        trainer.backward(first * slope, retain_graph=True)
+        trainer.backward(second)
+        trainer.step()
+
+
+@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="FloatInput")
+def slope_at_the_input(trainer: Any) -> None:
+    """The slope at the input weighs the second loss, as in an adversarial step."""
+    for step in trainer.steps():
+        tokens, classes = batch(step)
+        inputs = one_hot(tokens, WIDTH).float().requires_grad_()
+        first, second = losses(trainer(inputs), classes)
+        (slope,) = torch.autograd.grad(first, inputs, retain_graph=True)
+        trainer.backward(first, retain_graph=True)
+        trainer.backward(slope.square().sum() * second)
+        trainer.step()

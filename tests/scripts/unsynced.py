@@ -1,0 +1,141 @@
+"""Backwards in ``engine.no_sync()``, which are reduced by the next one outside it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.scripts.declared import RIGHT, WRONG, raises, script
+from tests.training import models
+from tests.training.models import both_losses, loss_of
+
+REFUSED = {1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}
+
+
+@script(REFUSED, refusal="no_sync", at_rest=False)
+def unsynced(trainer: Any) -> None:
+    """All backwards but the last of three are not reduced."""
+    all_but_the_last(trainer, 3)
+
+
+def all_but_the_last(trainer: Any, backwards: int) -> None:
+    for step in trainer.steps():
+        with trainer.no_sync():
+            for micro in range(backwards - 1):
+                trainer.backward(loss_of(trainer, step, micro))
+        trainer.backward(loss_of(trainer, step, backwards - 1))
+        trainer.step()
+
+
+@script(
+    {1: raises("no_sync"), 2: raises("no_sync"), 3: raises("no_sync")},
+    refusal="no_sync",
+    micro_steps=2,
+    at_rest=False,
+)
+def stepping_inside(trainer: Any) -> None:
+    """As Accelerate does up to 1.7: every micro step is stepped, also those without sync."""
+    stepped_inside(trainer, 2)
+
+
+def stepped_inside(trainer: Any, micro_steps: int) -> None:
+    for step in trainer.steps():
+        for micro in range(micro_steps):
+            with nullcontext() if micro == micro_steps - 1 else trainer.no_sync():
+                trainer.backward(loss_of(trainer, step, micro))
+                trainer.step()
+
+
+@script({**REFUSED, 1: WRONG}, at_rest=False)
+def synced_in_between(trainer: Any) -> None:
+    """What was reduced earlier in a step is added to."""
+    for step in trainer.steps():
+        for micro in range(4):
+            with nullcontext() if micro % 2 else trainer.no_sync():
+                trainer.backward(loss_of(trainer, step, micro))
+        trainer.step()
+
+
+@script({**REFUSED, 1: WRONG}, at_rest=False)
+def beside_windows(trainer: Any) -> None:
+    """Gradients that wait are reduced by a window too; what comes after one is added to it."""
+    for step in trainer.steps():
+        with trainer.no_sync():
+            trainer.backward(loss_of(trainer, step, 0))
+        with trainer.window():
+            trainer.backward(loss_of(trainer, step, 1))
+            trainer.backward(loss_of(trainer, step, 2))
+        if step:
+            trainer.backward(loss_of(trainer, step, 3))
+        trainer.step()
+
+
+@script(REFUSED, micro_steps=3, at_rest=False)
+def unsynced_among_micro_steps(trainer: Any) -> None:
+    """Of three micro steps, the second has two backwards without a reduction."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step, 0))
+        trainer.step()
+        with trainer.no_sync():
+            trainer.backward(loss_of(trainer, step, 1))
+            trainer.backward(loss_of(trainer, step, 2))
+        trainer.step()
+        trainer.backward(loss_of(trainer, step, 3))
+        trainer.step()
+
+
+@script(REFUSED, model="Uneven", at_rest=False)
+def unsynced_and_uneven(trainer: Any) -> None:
+    """Parameters with a gradient without sync and none with it, or on one rank only, or never."""
+    alone = (dist.get_rank() == 0, dist.get_rank() == 1)
+    for step in trainer.steps():
+        for micro, used in enumerate([(True, True), (True, False), alone]):
+            models.Either.used = used
+            with trainer.no_sync() if micro < 2 else nullcontext():
+                both = slice(1) if micro or step == 1 else slice(2)
+                trainer.backward(loss_of(trainer, step, micro, both))
+        trainer.step()
+    models.Either.used = (True, True)
+
+
+@script({1: RIGHT, 2: raises("no_sync")}, at_rest=False)
+def unlike_numbers_unsynced(trainer: Any) -> None:
+    """One rank has more backwards than the other: not with ZeRO-3, whose forwards gather."""
+    for step in trainer.steps():
+        with trainer.no_sync():
+            for micro in range(1 + dist.get_rank() * min(step, 2)):
+                trainer.backward(loss_of(trainer, step, micro))
+        trainer.backward(loss_of(trainer, step, 9))
+        trainer.step()
+
+
+@script(REFUSED, at_rest=False)
+def unsynced_and_dropped(trainer: Any) -> None:
+    """``zero_grad()`` drops what waits."""
+    for step in trainer.steps():
+        with trainer.no_sync():
+            trainer.backward(loss_of(trainer, step, 5))
+        trainer.zero_grad()
+        with trainer.no_sync():
+            trainer.backward(loss_of(trainer, step, 0))
+        trainer.backward(loss_of(trainer, step, 1))
+        trainer.step()
+
+
+@script({**REFUSED, 1: WRONG}, at_rest=False)
+def unsynced_over_one_forward(trainer: Any) -> None:
+    """Two backwards over each forward: in no_sync(), across its end, and after it."""
+    for step in trainer.steps():
+        with trainer.no_sync():
+            first, second = both_losses(trainer, step, 0)
+            trainer.backward(first, retain_graph=True)
+            trainer.backward(second)
+            first, second = both_losses(trainer, step, 1)
+            trainer.backward(first, retain_graph=True)
+        trainer.backward(second)
+        first, second = both_losses(trainer, step, 2)
+        trainer.backward(first, retain_graph=True)
+        trainer.backward(second)
+        trainer.step()

@@ -1,0 +1,38 @@
+"""Small models, and batches for them; built from a seed, so that two instances are equal.
+
+batches, and the losses over them; shapes that trouble a gather-again backward; variants that keep
+or hide something; and models that raise.
+"""
+# ruff: noqa: F403
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.training.models.batches import *
+from tests.training.models.batches import device
+from tests.training.models.raising import *
+from tests.training.models.shapes import *
+from tests.training.models.variants import *
+
+
+def build(model: str | type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model from a fixed seed, where DeepSpeed trains.
+
+    model: of those above, or ``patterns.*`` of dc_fallback's, or that for streams.
+    """
+    if model == "streams":
+        from tests.stream_safety import cases
+
+        return cases.model()
+    if isinstance(model, str) and model.startswith("patterns."):
+        from tests.dc_fallback import patterns
+
+        return patterns.build(model.removeprefix("patterns."))
+    torch.manual_seed(7)
+    found: Any = globals()[model] if isinstance(model, str) else model
+    made: nn.Module = found().to(device(), dtype)
+    return made

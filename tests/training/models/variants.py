@@ -1,0 +1,174 @@
+"""Models that keep or hide something, use a part of themselves, or are not all trained."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.training.models.shapes import WIDTH, Block, Losses, TwoHeads
+
+
+class Deep(TwoHeads):
+    """Eight blocks, so that what a patch does for each parameter is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+
+class TwoBranches(TwoHeads):
+    """Each head has a trunk of its own."""
+
+    def forward(self, tokens: Tensor) -> Losses:
+        x = self.embed(tokens)
+        return Losses(self.classify(self.blocks[0](x)), self.rebuild(self.blocks[1](x)))
+
+
+class CompiledBlock(TwoHeads):
+    """One block is compiled by its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].compile(backend="aot_eager")
+
+
+class Auxiliary(TwoHeads):
+    """Its forward keeps a loss aside, which is no output."""
+
+    aux: Tensor
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        self.aux = x.square().mean()
+        return self.blocks[1](x)
+
+
+class Sometimes(TwoHeads):
+    """Two scales, of which a batch may use one alone, on a rank or on all."""
+
+    used = (True, True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = super().trunk(tokens)
+        for scale, used in zip(self.scales, self.used, strict=True):
+            x = x * scale if used else x
+        return x
+
+
+class Either(nn.Module):
+    """Scales by one of two parameters, or by both: gathered alike on all ranks, used otherwise."""
+
+    used = (True, True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, used in zip(self.scales, self.used, strict=True):
+            x = x * scale if used else x
+        return x
+
+
+class Uneven(TwoHeads):
+    """A rank may leave one of two parameters out, which a module in the middle has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, Either())
+
+
+class Unused(TwoHeads):
+    """A layer that no loss reaches, in the middle of the flat order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, Block())
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        return self.blocks[2](self.blocks[0](self.embed(tokens)))
+
+
+class Widening(TwoHeads):
+    """The reconstruction head is reached by the first of each three backwards alone."""
+
+    calls = 0
+
+    def heads(self, x: Tensor) -> Losses:
+        self.calls += 1
+        return Losses(self.classify(x), self.rebuild(x) if self.calls % 3 == 1 else x)
+
+
+class LowRank(nn.Module):
+    """A frozen Linear, and what is trained in its place."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(TwoHeads):
+    """A frozen trunk with low-rank adapters, as peft makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        for block in self.blocks:
+            block.norm.requires_grad_(False)
+            block.up, block.down = LowRank(block.up), LowRank(block.down)
+
+
+class CheckpointedAdapted(Adapted):
+    """The same, recomputed."""
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class FloatInput(TwoHeads):
+    """Starts from features, so that a user can ask for gradients at the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+
+
+class Critic(nn.Module):
+    """Judges continuous inputs, and keeps what lies in its middle: for penalties on gradients."""
+
+    middle: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.judge = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.middle = self.blocks[0](x)
+        judged: Tensor = self.judge(self.blocks[1](self.middle))
+        return judged
+
+
+class PlainCritic(nn.Module):
+    """Saves nothing but views of weights, and what the Tanh has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        judged: Tensor = self.layers(x)
+        return judged

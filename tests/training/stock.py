@@ -1,0 +1,54 @@
+"""What stock DeepSpeed can do, by release: so that its defects are not taken for ours."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from packaging.version import Version
+
+RELEASE = Version(version("deepspeed"))
+
+TORCH_STYLE = Version("0.18.3") <= RELEASE
+
+#: A plain backward's epilogue is queued for its end; before, it runs at the last gradient.
+QUEUES_EPILOGUE = Version("0.18.5") <= RELEASE
+
+STYLES = ["engine", "scale", "torch"] if TORCH_STYLE else ["engine"]
+
+#: Stock ZeRO-2 forgets all but the last micro step of a gradient accumulation (issue 7718; the
+#: epilogue tests ``averaged_gradients`` where it means ``all_grad_tensors``).
+LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
+
+#: ZeRO-1 with bf16 parameters and fp32 gradients: nothing trains, and the patches leave it so.
+BF16_SUMS_DO_NOT_TRAIN = Version("0.18.3") <= RELEASE <= Version("0.18.4")
+
+#: Models built outside ``zero.Init`` get DeepSpeed's Linear too, which saves no gathered weight.
+LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE
+
+
+#: The engine has a coalesce_grad_reduction of its own.
+NATIVE = Version("0.19.1") <= RELEASE
+
+#: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
+#: finds none of them, and reduces nothing; with a single backward, before any patch.
+NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
+
+#: ZeRO-1 with an offloaded optimizer, a low precision model and fp32 sums reduces a copy of each
+#: gradient and steps with the local one; with a single backward, before any patch.
+STEPS_WITH_LOCAL_SUMS = Version("0.19.8") > RELEASE
+
+
+def stock_sums_over(stage: int) -> bool:
+    """Whether stock adds up several backwards over one forward at stages 1 and 2."""
+    return stage < 3 and Version("0.17.5") >= RELEASE
+
+
+def needs_style(style: str) -> None:
+    if style not in STYLES:
+        pytest.skip(f"DeepSpeed {RELEASE} has no {style}-style backward (0.18.3 and later have)")
+
+
+def needs_non_contiguous() -> None:
+    if NON_CONTIGUOUS_IS_WRONG:
+        pytest.skip(f"stock {RELEASE} reduces nothing here on CPU, with a single backward")

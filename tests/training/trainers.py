@@ -1,0 +1,315 @@
+"""Whom a script asks: a DeepSpeed engine, or plain PyTorch, by the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.training import leftovers, models
+from tests.training.groups import grid
+from tests.training.options import Options
+from tests.training.surroundings import build_engine, build_optimizer
+
+Parameters = dict[str, Tensor]
+#: What accumulation keeps at an engine and its optimizer, beside what others do.
+WHILE_APPLIED = leftovers.WHILE_APPLIED | {
+    "_ds_patches_accumulation",
+    "allreduce_gradients",
+    "backward_epilogue",
+    "copy_grads_in_partition",
+}
+
+
+class Trainer:
+    """What both have in common."""
+
+    is_engine: bool
+    module: nn.Module
+    options: Options
+    folder: Path  # of this script's run, common to all ranks
+    around_step: Callable[[int], AbstractContextManager[None]]
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.count = options, options.steps
+        self.around_step = lambda step: nullcontext()
+
+    def steps(self) -> Iterator[int]:
+        """The steps of a training, which is looked at between them."""
+        for step in range(self.count):
+            with self.around_step(step):
+                yield step
+
+
+class PlainTrainer(Trainer):
+    """Data parallel training: gradients add up, and are averaged at the step.
+
+    forwards: of its module so far, and of those of others that it made.
+    """
+
+    is_engine = False
+
+    def __init__(self, module: nn.Module, options: Options) -> None:
+        super().__init__(options)
+        self.module, self._start = module, deepcopy(module)
+        self._optimizer = build_optimizer(module, options.muon)
+        self._micro_step = 0
+        self.group = grid().get_data_parallel_group() if options.grid else None
+        self.forwards = [0]
+        module.register_forward_pre_hook(lambda *_: self._count())
+
+    def _count(self) -> None:
+        self.forwards[0] += 1
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.module(*inputs)
+
+    around_the_engine = __call__
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        (loss / self.options.micro_steps).backward(retain_graph=retain_graph)
+
+    def unscaled_backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+
+    zero_optimizer_grad = zero_grad
+
+    def step(self) -> None:
+        self._micro_step += 1
+        if self._micro_step % self.options.micro_steps == 0:
+            self.update()
+
+    def update(self) -> None:
+        grads = self.averaged()
+        if clip := self.options.clip:
+            norm = torch.stack([grad.norm() for grad in grads]).norm().item()
+            grads = [grad * min(1.0, clip / (norm + 1e-6)) for grad in grads]
+        for param, grad in zip(self._trained(), grads, strict=True):
+            param.grad = grad
+        self._optimizer.step()
+        self.module.zero_grad()
+
+    def averaged(self) -> list[Tensor]:
+        """Over the ranks, all at once; a rank without a gradient gives zeros."""
+        params = self._trained()
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(flat, group=self.group)
+        flat /= dist.get_world_size(self.group)
+        split = flat.split([param.numel() for param in params])
+        return [part.view_as(param) for part, param in zip(split, params, strict=True)]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [param for param in self.module.parameters() if param.requires_grad]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def window(self, **_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def boundary(self, at: bool | None) -> None:
+        pass
+
+    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def another(self) -> PlainTrainer:
+        other = PlainTrainer(deepcopy(self._start), self.options)
+        other.forwards = self.forwards
+        return other
+
+    def save(self) -> None:
+        pass
+
+    def load(self) -> None:
+        pass
+
+    def offload(self) -> None:
+        pass
+
+    def full_grads(self) -> list[Tensor]:
+        return self.averaged()
+
+    def change_grads(self, change: Callable[[Tensor], Tensor]) -> None:
+        for param, grad in zip(self._trained(), self.averaged(), strict=True):
+            param.grad = change(grad)
+
+    def parameters(self) -> Parameters:
+        return {name: p.detach().float().clone() for name, p in self.module.named_parameters()}
+
+
+class EngineTrainer(Trainer):
+    """A DeepSpeed engine, driven in one of the three styles of calling backward.
+
+    strict: after each step nothing may be left behind that was not there when it was made.
+    left, available: see `gathered`; after each backward.
+    """
+
+    is_engine = True
+
+    def __init__(
+        self,
+        engine: Any,
+        options: Options | None = None,
+        make: Callable[[], Any] | None = None,
+        strict: bool = True,
+    ) -> None:
+        super().__init__(options or Options())
+        self.engine, self.style = engine, self.options.style
+        self._make, self._strict = make, strict
+        self.left: list[list[str]] = []
+        self.available: list[list[str]] = []
+        if strict:
+            self.note()
+
+    def note(self) -> None:
+        """What is there now may stay."""
+        self._before = leftovers.of(self.engine)
+
+    def leaves_nothing(self) -> None:
+        """Raises AssertionError for what is left behind, after a step, a window or a failure."""
+        left = leftovers.since(self._before, self.engine, but=WHILE_APPLIED)
+        assert not left, left
+
+    @property
+    def module(self) -> nn.Module:  # type: ignore[override]
+        module: nn.Module = self.engine.module
+        return module
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.engine(*inputs)
+
+    def around_the_engine(self, *inputs: Tensor) -> Any:
+        """A forward that the engine does not see."""
+        return self.engine.module(*inputs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        if self.style == "engine":
+            self.engine.backward(loss, retain_graph=retain_graph)
+        elif self.style == "scale":
+            self.engine.scale(loss).backward(retain_graph=retain_graph)
+        else:
+            loss.backward(retain_graph=retain_graph)
+        self.left.append(gathered(self.engine))
+        self.available.append(gathered(self.engine, entitled=False))
+
+    def unscaled_backward(self, loss: Tensor) -> None:
+        """Whoever trains divides by the micro steps, as the Trainer of transformers does."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+    def zero_optimizer_grad(self) -> None:
+        self.engine.optimizer.zero_grad()
+
+    def step(self) -> None:
+        before = self.engine.global_steps
+        self.engine.step()
+        if self._strict and self.engine.global_steps > before:  # or gradients wait
+            self.leaves_nothing()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        block: AbstractContextManager[None] = self.engine.no_sync()
+        return block
+
+    def window(self, **arguments: Any) -> AbstractContextManager[None]:
+        block: AbstractContextManager[None] = self.engine.coalesce_grad_reduction(**arguments)
+        return block
+
+    def boundary(self, at: bool | None) -> None:
+        self.engine.set_gradient_accumulation_boundary(at)
+
+    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        params = list(params)
+        partitioned = any(hasattr(param, "ds_id") for param in params)
+        block: AbstractContextManager[None] = GatheredParameters(params, enabled=partitioned)
+        return block
+
+    def another(self) -> EngineTrainer:
+        assert self._make is not None
+        return type(self)(self._make(), self.options, self._make, self._strict)
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(str(self.folder), tag="here")
+
+    def load(self) -> None:
+        self.engine.load_checkpoint(str(self.folder), tag="here")
+
+    def offload(self) -> None:
+        """All states away and back, between two steps."""
+        self.engine.offload_states()
+        self.engine.reload_states()
+
+    def full_grads(self) -> list[Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        return [safe_get_full_grad(p) for p in self.module.parameters() if p.requires_grad]
+
+    def change_grads(self, change: Callable[[Tensor], Tensor]) -> None:
+        from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+        for param in self.module.parameters():
+            if param.requires_grad:
+                safe_set_full_grad(param, change(safe_get_full_grad(param)))
+
+    def parameters(self) -> Parameters:
+        return parameters(self.module)
+
+
+def engine_trainer(model: str | nn.Module = "TwoHeads", **options: Any) -> EngineTrainer:
+    """An engine of these :class:`Options` that trains a model, of this name or this one."""
+    given = Options(**options)
+    start = models.build(model, given.torch_dtype) if isinstance(model, str) else model
+    return EngineTrainer(build_engine(start, given.config), given)
+
+
+def engine_of(model: str | nn.Module = "TwoHeads", **options: Any) -> Any:
+    return engine_trainer(model, **options).engine
+
+
+def parameters(module: nn.Module) -> Parameters:
+    """All of a model, which ZeRO-3 may have in parts."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    found = {}
+    for name, param in module.named_parameters():
+        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            found[name] = param.detach().float().clone()
+    return found
+
+
+def gathered(engine: Any, entitled: bool = True) -> list[str]:
+    """Names of parameters that are whole, or on their way to be, and need not stay so.
+
+    entitled: also those that upstream's prefetcher has in flight for the next backward.
+    """
+    in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
+    return [
+        name
+        for name, param in engine.module.named_parameters()
+        if hasattr(param, "ds_id")
+        and not param.ds_persist
+        and param.ds_status.name in ("AVAILABLE", "INFLIGHT")[: 1 + entitled]
+        and (entitled or param not in in_flight)
+    ]
+
+
+def worst_difference(found: Parameters, expected: Parameters) -> tuple[float, str]:
+    """Largest difference over all parameters, relative to each parameter's update scale of 1."""
+    assert found.keys() == expected.keys()
+    return max(
+        ((found[name].float() - expected[name].float()).abs().max().item(), name) for name in found
+    )
