@@ -5,7 +5,8 @@ Use
     the gradient, and a parameter that no backward reached has none. This holds at ZeRO 1, 2 and 3,
     for ``engine.backward(loss)``, and for ``engine.scale(loss).backward()`` and ``loss.backward()``
     in releases that have those. ``torch.autograd.grad`` is no backward, and its result is not
-    divided.
+    divided. A gradient that ``safe_set_full_grad`` gives counts too, and the next backward adds to
+    it. ``safe_get_full_grad`` reads zero where the step has not been, and no older step's gradient.
 
     ``zero3_retain`` and ``coalesce`` require this patch: who applies one of them gets it too.
 

@@ -41,7 +41,6 @@ _TARGETS = (
     _STAGE3.target(
         "update_fp32_grad_for_param_vectorized", f"{_BY_HAND}:around_set_grad", _VECTORIZED
     ),
-    _FRAGMENT.target("get_lp_grad_fragment", f"{_BY_HAND}:around_fragment"),
     _STAGE3.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
     _FLAT.target("independent_gradient_partition_epilogue", f"{_HOOKS}:around_flat_epilogue"),
     _FLAT.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
@@ -60,6 +59,10 @@ _DEPENDENCIES = (
     _FLAT.needs(
         "async_accumulate_grad_in_cpu_via_gpu",
         "with CPU offload, adds to host buffers that no step clears",
+    ),
+    _FRAGMENT.needs(
+        "get_lp_grad_fragment",
+        "with CPU offload, takes what a script reads or gives from the optimizer's list",
     ),
     _FLAT.needs(
         "_release_ipg_buffers", "gives the reduce buffers back after a backward that raised"

@@ -23,7 +23,7 @@ class FlatSum:
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = optimizer = engine.optimizer
-        self._host = HostSum(optimizer) if optimizer.cpu_offload else None
+        self._host = HostSum(optimizer, engine.global_steps == 0) if optimizer.cpu_offload else None
         self._shadow: Shadow | None = None
         if flat.steps_unreduced(optimizer):
             self._shadow = Shadow(engine, "allreduce_gradients", self._reduce)
@@ -80,11 +80,6 @@ class FlatSum:
         if self._host is not None:
             self._host.add_back()
         return result
-
-    def settle(self, place: tuple[int, int], *, is_given: bool) -> None:
-        """Before a script looks at an offloaded gradient, or gives one; see ``HostSum.settle``."""
-        if self._host is not None:
-            self._host.settle(place, is_given)
 
     def complete(self) -> None:
         """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""

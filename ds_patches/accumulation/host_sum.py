@@ -21,28 +21,29 @@ from .upstream import offload
 class HostSum:
     """Which of one optimizer's parameters have gradients of the present step on the host."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, is_new: bool) -> None:
+        """is_new: no step was taken, so that what is there already was given by a script."""
         self._optimizer = optimizer
         self._aside: list[torch.Tensor] = []  # fp32 partitions
         self._pending: set[int] = set()  # parameters whose host sum no boundary has delivered
-        self._delivered: set[int] = set()  # those whose gradients are in the fp32 partition
-        self._given: set[int] = set()  # of them, those that a script has put there
+        # Those that a script has put into the fp32 partition, and all whose gradients are there.
+        self._given = offload.filled(optimizer) if is_new else set[int]()
+        self._delivered = set(self._given)
         #: At this one optimizer: it is called for every parameter, and only here it matters.
-        self._shadow = Shadow(optimizer, "copy_grads_in_partition", self._copy)
+        self._copies = Shadow(optimizer, "copy_grads_in_partition", self._copy)
+        self._links = Shadow(optimizer, "_get_offload_gradient_dict", self._link)
+        offload.watch(optimizer, self._settle)
 
     @property
     def is_due(self) -> bool:
         """Whether the next backward has to leave alone what a script has put in the partitions."""
         return bool(self._given or self._aside)
 
-    def settle(self, place: tuple[int, int], is_given: bool) -> None:
+    def _settle(self, param_id: int, is_given: bool) -> None:
         """Before a script looks at a gradient, or gives one: let it be what this step has so far.
 
         What an older step left is zero, once this one has begun.
-
-        place: the parameter's group, and its index among those of this rank.
         """
-        param_id = offload.param_id_at(self._optimizer, *place)
         begun = self._pending or self._delivered or is_given
         if begun and param_id not in self._delivered:
             offload.finish_copies()
@@ -103,7 +104,15 @@ class HostSum:
         self._given.clear()
 
     def detach(self) -> None:
-        self._shadow.remove()
+        """Leave the optimizer to stock."""
+        self._copies.remove()
+        self._links.remove()
+        offload.watch(self._optimizer, None)
+
+    def _link(self, wrapped: Any) -> None:
+        """A checkpoint was loaded: what scripts look at is there anew."""
+        wrapped()
+        offload.watch(self._optimizer, self._settle)
 
     def _zero_what_is_older(self) -> None:
         optimizer = self._optimizer

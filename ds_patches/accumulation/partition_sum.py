@@ -71,13 +71,15 @@ class PartitionSum:
         ids = {param.ds_id for param in params if param.requires_grad}
         if self._written and (stale := ids - self._written):
             stage3.zero(self._optimizer, stale)
-        if late := (ids & self._written) - self._delivered:
-            stage3.deliver(self._optimizer, late)
+        optimizer = self._optimizer
+        if optimizer.offload_optimizer and (late := (ids & self._written) - self._delivered):
+            stage3.deliver(optimizer, late)
         return ids
 
     def given(self, ids: set[int]) -> None:
         """What a script has put in their place is the gradient of this step, so far."""
-        stage3.take_back(self._optimizer, ids)
+        if self._optimizer.offload_optimizer:
+            stage3.take_back(self._optimizer, ids)
         self._written |= ids
         self._delivered |= ids
 

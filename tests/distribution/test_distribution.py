@@ -16,7 +16,7 @@ import pytest
 import ds_patches
 from ds_patches.core import registry, release
 from tests.core import fake
-from tests.test_docs import files_on
+from tests.docs.test_docs import files_on
 
 NAME = f"ds_patches-{ds_patches.__version__}"
 

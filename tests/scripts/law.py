@@ -47,8 +47,8 @@ def complaints(
     """Where a script and its declaration are at odds: of stock, of the law and of its marks."""
     declared, found = script.stock[stage], verdict(stock)
     if not agrees(declared, found):
-        why = f": {_why(stock)}" if found == WRONG else ""
-        return [f"stock is said to be {declared}, and is {found}{why}"]
+        because = f": {why(stock)}" if found == WRONG else ""
+        return [f"stock is said to be {declared}, and is {found}{because}"]
     broken = {one.kind: one.text for one in breaches(script, stock, patched)}
     awaits = script.awaits.get(stage, {})
     holds = "holds: take it out of `awaits` of"
@@ -82,7 +82,7 @@ def _values(script: Script, stock: list[Outcome], patched: list[Outcome]) -> Ite
     refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
     warns = before == after == WRONG and all(one.said for one in patched)
     if before == RIGHT or not (refuses or warns):
-        yield Breach("values", f"stock is {before}, patched {after}: {_why(patched)}")
+        yield Breach("values", f"stock is {before}, patched {after}: {why(patched)}")
 
 
 def _words(patched: list[Outcome]) -> Iterator[Breach]:
@@ -90,7 +90,7 @@ def _words(patched: list[Outcome]) -> Iterator[Breach]:
         yield Breach("words", f"patched is right, and says: {said[0]}")
 
 
-def _why(ranks: list[Outcome]) -> str:
+def why(ranks: list[Outcome]) -> str:
     """The worst of a run that did not end well, in a few words."""
     worst = max(ranks, key=lambda one: one.difference)
     if races := [race for one in ranks for race in one.races]:

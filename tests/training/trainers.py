@@ -23,6 +23,7 @@ WHILE_APPLIED = leftovers.WHILE_APPLIED | {
     "_ds_patches_accumulation",
     "allreduce_gradients",
     "backward_epilogue",
+    "_get_offload_gradient_dict",
     "copy_grads_in_partition",
 }
 
@@ -144,6 +145,11 @@ class PlainTrainer(Trainer):
         for param, grad in zip(self._trained(), self.averaged(), strict=True):
             param.grad = change(grad)
 
+    def give(self, params: Iterable[nn.Parameter], value: float) -> None:
+        """Gradients that are this value everywhere, on all ranks."""
+        for param in params:
+            param.grad = torch.full_like(param, value)
+
     def parameters(self) -> Parameters:
         return {name: p.detach().float().clone() for name, p in self.module.named_parameters()}
 
@@ -257,6 +263,13 @@ class EngineTrainer(Trainer):
         from deepspeed.utils import safe_get_full_grad
 
         return [safe_get_full_grad(p) for p in self.module.parameters() if p.requires_grad]
+
+    def give(self, params: Iterable[nn.Parameter], value: float) -> None:
+        from deepspeed.utils import safe_set_full_grad
+
+        for param in params:
+            shape = getattr(param, "ds_shape", param.shape)
+            safe_set_full_grad(param, torch.full(shape, value, device=param.device))
 
     def change_grads(self, change: Callable[[Tensor], Tensor]) -> None:
         from deepspeed.utils import safe_get_full_grad, safe_set_full_grad

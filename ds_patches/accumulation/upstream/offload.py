@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -78,10 +81,35 @@ def store_host_sum(optimizer: Any, param: Any) -> None:
         host_sum.copy_(gradient.view(-1).narrow(0, source_offset, numel))
 
 
-def param_id_at(optimizer: Any, group: int, index: int) -> int:
-    """Return the parameter whose fp32 gradient is this one of the group's on this rank."""
-    param_id: int = optimizer.get_param_id(optimizer.params_in_partition[group][index])
-    return param_id
+def filled(optimizer: Any) -> set[int]:
+    """Return the parameters whose fp32 gradients are not zero."""
+    return {i for i in optimizer.grad_position if _on_host(optimizer, i).any()}
+
+
+#: Gets the id of a parameter, and whether its gradient is given; else it is read.
+Look = Callable[[int, bool], None]
+
+
+def watch(optimizer: Any, look: Look | None) -> None:
+    """Call `look` before a script reads or gives an fp32 gradient; None: no longer."""
+    for group, gradients in optimizer.offload_gradient_dict.items():
+        ids = [optimizer.get_param_id(param) for param in optimizer.params_in_partition[group]]
+        watched = [*gradients] if look is None else _Watched(gradients, ids, look)
+        optimizer.offload_gradient_dict[group] = watched
+
+
+class _Watched(list[torch.Tensor]):
+    """A group's fp32 gradients, from which upstream's functions of a parameter take one."""
+
+    def __init__(self, gradients: Iterable[torch.Tensor], ids: list[int], look: Look) -> None:
+        super().__init__(gradients)
+        self._ids, self._look = ids, look
+
+    def __getitem__(self, index: Any) -> Any:
+        # Reading and giving are the same here, and only the callers tell which it is.
+        callers = (frame.f_code.co_name for frame, _ in islice(walk_stack(sys._getframe()), 8))
+        self._look(self._ids[index], "set_full_hp_grad" in callers)
+        return super().__getitem__(index)
 
 
 def zero_partitions(optimizer: Any, param_ids: Iterable[int]) -> None:
