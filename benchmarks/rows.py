@@ -69,27 +69,10 @@ class Row:
 
     @classmethod
     def read(cls, kept: Mapping[str, Any], keys: Sequence[str]) -> Row:
-        """What `plain` made of one, `keys` in its `of`; or a benchmark until 2026-11-22."""
+        """What `plain` made of one, `keys` in its `of`."""
         rest = {name: value for name, value in kept.items() if name not in keys}
-        row = cls({key: kept[key] for key in keys})
-        if "rounds" in kept:  # of dc_fallback: what each process kept of its one round
-            for one in kept["rounds"]:
-                lists = {
-                    name: [] if name in _TIMES and not one[name] else [one[name]] for name in one
-                }
-                row.add(lists | {"error": one["error"]})
-            return row
-        if not isinstance(kept.get("ms"), list):  # of retain and coalesce: what all rounds came to
-            blocks = kept.get("ms_by_round", ())
-            size = len(steps) // len(blocks) if (steps := kept.get("ms_of_steps", ())) else 0
-            whole = [steps[size * n : size * (n + 1)] for n in range(len(blocks))]
-            rest["ms"] = whole if size else [[ms] for ms in blocks]
-            rest |= {name: [rest[name]] for name in _TIMES[1:] if name in rest}
-        row.error = rest.pop("error")
-        for name in _TIMES:
-            setattr(row, name, rest.pop(name, []))
-        row.found = rest
-        return row
+        times = {name: rest.pop(name) for name in _TIMES}
+        return cls({key: kept[key] for key in keys}, rest.pop("error"), **times, found=rest)
 
 
 def find(rows: Sequence[Row], **of: Any) -> Row | None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ds_patches
 from benchmarks import probes
 from benchmarks.gradients import full_gradients, relative_error
 from benchmarks.harness import main, recorded
@@ -95,28 +94,22 @@ _SMOKE |= {"layers": 6, "width": 64, "warmup": 1, "steps": 1, "rounds": 2}
 
 class StreamSafety(MicroSteps):
     __doc__ = __doc__
-    name, title = "stream_safety", "stream_safety, all parts: patched / stock, overlap_comm"
+    name, patches = "stream_safety", ("stream_safety",)
+    title = "stream_safety, all parts: patched / stock, overlap_comm"
     keys = ("stage", "overlap", "mode", "batch", "reduce_bucket_size", "micro_steps")
     shares_engine = False
     peak = staticmethod(probes.max_active_mib)
     full, smoke = _FULL, _SMOKE
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.patches = (self.options.patch,)
-
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--overlap", choices=OVERLAP, nargs="+", default=list(OVERLAP))
         parser.add_argument("--modes", choices=MODES, nargs="+", default=list(MODES))
-        parser.add_argument("--patch", default=cls.name, help=f"of the patched rows ({cls.name})")
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if set(options.stages) - {1, 2}:
             parser.error("the stages are 1 and 2")
-        if PATCHED in options.modes and options.patch not in ds_patches.names():
-            parser.error(f"there is no patch {options.patch}; without it there is --modes stock")
 
     def standing_together(self) -> Iterator[list[Row]]:
         of = self.options

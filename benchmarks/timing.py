@@ -47,14 +47,11 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Spread:
-    """A sample by its median, quartiles and ends."""
+    """A sample by its median and quartiles."""
 
     median: float
     low: float  # first quartile
     high: float  # third quartile
-    least: float
-    most: float
-    count: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -64,7 +61,7 @@ class Spread:
             if len(values) > 1
             else (values[0],) * 3
         )
-        return cls(median, low, high, min(values), max(values), len(values))
+        return cls(median, low, high)
 
 
 def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> list[StepTimes]:

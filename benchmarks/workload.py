@@ -186,9 +186,7 @@ class Workload:
     # What all of them say alike.
 
     def read(self, run: Run) -> list[Row]:
-        kept = run["rows"]
-        rows = kept.values() if isinstance(kept, dict) else kept
-        return [Row.read(row, self.keys) for row in rows]
+        return [Row.read(row, self.keys) for row in run["rows"]]
 
     def ratios(self, row: Row, rows: Sequence[Row]) -> list[float]:
         """To the reference; none of the reference itself."""

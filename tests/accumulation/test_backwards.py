@@ -10,7 +10,7 @@ import pytest
 from tests.scripts import losses, nested, slopes
 from tests.training import stock
 from tests.training.models import both_losses
-from tests.training.options import Options
+from tests.training.options import FP16, Options
 from tests.training.run import check, run
 from tests.world import World
 
@@ -103,3 +103,19 @@ def test_a_backward_over_a_forward_of_the_step_before_is_said_once(
     for outcome in world.run(run, a_step_between, Options(stage, steps=2), "zero3_retain"):
         (said,) = [outcome.error] if stage == 3 else outcome.said
         assert "backward over a forward from before engine.step()" in said
+
+
+def a_skipped_step_between(trainer: Any) -> None:
+    """The first of two losses over one forward overflows, and is left out."""
+    for step in trainer.steps():
+        first, second = both_losses(trainer, step)
+        if trainer.is_engine:
+            trainer.backward(first * float("inf"), retain_graph=True)
+            trainer.step()
+        trainer.backward(second)
+        trainer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_overflow_skips_leaves_the_forward_as_it_was(world: World, stage: int) -> None:
+    check(world, a_skipped_step_between, Options(stage, **FP16), "zero3_retain")

@@ -34,11 +34,14 @@ def entries(core: tuple[str, ...]) -> pytest.MarkDecorator:
 
 
 @entries(core=("A1", "A2", "A4"))
-def test_stock_is_wrong(world: World, entry: Entry) -> None:
-    if not within(entry.first, entry.last):
-        pytest.skip(f"stock {RELEASE} is right here")
+def test_stock_is_wrong_until_it_is_mended(world: World, entry: Entry) -> None:
+    if Version(entry.first) > RELEASE:
+        pytest.skip(f"{entry.first} is the first release that is wrong here")
     for outcome in world.run(run, entry.script, entry.options):
-        assert outcome.error or outcome.difference > max(1e-3, outcome.tolerance)
+        if within(entry.first, entry.last):
+            assert outcome.error or outcome.difference > max(1e-3, outcome.tolerance)
+        else:
+            assert outcome.equal, outcome
 
 
 @entries(core=tuple(entry.id for entry in LEDGER))

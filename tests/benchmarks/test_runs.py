@@ -184,7 +184,6 @@ def test_a_row_that_is_not_done_in_time_failed_and_is_not_started_again(tmp_path
     ("command", "complaint"),
     [
         ("dc_fallback --device cpu --modes eager stock", "DeepCompile needs CUDA"),
-        ("stream_safety --patch nothing", "there is no patch nothing; without it there is"),
         ("stream_safety --stages 3", "the stages are 1 and 2"),
         ("coalesce --rounds 0", "must be 1 or more"),
         ("retain", "start it with torchrun"),

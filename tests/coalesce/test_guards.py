@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import ds_patches
+from tests.scripts.nested import cached_loss
 from tests.training import leftovers, stock
 from tests.training.models import loss_of
 from tests.training.options import BF16, BF16_SUMS
@@ -180,3 +182,18 @@ def test_nothing_is_at_the_engine_unless_gradients_stay(
         assert rest == [set()] * 3
         if kind != "nested" and (stage > 1 or kind != "no_sync"):
             assert {"engine.step", "engine.backward", "engine.allreduce_gradients"} < busy
+
+
+def nested_afterwards() -> str:
+    """Of an engine that coalesce has met, with accumulation alone."""
+    with applied("accumulation", "coalesce"):
+        engine = engine_of(stage=2)
+        one_backward(engine)
+        engine.step()
+        ds_patches.unapply("coalesce")
+        return caught_by(engine.backward, cached_loss(engine, 1))
+
+
+def test_taken_back_alone_it_leaves_nested_backwards_to_accumulation(world: World) -> None:
+    for text in world.run(nested_afterwards):
+        assert "already been reduced" in text

@@ -1,4 +1,4 @@
-"""What is wrong without the patch, shown on stock."""
+"""What is wrong without the patch, shown on stock; of sums, tests/accumulation/ledger.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from tests.coalesce.test_failure import window_that_raises
-from tests.scripts import accumulating, ordinary
 from tests.training import stock
 from tests.training.models import Boom
-from tests.training.options import BF16_SUMS, OFFLOADED, Options
-from tests.training.run import applied, run
+from tests.training.run import applied
 from tests.training.trainers import engine_trainer
 from tests.world import World
 
@@ -46,33 +44,3 @@ def test_native_reduces_half_a_window_after_an_exception(
     world: World, stage: int, patch: bool
 ) -> None:
     assert world.run(reduced_by_native_after_an_exception, stage, patch) == [not patch] * 2
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stock_drops_all_but_the_last_backward_with_an_offloaded_optimizer(
-    world: World, stage: int
-) -> None:
-    script = accumulating.two_forwards_offloaded
-    for outcome in world.run(run, script, Options(stage, **OFFLOADED)):
-        assert not outcome.error
-        assert outcome.difference > 1e-2
-
-
-@pytest.mark.core_case
-@pytest.mark.skipif(not stock.NON_CONTIGUOUS_IS_WRONG, reason="mended in 0.19.8")
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stock_reduces_nothing_on_cpu_without_contiguous_gradients(
-    world: World, stage: int
-) -> None:
-    options = Options(stage, zero={"contiguous_gradients": False})
-    for outcome in world.run(run, ordinary.one_backward, options):
-        assert not outcome.error
-        assert outcome.difference > 1e-3
-
-
-def test_stock_steps_with_sums_that_only_one_rank_has(world: World) -> None:
-    """Stage 1, fp32 sums of a low precision model, an offloaded optimizer."""
-    options = Options(1, **OFFLOADED, **BF16_SUMS)
-    for outcome in world.run(run, ordinary.one_backward, options):
-        assert not outcome.error
-        assert outcome.equal != stock.STEPS_WITH_LOCAL_SUMS, outcome

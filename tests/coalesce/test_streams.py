@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.stream_safety import cases
+from tests.stream_safety import on_streams
 from tests.stream_safety.test_races import NO_TIMER, lives
 from tests.world import World
 
@@ -18,16 +18,16 @@ def unsynced(trainer: Any, micro_steps: int = 1) -> None:
     """Three backwards without a reduction, and one that reduces them all."""
     for step in range(3):
         with trainer.no_sync():
-            cases.three_backwards(trainer, step)
-        trainer.backward(trainer(cases.batch(9 + step)).square().mean())
+            on_streams.three_backwards(trainer, step)
+        trainer.backward(trainer(on_streams.batch(9 + step)).square().mean())
         trainer.step()
 
 
 #: What reduces, by name: a script, and the options that it needs.
-SCRIPTS: dict[str, tuple[cases.Script, dict[str, str]]] = {
-    "window": (cases.coalesced, {}),
-    "gathered once": (cases.gathered_once, {}),
-    "upstream": (cases.coalesced, {"flush": "upstream"}),
+SCRIPTS: dict[str, tuple[on_streams.Script, dict[str, str]]] = {
+    "window": (on_streams.coalesced, {}),
+    "gathered once": (on_streams.gathered_once, {}),
+    "upstream": (on_streams.coalesced, {"flush": "upstream"}),
     "no_sync": (unsynced, {}),
 }
 #: By stage: what the program does on streams of its own, and the scripts.
@@ -45,8 +45,8 @@ CASES = [
 
 def kinds(world: World, stage: int, around: str, **case: Any) -> set[str]:
     """Of races on any rank. The throughput timer, which waits for the device, would hide some."""
-    ranks = world.run(cases.train, stage, "", around=around, settings=NO_TIMER, **case)
-    assert all(found.difference <= cases.EXACT for found in ranks), "the CPU runs in order"
+    ranks = world.run(on_streams.train, stage, "", around=around, settings=NO_TIMER, **case)
+    assert all(found.difference <= on_streams.EXACT for found in ranks), "the CPU runs in order"
     return {race for found in ranks for race in found.races}
 
 

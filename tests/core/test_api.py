@@ -119,21 +119,6 @@ print("done")
     assert fake.output(code, installed) == "done\n"
 
 
-def test_a_changed_shape_is_forced_by_name(sample: tuple[str, Path], tmp_path: Path) -> None:
-    engine = fake.edited(fake.ENGINE, "self.factor, x)", "self.factor, x + 0)")
-    reshaped = fake.deepspeed(tmp_path / "reshaped", engine=engine)
-    code = sample[0] + (
-        """
-def state(**call):
-    return ds_patches.apply_all(only="sample", **call)["sample"].state.value
-assert state() == state(force="all") == "shape changed"
-assert state(force="sample") == "applied"
-print("done")
-"""
-    )
-    assert fake.output(code, reshaped) == "done\n"
-
-
 def test_several_choices_reach_activate_in_one_spelling(
     tmp_path: Path, sample: tuple[str, Path]
 ) -> None:
@@ -268,17 +253,3 @@ print("done")
     done = fake.run(code, sample[1], DS_PATCHES="none")
     assert done.stdout == "done\n", done.stderr
     assert "not applied" not in done.stderr
-
-
-def test_fixed_upstream_is_no_failure(tmp_path: Path) -> None:
-    folder = fake.patch_folder(tmp_path / "patches", fixed_in="0.19.8")
-    code = fake.with_patches(folder) + (
-        """
-status = ds_patches.apply_all(only="sample", strict=True)["sample"]
-assert status.state.value == "fixed upstream"
-print("done")
-"""
-    )
-    done = fake.run(code, fake.deepspeed(tmp_path / "deepspeed"))
-    assert done.stdout == "done\n", done.stderr
-    assert done.stderr == ""

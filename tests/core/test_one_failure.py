@@ -61,19 +61,6 @@ print(states())
     assert script(tmp_path, code, *edit) == "['reverted', 'reverted']\n"
 
 
-def test_what_was_applied_stays_and_status_says_so(tmp_path: Path) -> None:
-    code = """
-try:
-    ds_patches.apply_all(only=BOTH)
-except ds_patches.PatchNotApplied as refusal:
-    assert [s.name for s in refusal.statuses] == ["first"]
-else:
-    raise SystemExit("silent")
-print(states())
-"""
-    assert script(tmp_path, code, *FAILING) == "['failed', 'applied']\n"
-
-
 def test_a_refusal_of_all_leaves_nothing(tmp_path: Path) -> None:
     code = """
 try:

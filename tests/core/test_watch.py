@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,6 @@ from tests.listening import listening
 from tests.world import World
 
 ZERO_GRAD = "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad"
-#: A way to have something else in a method's place; returns how to take it back.
-Way = Callable[[Any], Callable[[], None]]
 
 
 @pytest.fixture(scope="module")
@@ -60,76 +59,35 @@ def theirs(original: Any, *, calls: bool) -> Any:
     return zero_grad if calls else none
 
 
-def at_the_class(name: str, calls: bool) -> tuple[list[str], bool, str]:
+@contextmanager
+def at_the_class(calls: bool) -> Iterator[None]:
+    """It keeps what it replaces, as functools.wraps does, also where it never calls it."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    ds_patches.apply(name)
     engine = build(stage=1)
     ours = vars(DeepSpeedEngine)["zero_grad"]
     DeepSpeedEngine.zero_grad = theirs(ours, calls=calls)
     try:
-        with listening() as heard:
-            train(engine, 1)
-            build(stage=1)
-            build(stage=1)
-        status = ds_patches.status()[name]
-        return heard, status.live, status.reason
+        train(engine, 1)
+        build(stage=1)
+        build(stage=1)
+        yield
     finally:
         DeepSpeedEngine.zero_grad = ours
-        assert ds_patches.is_applied(name), "it is back"
-        ds_patches.unapply(name)
 
 
-def test_a_replacement_at_the_class(world: World, name: str) -> None:
-    """It keeps what it replaces, as functools.wraps does, and never calls it."""
-    for heard, is_live, reason in world.run(at_the_class, name, False):
-        assert not is_live
-        assert f"{ZERO_GRAD} is replaced by" in reason
-        (line,) = (line for line in heard if f"{name}: {ZERO_GRAD} is replaced by" in line)
-        assert "test_watch.py" in line
+@contextmanager
+def at_one_engine(calls: bool) -> Iterator[None]:
+    engine = build(stage=1)
+    train(engine, 1)
+    bound = engine.zero_grad
+    engine.zero_grad = functools.partial(bound) if calls else MethodType(lambda self: None, engine)
+    train(engine, 2)
+    yield
 
 
-def test_a_wrapper_that_calls_ours_is_none(world: World, name: str) -> None:
-    for heard, is_live, reason in world.run(at_the_class, name, True):
-        assert is_live
-        assert "wrapped over" in reason
-        assert not heard
-
-
-def at_one_engine(name: str, calls: bool) -> tuple[list[str], bool, str, bool]:
-    ds_patches.apply(name)
-    try:
-        engine = build(stage=1)
-        train(engine, 1)
-        bound = engine.zero_grad
-        if calls:
-            engine.zero_grad = functools.partial(bound)
-        else:
-            engine.zero_grad = MethodType(lambda self: None, engine)
-        with listening() as heard:
-            train(engine, 2)
-        status = ds_patches.status()[name]
-        return heard, status.live, status.reason, ds_patches.is_applied(name)
-    finally:
-        ds_patches.unapply(name)
-
-
-def test_a_replacement_at_one_engine(world: World, name: str) -> None:
-    for heard, is_live, reason, is_applied in world.run(at_one_engine, name, False):
-        assert not is_live
-        assert not is_applied
-        assert "DeepSpeedEngine.zero_grad is replaced by" in reason
-        assert reason.endswith("at one DeepSpeedEngine")
-        assert sum("is replaced by" in line for line in heard) == 1
-
-
-def test_a_wrapper_at_one_engine_is_none(world: World, name: str) -> None:
-    for heard, is_live, _, _ in world.run(at_one_engine, name, True):
-        assert is_live
-        assert not heard
-
-
-def in_a_subclass(name: str, calls: bool) -> tuple[list[str], bool, str]:
+@contextmanager
+def in_a_subclass(calls: bool) -> Iterator[None]:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     class Bare(DeepSpeedEngine):  # type: ignore[misc]
@@ -140,27 +98,45 @@ def in_a_subclass(name: str, calls: bool) -> tuple[list[str], bool, str]:
         def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
             return super().zero_grad(*args, **kwargs)
 
+    build_as(Calling if calls else Bare)
+    build_as(Calling if calls else Bare)
+    yield
+
+
+def seen(name: str, place: Any, calls: bool) -> tuple[list[str], bool, str]:
+    """With something else in a method's place, which calls ours or not."""
     ds_patches.apply(name)
     try:
-        with listening() as heard:
-            build_as(Calling if calls else Bare)
-            build_as(Calling if calls else Bare)
-        status = ds_patches.status()[name]
+        with listening() as heard, place(calls):
+            status = ds_patches.status()[name]
+            assert status.live is ds_patches.is_applied(name)
+        assert ds_patches.is_applied(name) or place is not at_the_class, "it is back"
         return heard, status.live, status.reason
     finally:
         ds_patches.unapply(name)
 
 
-def test_a_subclass_that_does_not_call_super(world: World, name: str) -> None:
-    for heard, is_live, reason in world.run(in_a_subclass, name, False):
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (at_the_class, "test_watch.py"),
+        (at_one_engine, "at one DeepSpeedEngine"),
+        (in_a_subclass, "in Bare"),
+    ],
+)
+def test_a_replacement_is_named_once(world: World, name: str, place: Any, told: str) -> None:
+    for heard, is_live, reason in world.run(seen, name, place, False):
         assert not is_live
-        assert "in Bare" in reason
+        assert f"{ZERO_GRAD} is replaced by" in reason
+        assert told in reason
         assert sum("is replaced by" in line for line in heard) == 1
 
 
-def test_a_subclass_that_does(world: World, name: str) -> None:
-    for heard, is_live, _ in world.run(in_a_subclass, name, True):
+@pytest.mark.parametrize("place", [at_the_class, at_one_engine, in_a_subclass])
+def test_a_wrapper_that_calls_ours_is_none(world: World, name: str, place: Any) -> None:
+    for heard, is_live, reason in world.run(seen, name, place, True):
         assert is_live
+        assert "wrapped over" in reason or place is not at_the_class
         assert not heard
 
 

@@ -114,6 +114,24 @@ def test_settings(world: World, pattern: str, zero: dict[str, Any]) -> None:
     trains(world, pattern, zero=zero)
 
 
+def read_after_a_forward(trainer: Any) -> None:
+    """A script has gathered a parameter by itself, and runs the model before it reads it."""
+    bias = trainer.module.layers[0].bias
+    for step in trainer.steps():
+        with trainer.gathered([bias]):
+            loss = trainer(*inputs(step, 0))
+            loss = loss * (1 + bias.detach().square().sum())
+        trainer.backward(loss)
+        trainer.step()
+
+
+def test_what_a_script_has_gathered_stays(world: World) -> None:
+    """Also if it is small, as those that are let go of when a forward begins."""
+    trains(
+        world, "Disabled", read_after_a_forward, zero={"stage3_param_persistence_threshold": 100}
+    )
+
+
 @pytest.mark.parametrize("pattern", ["Disabled", "TiedToSkipped", "Whole"])
 def test_clipping(world: World, pattern: str) -> None:
     trains(world, pattern, steps=6, clip=0.05)

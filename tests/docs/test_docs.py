@@ -158,13 +158,12 @@ def test_what_is_broken_fails_the_build(
     assert complaint in done.stdout + done.stderr
 
 
-def test_a_link_out_of_docs_becomes_a_path(tmp_path: Path) -> None:
-    copy = copy_of(SOURCES, tmp_path)
-    with (copy / "docs/using.md").open("a", encoding="utf-8") as file:
-        file.write("\n[The pages](../tools/pages.py), [tools/pages.py](../tools/pages.py).\n")
-    done = build(copy, tmp_path / "site")
-    assert done.returncode == 0, done.stderr
-    assert "The pages (tools/pages.py), tools/pages.py." in _text(tmp_path / "site/using.html")
+def test_a_link_out_of_docs_becomes_a_path(site: Path) -> None:
+    shown = _text(site / "coalesce-in-practice.html")
+    assert "examples/gradcache (examples/gradcache/train.py)" in shown
+    named_so = _text(site / "benchmarks-coalesce.html")
+    assert "benchmarks/README.md" in named_so
+    assert "(benchmarks/README.md)" not in named_so
 
 
 @pytest.mark.exhaustive

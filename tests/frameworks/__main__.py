@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ds_patches.startup import variables
-from tests.frameworks import models, run
+from tests.frameworks import run, saved
 from tests.frameworks.outcome import part_lost
 from tests.frameworks.user import accelerated, engines
 from tests.releases.run import environment
@@ -63,7 +63,7 @@ def named(seed: int, build: Callable[[], torch.nn.Module], prefix: str = "") -> 
 
 
 def rows(folder: Path) -> Iterator[Row]:
-    causal, embedder = models.save_causal(folder / "lm"), models.save_embedder(folder / "embedder")
+    causal, embedder = saved.save_causal(folder / "lm"), saved.save_embedder(folder / "embedder")
     lm, sentences = (folder / "lm", folder / "out"), (folder / "embedder", folder / "out")
     four = {"given": {"micro_steps": 4}, "without": {"micro_steps": 8}}
     two = {"given": {"micro_steps": 1}, "without": {"micro_steps": 2}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks import models
+from tests.frameworks import saved
 from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
 from tests.frameworks.run import Run, automatic
 from tests.training.trainers import Parameters
@@ -21,7 +21,7 @@ stages = pytest.mark.parametrize("stage", [2, 3])
 
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Parameters:
-    return models.save_embedder(folder / "model")
+    return saved.save_embedder(folder / "model")
 
 
 @pytest.fixture(scope="module")

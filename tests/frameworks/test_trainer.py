@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks import models
+from tests.frameworks import saved
 from tests.frameworks.outcome import WRONG, assert_equal, assert_patched, on_one, on_two, part_lost
 from tests.frameworks.run import Run, automatic
 from tests.training.trainers import Parameters
@@ -26,7 +26,7 @@ exhaustive = pytest.mark.exhaustive
 
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Parameters:
-    return models.save_causal(folder / "model")
+    return saved.save_causal(folder / "model")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks import models
+from tests.frameworks import saved
 from tests.frameworks.outcome import assert_patched, on_two
 from tests.frameworks.run import automatic
 from tests.training import trainers
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_nothing_changes(unpatched: World, patched: World, folder: Path, kind: str) -> None:
-    start = models.save_causal(folder / "model")
+    start = saved.save_causal(folder / "model")
     arguments = ("preferences", kind, folder / "model", folder / "output", automatic(3))
     stock, found = (on_two(world, *arguments) for world in (unpatched, patched))
     assert not stock.error

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.stream_safety import cases
+from tests.stream_safety import on_streams
 from tests.training.options import config
 from tests.training.run import applied
 from tests.training.surroundings import build_engine
@@ -17,7 +17,7 @@ from tests.training.trainers import EngineTrainer, Parameters
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 
-_LAYER = cases.WIDTH**2  # elements of its gradient
+_LAYER = on_streams.WIDTH**2  # elements of its gradient
 
 
 class Trainer(EngineTrainer):
@@ -26,7 +26,7 @@ class Trainer(EngineTrainer):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._batches = iter([cases.batch(number).to(engine.device) for number in range(9)])
+        self._batches = iter([on_streams.batch(number).to(engine.device) for number in range(9)])
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         return self.engine(next(self._batches))
@@ -94,21 +94,21 @@ def train(
     *,
     late: Callable[[Any], None] | None = None,
     aside: bool = False,
-    script: Callable[..., None] = cases.steps,
+    script: Callable[..., None] = on_streams.steps,
     micro_steps: int = 1,
     beside: tuple[str, ...] = (),
     settings: dict[str, Any] | None = None,
     **zero: Any,
 ) -> Parameters:
     """The parameters after some steps. aside: all of it on a stream of the program's own."""
-    wanted = {"overlap_comm": True, "reduce_bucket_size": cases.BUCKET, **zero}
+    wanted = {"overlap_comm": True, "reduce_bucket_size": on_streams.BUCKET, **zero}
     given = config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
     with ExitStack() as stack:
         for patch in beside:
             stack.enter_context(applied(patch))
         if parts:
             stack.enter_context(applied("stream_safety", parts=parts))
-        trainer = Trainer(build_engine(cases.model(), given))
+        trainer = Trainer(build_engine(on_streams.model(), given))
         if late is not None:
             late(trainer.engine)
             trainer.note()  # its hooks may stay
@@ -149,7 +149,7 @@ def host_is_ahead(stage: int, parts: str) -> bool:
 
     def look(trainer: Trainer, micro_steps: int) -> None:
         for step in range(3):
-            trainer.backward(trainer(cases.batch(step)).square().mean())
+            trainer.backward(trainer(on_streams.batch(step)).square().mean())
             ahead.append(not trainer.engine.optimizer.reduction_stream.query())
             trainer.step()
 
@@ -163,7 +163,7 @@ def forward_is_ahead(stage: int, parts: str) -> bool:
 
     def look(trainer: Trainer, micro_steps: int) -> None:
         for number in range(3 * micro_steps):
-            output = trainer(cases.batch(number))
+            output = trainer(on_streams.batch(number))
             if number % micro_steps:
                 torch.cuda.current_stream().synchronize()
                 ahead.append(not trainer.engine.optimizer.reduction_stream.query())
@@ -199,7 +199,13 @@ def reduces_before_the_next_gradient(stage: int, parts: str) -> bool:
         for param in engine.module.parameters():
             param.register_hook(late)
 
-    train(stage, parts, late=look, script=partial(cases.steps, count=1), reduce_bucket_size=_LAYER)
-    assert len(begins) == len(ready) == cases.LAYERS
+    train(
+        stage,
+        parts,
+        late=look,
+        script=partial(on_streams.steps, count=1),
+        reduce_bucket_size=_LAYER,
+    )
+    assert len(begins) == len(ready) == on_streams.LAYERS
     pairs = zip(begins, ready[1:], strict=False)
     return all(begin.elapsed_time(after) > 0 for begin, after in pairs)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import delayed
-from tests.stream_safety import cases
+from tests.stream_safety import on_streams
 from tests.stream_safety.test_races import NO_TIMER, SHOWN, lives, shows
 from tests.world import World
 
@@ -68,8 +68,8 @@ def test_nobody_waits_for_more(living_gpus: World, part: str) -> None:
 SCRIPTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "micro_steps": {"micro_steps": 3},
-    "coalesce": {"script": cases.coalesced, "beside": ("coalesce",)},
-    "zero3_retain": {"script": cases.retained, "beside": ("zero3_retain",)},
+    "coalesce": {"script": on_streams.coalesced, "beside": ("coalesce",)},
+    "zero3_retain": {"script": on_streams.retained, "beside": ("zero3_retain",)},
 }
 
 

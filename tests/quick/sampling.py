@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test on ranks are quick: few, that show as many values as can be.
+"""Which cases of a test that starts processes are quick: few, that show as many values as can be.
 
 `make test-all` runs them all. What they add is a defect that needs several values at once.
 """
@@ -13,8 +13,10 @@ import pytest
 
 #: Cases of a test that are quick, where the core has no more.
 FEW = 2
-#: The fixtures that are worlds.
-RANKS = frozenset(("world", "worlds", "fresh_world", "without", "three", "four"))
+#: The fixtures whose tests start processes, or run on ranks.
+WORLDS = ("world", "worlds", "fresh_world", "without", "three", "four")
+INTERPRETERS = ("environment", "own", "enabled", "hooked", "place")
+STARTING = frozenset((*WORLDS, *INTERPRETERS))
 
 #: What a case is made of: parameters and their values, as texts.
 Case = tuple[tuple[str, str], ...]
@@ -49,7 +51,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 def _is_sampled(item: Any) -> bool:
     left = hasattr(item, "callspec") and not item.get_closest_marker("exhaustive")
-    return left and not RANKS.isdisjoint(item.fixturenames)
+    return left and not STARTING.isdisjoint(item.fixturenames)
 
 
 def _test_of(item: Any) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,5 +49,4 @@ def on_index() -> list[str]:
 
 def closer(versions: Sequence[str]) -> str:
     """The command that tests these releases."""
-    nox = "nox" if shutil.which("nox") else f"{sys.executable} -m nox"
-    return f"{nox} -s " + " ".join(f'"release({version})"' for version in versions)
+    return f".venv/bin/python -m tests.releases record {' '.join(versions)}"

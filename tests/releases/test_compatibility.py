@@ -10,7 +10,6 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import ds_patches
@@ -66,14 +65,6 @@ def test_a_patch_supports_releases_that_it_passed_on(name: str) -> None:
             assert cell in (Cell.PASS, Cell.NOT_APPLICABLE), version
         else:
             assert cell in (Cell.REFUSED, Cell.NOT_APPLICABLE), version
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_a_range_ends_with_a_release_that_was_tested(name: str) -> None:
-    specifiers = SpecifierSet(PATCHES[name].supported)
-    last = [s.version for s in specifiers if s.operator in ("<=", "==")]
-    assert last, f"{specifiers} names no last release"
-    assert [COMMITTED.cell(version, name) for version in last] == [Cell.PASS] * len(last)
 
 
 # What a cell says.
@@ -258,7 +249,7 @@ def test_a_new_release_is_an_unknown_row_and_one_command(
     for version in ("0.15.4", "0.19.8", "0.19.10", "0.20.0rc1"):
         (package_index / f"deepspeed-{version}.tar.gz").touch()
     assert index.look(into) == 1
-    assert capsys.readouterr().out.rstrip().endswith('-s "release(0.19.10)"')
+    assert capsys.readouterr().out.rstrip().endswith("record 0.19.10")
     found = record.load(into)
     assert found.releases == ("0.19.7", "0.19.8", "0.19.10"), "none that was known is forgotten"
     unknown = " | ".join(["**unknown**"] * len(columns.columns()))

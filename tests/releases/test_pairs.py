@@ -1,9 +1,8 @@
-"""Releases with another torch: which, in which environment, and by which nox session."""
+"""Releases with another torch: which, and in which environment."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +12,7 @@ import pytest
 from packaging.version import Version
 
 from tests.core import fake
-from tests.releases import index, pairs, record
-from tests.releases.made_up import recorded
+from tests.releases import pairs
 from tests.releases.pairs import Pair
 from tests.releases.record import TORCH
 
@@ -106,30 +104,3 @@ def test_a_torch_that_is_not_there_is_said(no_package_index: Path) -> None:
     trouble = pairs.in_its_environment(Pair("0.16.9", "2.6.0"), fails, again=False)
     assert "torch==2.6.0" in trouble
     assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]
-
-
-@pytest.fixture
-def nox_project(tmp_path: Path) -> Path:
-    """A project with our noxfile, whose tests.releases prints what it is asked."""
-    shutil.copy(fake.REPOSITORY / "noxfile.py", tmp_path)
-    record.save(recorded("0.19.9", "0.19.10"), fake.write(tmp_path / "docs/compatibility.json", ""))
-    # Whole packages: the project's own may be on the path too, and a bare folder would lose to it.
-    for package in ("tests", "tests/releases"):
-        fake.write(tmp_path / package / "__init__.py", "")
-    fake.write(tmp_path / "tests/releases/__main__.py", "import sys; print(sys.argv[1:])\n")
-    fake.write(tmp_path / "tests/releases/pairs.json", '[{"release": "0.19.9", "torch": "2.6.0"}]')
-    return tmp_path
-
-
-def test_the_printed_command_is_a_session_for_that_release(nox_project: Path) -> None:
-    pair = '"pair(0.19.9+2.6.0)"'
-    done = subprocess.run(
-        f"{index.closer(['0.19.10'])} {pair}",
-        shell=True,
-        cwd=nox_project,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    asked = ["['record', '0.19.10']", "['record', '--pair', '0.19.9+2.6.0']"]
-    assert done.stdout.splitlines() == asked

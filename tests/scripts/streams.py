@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.scripts.declared import RIGHT, script
-from tests.stream_safety.cases import BUCKET, batch
+from tests.stream_safety.on_streams import BUCKET, batch
 from tests.training.surroundings import STREAMS
 
 OVERLAPPED = {"overlap_comm": True, "reduce_bucket_size": BUCKET}

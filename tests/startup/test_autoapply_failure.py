@@ -40,16 +40,6 @@ def too_new(here: Environment) -> tuple[str, str]:
     return "unknown version", "DS_PATCHES_FORCE=sample applies it"
 
 
-def too_old(here: Environment) -> tuple[str, str]:
-    released(here, "0.15.4")
-    return "out of range", "DeepSpeed 0.15.4 is not in >=0.16.0"
-
-
-def wrapper_module_raises(here: Environment) -> tuple[str, str]:
-    (here.package / "sample/around.py").write_text("raise RuntimeError('no licence')")
-    return "failed", "RuntimeError: no licence"
-
-
 def activation_raises(here: Environment) -> tuple[str, str]:
     around = here.package / "sample/around.py"
     raising = "raise RuntimeError('no licence')  # "
@@ -62,21 +52,7 @@ def binding_raises(here: Environment) -> tuple[str, str]:
     return "broken", "ds_patches.sample.binding cannot be read: RuntimeError: no licence"
 
 
-def no_patch(here: Environment) -> tuple[str, str]:
-    (here.package / "sample/binding.py").write_text("PATCH = None")
-    return "broken", "ds_patches.sample.binding has no PATCH"
-
-
-def no_shapes(here: Environment) -> tuple[str, str]:
-    (here.package / "sample/shapes.json").unlink()
-    return "broken", "ds_patches.sample, its shapes.json or releases: FileNotFoundError"
-
-
-REFUSALS = [shape_changed, too_new, too_old, wrapper_module_raises, activation_raises]
-REFUSALS += [binding_raises, no_patch, no_shapes]
-
-
-@pytest.mark.parametrize("broken", REFUSALS)
+@pytest.mark.parametrize("broken", [shape_changed, too_new, activation_raises, binding_raises])
 def test_a_patch_that_is_not_applied(
     own: Environment, broken: Callable[[Environment], tuple[str, str]]
 ) -> None:
@@ -101,9 +77,6 @@ FLAGS = {
         "no patch is named 'smaple' (did you mean 'sample'?); the patches are: sample",
     ),
     "DS_PATCHES_SAMPEL": ("1", "DS_PATCHES_SAMPEL means nothing"),
-    "DS_PATCHES_SAMPLE_MODE": ("odd", "the choices are: soft, hard"),
-    "DS_PATCHES_LOG": ("loud", "the choices are: debug, info"),
-    "DS_PATCHES_SAMPLE": ("perhaps", "the choices are: 0, 1"),
 }
 
 
@@ -126,13 +99,10 @@ def kind(name: str) -> str:
     return "UnknownPatch" if name == "DS_PATCHES" else "FlagError"
 
 
-@pytest.mark.parametrize("broken", [binding_raises, no_shapes])
-def test_a_broken_patch_keeps_no_other_from_being_applied(
-    own: Environment, broken: Callable[[Environment], tuple[str, str]]
-) -> None:
+def test_a_broken_patch_keeps_no_other_from_being_applied(own: Environment) -> None:
     other = fake.patch_folder(own.root / "more", "other") / "other"
     shutil.copytree(other, own.package / "other")
-    _, reason = broken(own)
+    _, reason = binding_raises(own)
     code = "import deepspeed; print(deepspeed.runtime.engine.scale(1)[0])"
     done = start(own, code, "all")
     assert (done.returncode, done.stdout) == (0, "marked\n"), done.stderr

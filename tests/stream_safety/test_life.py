@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ds_patches
-from tests.stream_safety import cases
+from tests.stream_safety import on_streams
 from tests.stream_safety.races import detecting
 from tests.training.options import config
 from tests.training.surroundings import build_engine
@@ -23,10 +23,10 @@ def kinds(frozen: bool) -> dict[str, list[str]]:
     """
     from ds_patches.stream_safety.upstream import flat
 
-    given = config(2, zero={"overlap_comm": True, "reduce_bucket_size": cases.BUCKET})
+    given = config(2, zero={"overlap_comm": True, "reduce_bucket_size": on_streams.BUCKET})
     found: dict[str, list[str]] = {}
     with detecting():
-        engine = build_engine(cases.model(), given)
+        engine = build_engine(on_streams.model(), given)
         optimizer = engine.optimizer
 
         def note(when: str) -> Any:
@@ -38,17 +38,17 @@ def kinds(frozen: bool) -> dict[str, list[str]]:
             gc.freeze()
         ds_patches.apply("stream_safety", parts="all")
         if frozen:
-            engine.backward(engine(cases.batch(0)).square().mean())
+            engine.backward(engine(on_streams.batch(0)).square().mean())
             engine.step()
         next(engine.module.parameters()).register_hook(lambda grad: note("applied"))
-        cases.steps(EngineTrainer(engine), 1)
+        on_streams.steps(EngineTrainer(engine), 1)
         found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
         ds_patches.unapply("stream_safety")
         note("after")
         left = {**vars(optimizer), **vars(engine.tput_timer)}
         found["left"] = [name for name in left if "ds_patches" in name]
         found["left"] += [name for name in vars(optimizer.reduction_stream) if "record" in name]
-        cases.steps(EngineTrainer(engine), 1)
+        on_streams.steps(EngineTrainer(engine), 1)
     return found
 
 
@@ -66,8 +66,8 @@ def on_a_device_that_keeps_order() -> bool:
     ds_patches.apply("stream_safety")
     try:
         given = config(2, zero={"overlap_comm": True})
-        engine = build_engine(cases.model(), given)
-        cases.steps(EngineTrainer(engine), 1)
+        engine = build_engine(on_streams.model(), given)
+        on_streams.steps(EngineTrainer(engine), 1)
         return all(
             value is None for name, value in vars(engine.optimizer).items() if "ds_patches" in name
         )

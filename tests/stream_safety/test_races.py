@@ -12,7 +12,7 @@ from packaging.version import Version
 
 import ds_patches
 from ds_patches.stream_safety.binding import LACKS, SAFE
-from tests.stream_safety import cases
+from tests.stream_safety import on_streams
 from tests.training.stock import RELEASE
 from tests.world import World
 
@@ -39,7 +39,7 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "buffer_reuse": ({"stage": 2, "around": "several"}, OVERWRITTEN),
 }
-EXACT = cases.EXACT
+EXACT = on_streams.EXACT
 
 
 def lives(part: str) -> bool:
@@ -56,14 +56,14 @@ def shows(part: str) -> bool:
     return lives(part)
 
 
-def of(found: cases.Found, part: str) -> Counter[str]:
+def of(found: on_streams.Found, part: str) -> Counter[str]:
     """Its races of this part's kind."""
     return Counter(race for race in found.races if SHOWN[part][1] in race)
 
 
-def train(world: World, part: str, parts: str) -> list[cases.Found]:
+def train(world: World, part: str, parts: str) -> list[on_streams.Found]:
     given = dict(SHOWN[part][0])
-    return world.run(cases.train, given.pop("stage"), parts, **given)
+    return world.run(on_streams.train, given.pop("stage"), parts, **given)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_a_large_gradient_of_others_is_freed_too_early(four: World) -> None:
     """0.19.0 and later record it on the ranks that own a part of it, and on no other."""
     if WAITS_FOR_ALL:
         pytest.skip("this release waits for every reduction at once")
-    stock = four.run(cases.train, 2, bucket=32)
-    patched = four.run(cases.train, 2, "all", bucket=32)
+    stock = four.run(on_streams.train, 2, bucket=32)
+    patched = four.run(on_streams.train, 2, "all", bucket=32)
     assert any("freed for default" in race for one in stock for race in one.races)
     assert not any(one.races for one in patched)
 
@@ -133,7 +133,7 @@ def test_a_large_gradient_of_others_is_freed_too_early(four: World) -> None:
     ids=lambda case: ", ".join(case) or "plain",
 )
 def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
-    for one in world.run(cases.train, stage, "all", **case):
+    for one in world.run(on_streams.train, stage, "all", **case):
         assert not one.races, Counter(one.races).most_common(5)
 
 
@@ -142,7 +142,7 @@ def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("around", ["", "side", "several", "hooks", "checkpoints"])
 def test_no_race_by_default(world: World, around: str, stage: int, micro_steps: int) -> None:
     given: dict[str, Any] = {"around": around, "micro_steps": micro_steps}
-    for one in world.run(cases.train, stage, "+".join(SAFE), **given):
+    for one in world.run(on_streams.train, stage, "+".join(SAFE), **given):
         assert not one.races, Counter(one.races).most_common(5)
         assert one.difference <= EXACT
 
@@ -160,7 +160,7 @@ def test_gradients_are_let_be_where_all_come_from_one_stream(
     world: World, around: str, expected: list[bool]
 ) -> None:
     """A step costs nothing per parameter then. Up to 0.19.2 a later stream would go unnoticed."""
-    watched = world.run(cases.watches_gradients, "+".join(SAFE), around)[0]
+    watched = world.run(on_streams.watches_gradients, "+".join(SAFE), around)[0]
     assert watched == (expected if SHOWS_STREAMS else [True, True, True])
 
 
@@ -171,9 +171,9 @@ def test_no_race_beside(world: World, patch: str, stage: int, around: str) -> No
     """What the other patches reduce obeys the same rules."""
     if stage == 3 and around == "several":
         pytest.skip("the hooks of this case run no gather on the stream that they set")
-    script = cases.coalesced if patch == "coalesce" else cases.retained
+    script = on_streams.coalesced if patch == "coalesce" else on_streams.retained
     given: dict[str, Any] = {"script": script, "beside": (patch,), "around": around}
-    for one in world.run(cases.train, stage, "all", **given):
+    for one in world.run(on_streams.train, stage, "all", **given):
         assert not one.races, Counter(one.races).most_common(5)
         assert one.difference <= EXACT
 
@@ -198,11 +198,11 @@ def test_the_buffers_of_a_bucket_take_turns() -> None:
 
 
 @pytest.mark.core_case
-@pytest.mark.parametrize("bucket", [cases.BUCKET, 32])
+@pytest.mark.parametrize("bucket", [on_streams.BUCKET, 32])
 def test_the_backward_waits_for_less(world: World, bucket: int) -> None:
     """Of what is too large for a bucket, for nothing; with eight buffers, for few."""
     stock, patched = (
-        world.run(cases.train, 2, parts, bucket=bucket)[0].seen for parts in ("", "all")
+        world.run(on_streams.train, 2, parts, bucket=bucket)[0].seen for parts in ("", "all")
     )
     assert patched < stock
 
@@ -216,19 +216,19 @@ def test_the_backward_ends_earlier(world: World, reduction: float) -> None:
 
     def end(parts: str) -> float:
         case = {"bucket": 64, "widths": TRANSFORMER, "reduction": reduction}
-        return float(world.run(cases.train, 2, parts, **case)[0].end)
+        return float(world.run(on_streams.train, 2, parts, **case)[0].end)
 
     stock = end("")
     assert end("all") <= 0.83 * stock
 
 
 @pytest.mark.core_case
-@pytest.mark.parametrize("bucket", [cases.WIDTH**2, cases.BUCKET])
+@pytest.mark.parametrize("bucket", [on_streams.WIDTH**2, on_streams.BUCKET])
 def test_a_reduction_begins_when_its_bucket_is_there(world: World, bucket: int) -> None:
     """And not when the next gradient is, a layer later: also where all layers are alike."""
 
     def end(parts: str) -> float:
-        return float(world.run(cases.train, 2, parts, bucket=bucket, reduction=1.0)[0].end)
+        return float(world.run(on_streams.train, 2, parts, bucket=bucket, reduction=1.0)[0].end)
 
     assert end("bucket_ready") <= 0.98 * end("")
 
@@ -237,7 +237,7 @@ def test_a_reduction_begins_when_its_bucket_is_there(world: World, bucket: int) 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_hooks_that_come_after(world: World, stage: int) -> None:
     """What they do to a gradient is reduced, too."""
-    for one in world.run(cases.train, stage, "all", around="hooks"):
+    for one in world.run(on_streams.train, stage, "all", around="hooks"):
         assert not one.races, Counter(one.races).most_common(5)
 
 
@@ -247,7 +247,7 @@ def test_the_host_goes_on(world: World, stage: int) -> None:
     """In stock it waits for the device at the end of each of the three backwards."""
 
     def syncs(parts: str) -> int:
-        return int(world.run(cases.train, stage, parts, settings=NO_TIMER)[0].syncs)
+        return int(world.run(on_streams.train, stage, parts, settings=NO_TIMER)[0].syncs)
 
     assert syncs("") - syncs("host_wait") == 3
 
@@ -257,8 +257,8 @@ def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> No
     """Where reductions take longer than the backward, as they do without direct copies."""
     case = {"bucket": 64, "widths": TRANSFORMER, "reduction": 1.6, "micro_steps": 4}
 
-    def train(parts: str) -> list[cases.Found]:
-        return list(world.run(cases.train, 2, parts, settings=NO_TIMER, **case))
+    def train(parts: str) -> list[on_streams.Found]:
+        return list(world.run(on_streams.train, 2, parts, settings=NO_TIMER, **case))
 
     stock, patched = train(""), train("all")
     others = train("+".join(part for part in LACKS if part != "micro_steps"))
@@ -274,7 +274,7 @@ def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> No
 def test_micro_steps_wait_for_nothing_but_a_step(world: World) -> None:
     if not lives("micro_steps"):
         pytest.skip("older releases let gradients be read between micro steps")
-    found = world.run(cases.train, 2, "micro_steps", micro_steps=3, settings=NO_TIMER)[0]
+    found = world.run(on_streams.train, 2, "micro_steps", micro_steps=3, settings=NO_TIMER)[0]
     assert found.syncs == 3, "of nine backwards, three come before a step"
 
 
@@ -285,7 +285,7 @@ def test_nor_does_the_throughput_timer(world: World) -> None:
     def waits(parts: str) -> int:
         case = {"micro_steps": 3, "bucket": 64}
         timed, other = (
-            world.run(cases.train, 2, parts, settings=settings, **case)[0].syncs
+            world.run(on_streams.train, 2, parts, settings=settings, **case)[0].syncs
             for settings in (None, NO_TIMER)
         )
         return int(timed - other)
@@ -297,13 +297,15 @@ def test_nor_does_the_throughput_timer(world: World) -> None:
 def test_large_buckets_are_not_kept_for_it(world: World) -> None:
     """Of 512 MiB and a bit, for its two buffers."""
     case = {"micro_steps": 3, "settings": NO_TIMER, "bucket": 2**26 + 1}
-    found, stock = (world.run(cases.train, 2, parts, **case)[0] for parts in ("micro_steps", ""))
+    found, stock = (
+        world.run(on_streams.train, 2, parts, **case)[0] for parts in ("micro_steps", "")
+    )
     assert found.syncs == stock.syncs == 9
 
 
 @pytest.mark.parametrize("around", ["side", "several", "hooks"])
 def test_no_race_between_micro_steps(world: World, around: str) -> None:
-    for one in world.run(cases.train, 2, "all", micro_steps=3, around=around):
+    for one in world.run(on_streams.train, 2, "all", micro_steps=3, around=around):
         assert not one.races, Counter(one.races).most_common(5)
 
 
@@ -313,7 +315,9 @@ def test_a_step_that_no_backward_knew_of(world: World, parts: str) -> None:
     if Version("0.19.4") > RELEASE:
         pytest.skip("managed_gradient_accumulation came with 0.19.4")
     settings = {"managed_gradient_accumulation": False, **NO_TIMER}
-    for one in world.run(cases.train, 2, parts, script=cases.unmanaged, settings=settings):
+    for one in world.run(
+        on_streams.train, 2, parts, script=on_streams.unmanaged, settings=settings
+    ):
         assert not one.races, Counter(one.races).most_common(5)
         assert one.difference <= EXACT
 
@@ -322,8 +326,8 @@ def test_a_step_that_no_backward_knew_of(world: World, parts: str) -> None:
 def test_a_backward_in_parts(world: World, micro_steps: int) -> None:
     """Checkpointing that is reentrant ends a backward in each of them, from 0.18.5 on."""
     given = {"micro_steps": micro_steps, "around": "checkpoints", "settings": FP32_SUMS}
-    stock = world.run(cases.train, 2, "", **given)
-    for one, other in zip(world.run(cases.train, 2, "all", **given), stock, strict=True):
+    stock = world.run(on_streams.train, 2, "", **given)
+    for one, other in zip(world.run(on_streams.train, 2, "all", **given), stock, strict=True):
         assert not one.races, Counter(one.races).most_common(5)
         assert one.difference == other.difference
 

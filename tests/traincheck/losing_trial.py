@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from ds_patches.traincheck import trial
-from tests.traincheck import cases
+from tests.traincheck import checked
 
 where, *arguments = sys.argv[1:]
 step = trial._step
@@ -19,7 +19,7 @@ step = trial._step
 
 def losing_step(engine: Any, device: Any) -> None:
     if where == "everywhere" or (where == "stock" and "--patched" not in arguments):
-        cases.lose(engine)
+        checked.lose(engine)
     step(engine, device)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ds_patches
-from tests.traincheck import cases
+from tests.traincheck import checked
 from tests.traincheck.test_verdicts import CUT, STAGES, agreed
 from tests.training import models
 from tests.training.options import config
@@ -22,7 +22,7 @@ from tests.world import World
 
 @pytest.mark.parametrize("action", ["warn", "report"])
 def test_actions_other_than_an_error(world: World, action: str) -> None:
-    found = agreed(world.run(cases.check, "CutOff", 2, action=action))
+    found = agreed(world.run(checked.check, "CutOff", 2, action=action))
     assert list(found.untrained) == CUT
     assert not found.error
     assert [text.partition(":")[0][-20:] for text in found.warnings] == (
@@ -36,13 +36,13 @@ def test_another_action_is_an_error() -> None:
         pass
 
 
-def without_a_step(stage: int, what: str) -> cases.Outcome:
-    engine, _ = cases.engine_of("TwoHeads", stage, micro_steps=2)
+def without_a_step(stage: int, what: str) -> checked.Outcome:
+    engine, _ = checked.engine_of("TwoHeads", stage, micro_steps=2)
     if what == "a micro step":
-        return cases.outcome_of(engine, lambda: cases.step(engine))
+        return checked.outcome_of(engine, lambda: checked.step(engine))
     if what == "nothing on one rank" and torch.distributed.get_rank():
-        return cases.outcome_of(engine, lambda: None)
-    return cases.outcome_of(engine, lambda: engine(models.batch(0)[0]) and None)
+        return checked.outcome_of(engine, lambda: None)
+    return checked.outcome_of(engine, lambda: engine(models.batch(0)[0]) and None)
 
 
 @pytest.mark.core_case(stage=3)
@@ -58,20 +58,20 @@ def test_that_is_no_hang_where_one_rank_does_nothing(world: World) -> None:
     assert "NotChecked" in found.error
 
 
-def overflowing(stage: int, good: int) -> cases.Outcome:
+def overflowing(stage: int, good: int) -> checked.Outcome:
     """A step that overflows on one rank, and `good` ones."""
     settings = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
     with half_precision_allowed():
-        engine, _ = cases.engine_of("CutOff", stage, dtype="float16", settings=settings)
+        engine, _ = checked.engine_of("CutOff", stage, dtype="float16", settings=settings)
 
         def block() -> None:
             loss = models.loss_of(engine, 0)
             engine.backward(loss * (float("inf") if torch.distributed.get_rank() else 1.0))
             engine.step()
             for index in range(good):
-                cases.step(engine, 1 + index)
+                checked.step(engine, 1 + index)
 
-        return cases.outcome_of(engine, block)
+        return checked.outcome_of(engine, block)
 
 
 @pytest.mark.core_case(stage=3)
@@ -106,15 +106,15 @@ def traces(engine: Any) -> list[Any]:
 
 def left_behind(stage: int, how: str) -> bool:
     """Whether all is as it was, after a block that ends well or with an error."""
-    engine, _ = cases.engine_of("CutOff" if how == "untrained" else "TwoHeads", stage)
-    cases.step(engine)
+    engine, _ = checked.engine_of("CutOff" if how == "untrained" else "TwoHeads", stage)
+    checked.step(engine)
     if how == "scheduler":  # puts a step of its own on the optimizer
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         torch.optim.lr_scheduler.StepLR(inner, 1)
     before = traces(engine)
     with suppress(KeyError, ds_patches.NotTrained), ds_patches.train_check(engine):
         assert traces(engine) != before
-        cases.step(engine, 1)
+        checked.step(engine, 1)
         if how == "exception":
             raise KeyError
     after = traces(engine)
@@ -131,14 +131,14 @@ def test_nothing_is_left_behind(world: World, stage: int, how: str) -> None:
 def same_training(stage: int) -> bool:
     """Whether checked steps end at the very parameters that unchecked ones end at."""
     ends = []
-    for checked in (False, True):
-        engine, _ = cases.engine_of("TwoHeads", stage)
+    for is_checked in (False, True):
+        engine, _ = checked.engine_of("TwoHeads", stage)
         for index in range(2):
-            if checked:
+            if is_checked:
                 with ds_patches.train_check(engine):
-                    cases.step(engine, index)
+                    checked.step(engine, index)
             else:
-                cases.step(engine, index)
+                checked.step(engine, index)
         ends.append(parameters(engine.module))
     return all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
@@ -162,17 +162,17 @@ class LowRank(models.TwoHeads):
         return x + self.second(self.first(x))
 
 
-def low_rank(steps: int) -> cases.Outcome:
+def low_rank(steps: int) -> checked.Outcome:
     engine = build_engine(models.build(LowRank), config(2))
-    return cases.outcome_of(engine, lambda: [cases.step(engine, i) for i in range(steps)])
+    return checked.outcome_of(engine, lambda: [checked.step(engine, i) for i in range(steps)])
 
 
 def test_several_steps_give_a_late_gradient_its_time(world: World) -> None:
     assert list(agreed(world.run(low_rank, 1)).untrained) == ["first.weight"]
-    assert agreed(world.run(low_rank, 2)) == cases.Outcome(steps=2)
+    assert agreed(world.run(low_rank, 2)) == checked.Outcome(steps=2)
 
 
-def half_of_the_parameters(stage: int) -> cases.Outcome:
+def half_of_the_parameters(stage: int) -> checked.Outcome:
     import deepspeed
 
     model = models.build("TwoHeads")
@@ -182,7 +182,7 @@ def half_of_the_parameters(stage: int) -> cases.Outcome:
         optimizer=torch.optim.SGD(rest, lr=RATE),
         config=config(stage),
     )
-    return cases.outcome_of(engine, lambda: cases.step(engine))
+    return checked.outcome_of(engine, lambda: checked.step(engine))
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -193,9 +193,9 @@ def test_parameters_that_the_optimizer_was_not_given(world: World, stage: int) -
 
 
 def refused() -> str:
-    engine, _ = cases.engine_of("TwoHeads", 2)
+    engine, _ = checked.engine_of("TwoHeads", 2)
     engine.optimizer.zenflow = True
-    return cases.outcome_of(engine, lambda: cases.step(engine)).error
+    return checked.outcome_of(engine, lambda: checked.step(engine)).error
 
 
 def test_an_optimizer_that_cannot_be_looked_into_is_refused(world: World) -> None:
@@ -203,7 +203,7 @@ def test_an_optimizer_that_cannot_be_looked_into_is_refused(world: World) -> Non
         assert error == ("NotChecked: train_check() does not cover DeepSpeedZeroOptimizer, zenflow")
 
 
-class HalfCompiled(cases.CutOff):
+class HalfCompiled(checked.CutOff):
     """The layer runs in a frame that Dynamo skips."""
 
     def trunk(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -215,11 +215,11 @@ class HalfCompiled(cases.CutOff):
         return self.cut(x).detach()
 
 
-class WhollyCompiled(cases.CutOff):
+class WhollyCompiled(checked.CutOff):
     """The layer runs in a compiled frame."""
 
 
-def compiled(model: type[nn.Module], how: str) -> tuple[cases.Outcome, list[int]]:
+def compiled(model: type[nn.Module], how: str) -> tuple[checked.Outcome, list[int]]:
     """What is said of a compiled model, and its compilations before, in and after the block."""
     torch._dynamo.reset()
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
@@ -238,11 +238,11 @@ def compiled(model: type[nn.Module], how: str) -> tuple[cases.Outcome, list[int]
         engine.compile(backend=backend)
     counts = []
     for index in range(3):
-        cases.step(engine, index)
+        checked.step(engine, index)
     counts.append(count)
-    outcome = cases.outcome_of(engine, lambda: cases.step(engine, 3))
+    outcome = checked.outcome_of(engine, lambda: checked.step(engine, 3))
     counts.append(count)
-    cases.step(engine, 4)
+    checked.step(engine, 4)
     return outcome, [*counts, count]
 
 

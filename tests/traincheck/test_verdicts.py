@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.traincheck import cases
+from tests.traincheck import checked
 from tests.training import models
 from tests.training.options import BF16, OFFLOADED
 from tests.world import World
@@ -14,10 +14,11 @@ from tests.world import World
 STAGES = [0, 1, 2, 3]
 CUT = ["cut.weight", "cut.bias"]
 LEFT = "its gradient stayed on the parameter and was not reduced"
+CLIPPED = {"clip": 1e-3}
 OLD = "stepped with the gradient of an earlier step"
 
 
-def agreed(results: list[cases.Outcome]) -> cases.Outcome:
+def agreed(results: list[checked.Outcome]) -> checked.Outcome:
     """What all ranks say; only the first warns."""
     first, *others = results
     for other in others:
@@ -38,14 +39,14 @@ def agreed(results: list[cases.Outcome]) -> cases.Outcome:
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_trains_passes_in_silence(world: World, stage: int, model: str, patches: bool) -> None:
-    found = agreed(world.run(cases.check, model, stage, patches=patches))
-    assert found == cases.Outcome(steps=1)
+    found = agreed(world.run(checked.check, model, stage, patches=patches))
+    assert found == checked.Outcome(steps=1)
 
 
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_runs_and_is_cut_off_is_named_on_every_rank(world: World, stage: int) -> None:
-    found = agreed(world.run(cases.check, "CutOff", stage))
+    found = agreed(world.run(checked.check, "CutOff", stage))
     assert list(found.untrained) == CUT
     assert found.error.startswith("NotTrained: 2 of ")
     for name in CUT:
@@ -56,23 +57,23 @@ def test_what_runs_and_is_cut_off_is_named_on_every_rank(world: World, stage: in
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_zeros_are_no_gradient(world: World, stage: int) -> None:
-    assert list(agreed(world.run(cases.check, "ZeroedByAHook", stage)).untrained) == CUT
+    assert list(agreed(world.run(checked.check, "ZeroedByAHook", stage)).untrained) == CUT
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])  # at 3 all ranks gather, and so run, the same modules
 def test_a_run_on_one_rank_is_one(world: World, stage: int) -> None:
-    assert list(agreed(world.run(cases.check, "RunsOnOneRank", stage)).untrained) == CUT
+    assert list(agreed(world.run(checked.check, "RunsOnOneRank", stage)).untrained) == CUT
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_of_one_rank_is_one(world: World, stage: int) -> None:
-    assert agreed(world.run(cases.check, "CutOffOnOneRank", stage)) == cases.Outcome(steps=1)
+    assert agreed(world.run(checked.check, "CutOffOnOneRank", stage)) == checked.Outcome(steps=1)
 
 
 @pytest.mark.core_case(stage=3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_unused_branch_is_reported_and_no_error(world: World, stage: int) -> None:
-    found = agreed(world.run(cases.check, "UnusedBranch", stage))
+    found = agreed(world.run(checked.check, "UnusedBranch", stage))
     assert found.idle == {"spare.weight": "", "spare.bias": ""}
     assert not found.error
     assert not found.untrained
@@ -81,7 +82,7 @@ def test_an_unused_branch_is_reported_and_no_error(world: World, stage: int) -> 
 
 
 def test_a_container_runs_with_the_module_above(world: World) -> None:
-    found = agreed(world.run(cases.check, "HeldByAList", 2))
+    found = agreed(world.run(checked.check, "HeldByAList", 2))
     assert found.untrained == {"scales.1": ""}
     assert "scales.1 (ParameterList)" in found.error
 
@@ -94,27 +95,34 @@ def test_every_parameter_whose_gradient_is_not_reduced_is_named(
     world: World, model: str, steps_before: int
 ) -> None:
     """What DeepCompile's start leaves of an engine: gradients are computed, and stay behind."""
-    found = agreed(world.run(cases.after_losing, model, steps_before))
-    build = cases.MODELS.get(model, models.TwoHeads)
+    found = agreed(world.run(checked.after_losing, model, steps_before))
+    build = checked.MODELS.get(model, models.TwoHeads)
     assert list(found.untrained) == [name for name, _ in build().named_parameters()]
     assert not found.idle
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
 
 
-def old_gradient(stage: int, more: dict[str, Any]) -> cases.Outcome:
-    engine, module = cases.engine_of("OnAndOff", stage, **more)
-    cases.step(engine)
+def old_gradient(stage: int, more: dict[str, Any]) -> checked.Outcome:
+    engine, module = checked.engine_of("OnAndOff", stage, **more)
+    checked.step(engine)
     module.on = False
-    return cases.outcome_of(engine, lambda: [cases.step(engine, 1 + index) for index in range(2)])
+    return checked.outcome_of(
+        engine, lambda: [checked.step(engine, 1 + index) for index in range(2)]
+    )
 
 
-@pytest.mark.core_case(stage=3, more={})
-@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offload"])
+@pytest.mark.core_case(stage=3, more=OFFLOADED | CLIPPED)
+@pytest.mark.parametrize(
+    "more", [{}, OFFLOADED, OFFLOADED | CLIPPED], ids=["", "offload", "clipped"]
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_gradient_of_an_earlier_step_is_none(
     world: World, stage: int, more: dict[str, Any]
 ) -> None:
-    """Stage 3 and offload step again with what was there; that does not make it a new gradient."""
+    """Stage 3 and offload step again with what was there; that does not make it a new gradient.
+
+    Nor does clipping, which changes it in each step.
+    """
     found = agreed(world.run(old_gradient, stage, more))
     assert list(found.untrained) == CUT
     notes = set(found.untrained.values())
@@ -124,10 +132,10 @@ def test_the_gradient_of_an_earlier_step_is_none(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_accumulation_is_one_step(world: World, stage: int) -> None:
     trains, cut = (
-        agreed(world.run(cases.check, model, stage, steps=2, micro_steps=2))
+        agreed(world.run(checked.check, model, stage, steps=2, micro_steps=2))
         for model in ("TwoHeads", "CutOff")
     )
-    assert trains == cases.Outcome(steps=2)
+    assert trains == checked.Outcome(steps=2)
     assert list(cut.untrained) == CUT
 
 
@@ -137,15 +145,15 @@ def test_a_gradient_accumulation_is_one_step(world: World, stage: int) -> None:
         (1, BF16),
         (3, BF16),
         (2, {"zero": {"round_robin_gradients": True}}),
-        (2, {"clip": 1e-3}),
-        (3, {"clip": 1e-3, "zero": {"sub_group_size": 300}}),
+        (2, CLIPPED),
+        (3, {**CLIPPED, "zero": {"sub_group_size": 300}}),
         (2, OFFLOADED),
         (3, OFFLOADED),
     ],
 )
 def test_other_layouts_of_the_optimizer(world: World, stage: int, more: dict[str, Any]) -> None:
     trains, cut = (
-        agreed(world.run(cases.check, model, stage, **more)) for model in ("TwoHeads", "CutOff")
+        agreed(world.run(checked.check, model, stage, **more)) for model in ("TwoHeads", "CutOff")
     )
-    assert trains == cases.Outcome(steps=1)
+    assert trains == checked.Outcome(steps=1)
     assert list(cut.untrained) == CUT

@@ -34,10 +34,6 @@ NATIVE = Version("0.19.1") <= RELEASE
 #: finds none of them, and reduces nothing; with a single backward, before any patch.
 NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
 
-#: ZeRO-1 with an offloaded optimizer, a low precision model and fp32 sums reduces a copy of each
-#: gradient and steps with the local one; with a single backward, before any patch.
-STEPS_WITH_LOCAL_SUMS = Version("0.19.8") > RELEASE
-
 
 def stock_sums_over(stage: int) -> bool:
     """Whether stock adds up several backwards over one forward at stages 1 and 2."""

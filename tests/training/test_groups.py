@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_patches
 from tests.core.test_agreement import impatient
 from tests.scripts import windows
-from tests.traincheck import cases as train_check
+from tests.traincheck import checked as train_check
 from tests.training import models
 from tests.training.groups import Ranks, parallel
 from tests.training.options import Options, config

@@ -51,14 +51,6 @@ def hang_on_both() -> None:
     time.sleep(600)
 
 
-def unpicklable() -> object:
-    return lambda: None
-
-
-def keyworded(case: str, seconds: float, self: str) -> tuple[str, float, str]:
-    return case, seconds, self
-
-
 def imported_here() -> set[str]:
     return {name for name in sys.modules if name.partition(".")[0] == "ds_patches"}
 
@@ -88,12 +80,6 @@ def test_every_case_starts_from_the_same_seed(world: World) -> None:
     first, second = world.run(drawn), world.run(drawn)
     for other in (first[1], *second):
         assert torch.equal(first[0], other)
-
-
-def test_keywords_of_a_case_never_collide_with_the_worlds_own(world: World) -> None:
-    # The names that World.run and Within.run use themselves.
-    results = world.within(60).run(keyworded, case="c", seconds=1.0, self="s")
-    assert results == [("c", 1.0, "s")] * 2
 
 
 def test_an_exception_carries_its_rank_and_traceback(world: World) -> None:
@@ -148,12 +134,6 @@ def test_a_deadline_shows_output_and_stacks(
     assert text.count("in hang_on_both") == 2
     assert f"{tmp_path}/deepspeed_shm_comm/lock is 2 minutes old" in text
     assert f"rm {tmp_path}/deepspeed_shm_comm/lock\n" in text
-
-
-@pytest.mark.exhaustive
-def test_a_result_that_cannot_travel_is_an_error(world: World) -> None:
-    with pytest.raises(RankError, match="pickle"):
-        world.run(unpicklable)
 
 
 def test_a_case_must_be_importable(world: World) -> None:

@@ -25,9 +25,9 @@ def build(model: str | type[nn.Module], dtype: torch.dtype = torch.float32) -> n
     model: of those above, or ``patterns.*`` of dc_fallback's, or that for streams.
     """
     if model == "streams":
-        from tests.stream_safety import cases
+        from tests.stream_safety import on_streams
 
-        return cases.model()
+        return on_streams.model()
     if isinstance(model, str) and model.startswith("patterns."):
         from tests.dc_fallback import patterns
 
