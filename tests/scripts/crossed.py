@@ -21,8 +21,11 @@ from tests.training.surroundings import EAGER
 
 #: Rows that are tried for each that is taken.
 TRIES = 40
-#: What a script calls that counts micro steps itself: with more of them it is another script.
-COUNTING = {"boundary", "zero_grad", "zero_optimizer_grad"}
+#: What is in a script that with more micro steps is another script, or is not plain PyTorch's: it
+#: counts them, drops or loses some, or has a backward that is not divided there.
+COUNTING = {"boundary", "zero_grad", "zero_optimizer_grad", "load", "is_engine", "plain_backward"}
+#: And in one that makes gradients of its own, for which it would have to know the loss scale.
+MAKING = {"give", "change_grads", "full_grads", "register_hook", "register_forward_hook"}
 #: Large, so that what is lost is more than what half precision rounds off.
 RATE = 0.5
 #: How far from plain PyTorch in single precision an engine may end: with bf16 parameters, and with
@@ -48,22 +51,20 @@ class Choice:
         kept = {
             one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name)
         }
-        if not COUNTING.isdisjoint(_called(script)):
+        found = _called(script)
+        if COUNTING & found:
             kept.add("micro_steps")
-        settings = self.settings and (own.settings or ("fp16" in self.settings and _sets(script)))
+        scaled = "fp16" in self.settings and (MAKING & found or "cached" in script.name)
+        rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
+        settings = scaled or rounds or (self.settings and own.settings)
         return not (kept & self.given.keys() or own.zero.keys() & self.zero.keys() or settings)
 
 
 def _called(script: Script) -> set[str]:
-    """Names in it, and in the scripts that it calls."""
+    """Its name, and those in it and in the scripts that it calls."""
     found = {*script.train.__code__.co_names} - {script.name}
     others = [script.train.__globals__.get(name) for name in found]
-    return found.union(*(_called(one) for one in others if isinstance(one, Script)))
-
-
-def _sets(script: Script) -> bool:
-    """Whether it makes gradients of its own, for which it would have to know the loss scale."""
-    return script.theme in ("by_hand", "hooks") or "cached" in script.name
+    return {script.name}.union(found, *(_called(one) for one in others if isinstance(one, Script)))
 
 
 #: As it is without being chosen.
@@ -156,7 +157,7 @@ class Crossed:
     def run(self, worlds: Worlds, way: str) -> list[Outcome]:
         """By stock or patched; what is equal to plain PyTorch depends on how far that went."""
         found = worlds.run(self.script, self.stage, way, looks=False, **self.options)
-        tolerance = max(self.script.tolerance, *(choice.tolerance for choice in self.row))
+        tolerance = max(2 * self.script.tolerance, *(choice.tolerance for choice in self.row))
         for one in found:
             one.tolerance = tolerance * max(1.0, 2 * one.moved)
         return found
