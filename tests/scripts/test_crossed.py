@@ -6,7 +6,9 @@ import pytest
 
 from tests.scripts import law
 from tests.scripts.crossed import Crossed, all_pairs, cases, pairs
+from tests.scripts.ordinary import plain_backward
 from tests.scripts.worlds import PATCHED, STOCK, Worlds
+from tests.training.stock import needs_style
 
 CASES = cases()
 #: What does not hold yet, by script and choice.
@@ -18,12 +20,9 @@ AWAITS = {
 @pytest.mark.exhaustive(apart=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case(worlds: Worlds, case: Crossed) -> None:
-    stock, patched = (
-        worlds.run(case.script, case.stage, way, looks=False, **case.options)
-        for way in (STOCK, PATCHED)
-    )
-    for one in (*stock, *patched):
-        one.tolerance = case.tolerance * max(1.0, one.moved)
+    if case.script is plain_backward:
+        needs_style("torch")
+    stock, patched = (case.run(worlds, way) for way in (STOCK, PATCHED))
     if stock[0].moved <= 4 * stock[0].tolerance:
         pytest.skip("plain PyTorch moves no further than half precision rounds")
     harm = law.harm(stock, patched)
