@@ -197,8 +197,8 @@ SYMPTOMS = (
         anchor="not-averaged",
     ),
     Symptom(
-        "persistent parameters, as small ones are, and ranks on CPU",
-        "now and then weights are wrong, or `inf`",
+        "small parameters, ranks on CPU",
+        "weights may become `inf`",
         (3,),
         "0.16.0",
         "0.19.8",
