@@ -197,6 +197,16 @@ SYMPTOMS = (
         anchor="not-averaged",
     ),
     Symptom(
+        "small parameters, ranks on CPU",
+        "weights may become `inf`",
+        (3,),
+        "0.16.0",
+        "0.19.8",
+        "",
+        add='`"stage3_param_persistence_threshold": 0`',
+        anchor="late-gathers",
+    ),
+    Symptom(
         "`engine.no_sync()`, `accelerator.accumulate()`",
         "`no_sync context manager is incompatible with gradient partitioning logic of "
         "ZeRO stage 2`",

@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--turn-of",
         type=int,
         metavar="N",
-        help="of the exhaustive tests alone, the files whose turn it is at this commit, of N turns",
+        help="of the exhaustive tests alone, those whose turn it is at this commit, of N turns",
     )
 
 
@@ -34,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "of a parametrised test, the cases with these values do",
     )
     config.addinivalue_line(
-        "markers", "exhaustive: is not quick, see tests/quick: left out of `make test`"
+        "markers",
+        "exhaustive(apart=False): is not quick, see tests/quick: left out of `make test`; "
+        "apart: its cases have a turn each, and not the file",
     )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
@@ -54,9 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], now: turn.Turn) -> None:
     """Keep every Nth file with what is exhaustive of it: neighbours, which are alike, go apart."""
-    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-    files = sorted({item.path for item in exhaustive})[now.number :: now.of]
-    kept = [item for item in exhaustive if item.path in files]
+    exhaustive = {
+        item: (item.path, item.name if mark.kwargs.get("apart") else "")
+        for item in items
+        if (mark := item.get_closest_marker("exhaustive"))
+    }
+    units = sorted({*exhaustive.values()}, key=lambda unit: (bool(unit[1]), unit))
+    due = {*units[now.number :: now.of]}
+    kept = [item for item, unit in exhaustive.items() if unit in due]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

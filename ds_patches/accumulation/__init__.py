@@ -15,8 +15,8 @@ Risks
       accumulate. So at stages 2 and 3, right after ``engine.step()`` has counted a micro step,
       ``zero_grad()`` of the engine or of its ZeRO optimizer changes nothing, as on stock. After
       another backward it drops all gradients of the step, as in PyTorch; in the middle of an
-      accumulation with a warning. Stage 1 clears everything, as on stock. PyTorch's own
-      ``module.zero_grad()`` finds nothing to clear under ZeRO, patched or not.
+      accumulation with a warning. Stage 1 clears everything but fp32 sums, as on stock. PyTorch's
+      own ``module.zero_grad()`` finds nothing to clear under ZeRO, patched or not.
     - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
       warning, because part of it may have been reduced. The next forward starts clean.
       ``engine.step()`` without another backward is refused.

@@ -25,8 +25,10 @@ class FlatSum:
         self._optimizer = optimizer = engine.optimizer
         self._host = HostSum(optimizer, engine.global_steps == 0) if optimizer.cpu_offload else None
         self._shadow: Shadow | None = None
+        self._overlaps = optimizer.overlap_comm
         if flat.steps_unreduced(optimizer):
             self._shadow = Shadow(engine, "allreduce_gradients", self._reduce)
+            optimizer.overlap_comm = False  # it would reduce before, in the backward
         self._groups = range(len(optimizer.bit16_groups))
         self._leaves = flat.leaves_what_came_before(optimizer)
         self._reduced = False  # a boundary epilogue ran in this step
@@ -114,6 +116,7 @@ class FlatSum:
             self._host.detach()
         if self._shadow is not None:
             self._shadow.remove()
+            self._optimizer.overlap_comm = self._overlaps
 
     def _reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with flat.reducing_what_it_steps_with(self._optimizer):

@@ -92,6 +92,7 @@ class HostSum:
             offload.add_host_sums(optimizer, self._pending)
 
     def drop(self) -> None:
+        self._optimizer.local_overflow = False  # of what is dropped
         for gradient in offload.partitions(self._optimizer):
             gradient.zero_()
         for buffer in offload.host_sums(self._optimizer).values():

@@ -89,6 +89,7 @@ LEDGER = (
     Entry("A8", ordinary.one_backward, 1, "0.18.3", "0.18.9", BF16_SUMS, _UNFUSED, core=True),
     # The same with CPU offload: nothing is.
     Entry("A9", ordinary.one_backward, 1, "0.16.0", "0.19.7", OFFLOADED | BF16_SUMS, core=True),
+    Entry("A9", ordinary.one_backward, 1, "0.16.0", "0.19.7", OFFLOADED | BF16_SUMS | OVERLAP),
     # overlap_comm: what the last micro step does not reach is lost.
     Entry("A10", heads.other_head_in_each_micro_step, 1, "0.16.0", NOW, OVERLAP, core=True),
     # Gradients that are not copied into one buffer: nothing is reduced on CPU (PR 8382).

@@ -31,6 +31,17 @@ def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
         trainer.step()
 
 
+@script(
+    {1: WRONG, 2: WRONG, 3: WRONG},
+    **OFFLOADED,
+    settings={"fp16": {"enabled": True, "initial_scale_power": 8}},
+    tolerance=0.01,
+)
+def abandoned_overflow_offloaded(trainer: Any) -> None:
+    """The bad batch overflows in half precision, with the optimizer on the host."""
+    abandoned_backward(trainer)
+
+
 @script({1: RIGHT}, micro_steps=2)
 def zeroed_in_the_middle(trainer: Any) -> None:
     """Of two micro steps the first is dropped, and the second is halved all the same."""

@@ -15,7 +15,9 @@ from tests.training.models import loss_of
 def parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller."""
     handles = [
-        param.register_hook(lambda grad: 0.5 * grad) for param in trainer.module.blocks.parameters()
+        param.register_hook(lambda grad: 0.5 * grad)
+        for param in trainer.module.blocks.parameters()
+        if param.requires_grad
     ]
     one_backward(trainer)
     for handle in handles:
@@ -62,7 +64,8 @@ def accumulation_hook(trainer: Any) -> None:
         nodes = [
             param.expand_as(param).grad_fn.next_functions[0][0]
             for param in trainer.module.parameters()
-            if param.numel()  # partitioned ones have a node of their own in each forward
+            if param.requires_grad
+            and param.numel()  # partitioned ones have a node of their own in each forward
         ]
         handles = [node.register_hook(note) for node in nodes]
         trainer.backward(loss_of(trainer, step))

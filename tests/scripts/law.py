@@ -85,6 +85,19 @@ def _values(script: Script, stock: list[Outcome], patched: list[Outcome]) -> Ite
         yield Breach("values", f"stock is {before}, patched {after}: {why(patched)}")
 
 
+def harm(stock: list[Outcome], patched: list[Outcome]) -> str:
+    """What is wrong with patched values where nothing is declared; nothing, or in words.
+
+    Where stock raises, patched may: in stock's words, or in its own.
+    """
+    before, after = verdict(stock), verdict(patched)
+    if after == RIGHT or (before.startswith(RAISES) and after.startswith(RAISES)):
+        return ""
+    if before == WRONG and all(one.said or one.error for one in patched):
+        return ""
+    return f"stock is {before}, patched {after}: {why(patched)}"
+
+
 def _words(patched: list[Outcome]) -> Iterator[Breach]:
     if verdict(patched) == RIGHT and (said := [w for one in patched for w in one.said]):
         yield Breach("words", f"patched is right, and says: {said[0]}")

@@ -54,6 +54,15 @@ def test_a_warning_will_do_where_stock_is_silently_wrong() -> None:
     assert complaints(FAILED, warned, raises("mat2"))
 
 
+def test_where_nothing_is_declared() -> None:
+    warned = replace(OFF, said=["lost"])
+    good = [(stock, FINE) for stock in (FINE, OFF, FAILED)]
+    good += [(OFF, warned), (OFF, FAILED), (FAILED, FAILED)]
+    bad = [(FINE, OFF), (FINE, warned), (FINE, FAILED), (OFF, OFF), (FAILED, OFF), (FAILED, warned)]
+    assert not [pair for pair in good if law.harm(*([one] * 2 for one in pair))]
+    assert all(law.harm(*([one] * 2 for one in pair)) for pair in bad)
+
+
 def test_stock_is_not_what_it_is_declared_to_be() -> None:
     for said, stock in ((RIGHT, OFF), (WRONG, FINE), (raises("shape"), FAILED), (RIGHT, FAILED)):
         (found,) = complaints(stock, FINE, said)

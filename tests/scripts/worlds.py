@@ -34,16 +34,25 @@ class Worlds:
         return self.of.setdefault(kind, World(ranks)).within(SECONDS)
 
     def run(
-        self, script: Script, stage: int, way: str, ranks: int = 2, **options: Any
+        self,
+        script: Script,
+        stage: int,
+        way: str,
+        ranks: int = 2,
+        looks: bool = True,
+        **options: Any,
     ) -> list[Outcome]:
-        """What each rank saw of it; options: in place of those that it declares."""
+        """What each rank saw of it.
+
+        looks: at more than values, too. options: in place of those that it declares.
+        """
         changed = {"grid": ranks == 4, "zero": FRUGAL | dict(script.options.zero), **options}
         wanted = script.at(stage, **changed)
         with tempfile.TemporaryDirectory() as folder:
             if script.before is not None:
                 other = {STOCK: PATCHED, PATCHED: STOCK}[way]
                 self.world(script, other, ranks).run(prepare, script, wanted, other, folder)
-            found = self.world(script, way, ranks).run(measure, script, wanted, way, folder)
+            found = self.world(script, way, ranks).run(measure, script, wanted, way, folder, looks)
             return list(found)
 
     def close(self) -> None:
@@ -51,11 +60,11 @@ class Worlds:
             world.close()
 
 
-def measure(script: Script, options: Options, way: str, folder: str) -> Outcome:
+def measure(script: Script, options: Options, way: str, folder: str, looks: bool) -> Outcome:
     _be(way)
-    looks = ["calls"]
+    at = ["calls"]
     if options.stage == 3 and script.on == EAGER and script.before is None:
-        looks.append("memory")
+        at.append("memory")
     found = run.measure(
         script,
         options,
@@ -63,7 +72,7 @@ def measure(script: Script, options: Options, way: str, folder: str) -> Outcome:
         strict=False,
         before=script.before,
         folder=folder,
-        looks=looks,
+        looks=at if looks else [],
     )
     found.tolerance = script.tolerance
     return found

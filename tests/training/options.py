@@ -38,6 +38,7 @@ class Options:
 
     style: of calling backward: "engine", "scale" or "torch".
     dtype: of the model. sums: of what gradients add up in, where it is another one.
+    rates: of learning, each of one group of parameters.
     offload: "optimizer", "param".
     zero, settings: of the configuration and its zero_optimization, as they are.
     """
@@ -51,6 +52,7 @@ class Options:
     sums: str = ""
     clip: float = 0.0
     muon: bool = False  # in place of SGD
+    rates: tuple[float, ...] = (0.1,)
     grid: bool = False  # four ranks train as two groups of two
     offload: tuple[str, ...] = ()
     zero: Mapping[str, Any] = field(default_factory=dict)

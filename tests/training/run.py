@@ -129,7 +129,7 @@ def measure(
     origin = {name: p.detach().float().clone() for name, p in start.named_parameters()}
     found = Outcome(tolerance=options.tolerance)
     with ExitStack() as stack:
-        stack.enter_context(_linear_put_back())
+        stack.enter_context(_put_back())
         if options.muon:
             stack.enter_context(nothing_compiled())
         if "fp16" in options.config:
@@ -166,7 +166,7 @@ def make_trainer(
         model, mpu = deepcopy(start), grid() if options.grid else None
         if on == DEEPCOMPILE:
             return compile_engine(model, options.config)
-        return build_engine(model, options.config, mpu, muon=options.muon)
+        return build_engine(model, options.config, mpu, muon=options.muon, rates=options.rates)
 
     trainer = engine(make(), options, make, strict)
     trainer.folder = Path(folder)
@@ -254,10 +254,18 @@ def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> N
 
 
 @contextmanager
-def _linear_put_back() -> Iterator[None]:
-    """ZeRO-3 leaves a Linear of its own behind, which would count in later scripts, or not."""
-    before = functional.linear
+def _put_back() -> Iterator[None]:
+    """What DeepSpeed leaves in modules, which would count in later scripts, or not."""
+    from deepspeed.utils import groups
+
+    places = (
+        (functional, "linear"),  # ZeRO-3's own
+        (groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP"),
+        (sys.modules.get("deepspeed.runtime.torch_autocast"), "TORCH_AUTOCAST_INITIALIZED"),
+    )
+    before = [(owner, name, vars(owner)[name]) for owner, name in places if owner]
     try:
         yield
     finally:
-        functional.linear = before
+        for owner, name, value in before:
+            setattr(owner, name, value)

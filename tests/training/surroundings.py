@@ -54,11 +54,21 @@ def _plainly() -> Iterator[list[str]]:
     yield []
 
 
-def build_optimizer(model: nn.Module, muon: bool, sharded: bool = False) -> Any:
+Rates = tuple[float, ...]
+
+
+def trained(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
+    """A group of parameters for each of these rates of learning."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [{"params": params[at :: len(rates)], "lr": rate} for at, rate in enumerate(rates)]
+
+
+def build_optimizer(
+    model: nn.Module, muon: bool, sharded: bool = False, rates: Rates = (RATE,)
+) -> Any:
     """SGD, or Muon: of one device, or, under ZeRO, one that finds its updates made."""
     if not muon:
-        trained = [param for param in model.parameters() if param.requires_grad]
-        return torch.optim.SGD(trained, lr=RATE)
+        return torch.optim.SGD(trained(model, rates))
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
     for name, param in model.named_parameters():
@@ -79,19 +89,21 @@ def build_engine(
     *,
     optimizer: Any = None,
     muon: bool = False,
+    rates: Rates = (RATE,),
 ) -> Any:
-    """`mpu`: knows the groups of ranks, where they are not the whole world."""
+    """`mpu`: knows the groups of ranks, where they are not the whole world.
+
+    A configuration may name the optimizer.
+    """
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
     if leaves := getattr(model, "leaf_classes", None):
         set_z3_leaf_modules(model, list(leaves))
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer or build_optimizer(model, muon, sharded=True),
-        config=config,
-        mpu=mpu,
-    )
+    given: dict[str, Any] = {"model_parameters": trained(model, rates)}
+    if "optimizer" not in config:
+        given = {"optimizer": optimizer or build_optimizer(model, muon, True, rates)}
+    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu, **given)
     return engine
 
 

@@ -59,7 +59,7 @@ class PlainTrainer(Trainer):
     def __init__(self, module: nn.Module, options: Options) -> None:
         super().__init__(options)
         self.module, self._start = module, deepcopy(module)
-        self._optimizer = build_optimizer(module, options.muon)
+        self._optimizer = build_optimizer(module, options.muon, rates=options.rates)
         self._micro_step = 0
         self.group = grid().get_data_parallel_group() if options.grid else None
         self.forwards = [0]
@@ -267,9 +267,17 @@ class EngineTrainer(Trainer):
     def give(self, params: Iterable[nn.Parameter], value: float) -> None:
         from deepspeed.utils import safe_set_full_grad
 
+        failed: Exception | None = None
         for param in params:
             shape = getattr(param, "ds_shape", param.shape)
-            safe_set_full_grad(param, torch.full(shape, value, device=param.device))
+            try:
+                safe_set_full_grad(param, torch.full(shape, value, device=param.device))
+            except Exception as error:  # of a rank that has a part of it, and the others go on
+                failed = error
+        count = torch.tensor(float(failed is not None), device=self.engine.device)
+        dist.all_reduce(count)
+        if count:
+            raise failed or RuntimeError("another rank could not give its gradient")
 
     def change_grads(self, change: Callable[[Tensor], Tensor]) -> None:
         from deepspeed.utils import safe_get_full_grad, safe_set_full_grad

@@ -1,0 +1,228 @@
+"""Options crossed with scripts: each script with few rows of choices, in which all choices occur.
+
+Rows are of chance, and seeded by the script's name: a case keeps its meaning when another script
+comes. Together they have every two choices of two options. What a script declares of its own is
+its subject and stays; a choice that would change it is not made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import combinations
+from typing import Any
+
+from tests.scripts.declared import STEPS, Script, scripts
+from tests.scripts.worlds import Worlds
+from tests.training.options import Options
+from tests.training.run import Outcome
+from tests.training.surroundings import EAGER
+
+#: Rows that are tried for each that is taken.
+TRIES = 40
+#: What is in a script that with more micro steps is another script, or is not plain PyTorch's: it
+#: counts them, drops or loses some, or has a backward that is not divided there.
+COUNTING = {"boundary", "zero_grad", "zero_optimizer_grad", "load", "is_engine", "plain_backward"}
+COUNTING |= {"change_grads", "full_grads"}  # they are whole at the boundary alone
+#: And in one that makes gradients of its own, for which it would have to know the loss scale.
+MAKING = {"give", "change_grads", "full_grads", "register_hook", "register_forward_hook"}
+#: Large, so that what is lost is more than what half precision rounds off.
+RATE = 0.5
+#: How far from plain PyTorch in single precision an engine may end: with bf16 parameters, and with
+#: fp16 ones or under autocast. Measured are 0.015 and 0.007; what is lost makes 0.03 and more.
+BF16_ROUNDS, FP16_ROUNDS = 0.02, 0.01
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Of one option: what it gives, and the stages that have it."""
+
+    name: str
+    given: Mapping[str, Any] = field(default_factory=dict)  # of Options
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = (1, 2, 3)
+    tolerance: float = 1e-5
+
+    def suits(self, script: Script) -> bool:
+        """Whether it leaves alone what the script declares, and what it does by itself."""
+        own = script.options
+        usual = Options(steps=STEPS, model="Deep" if own.model == "Deep" else Options.model)
+        kept = {
+            one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name)
+        }
+        found = _called(script)
+        if COUNTING & found:
+            kept.add("micro_steps")
+        scaled = "fp16" in self.settings and (MAKING & found or "cached" in script.name)
+        rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
+        settings = scaled or rounds or (self.settings and own.settings)
+        return not (kept & self.given.keys() or own.zero.keys() & self.zero.keys() or settings)
+
+
+def _called(script: Script) -> set[str]:
+    """Its name, and those in it and in the scripts that it calls."""
+    found = {*script.train.__code__.co_names} - {script.name}
+    others = [script.train.__globals__.get(name) for name in found]
+    return {script.name}.union(found, *(_called(one) for one in others if isinstance(one, Script)))
+
+
+#: As it is without being chosen.
+PLAIN = Choice("")
+BF16 = {"bf16": {"enabled": True}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+CONFIGURED = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+PRESCALED = {"prescale_gradients": True}
+#: Of the low-rank model: one more would make a leaf of the whole, which stock does not train.
+WHOLE_BLOCKS = {"stage3_module_granularity_threshold": 129}
+#: DeepSpeed asks for it where gradients are divided before they are added.
+ALL_REDUCED = {"reduce_scatter": False}
+
+FACTORS: Mapping[str, tuple[Choice, ...]] = {
+    "stage": tuple(Choice(f"zero{n}", {"stage": n}, stages=(n,)) for n in (1, 2, 3)),
+    "overlap": (PLAIN, Choice("overlap", zero={"overlap_comm": True})),
+    "contiguous": (
+        PLAIN,
+        Choice("scattered", zero={"contiguous_gradients": False}, stages=(1, 2)),
+    ),
+    "bucket": (
+        Choice("tiny_bucket", zero={"reduce_bucket_size": 40}),
+        Choice("large_bucket", zero={"reduce_bucket_size": 10**6}),
+    ),
+    "micro_steps": (
+        PLAIN,
+        Choice("micro2", {"micro_steps": 2}),
+        Choice("micro4", {"micro_steps": 4, "steps": 9}),
+    ),
+    "offload": (
+        PLAIN,
+        Choice("offloaded", {"offload": ("optimizer",)}),
+        Choice("offloaded_all", {"offload": ("optimizer", "param")}, stages=(3,)),
+    ),
+    "precision": (
+        PLAIN,
+        Choice("bf16", settings=BF16, tolerance=BF16_ROUNDS),
+        Choice("bf16_fp32_sums", settings=BF16 | FP32_SUMS, tolerance=BF16_ROUNDS),
+        Choice("fp16", settings=DYNAMIC, tolerance=FP16_ROUNDS),
+        Choice("autocast", settings=AUTOCAST, tolerance=FP16_ROUNDS),
+    ),
+    "division": (
+        PLAIN,
+        Choice("prescaled", zero=ALL_REDUCED, settings=PRESCALED, stages=(1, 2)),
+        Choice("predivided", zero=ALL_REDUCED, settings={"gradient_predivide_factor": 4.0}),
+    ),
+    "clip": (PLAIN, Choice("clipped", {"clip": 1.0})),
+    "optimizer": (PLAIN, Choice("configured", settings=CONFIGURED)),
+    "groups": (PLAIN, Choice("groups", {"rates": (RATE, RATE / 2)})),
+    "model": (
+        PLAIN,
+        Choice("frozen", {"model": "FrozenTrunk"}),
+        Choice("tied", {"model": "TiedEmbedding"}),
+        Choice("whole_blocks", {"model": "Adapted"}, zero=WHOLE_BLOCKS, stages=(3,)),
+    ),
+    "gathers": (
+        PLAIN,
+        Choice("persistent", zero={"stage3_param_persistence_threshold": 100}, stages=(3,)),
+    ),
+    "partitions": (
+        PLAIN,
+        Choice("small_groups", zero={"sub_group_size": 200}, stages=(3,)),
+        Choice("hpz", zero={"zero_hpz_partition_size": 2}, stages=(3,)),
+        Choice("round_robin", zero={"round_robin_gradients": True}, stages=(1, 2)),
+    ),
+}
+
+Row = tuple[Choice, ...]
+#: The number of an option, and the name of what is chosen of it.
+Chosen = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A script, and the options that it is run with."""
+
+    script: Script
+    row: Row
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.script.name, *(choice.name for choice in self.row if choice.name)])
+
+    @property
+    def stage(self) -> int:
+        return int(self.row[0].given["stage"])
+
+    def run(self, worlds: Worlds, way: str) -> list[Outcome]:
+        """By stock or patched; what is equal to plain PyTorch depends on how far that went."""
+        found = worlds.run(self.script, self.stage, way, looks=False, **self.options)
+        tolerance = max(2 * self.script.tolerance, *(choice.tolerance for choice in self.row))
+        for one in found:
+            one.tolerance = tolerance * max(1.0, 2 * one.moved)
+        return found
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """In place of those that the script declares."""
+        own = self.script.options
+        merged: dict[str, Any] = {"rates": (RATE,), "zero": {}, "settings": dict(own.settings)}
+        for choice in self.row[1:]:
+            merged |= choice.given
+            merged["zero"] |= choice.zero
+            merged["settings"] |= choice.settings
+        merged["zero"] |= own.zero
+        return merged
+
+
+def cases() -> list[Crossed]:
+    """Of every eager script but Muon's, which chooses its optimizer."""
+    eager = [one for one in scripts() if one.on == EAGER and not one.options.muon]
+    return [Crossed(one, row) for one in eager for row in rows(one)]
+
+
+def rows(script: Script) -> Iterator[Row]:
+    """As few as are found for every choice to occur that a stage of the script has."""
+    generator = random.Random(script.name)
+    stages = {stage: _choices(script, stage) for stage in script.stock}
+    left = {
+        (at, one.name)
+        for choices in stages.values()
+        for at, ones in enumerate(choices)
+        for one in ones
+    }
+    while left:
+        tried = [
+            tuple(map(generator.choice, stages[generator.choice([*stages])])) for _ in range(TRIES)
+        ]
+        best = max(tried, key=lambda row: len(left.intersection(chosen(row))))
+        left -= {*chosen(best)}
+        yield best
+
+
+def chosen(row: Row) -> Iterable[Chosen]:
+    return [(at, one.name) for at, one in enumerate(row)]
+
+
+def pairs(row: Row) -> set[frozenset[Chosen]]:
+    return {frozenset(both) for both in combinations(chosen(row), 2)}
+
+
+def all_pairs() -> set[frozenset[Chosen]]:
+    """Every two choices of two options that a stage has."""
+    return {
+        frozenset([(i, one.name), (j, other.name)])
+        for (i, ones), (j, others) in combinations(enumerate(FACTORS.values()), 2)
+        for one in ones
+        for other in others
+        if {*one.stages} & {*other.stages}
+    }
+
+
+def _choices(script: Script, stage: int) -> list[list[Choice]]:
+    """Of each option."""
+    return [
+        [one for one in ones if stage in one.stages and one.suits(script)] or [PLAIN]
+        for ones in FACTORS.values()
+    ]
