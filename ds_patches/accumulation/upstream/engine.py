@@ -18,6 +18,8 @@ def why_not_covered(engine: Any) -> str | None:
     optimizer = engine.optimizer
     if not engine.zero_optimization() or not hasattr(optimizer, "step"):
         return ""  # no ZeRO, or inference only
+    if engine.pipeline_parallelism:
+        return ""  # one backward at a time, by a schedule
     if getattr(engine, "zenflow", False):
         return "ZenFlow moves parameters and gradients in a way of its own"
     covered = (BF16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
