@@ -31,8 +31,8 @@ Risks
       steps a parameter without a gradient with zeros; momentum and weight decay still move it.
     - **Pipelines, 0.16.0 to 0.18.2.** They add their micro steps up, where 0.15.4 averages, as
       DeepSpeed documents it: from 0.16.0 on a loss is divided where its backward reduces, and a
-      pipeline reduces later. With this patch they average, with a warning: a learning rate that was tuned to the
-      sum is to be multiplied by the micro steps.
+      pipeline reduces later. With this patch they average, with a warning: a learning rate that
+      was tuned to the sum is to be multiplied by the micro steps.
     - **Clipping.** DeepSpeed 0.19.3 and later clip to 1.0 unless ``gradient_clipping`` says
       otherwise. That is a changed default, no defect, but such a step is not PyTorch's.
 
@@ -44,7 +44,7 @@ Not covered
     | ZenFlow, SuperOffload and MiCS optimizers | left to stock, with a warning |
     | DeepCompile, compiled autograd | left to stock |
     | an optimizer on NVMe; stage 0 and pipelines but for what is said above | left to stock |
-    | a checkpoint of bf16 at stage 0, 0.17.6 to 0.18.4 | stock's: an error, or without master weights |
+    | checkpoints of bf16 at stage 0, 0.17.6 to 0.18.4 | stock's: an error, or no master weights |
     | stage 0 with fp16 from 0.18.3 on | left to stock, which does not scale the loss |
     | a pipeline with ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
 

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.training.pipelines import Pipeline, Trained, run
+from tests.training.pipelines import (
+    Pipeline,
+    Trained,
+    run,
+    train_and_evaluate,
+    train_and_unapply,
+)
 from tests.training.stock import RELEASE, Version
 from tests.world import World
 
@@ -80,6 +86,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_patched(world: World, name: str) -> None:
     check(world, CASES[name])
+
+
+@pytest.mark.core_case
+def test_with_evaluations(world: World) -> None:
+    check(world, TWO_STAGES, script=train_and_evaluate)
+
+
+@pytest.mark.skipif(ADDS_UP or DIVIDES_AGAIN, reason="the last step is stock's")
+def test_after_unapply(world: World) -> None:
+    check(world, TWO_STAGES, script=train_and_unapply)
 
 
 @pytest.fixture(scope="module")

@@ -196,6 +196,25 @@ def train(one: Pipeline, engine: Any, steps: Sequence[int] | None = None) -> lis
     ]
 
 
+def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
+    """An evaluation before each step."""
+    losses = []
+    for step in range(one.steps):
+        engine.eval_batch(batches(one, engine, step + 7))
+        losses += train(one, engine, [step])
+    return losses
+
+
+def train_and_unapply(one: Pipeline, engine: Any) -> list[float]:
+    """The last step is stock's."""
+    import ds_patches
+
+    losses = train(one, engine, range(one.steps - 1))
+    ds_patches.unapply_all()
+    engine.eval_batch(batches(one, engine, 9))
+    return losses + train(one, engine, [one.steps - 1])
+
+
 Script = Callable[[Pipeline, Any], list[float]]
 
 
