@@ -23,7 +23,6 @@ class Symptom:
         release is.
     patch: the one that cures it, or nothing.
     add: what the script needs besides `ds_patches.apply_all()`; without a patch, instead of it.
-    warned: the releases, of those that are wrong, in which the patch only warns.
     anchor: of its section in docs/troubleshooting.md.
     """
 
@@ -34,7 +33,6 @@ class Symptom:
     right: str | None
     patch: str
     add: str = ""
-    warned: str = ""
     anchor: str = ""
 
 
@@ -175,7 +173,6 @@ SYMPTOMS = (
         "0.18.3",
         "0.19.0",
         "accumulation",
-        warned="<=0.18.4",
         anchor="not-averaged",
     ),
     Symptom(
@@ -205,6 +202,42 @@ SYMPTOMS = (
         "",
         add='`"stage3_param_persistence_threshold": 0`',
         anchor="late-gathers",
+    ),
+    Symptom(
+        "bf16 without ZeRO",
+        "the loss hardly falls; to 0.18.2 older gradients are added",
+        (0,),
+        "0.17.6",
+        "0.18.6",
+        "accumulation",
+        anchor="bf16-without-zero",
+    ),
+    Symptom(
+        "a pipeline (`PipelineModule`) with micro steps",
+        "they are added up, not averaged",
+        (0, 1),
+        "0.16.0",
+        "0.18.3",
+        "accumulation",
+        anchor="pipelines",
+    ),
+    Symptom(
+        "a pipeline of two stages or more with micro steps",
+        "all stages but the last hardly train",
+        (0, 1),
+        "0.18.3",
+        "0.19.3",
+        "accumulation",
+        anchor="pipelines",
+    ),
+    Symptom(
+        "a pipeline of two stages or more without ZeRO, or with fp16",
+        "`Direct calls to tensor.backward() are not supported`; `Loss scaling is required`",
+        (0, 1),
+        "0.18.3",
+        "0.18.5",
+        "accumulation",
+        anchor="direct-calls",
     ),
     Symptom(
         "`engine.no_sync()`, `accelerator.accumulate()`",

@@ -8,6 +8,9 @@ Use
     divided. A gradient that ``safe_set_full_grad`` gives counts too, and the next backward adds to
     it. ``safe_get_full_grad`` reads zero where the step has not been, and no older step's gradient.
 
+    Pipelines (``PipelineModule``) average their micro steps on every stage, and run without ZeRO
+    and with fp16 in 0.18.3 and 0.18.4 too. bf16 without ZeRO trains, with no loss scale.
+
     ``zero3_retain`` and ``coalesce`` require this patch: who applies one of them gets it too.
 
 Risks
@@ -26,6 +29,10 @@ Risks
       parameters, as through a frozen discriminator, does not count among its backwards.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor. The optimizer
       steps a parameter without a gradient with zeros; momentum and weight decay still move it.
+    - **Pipelines, 0.16.0 to 0.18.2.** They add their micro steps up, where 0.15.4 averages, as
+      DeepSpeed documents it: from 0.16.0 on a loss is divided where its backward reduces, and a
+      pipeline reduces later. With this patch they average, with a warning: a learning rate that
+      was tuned to the sum is to be multiplied by the micro steps.
     - **Clipping.** DeepSpeed 0.19.3 and later clip to 1.0 unless ``gradient_clipping`` says
       otherwise. That is a changed default, no defect, but such a step is not PyTorch's.
 
@@ -35,9 +42,11 @@ Not covered
     | with Muon, a second backward at the accumulation boundary | refused: an error with the cures |
     | ``tensor.backward()`` of what ``engine(x)`` did not return | refused, see below |
     | ZenFlow, SuperOffload and MiCS optimizers | left to stock, with a warning |
-    | bf16 with fp32 sums at stage 1 in 0.17.6 to 0.18.4 | left to stock, with a warning |
     | DeepCompile, compiled autograd | left to stock |
-    | stage 0, pipelines, an optimizer on NVMe | left to stock |
+    | an optimizer on NVMe; stage 0 and pipelines but for what is said above | left to stock |
+    | checkpoints of bf16 at stage 0, 0.17.6 to 0.18.4 | stock's: an error, or no master weights |
+    | stage 0 with fp16 from 0.18.3 on | left to stock, which does not scale the loss |
+    | a pipeline with ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
 
     The plain backward is right if a backward of an output came before it in the step, and
     ``engine.backward(tensor)`` is right for any tensor. In 0.18.3 and 0.18.4 the plain one is
@@ -56,5 +65,6 @@ How
 
 Upstream
     Pull requests 7665 (``loss.backward()``, 0.18.3), 7967 and 7981 (offload, 0.19.0), 7985 (bf16,
-    0.19.0), 8382 (CPU, 0.19.8); issues 7718 and 7724.
+    0.19.0), 8382 (CPU, 0.19.8), 7839 (bf16 without ZeRO, 0.18.6), 8154 (pipelines, 0.19.3); issues
+    7718, 7724, 7773, 7837 and 8152.
 """

@@ -9,6 +9,7 @@ _STATE = Class("deepspeed.runtime.base_optimizer", "BackwardHookStateManager")
 _STAGE3 = Class("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
 _FLAT = Class("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
 
+_UNFUSED = Class("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer")
 _FRAGMENT = Class("deepspeed.utils.tensor_fragment", "tensor_fragment")
 
 _HOOKS = "ds_patches.accumulation.hooks"
@@ -19,6 +20,7 @@ _HOOK_STATE = ">=0.18.5"
 _VECTORIZED = ">=0.16.9"
 _BUCKET_CLASSES = ">=0.17.2"
 _FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
+_UNFUSED_BF16 = ">=0.17.6,<=0.18.5"
 
 
 _TARGETS = (
@@ -46,6 +48,8 @@ _TARGETS = (
     _FLAT.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
     Target(_FLAT.module, "split_half_float_double", f"{_HOOKS}:around_split", "<=0.19.7"),
     _FLAT.target("get_all_grad_tensors", f"{_HOOKS}:around_all_grad_tensors", _FORGETS_MICRO_STEPS),
+    _UNFUSED.target("backward", "ds_patches.accumulation.unsharded:around_backward", _UNFUSED_BF16),
+    _UNFUSED.target("step", "ds_patches.accumulation.unsharded:around_step", _UNFUSED_BF16),
 )
 
 

@@ -16,7 +16,7 @@ from ds_patches.runtime.attributes import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.runtime.engines import built
 from ds_patches.runtime.graph_task import accumulates
 
-from . import engines
+from . import engines, pipeline
 from .flat_sum import FlatSum
 from .steps import EngineSteps
 from .upstream import engine as upstream_engine
@@ -61,6 +61,8 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     if steps is None:
         steps = engines.take_in(engine)
     loss = args[0] if args else kwargs.pop("loss", None)
+    if engine.pipeline_parallelism:
+        loss = pipeline.averaged(engine, loss)
     if steps is None or not isinstance(loss, torch.Tensor):
         return wrapped(loss, *args[1:], **kwargs)
     if not upstream_engine.divides_at_outputs():
@@ -73,6 +75,8 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    if pipeline.is_divided(engine):
+        return args[0]
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or (not steps.has_divided and (steps.watch.runs_here or accumulates())):
         return wrapped(*args, **kwargs)
@@ -91,6 +95,8 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
+    if engine.pipeline_parallelism:
+        return pipeline.prologue(engine, wrapped)
     if steps is None or steps.prologue_is_due:
         return wrapped(*args, **kwargs)
     return steps.output_entered()

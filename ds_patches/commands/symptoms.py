@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import columns, registry, release
+from ds_patches.core import columns, registry
 from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
 
 _TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
@@ -54,8 +54,7 @@ def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})" if page else one.script
     patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
-    warned = f"; to {one.warned.removeprefix('<=')} it only warns" if one.warned else ""
-    cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + _offered(one) + warned
+    cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + _offered(one)
     stages = ", ".join(map(str, one.stages))
     return script, one.outcome, stages, one.first, one.right or "none", cure
 
@@ -78,8 +77,6 @@ def _heading(patch: str, answers: Mapping[str, str]) -> str:
 
 def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
     text = f"{one.script}: {one.outcome}".replace("`", "")
-    if one.warned and release.covers(one.warned, version):
-        text += "; here the patch only warns"
     if one.add:
         text += f"; add {one.add}".replace("`", "")
     return f"ZeRO {', '.join(map(str, one.stages))}", text

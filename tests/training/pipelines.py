@@ -1,0 +1,251 @@
+"""DeepSpeed's pipeline engine, held against plain PyTorch over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.listening import listening
+from tests.training.options import HALVES, ROUNDING, config
+from tests.training.surroundings import RATE, half_precision_allowed
+from tests.training.trainers import Parameters, worst_difference
+
+WIDTH, ROWS = 8, 6
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Of one training.
+
+    tied: the first layer's weight is the last one's too. pair: each layer hands on two tensors.
+    checkpointing: each layer is computed again in the backward.
+    """
+
+    stages: int = 2
+    micro_steps: int = 4
+    zero: int = 0
+    dtype: str = "float32"
+    tied: bool = False
+    pair: bool = False
+    checkpointing: bool = False
+    sums: str = ""
+    clip: float = 0.0
+    steps: int = 3
+
+    @property
+    def config(self) -> dict[str, Any]:
+        more = dict(HALVES[self.dtype])
+        if self.checkpointing:
+            more["pipeline"] = {"activation_checkpoint_interval": 1}
+        if self.sums:
+            more["data_types"] = {"grad_accum_dtype": self.sums}
+        return config(self.zero, micro_steps=self.micro_steps, gradient_clipping=self.clip, **more)
+
+
+def let_recompute() -> None:
+    """Activation checkpointing asks for a stream, which the CPU of most releases has none of."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    if not callable(get_accelerator().Stream):
+        kind.Stream = lambda self, device=None: None
+
+
+@dataclass
+class Trained:
+    """What became of this rank's stage: how far from plain PyTorch, which moved so far itself."""
+
+    error: str = ""
+    difference: float = float("inf")
+    where: str = ""
+    moved: float = 0.0
+    ratios: dict[str, float] = field(default_factory=dict)  # of updates, by parameter
+    losses: list[float] = field(default_factory=list)  # what train_batch() gave, and should have
+    expected: list[float] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    tolerance: float = 1e-6
+
+    @property
+    def equal(self) -> bool:
+        return not self.error and self.moved > 1e-3 and self.difference <= self.tolerance
+
+
+class Block(nn.Module):
+    def __init__(self, pair: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.pair = pair
+
+    def forward(self, inputs: Any) -> Any:
+        if not self.pair:
+            return torch.tanh(self.linear(inputs))
+        here, there = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+        return torch.tanh(self.linear(here)), torch.tanh(self.linear(there)) + here
+
+
+def layers_of(one: Pipeline) -> list[nn.Module]:
+    torch.manual_seed(7)
+    dtype = getattr(torch, one.dtype)
+    return [Block(one.pair).to(dtype) for _ in range(4)]
+
+
+def loss_of(outputs: Any, labels: Tensor) -> Tensor:
+    outputs = sum(outputs) if isinstance(outputs, tuple) else outputs
+    return F.mse_loss(outputs.float(), labels.float()) * 8
+
+
+def batch(step: int, rank: int, micro: int, dtype: str) -> tuple[Tensor, Tensor]:
+    """Of one data parallel rank."""
+    generator = torch.Generator().manual_seed(10000 * step + 100 * rank + micro)
+    inputs, labels = torch.randn(2, ROWS, WIDTH, generator=generator)
+    return inputs.to(getattr(torch, dtype)), labels.to(getattr(torch, dtype))
+
+
+def plainly(one: Pipeline, ranks: int) -> tuple[Parameters, list[float]]:
+    """The names of a pipeline's parameters, as they are after all steps; and each step's loss."""
+    layers = layers_of(one)
+    if one.tied:
+        layers[-1] = layers[0]
+    model = nn.Sequential(*layers)
+    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    optimizer, losses = torch.optim.SGD(masters, lr=RATE), []
+    for step in range(one.steps):
+        total = [torch.zeros_like(master) for master in masters]
+        value = 0.0
+        for rank in range(ranks):
+            for micro in range(one.micro_steps):
+                inputs, labels = batch(step, rank, micro, one.dtype)
+                loss = loss_of(model(inputs), labels) / (one.micro_steps * ranks)
+                value += loss.item()
+                grads = torch.autograd.grad(loss, list(model.parameters()))
+                for sum_, grad in zip(total, grads, strict=True):
+                    sum_ += grad.float()
+        for master, grad in zip(masters, total, strict=True):
+            master.grad = grad
+        if one.clip:
+            nn.utils.clip_grad_norm_(masters, one.clip)
+        optimizer.step()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.data.copy_(master.data)
+        losses.append(value)
+    return named(layers, one.tied), losses
+
+
+def named(layers: Sequence[nn.Module], tied: bool) -> Parameters:
+    found = {}
+    for index, layer in enumerate(layers):
+        for name, param in layer.named_parameters():
+            at = "tied_modules.ends" if tied and index in (0, len(layers) - 1) else str(index)
+            found[f"{at}.{name}"] = param.detach().float().clone()
+    return found
+
+
+def build(one: Pipeline) -> Any:
+    """The engine of this rank's stage."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    layers: list[Any] = [*layers_of(one)]
+    if one.tied:
+        ends = layers[0]
+        # Both are built of one, as DeepSpeed wants it.
+        layers[0] = TiedLayerSpec("ends", Copied, ends, tied_weight_attr=["weight", "bias"])
+        layers[-1] = TiedLayerSpec("ends", Copied, ends, tied_weight_attr=["weight", "bias"])
+    module = PipelineModule(
+        layers=layers, num_stages=one.stages, loss_fn=loss_of, partition_method="uniform"
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=one.config)
+    return engine
+
+
+class Copied(Block):
+    """A copy of a block, with its weights under other names, which is how tied layers are found."""
+
+    def __init__(self, block: Block) -> None:
+        nn.Module.__init__(self)
+        copy = deepcopy(block)
+        self.linear, self.pair = copy.linear, copy.pair
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> nn.Parameter:
+        return self.linear.bias
+
+
+def batches(one: Pipeline, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    rank = engine.grid.get_data_parallel_id()
+    return (batch(step, rank, micro, one.dtype) for micro in range(one.micro_steps))
+
+
+def train(one: Pipeline, engine: Any, steps: Sequence[int] | None = None) -> list[float]:
+    return [
+        float(engine.train_batch(batches(one, engine, step)))
+        for step in (range(one.steps) if steps is None else steps)
+    ]
+
+
+def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
+    """An evaluation before each step."""
+    losses = []
+    for step in range(one.steps):
+        engine.eval_batch(batches(one, engine, step + 7))
+        losses += train(one, engine, [step])
+    return losses
+
+
+def train_and_unapply(one: Pipeline, engine: Any) -> list[float]:
+    """The last step is stock's."""
+    import ds_patches
+
+    losses = train(one, engine, range(one.steps - 1))
+    ds_patches.unapply_all()
+    engine.eval_batch(batches(one, engine, 9))
+    return losses + train(one, engine, [one.steps - 1])
+
+
+Script = Callable[[Pipeline, Any], list[float]]
+
+
+def run(one: Pipeline, *patches: str, script: Script = train) -> Trained:
+    """One training on this rank, patched or not; an exception is an outcome."""
+    from tests.training.run import applied
+
+    around: AbstractContextManager[None] = applied(*patches) if patches else nullcontext()
+    found = Trained(tolerance=max(ROUNDING[one.dtype], 2e-6))
+    ranks = dist.get_world_size() // one.stages
+    expected, found.expected = plainly(one, ranks)
+    start = named(layers_of(one), one.tied)
+    with ExitStack() as stack:
+        if one.dtype == "float16":
+            stack.enter_context(half_precision_allowed())
+        if one.checkpointing:
+            let_recompute()
+        found.said = stack.enter_context(listening())
+        try:
+            with around:
+                engine = build(one)
+                found.losses = script(one, engine)
+        except Exception as error:
+            found.error = f"{type(error).__name__}: {error}"
+            return found
+    ends = {name: p.detach().float() for name, p in engine.module.named_parameters()}
+    here = {name: expected[name] for name in ends}
+    found.difference, found.where = worst_difference(ends, here)
+    found.moved = min((here[n] - start[n]).abs().max().item() for n in ends)
+    found.ratios = {
+        n: round(((ends[n] - start[n]).norm() / (here[n] - start[n]).norm()).item(), 3)
+        for n in ends
+    }
+    return found
