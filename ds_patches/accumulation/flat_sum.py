@@ -14,8 +14,9 @@ from typing import Any
 from ds_patches.runtime import engines
 from ds_patches.runtime.attributes import Shadow
 
+from .bucket_order import BucketOrder
 from .host_sum import HostSum
-from .upstream import flat
+from .upstream import buckets, flat
 
 
 class FlatSum:
@@ -27,6 +28,10 @@ class FlatSum:
         self._shadow: Shadow | None = None
         if flat.steps_unreduced(optimizer):
             self._shadow = Shadow(engine, "allreduce_gradients", self._reduce)
+        self._order: BucketOrder | None = None
+        if buckets.may_differ(optimizer):
+            self._order = BucketOrder(buckets.ReduceBuckets(optimizer))
+            self._reductions = Shadow(optimizer, "reduce_ipg_grads", self._reduce_buckets)
         self._groups = range(len(optimizer.bit16_groups))
         self._leaves = flat.leaves_what_came_before(optimizer)
         self._reduced = False  # a boundary epilogue ran in this step
@@ -40,6 +45,8 @@ class FlatSum:
             flat.refuse_muon(self._optimizer)
         if self._host is not None and (self._reduced or self._host.is_due):
             self._host.set_aside()
+        if self._order is not None:
+            self._order.begin_backward()
 
     def pass_by(self) -> None:
         """The backward that began has brought nothing."""
@@ -51,6 +58,8 @@ class FlatSum:
         optimizer = self._optimizer
         if self._leaves:
             flat.reduce_what_is_left(optimizer)
+        if self._order is not None:
+            self._order.end_backward()
         boundary = engines.at_boundary(optimizer)
         self.is_pending = not boundary
         adds = self._reduced or (self._host is not None and self._host.is_due)
@@ -114,6 +123,14 @@ class FlatSum:
             self._host.detach()
         if self._shadow is not None:
             self._shadow.remove()
+        if self._order is not None:
+            self._order.begin_backward()
+            self._reductions.remove()
+
+    def _reduce_buckets(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        assert self._order is not None
+        if self._order.may_reduce():
+            wrapped(*args, **kwargs)
 
     def _reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with flat.reducing_what_it_steps_with(self._optimizer):
