@@ -21,9 +21,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-#: Parameters by their numbers.
-Order = list[int]
+from ds_patches.runtime.graph_task import current_task_id
 
+#: Parameters, each by what DeepSpeed keeps of it in a bucket.
+Order = list[Any]
+
+_NOT_FORESEEN = (
+    "a gradient that this backward was not to bring, at a parameter that was reduced as zero: put "
+    "the backwards of a step into `with engine.coalesce_grad_reduction():`"
+)
 _CANNOT_BE_FORMED = (
     "gradients came in another order than on other ranks, and cannot be reduced in theirs: put the "
     "backwards of a step into `with engine.coalesce_grad_reduction():`"
@@ -31,9 +37,9 @@ _CANNOT_BE_FORMED = (
 
 
 class Buckets(Protocol):
-    """The reduce buckets of one optimizer, which any gradient goes into by its own rule."""
+    """The reduce buckets of one optimizer, which gradients go into by its own rule."""
 
-    trained: frozenset[int]
+    params: frozenset[Any]
     group: Any  # of ranks that reduce together
     device: torch.device
 
@@ -43,10 +49,13 @@ class Buckets(Protocol):
     def take_out(self) -> Order:
         """Give what waits back to its parameters; returns what that was."""
 
-    def put_in(self, param: int) -> None:
+    def put_in(self, param: Any) -> None:
         """Put in a parameter's gradient, or zeros if it has none; may reduce what waits."""
 
-    def divert(self, put: Callable[[int], None] | None) -> None:
+    def reached(self) -> set[Any]:
+        """Inside a backward: what it brings gradients to, but for backwards within it."""
+
+    def divert(self, put: Callable[[Any], None] | None) -> None:
         """Let gradients that come be given to `put`, and not to a bucket; None: as ever."""
 
     def any_rank(self, says: bool) -> bool:
@@ -60,35 +69,48 @@ class BucketOrder:
         self._buckets = buckets
         self._order: Order | None = None  # None: no backward has reduced
         self._formed: list[Order] | None = None  # the buckets that it comes to, where known
-        self._unused = buckets.trained  # what is not in it
+        self._unused = buckets.params  # what is not in it
+        self._foreseen: set[Any] = set()  # of what the first backward reached
+        self._foresees = False  # that was all
         self.begin_backward()
 
     def begin_backward(self) -> None:
+        self._task = current_task_id()
         self._now: list[Order] = []  # the buckets of this backward
         self._forms_all = True  # ... are those of the whole order
-        self._came: dict[int, None] | None = None  # in turn, where gradients wait for theirs
+        self._came: dict[Any, None] | None = None  # in turn, where gradients wait for theirs
         self._due: Order = []  # what is to be reduced next, from its end
+        self._absent: set[Any] = set()  # of that, what no gradient will come to
         self._is_own = False  # what is in the buckets was put there by us, in the order
         self._buckets.divert(None)
 
-    def may_reduce(self) -> bool:
-        """Whether what is in the buckets is to be reduced now; else it was taken out."""
+    def reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Around the reduction of what is in the buckets, which may have to wait elsewhere."""
         waiting = self._buckets.waiting()
-        if self._is_own or self._keeps_to_the_order(waiting):
-            self._note(waiting)
-            return True
-        self._hold()
-        return False
+        formed, at = self._formed, len(self._now)
+        if formed is not None and at < len(formed) and formed[at] == waiting:
+            fits = self._is_own or self._came is None
+        else:
+            if self._is_own and formed is not None:
+                raise RuntimeError(_CANNOT_BE_FORMED)
+            fits = self._is_own or (self._order is None and self._is_the_same(waiting))
+        if fits:
+            self._now.append(waiting)
+            wrapped(*args, **kwargs)
+        else:
+            self._hold()
 
     def end_backward(self) -> None:
         """All gradients have come: leave those in the buckets that all ranks have there."""
-        if not self._keeps_to_the_order(self._buckets.waiting(), at_end=True):
+        waiting = self._buckets.waiting()
+        if not self._kept_to_the_order(waiting):
             self._hold()
             if self._order is None:
                 self._agree()
             self._put_in(reversed(self._due))
         elif self._order is None:
-            self._set_order([*_flat(self._now), *self._buckets.waiting()])
+            self._set_order([*_flat(self._now), *waiting])
+            self._foresees = self._foreseen.issuperset(self._order or ())
         if self._unused:
             self._look_for_new_ones()
         self._is_own = True  # the last bucket, which upstream reduces next
@@ -97,41 +119,40 @@ class BucketOrder:
 
     # --- Of one backward --------------------------------------------------------------------------
 
-    def _keeps_to_the_order(self, waiting: Order, at_end: bool = False) -> bool:
-        if self._came is not None:
-            return False
+    def _kept_to_the_order(self, waiting: Order) -> bool:
         if self._order is None:
-            return self._all_have(waiting, at_end)
-        if self._formed is None:
-            return False
+            return self._came is None and self._all_have(waiting, at_end=True)
         at = len(self._now)
-        return self._formed[at : None if at_end else at + 1] == [waiting]
+        return self._came is None and self._formed is not None and self._formed[at:] == [waiting]
 
-    def _note(self, waiting: Order) -> None:
-        """What is reduced together; raises RuntimeError where other ranks have it otherwise."""
-        at = len(self._now)
-        if self._formed is not None and self._formed[at : at + 1] != [waiting]:
-            raise RuntimeError(_CANNOT_BE_FORMED)
-        self._now.append(waiting)
+    def _is_the_same(self, waiting: Order) -> bool:
+        """On all ranks, in a first backward."""
+        if not self._foreseen and current_task_id() == self._task:
+            self._foreseen = self._buckets.reached()
+        return self._came is None and self._all_have(waiting)
 
     def _hold(self) -> None:
         """Let gradients wait for their turn, also those that are in the buckets."""
         if self._came is None:
             self._came = dict.fromkeys(_flat(self._now))
             self._due = [one for one in self._order or () if one not in self._came][::-1]
+            if self._foresees and current_task_id() == self._task:
+                self._absent = {*self._due} - self._buckets.reached()
             self._buckets.divert(self._wait_for_its_turn)
         if not self._is_own:
             self._came.update(dict.fromkeys(self._buckets.take_out()))
 
-    def _wait_for_its_turn(self, param: int) -> None:
+    def _wait_for_its_turn(self, param: Any) -> None:
         """A gradient has come. One may have got into a bucket while that was taken back."""
         self._hold()
         assert self._came is not None
+        if param in self._absent:
+            raise RuntimeError(_NOT_FORESEEN)
         self._came[param] = None
-        while self._due and self._due[-1] in self._came:
+        while self._due and (self._due[-1] in self._came or self._due[-1] in self._absent):
             self._put_in([self._due.pop()])
 
-    def _put_in(self, params: Iterable[int]) -> None:
+    def _put_in(self, params: Iterable[Any]) -> None:
         self._is_own = True
         for param in params:
             self._buckets.put_in(param)
@@ -139,11 +160,12 @@ class BucketOrder:
     # --- With the other ranks ---------------------------------------------------------------------
 
     def _set_order(self, order: Order) -> None:
-        self._order, self._unused = order, self._buckets.trained - {*order}
+        self._order, self._unused = order, self._buckets.params - {*order}
 
     def _agree(self) -> None:
         """After a first backward that was not the same on all ranks."""
         reduced = _flat(self._now)
+        self._foresees = self._foreseen.issuperset(self._came or ())
         order = merged(self._everyones([*(self._came or ())]))
         self._set_order(order)
         self._due = order[len(reduced) :][::-1]
@@ -162,7 +184,7 @@ class BucketOrder:
         self._put_in(one for one in order if one not in before)
         self._set_order(order)
 
-    def _all_have(self, waiting: Order, at_end: bool) -> bool:
+    def _all_have(self, waiting: Order, at_end: bool = False) -> bool:
         text = repr((waiting, at_end)).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         both = torch.tensor([digest, -digest], device=self._buckets.device)

@@ -31,7 +31,7 @@ class FlatSum:
         self._order: BucketOrder | None = None
         if buckets.may_differ(optimizer):
             self._order = BucketOrder(buckets.ReduceBuckets(optimizer))
-            self._reductions = Shadow(optimizer, "reduce_ipg_grads", self._reduce_buckets)
+            self._reductions = Shadow(optimizer, "reduce_ipg_grads", self._order.reduce)
         self._groups = range(len(optimizer.bit16_groups))
         self._leaves = flat.leaves_what_came_before(optimizer)
         self._reduced = False  # a boundary epilogue ran in this step
@@ -126,11 +126,6 @@ class FlatSum:
         if self._order is not None:
             self._order.begin_backward()
             self._reductions.remove()
-
-    def _reduce_buckets(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        assert self._order is not None
-        if self._order.may_reduce():
-            wrapped(*args, **kwargs)
 
     def _reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with flat.reducing_what_it_steps_with(self._optimizer):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ds_patches.runtime.attributes import Shadow
 from ds_patches.runtime.device import accelerator, keeps_order
+from ds_patches.runtime.graph_task import reaches
 
 from . import flat
 
@@ -26,66 +27,80 @@ def may_differ(optimizer: Any) -> bool:
 
 
 class ReduceBuckets:
-    """Those of one optimizer; its parameters by upstream's numbers."""
+    """Those of one optimizer.
+
+    A parameter is known by what is kept of it in a bucket, or up to 0.17.1 by its number.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._params = {
-            optimizer.get_param_id(param): (param, group)
-            for group, params in enumerate(optimizer.bit16_groups)
-            for param in params
-            if param.requires_grad
-        }
-        self.trained = frozenset(self._params)
+        self._own = getattr(optimizer, "ipg_buckets", None)
+        self._only = next(iter(self._own.values())) if self._own and len(self._own) == 1 else None
+        self._params: dict[Any, tuple[Any, int]] = {}
+        self._keys: dict[int, Any] = {}
+        for group, params in enumerate(optimizer.bit16_groups):
+            for index, param in enumerate(params):
+                number = optimizer.get_param_id(param)
+                key = number if self._own is None else (group, index, number)
+                self._keys[number], self._params[key] = key, (param, group)
+        self.params = frozenset(self._params)
         self.group = optimizer.dp_process_group
         self.device = torch.device(accelerator().current_device_name())
         self._diversion: Shadow | None = None
 
-    def waiting(self) -> list[int]:
+    def waiting(self) -> list[Any]:
         """What is in the buckets and not reduced yet."""
-        buckets = getattr(self._optimizer, "ipg_buckets", None)
-        if buckets is None:
-            return [entry[-1] for entry in self._optimizer.params_in_ipg_bucket]
-        return [entry[-1] for bucket in buckets.values() for entry in bucket.params]
+        if self._only is not None:
+            return [*self._only.params]
+        if self._own is not None:
+            return [entry for bucket in self._own.values() for entry in bucket.params]
+        return [entry[-1] for entry in self._optimizer.params_in_ipg_bucket]
 
-    def take_out(self) -> list[int]:
+    def take_out(self) -> list[Any]:
         """Give what waits back to its parameters; returns what that was."""
         optimizer, waiting = self._optimizer, self.waiting()
-        if waiting and optimizer.overlap_comm and not keeps_order():
+        if not waiting:
+            return waiting
+        if optimizer.overlap_comm and not keeps_order():
             # Upstream takes the other buffer next, which waits for this one's reduction.
             accelerator().current_stream().wait_stream(optimizer.reduction_stream)
-        for number in waiting:
-            param, _ = self._params[number]
+        for key in waiting:
+            param, _ = self._params[key]
             gradient = optimizer.get_gradient_for_reduction(param)
             if optimizer.contiguous_gradients and param.numel() <= optimizer.reduce_bucket_size:
                 gradient.data = gradient.data.clone()  # it lay in the bucket
         flat.forget_buckets(optimizer)
         return waiting
 
-    def put_in(self, number: int) -> None:
+    def put_in(self, key: Any) -> None:
         """Put in a parameter's gradient, or zeros if it has none; may reduce what waits."""
-        optimizer, (param, group) = self._optimizer, self._params[number]
+        optimizer, (param, group) = self._optimizer, self._params[key]
         flat.set_up_buckets(optimizer)
         if optimizer.get_gradient_for_reduction(param) is None:
             flat.give_zero_gradient(optimizer, param)
         optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, group)
 
-    def divert(self, put: Callable[[int], None] | None) -> None:
+    def reached(self) -> set[Any]:
+        """Inside a backward: what it brings gradients to, but for backwards within it."""
+        return {key for key, (param, _) in self._params.items() if reaches(param)}
+
+    def divert(self, put: Callable[[Any], None] | None) -> None:
         """Let gradients that come be given to `put`, and not to a bucket; None: as ever."""
         if self._diversion is not None:
             self._diversion.remove()
             self._diversion = None
-        if put is None:
-            return
+        if put is not None:
+            self._diversion = Shadow(
+                self._optimizer, "reduce_ready_partitions_and_remove_grads", self._instead(put)
+            )
 
+    def _instead(self, put: Callable[[Any], None]) -> Callable[..., None]:
         def instead(wrapped: Any, param: Any, group: int) -> None:
             # A gradient that comes in pieces is told when it is whole.
             if getattr(param, "ds_grad_is_ready", True):
-                put(self._optimizer.get_param_id(param))
+                put(self._keys[self._optimizer.get_param_id(param)])
 
-        self._diversion = Shadow(
-            self._optimizer, "reduce_ready_partitions_and_remove_grads", instead
-        )
+        return instead
 
     def any_rank(self, says: bool) -> bool:
         """Whether one of the ranks says so."""
