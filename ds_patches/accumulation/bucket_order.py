@@ -114,6 +114,7 @@ class BucketOrder:
         if self._unused:
             self._look_for_new_ones()
         self._is_own = True  # the last bucket, which upstream reduces next
+        self._buckets.divert(None)
         if self._forms_all and self._formed is None:
             self._formed = [*self._now, self._buckets.waiting()]
 

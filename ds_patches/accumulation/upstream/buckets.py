@@ -11,17 +11,18 @@ import torch.distributed as dist
 from ds_patches.runtime.attributes import Shadow
 from ds_patches.runtime.device import accelerator, keeps_order
 from ds_patches.runtime.graph_task import reaches
+from ds_patches.runtime.handshake import MOST_RANKS, Handshake
 
 from . import flat
 
 
 def may_differ(optimizer: Any) -> bool:
-    """Whether its buckets are of one group of ranks, and of more than one."""
+    """Whether ranks may fill its buckets unlike each other, and can tell."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     return (
         type(optimizer) is DeepSpeedZeroOptimizer  # ZenFlow's is a subclass
-        and dist.get_world_size(optimizer.dp_process_group) > 1
+        and 1 < dist.get_world_size(optimizer.dp_process_group) <= MOST_RANKS
         and not optimizer.has_moe_layers  # experts reduce over other ranks
     )
 
@@ -47,6 +48,7 @@ class ReduceBuckets:
         self.group = optimizer.dp_process_group
         self.device = torch.device(accelerator().current_device_name())
         self._diversion: Shadow | None = None
+        self._handshake: Handshake | None = None
 
     def waiting(self) -> list[Any]:
         """What is in the buckets and not reduced yet."""
@@ -103,7 +105,9 @@ class ReduceBuckets:
         return instead
 
     def any_rank(self, says: bool) -> bool:
-        """Whether one of the ranks says so."""
-        said = torch.tensor(int(says), device=self.device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
-        return bool(said.item())
+        """Whether one of the ranks says so; the host waits for the other hosts, and no device."""
+        if self._handshake is None:
+            ranks = dist.get_process_group_ranks(self.group)
+            self._handshake = Handshake(ranks, "backward")
+        self._handshake.begin()
+        return self._handshake.leave(int(says)) or says

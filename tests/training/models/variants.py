@@ -121,7 +121,7 @@ class RoutedTwice(Routed):
 
 
 class RoutedUnevenly(Routed):
-    """Batches go through one to three experts: with gloo, ranks of stock end each other."""
+    """Batches go through one to three experts. With gloo, ranks of stock end each other there."""
 
     def __init__(self) -> None:
         super().__init__()
