@@ -78,6 +78,12 @@ _DEPENDENCIES = (
         "BF16_Optimizer.update_hp_grads",
         "adds each backward's bf16 gradients to the fp32 ones",
     ),
+    _FLAT.needs("reduce_ipg_grads", "reduces what is in the buckets"),
+    _FLAT.needs("reduce_ready_partitions_and_remove_grads", "takes each gradient that comes"),
+    _FLAT.needs(
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        "puts a gradient into a bucket, and reduces one that is full",
+    ),
     _FLAT.needs(
         "copy_grads_in_partition",
         "with CPU offload, copies a micro step to the host; wrapped at such optimizers alone",

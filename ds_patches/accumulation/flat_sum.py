@@ -14,8 +14,9 @@ from typing import Any
 from ds_patches.runtime import engines
 from ds_patches.runtime.attributes import Shadow
 
+from .bucket_order import BucketOrder
 from .host_sum import HostSum
-from .upstream import flat
+from .upstream import buckets, flat
 
 
 class FlatSum:
@@ -29,6 +30,10 @@ class FlatSum:
         if flat.steps_unreduced(optimizer):
             self._shadow = Shadow(engine, "allreduce_gradients", self._reduce)
             optimizer.overlap_comm = False  # it would reduce before, in the backward
+        self._order: BucketOrder | None = None
+        if buckets.may_differ(optimizer):
+            self._order = BucketOrder(buckets.ReduceBuckets(optimizer))
+            self._reductions = Shadow(optimizer, "reduce_ipg_grads", self._order.reduce)
         self._groups = range(len(optimizer.bit16_groups))
         self._leaves = flat.leaves_what_came_before(optimizer)
         self._reduced = False  # a boundary epilogue ran in this step
@@ -42,6 +47,8 @@ class FlatSum:
             flat.refuse_muon(self._optimizer)
         if self._host is not None and (self._reduced or self._host.is_due):
             self._host.set_aside()
+        if self._order is not None:
+            self._order.begin_backward()
 
     def pass_by(self) -> None:
         """The backward that began has brought nothing."""
@@ -53,6 +60,8 @@ class FlatSum:
         optimizer = self._optimizer
         if self._leaves:
             flat.reduce_what_is_left(optimizer)
+        if self._order is not None:
+            self._order.end_backward()
         boundary = engines.at_boundary(optimizer)
         self.is_pending = not boundary
         adds = self._reduced or (self._host is not None and self._host.is_due)
@@ -117,6 +126,9 @@ class FlatSum:
         if self._shadow is not None:
             self._shadow.remove()
             self._optimizer.overlap_comm = self._overlaps
+        if self._order is not None:
+            self._order.begin_backward()
+            self._reductions.remove()
 
     def _reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with flat.reducing_what_it_steps_with(self._optimizer):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ds_patches.accumulation.flat_sum import FlatSum as StepSum
+from ds_patches.accumulation.upstream import flat as accumulated
 from ds_patches.accumulation.upstream import stage3 as partitions
 
 from .flat_reduction import Flush
@@ -64,7 +65,7 @@ class FlatSum(LocalSum):
         if uneven:
             for _, param in flat.parameters(self._optimizer):
                 if flat.gradient(self._optimizer, param) is None:
-                    flat.give_zeros(self._optimizer, param)
+                    accumulated.give_zero_gradient(self._optimizer, param)
         flat.reduce(self._optimizer)
 
     def drop(self) -> None:

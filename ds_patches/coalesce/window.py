@@ -10,10 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.runtime.counters import are_on_one_host
+from ds_patches.runtime.handshake import MOST_RANKS, Handshake
 
-from .counters import are_on_one_host
 from .gather_once import GatherOnce
-from .handshake import Handshake
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
 from .upstream import gathers
@@ -28,9 +28,14 @@ def _handshake_of(engine: Any, kind: str) -> Handshake | None:
     ranks = upstream_engine.ranks(engine)
     if len(ranks) < 2 or kind == "off":
         return None
+    if len(ranks) > MOST_RANKS:
+        raise NotImplementedError(
+            f"coalesce_grad_reduction() over {len(ranks)} ranks needs handshake=off: ranks "
+            f"tell each other of failures up to {MOST_RANKS} of them"
+        )
     if engine not in _handshakes:
         on_one_host = kind == "on" and are_on_one_host(os.environ)
-        _handshakes[engine] = Handshake(ranks, on_one_host)
+        _handshakes[engine] = Handshake(ranks, "coalesce_grad_reduction()", on_one_host)
     return _handshakes[engine]
 
 

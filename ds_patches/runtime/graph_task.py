@@ -35,6 +35,15 @@ def accumulates() -> bool:
     return any(map(_gets_its_gradient, _leaves_beneath(torch._C._current_autograd_node())))
 
 
+def reaches(leaf: torch.Tensor) -> bool:
+    """Inside a run: whether it adds to this leaf. A run inside it is another."""
+    if not leaf.requires_grad:
+        return False
+    with torch.enable_grad():
+        ((node, _),) = leaf.view_as(leaf).grad_fn.next_functions  # type: ignore[union-attr]
+    return _gets_its_gradient(node)
+
+
 def _gets_its_gradient(leaf: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(leaf)

@@ -165,6 +165,7 @@ def evaluated_in_between(trainer: Any) -> None:
 
 @script(
     {1: WRONG, 2: RIGHT, 3: RIGHT},
+    at_rest=False,
     model="Sometimes",
     micro_steps=2,
     **OVERLAP,

@@ -13,7 +13,7 @@ from tests.training.options import OVERLAP
 FIRST, SECOND, BOTH = slice(1), slice(1, 2), slice(2)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG})
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)
 def used_in_the_first_step_only(trainer: Any) -> None:
     """One head has no backward in later steps."""
     for step in trainer.steps():
@@ -21,7 +21,7 @@ def used_in_the_first_step_only(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False, micro_steps=2)
 def head_used_late(trainer: Any) -> None:
     """One head has its first backward of a step after those of the rest."""
     for step in trainer.steps():
@@ -30,7 +30,7 @@ def head_used_late(trainer: Any) -> None:
             trainer.step()
 
 
-@script({1: WRONG, 2: RIGHT, 3: WRONG}, micro_steps=2, **OVERLAP)
+@script({1: WRONG, 2: RIGHT, 3: WRONG}, at_rest=False, micro_steps=2, **OVERLAP)
 def other_head_in_each_micro_step(trainer: Any) -> None:
     """What the first micro step trains, the last does not reach."""
     for step in trainer.steps():

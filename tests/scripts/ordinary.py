@@ -117,7 +117,7 @@ def sometimes_unused(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes", micro_steps=2)
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False, model="Sometimes", micro_steps=2)
 def used_late(trainer: Any) -> None:
     """A parameter that only the second forward of a step uses, and only in some steps."""
     for step in trainer.steps():

@@ -59,11 +59,13 @@ def hold(worlds: Worlds, case: Case, ranks: int) -> None:
 def test_what_patches_add_to_a_step_does_not_grow_with_the_model(
     worlds: Worlds, stage: int
 ) -> None:
-    """`Deep` has three times the parameters of `TwoHeads`."""
+    """`Deep` has three times the parameters of `TwoHeads`, and one reduce bucket as well."""
     added = []
+    bucket = {"reduce_bucket_size": 10**6}
     for model in ("TwoHeads", "Deep"):
         stock, patched = (
-            worlds.run(one_backward, stage, way, model=model) for way in (STOCK, PATCHED)
+            worlds.run(one_backward, stage, way, model=model, zero=bucket)
+            for way in (STOCK, PATCHED)
         )
         assert stock[0].calls > 1000, "nothing was counted"
         added.append([more.calls - one.calls for one, more in zip(stock, patched, strict=True)])

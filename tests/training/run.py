@@ -58,6 +58,7 @@ class Outcome:
     available: list[list[str]] = field(default_factory=list)  # of these, without being entitled
     peaks: list[int] = field(default_factory=list)  # elements gathered, most in each step
     calls: int = 0  # of Python functions, in the last step
+    reductions: int = 0  # of reduce buckets, in the last step
     forwards: int = 0  # of plain PyTorch, in the last step
 
     @property
@@ -215,6 +216,7 @@ def _counting(trainer: Trainer, found: Outcome) -> Callable[[int], Any]:
 
     def count(frame: Any, event: str, argument: Any) -> None:
         found.calls += event == "call"
+        found.reductions += event == "call" and frame.f_code.co_name == "reduce_ipg_grads"
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:

@@ -25,6 +25,7 @@ WHILE_APPLIED = leftovers.WHILE_APPLIED | {
     "backward_epilogue",
     "_get_offload_gradient_dict",
     "copy_grads_in_partition",
+    "reduce_ipg_grads",
 }
 
 

@@ -163,16 +163,39 @@ def clear(optimizer: Any) -> None:
             param.grad_accum = None
 
 
-def empty_buckets(optimizer: Any) -> None:
-    """Drop gradients that wait in the reduce buckets of stages 1 and 2, and their buffers."""
+def give_zero_gradient(optimizer: Any, param: Any) -> None:
+    """Let a parameter without a gradient take part in the reduction."""
+    if optimizer.use_grad_accum_attribute:
+        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
+    else:
+        param.grad = torch.zeros_like(param)
+
+
+def set_up_buckets(optimizer: Any) -> None:
+    """Allocate the reduce buffers where a backward allocates them at its first gradient."""
+    if hasattr(optimizer, "setup_buckets"):  # 0.18.3
+        optimizer.setup_buckets()
+    elif hasattr(optimizer, "process_gradients"):  # 0.16.5
+        optimizer.backward_prologue()
+
+
+def forget_buckets(optimizer: Any) -> None:
+    """Forget which gradients wait in the reduce buckets."""
     buckets = getattr(optimizer, "ipg_buckets", None)
     if buckets is None:  # 0.16.0-0.17.1
         optimizer.grads_in_ipg_bucket = []
         optimizer.params_in_ipg_bucket = []
         optimizer.elements_in_ipg_bucket = 0
         optimizer.ipg_bucket_has_moe_params = False
+        optimizer.extra_large_param_to_reduce = None
     else:
         for bucket in buckets.values():
             bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+
+
+def empty_buckets(optimizer: Any) -> None:
+    """Drop gradients that wait in the reduce buckets, and their buffers."""
+    forget_buckets(optimizer)
     optimizer._release_ipg_buffers()
     optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)

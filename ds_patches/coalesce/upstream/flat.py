@@ -36,14 +36,6 @@ def bring_to_sums(optimizer: Any) -> None:
         optimizer.fill_grad_accum_attribute()
 
 
-def give_zeros(optimizer: Any, param: Any) -> None:
-    """Let a parameter without a gradient take part in the reduction."""
-    if optimizer.use_grad_accum_attribute:
-        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
-    else:
-        param.grad = torch.zeros_like(param)
-
-
 def reduce(optimizer: Any) -> None:
     """Reduce what waits on the parameters, by upstream's own reducer, as one backward; clear it.
 
@@ -64,11 +56,8 @@ def reduce(optimizer: Any) -> None:
 
 def _set_up_buckets(optimizer: Any) -> None:
     """Allocate the reduce buffers, as a backward does."""
-    if hasattr(optimizer, "setup_buckets"):  # 0.18.3
-        optimizer.setup_buckets()
-    elif hasattr(optimizer, "process_gradients"):  # 0.16.5
-        optimizer.backward_prologue()
-    elif optimizer.contiguous_gradients:
+    accumulated.set_up_buckets(optimizer)
+    if not hasattr(optimizer, "process_gradients") and optimizer.contiguous_gradients:  # to 0.16.4
         size = int(optimizer.reduce_bucket_size)
         device = accelerator().current_device_name()
         optimizer.ipg_buffer = [

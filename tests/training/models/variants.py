@@ -83,6 +83,65 @@ class Uneven(TwoHeads):
         self.blocks.insert(1, Either())
 
 
+class Router(nn.Module):
+    """Each batch goes through one of four experts, that of its first token."""
+
+    tokens = 1  # by which a batch is routed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for hit in sorted({*(tokens[: self.tokens] % 4).tolist()}):
+            x = x + self.experts[hit](x)
+        return x
+
+
+class Routed(TwoHeads):
+    """A routed layer in the middle: ranks use different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        return self.blocks[1](self.route(x, tokens))
+
+    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.router(x, tokens)
+
+
+class RoutedTwice(Routed):
+    """The routed layer is used twice, and so is an expert."""
+
+    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.router(self.router(x, tokens), tokens)
+
+
+class RoutedUnevenly(Routed):
+    """Batches go through one to three experts. With gloo, ranks of stock end each other there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router.tokens = 3
+
+
+class RoutedReentrant(Routed):
+    """The routed layer runs again in the backward, in one of its own."""
+
+    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return checkpoint(self.router, x, tokens, use_reentrant=True)
+
+
+class RoutedNonReentrant(Routed):
+    """The routed layer runs again in the backward."""
+
+    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return checkpoint(self.router, x, tokens, use_reentrant=False)
+
+
 class Unused(TwoHeads):
     """A layer that no loss reaches, in the middle of the flat order."""
 

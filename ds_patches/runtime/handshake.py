@@ -1,7 +1,7 @@
-"""What the ranks of a window tell each other, so that none waits for one that raised.
+"""What the ranks of a block tell each other, so that none waits for one that raised.
 
 They meet at a counter, which each rank reaches without the others' help, and not by a collective:
-a rank that raised would take no part in it. A window has one counter, and a rank says by one
+a rank that raised would take no part in it. A block has one counter, and a rank says by one
 addition either that it has left, and what it has to reduce, or that it raised.
 """
 
@@ -20,7 +20,7 @@ from .counters import FileCounters, StoreCounters
 
 _WIDTH = 12  # bits of a field of the counter, each of which counts ranks
 _FIELD = (1 << _WIDTH) - 1
-_MOST_RANKS = _FIELD
+MOST_RANKS = _FIELD
 
 _LEFT = 1  # reached the end of the window
 _RAISED = 1 << _WIDTH
@@ -29,30 +29,27 @@ _PATTERN = 1 << 2 * _WIDTH  # above the counts: the sum of the ranks' patterns, 
 #: Windows whose counters are in use at a time: one that is left, the next, and one set to zero.
 _COUNTERS = 3
 
-#: How many engines have had a window over each set of ranks.
-_engines: Counter[tuple[int, ...]] = Counter()
+#: How many engines have had such blocks over each set of ranks.
+_engines: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 class Handshake:
     """Of one engine, over the ranks that reduce together.
 
-    Create it at the engine's first window. Ranks know the engine by the order of these, and its
-    windows by theirs: windows of two engines may be nested.
+    Create it at the engine's first block. Ranks know the engine by the order of these, and its
+    blocks by theirs: blocks of two engines may be nested.
+
+    ranks: `MOST_RANKS` of them at most. what: the block, for messages.
     """
 
-    def __init__(self, ranks: Sequence[int], on_one_host: bool = False) -> None:
-        """Raises NotImplementedError for more ranks than the counter has room for."""
-        if len(ranks) > _MOST_RANKS:
-            raise NotImplementedError(
-                f"coalesce_grad_reduction() over {len(ranks)} ranks needs handshake=off: ranks "
-                f"tell each other of failures up to {_MOST_RANKS} of them"
-            )
+    def __init__(self, ranks: Sequence[int], what: str, on_one_host: bool = False) -> None:
+        self._what = what
         self._size = len(ranks)
         self._on_one_host = on_one_host
         self._counters: FileCounters | StoreCounters | None = None
         group = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-        self._engine = f"ds_patches/coalesce/{group}/{_engines[tuple(ranks)]}"
-        _engines[tuple(ranks)] += 1
+        self._engine = f"ds_patches/{what}/{group}/{_engines[what, tuple(ranks)]}"
+        _engines[what, tuple(ranks)] += 1
         self._failures = 0  # the same on all ranks: a window fails on all of them
         self._window = -1  # since the last failure
 
@@ -112,7 +109,7 @@ class Handshake:
 
     def _other_failed(self) -> OtherRankFailed:
         error = store().get(f"{self._engine}/{self._failures}/error").decode()
-        return OtherRankFailed(f"in this coalesce_grad_reduction(), {error}")
+        return OtherRankFailed(f"in this {self._what}, {error}")
 
     def _add(self, word: int) -> int:
         return self._open().add(self._window % _COUNTERS, word)
