@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.version import Version
+
 import ds_patches
 from ds_patches.core import api, flags, gate, registry, values
-from ds_patches.core.errors import DsPatchesError, nearest
+from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.state import State, Statuses
 
 _EXAMPLES = """\
@@ -71,6 +73,15 @@ def _table(chosen: argparse.Namespace) -> None:
     print(symptoms.markdown())
 
 
+def _explain(chosen: argparse.Namespace) -> int:
+    from ds_patches.commands import explain
+
+    if chosen.text is None and sys.stdin.isatty():
+        raise FlagError('explain needs a text: ds-patches explain "ERROR", or explain < job.log')
+    text = sys.stdin.buffer.read().decode(errors="replace") if chosen.text is None else chosen.text
+    return int(not explain.explain(text, chosen.release, as_json=chosen.json))
+
+
 def _run(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import command
 
@@ -119,6 +130,7 @@ def _must_mean_something() -> None:
 
 
 _COMMANDS = {
+    "explain": _explain,
     "status": _status,
     "doctor": _doctor,
     "table": _table,
@@ -139,6 +151,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
     commands = parser.add_subparsers(dest="command")
+    explain = commands.add_parser("explain", help="what an error is, and what helps")
+    explain.add_argument("text", nargs="?", metavar="TEXT", help="the error; else stdin, as a log")
+    explain.add_argument(
+        "--release", type=Version, metavar="X.Y.Z", help="of DeepSpeed (default: the installed)"
+    )
+    explain.add_argument("--json", action="store_true", help="the same as JSON")
     status = commands.add_parser("status", help="one line per patch: name, state, why")
     status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
     status.add_argument(

@@ -1,7 +1,7 @@
-"""The ordinary scripts that releases of DeepSpeed get wrong, and the patch that cures each.
+"""What releases of DeepSpeed get wrong, in ordinary scripts, and what helps.
 
-Data only. The tables of the README and of the site's first page are made of it, and so is what
-`doctor` says of the installed release.
+Data only: the table of the site, `doctor` and `explain` are made of it. What is said besides, and
+the wording of messages, is in docs/troubleshooting.md, in the section that a row names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 #: The newest release that was looked at. "No release is right" means none up to this one.
 TESTED = "0.19.8"
-_BLOCK = "`with engine.coalesce_grad_reduction():`"
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class Symptom:
     add: what the script needs besides `ds_patches.apply_all()`; without a patch, instead of it.
     warned: the releases, of those that are wrong, in which the patch only warns.
     anchor: of its section in docs/troubleshooting.md.
+    needs: what brings it about: settings, by their names in commands/configuration.py, and
+        "script" where the script has to do something besides.
     """
 
     script: str
@@ -36,239 +37,146 @@ class Symptom:
     add: str = ""
     warned: str = ""
     anchor: str = ""
+    needs: str = "script"
 
 
-_ALL, _FLAT = (1, 2, 3), (1, 2)
+_ALL, _FLAT, _3 = (1, 2, 3), (1, 2), (3,)
+_BLOCK = "`with engine.coalesce_grad_reduction():`"
 _LAST = "only the last backward counts"
+_REDUCED = "`has already been reduced. Gradient computed twice for this partition`"
+_OLD = "it is stepped with its previous gradient"
 
-SYMPTOMS = (
-    Symptom(
-        "two backwards over one forward",
-        "`The size of tensor a (0) must match the size of tensor b (64)`",
-        (3,),
-        "0.16.0",
-        None,
-        "zero3_retain",
-        anchor="size-of-tensor",
-    ),
-    Symptom(
-        "a gradient penalty (`create_graph=True`)",
-        "`mat2 must be a matrix`, or wrong gradients",
-        (3,),
-        "0.16.0",
-        None,
-        "zero3_retain",
-        anchor="gradient-penalty",
-    ),
-    Symptom(
-        "a second backward before `engine.step()`",
-        f"`'NoneType' object is not iterable`; from 0.18.3 {_LAST}",
-        _FLAT,
-        "0.17.6",
-        None,
-        "accumulation",
-        anchor="last-loss",
-    ),
-    Symptom(
-        "a second backward before `engine.step()`, optimizer on the CPU",
-        _LAST,
-        _FLAT,
-        "0.16.0",
-        None,
-        "accumulation",
-        anchor="last-loss",
-    ),
-    Symptom(
-        "two forwards, then their backwards, before one `engine.step()`",
-        _LAST,
-        (3,),
-        "0.18.5",
-        None,
-        "accumulation",
-        anchor="last-loss",
-    ),
-    Symptom(
-        "gradient accumulation",
-        "only the last micro step counts",
-        (2,),
-        "0.17.6",
-        "0.18.3",
-        "accumulation",
-        anchor="micro-steps",
-    ),
-    Symptom(
-        "three micro steps or more, or a boundary set by hand, optimizer on the CPU",
-        "micro steps in the middle are dropped",
-        (2,),
-        "0.16.0",
-        "0.19.0",
-        "accumulation",
-        anchor="micro-steps",
-    ),
-    Symptom(
-        "a parameter that a step does not use",
-        "it is stepped with its previous gradient",
-        (3,),
-        "0.16.0",
-        None,
-        "accumulation",
-        anchor="stale-gradient",
-    ),
-    Symptom(
-        "a parameter that a step does not use, optimizer on the CPU",
-        "it is stepped with its previous gradient",
-        _FLAT,
-        "0.16.0",
-        None,
-        "accumulation",
-        anchor="stale-gradient",
-    ),
-    Symptom(
-        "`overlap_comm`, and a parameter that the last micro step does not use",
-        "its gradient is lost",
-        (1,),
-        "0.16.0",
-        None,
-        "accumulation",
-        anchor="micro-steps",
-    ),
-    Symptom(
-        "`engine(x)` and `engine.module(x)` in one step",
-        "wrong gradients",
-        _FLAT,
-        "0.18.3",
-        "0.19.6",
-        "accumulation",
-        anchor="other-gradients",
-    ),
-    Symptom(
-        "`engine(x)` and `engine.module(x)` in one step",
-        "wrong gradients",
-        (3,),
-        "0.18.3",
-        None,
-        "accumulation",
-        anchor="other-gradients",
-    ),
-    Symptom(
-        "`scale_wrt_gas=False`, which Accelerate passes",
-        "gradients are divided by the micro steps",
-        _ALL,
-        "0.18.3",
-        "0.18.4",
-        "accumulation",
-        anchor="other-gradients",
-    ),
-    Symptom(
-        "`torch.autograd.grad` at an output",
-        "its result is divided by the micro steps, or `list index out of range`",
-        _ALL,
-        "0.18.3",
-        None,
-        "accumulation",
-        anchor="other-gradients",
-    ),
-    Symptom(
-        "bf16 with fp32 sums",
-        "the last micro step is not averaged over the ranks",
-        (1,),
-        "0.18.3",
-        "0.19.0",
-        "accumulation",
-        warned="<=0.18.4",
-        anchor="not-averaged",
-    ),
-    Symptom(
-        "bf16 with fp32 sums, optimizer on the CPU",
-        "no gradient is averaged over the ranks",
-        (1,),
-        "0.16.0",
-        "0.19.8",
-        "accumulation",
-        anchor="not-averaged",
-    ),
-    Symptom(
-        "CPU ranks without `contiguous_gradients`",
-        "no gradient is averaged over the ranks",
-        _FLAT,
-        "0.16.0",
-        "0.19.8",
-        "accumulation",
-        anchor="not-averaged",
-    ),
-    Symptom(
-        "`engine.no_sync()`, `accelerator.accumulate()`",
-        "`no_sync context manager is incompatible with gradient partitioning logic of "
-        "ZeRO stage 2`",
-        (2, 3),
-        "0.16.0",
-        None,
-        "coalesce",
-        anchor="no-sync",
-    ),
-    Symptom(
-        "GradCache, or N backwards and one reduction",
-        "`'DeepSpeedEngine' object has no attribute 'coalesce_grad_reduction'`",
-        _ALL,
-        "0.16.0",
-        "0.19.1",
-        "coalesce",
-        add=_BLOCK,
-        anchor="no-block",
-    ),
-    Symptom(
-        "an exception in `coalesce_grad_reduction()`",
-        "half of the block is stepped, or other ranks hang",
-        _ALL,
-        "0.19.1",
-        None,
-        "coalesce",
-        anchor="no-block",
-    ),
-    Symptom(
-        "DeepCompile, and a frame that Dynamo skips",
-        "`'weight' must be 2-D`",
-        (3,),
-        "0.16.6",
-        None,
-        "dc_fallback",
-        anchor="weight-2d",
-    ),
-    Symptom(
-        "DeepCompile, and a frame that Dynamo skips",
-        "its parameters do not train",
-        (3,),
-        "0.19.3",
-        None,
-        "dc_fallback",
-        anchor="does-not-train",
-    ),
-    Symptom(
-        "DeepCompile, and several forwards or backwards before one step",
-        "only one counts",
-        (3,),
-        "0.16.6",
-        None,
-        "dc_fallback",
-        anchor="does-not-train",
-    ),
-    Symptom(
-        "`overlap_comm` on GPUs",
-        "NaN, or other numbers in each run",
-        _ALL,
-        "0.16.0",
-        None,
-        "stream_safety",
-        anchor="streams-race",
-    ),
-    Symptom(
-        "no `gradient_clipping` in the configuration",
-        "gradients are clipped to 1.0: a changed default, no defect",
-        _ALL,
-        "0.19.3",
-        None,
-        "",
-        add='`"gradient_clipping": 0.0`',
-        anchor="clipped",
-    ),
+# A table, laid out by hand.
+# fmt: off
+CURED = (
+    Symptom("two backwards over one forward",
+            "`The size of tensor a (0) must match the size of tensor b (64)`",
+            _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor"),
+    Symptom("a gradient penalty (`create_graph=True`)",
+            "`mat2 must be a matrix`, or wrong gradients",
+            _3, "0.16.0", None, "zero3_retain", anchor="gradient-penalty"),
+    Symptom("a second backward before `engine.step()`",
+            "`'NoneType' object is not iterable`",
+            _FLAT, "0.17.6", "0.18.3", "accumulation", anchor="none-not-iterable"),
+    Symptom("a second backward before `engine.step()`", _LAST,
+            _FLAT, "0.18.3", None, "accumulation", anchor="last-loss"),
+    Symptom("a second backward before `engine.step()`, optimizer on the CPU", _LAST,
+            _FLAT, "0.16.0", None, "accumulation", anchor="last-loss", needs="offload script"),
+    Symptom("two forwards, then their backwards, before one `engine.step()`", _LAST,
+            _3, "0.18.5", None, "accumulation", anchor="last-loss"),
+    Symptom("gradient accumulation",
+            "only the last micro step counts",
+            (2,), "0.17.6", "0.18.3", "accumulation", anchor="micro-steps", needs="accumulation"),
+    Symptom("three micro steps or more, or a boundary set by hand, optimizer on the CPU",
+            "micro steps in the middle are dropped", (2,), "0.16.0", "0.19.0", "accumulation",
+            anchor="micro-steps", needs="accumulation offload"),
+    Symptom("a parameter that a step does not use, as an expert that no token is sent to", _OLD,
+            _3, "0.16.0", None, "accumulation", anchor="stale-gradient"),
+    Symptom("a parameter that a step does not use, optimizer on the CPU", _OLD,
+            _FLAT, "0.16.0", None, "accumulation", anchor="stale-gradient", needs="offload script"),
+    Symptom("`overlap_comm`, and a parameter that the last micro step does not use",
+            "its gradient is lost", (1,), "0.16.0", None, "accumulation", anchor="micro-steps",
+            needs="accumulation overlap script"),
+    Symptom("`engine(x)` and `engine.module(x)` in one step",
+            "wrong gradients",
+            _FLAT, "0.18.3", "0.19.6", "accumulation", anchor="other-gradients"),
+    Symptom("`engine(x)` and `engine.module(x)` in one step",
+            "wrong gradients",
+            _3, "0.18.3", None, "accumulation", anchor="other-gradients"),
+    Symptom("`scale_wrt_gas=False`, which Accelerate passes",
+            "gradients are divided by the micro steps", _ALL, "0.18.3", "0.18.4", "accumulation",
+            anchor="other-gradients", needs="accumulation script"),
+    Symptom("`torch.autograd.grad` at an output",
+            "its result is divided by the micro steps, or `list index out of range`",
+            _ALL, "0.18.3", None, "accumulation", anchor="other-gradients"),
+    Symptom("bf16 with fp32 sums",
+            "the last micro step is not averaged over the ranks", (1,), "0.18.3", "0.19.0",
+            "accumulation", warned="<=0.18.4", anchor="not-averaged", needs="sums"),
+    Symptom("bf16 with fp32 sums, optimizer on the CPU",
+            "no gradient is averaged over the ranks", (1,), "0.16.0", "0.19.8",
+            "accumulation", anchor="not-averaged", needs="sums offload"),
+    Symptom("CPU ranks without `contiguous_gradients`",
+            "no gradient is averaged over the ranks", _FLAT, "0.16.0", "0.19.8",
+            "accumulation", anchor="not-averaged", needs="scattered script"),
+    Symptom("two engines in one step, as of a GAN", _REDUCED,
+            (2,), "0.18.3", None, "accumulation", anchor="reduced-twice"),
+    Symptom("a backward inside another, as in `CachedMultipleNegativesRankingLoss`", _REDUCED,
+            _FLAT, "0.16.0", None, "coalesce", anchor="reduced-twice"),
+    Symptom("`engine.no_sync()`, `accelerator.accumulate()`",
+            "`no_sync context manager is incompatible with gradient partitioning logic of "
+            "ZeRO stage 2`", (2, 3), "0.16.0", None, "coalesce", anchor="no-sync"),
+    Symptom("GradCache, or N backwards and one reduction",
+            "`'DeepSpeedEngine' object has no attribute 'coalesce_grad_reduction'`",
+            _ALL, "0.16.0", "0.19.1", "coalesce", add=_BLOCK, anchor="no-block"),
+    Symptom("an exception in `coalesce_grad_reduction()`",
+            "half of the block is stepped, or other ranks hang",
+            _ALL, "0.19.1", None, "coalesce", anchor="half-a-block"),
+    Symptom("DeepCompile, and a frame that Dynamo skips", "`'weight' must be 2-D`",
+            _3, "0.16.6", None, "dc_fallback", anchor="weight-2d", needs="deepcompile script"),
+    Symptom("DeepCompile, and a frame that Dynamo skips", "its parameters do not train", _3,
+            "0.19.3", None, "dc_fallback", anchor="does-not-train", needs="deepcompile script"),
+    Symptom("DeepCompile, and several forwards or backwards before one step", "only one counts", _3,
+            "0.16.6", None, "dc_fallback", anchor="does-not-train", needs="deepcompile script"),
+    Symptom("a trained module beside its frozen original (PEFT's `modules_to_save`)",
+            "`'Linear' object has no attribute 'ds_grads_remaining'`",
+            _3, "0.16.9", "0.19.5", "zero3_retain", anchor="grads-remaining"),
+    Symptom("`overlap_comm` on GPUs",
+            "NaN, or other numbers in each run",
+            _ALL, "0.16.0", None, "stream_safety", anchor="streams-race", needs="overlap"),
 )
+SETTINGS = (
+    Symptom("no `gradient_clipping` in the configuration",
+            "gradients are clipped to 1.0: a changed default, no defect", _ALL, "0.19.3", None, "",
+            add='`"gradient_clipping": 0.0`', anchor="clipped", needs="unclipped"),
+    Symptom("a section of the configuration that was removed, such as `elasticity`",
+            "`DeepSpeedConfigError: Elastic training has been removed`", (0, *_ALL), "0.19.8", None,
+            "", add="take the section out", anchor="removed-section", needs="removed"),
+)
+#: What no patch cures. A row that gets its patch moves up to CURED.
+NOT_CURED = (
+    Symptom("ranks that use different parameters in a step: experts, a tower of one modality",
+            "gradients of different parameters are added to one another", _FLAT, "0.16.0", None, "",
+            add="ZeRO 3 with `set_z3_leaf_modules`", anchor="ranks-differ"),
+    Symptom("experts, or other parts that ranks do not all use",
+            "the job hangs at the first step, or a collective does not match", _3, "0.16.0", None,
+            "", add="`set_z3_leaf_modules`", anchor="experts-hang"),
+    Symptom("LoRA and `checkpoint(use_reentrant=False)`",
+            "`Recomputed values for the following tensors have different metadata`",
+            _3, "0.16.9", "0.19.3", "", add="`use_reentrant=True`", anchor="recomputed-values"),
+    Symptom("generation between steps, with ZeRO's hooks taken away (TRL)",
+            "`pop from an empty deque`", _3, "0.16.9", "0.19.2", "", anchor="empty-deque"),
+    Symptom("evaluation under `torch.inference_mode()`",
+            "`'NoneType' object has no attribute 'next_functions'`", _3, "0.18.4", None, "",
+            add="`torch.no_grad()` in its place", anchor="inference-mode"),
+    Symptom("adapters of another dtype under `zero.Init`",
+            "`output tensor must have the same type as input tensor`", _3, "0.19.2", "0.19.5", "",
+            add='`"stage3_param_persistence_threshold": 0`', anchor="same-type"),
+    Symptom("a model of many parameters", "a backward takes up to 2.5 times as long",
+            _ALL, "0.18.5", "0.18.7", "", anchor="slow-backward", needs=""),
+    Symptom("a frozen base, and reentrant checkpointing",
+            "a backward gathers many layers at once: memory", _3, "0.19.5", None, "",
+            anchor="gathers-at-once"),
+    Symptom("a pipeline of several stages, several micro steps",
+            "all stages but the last go less far than they should", (0, 1), "0.18.3", "0.19.5", "",
+            anchor="pipeline", needs="pipeline accumulation"),
+    Symptom("the pipeline engine, several micro steps", "gradients are summed, not averaged",
+            (0, 1), "0.16.9", "0.18.3", "", add="a learning rate divided by the micro steps",
+            anchor="pipeline", needs="pipeline accumulation"),
+    Symptom("the pipeline engine without ZeRO",
+            "`Direct calls to tensor.backward() are not supported in this configuration`",
+            (0,), "0.18.4", "0.18.5", "", anchor="direct-calls", needs="pipeline"),
+    Symptom("bf16 without ZeRO", "the model hardly trains, or goes too far", (0,), "0.17.6",
+            "0.18.6", "", add="ZeRO 1", anchor="bf16-without-zero", needs="bf16"),
+    Symptom("a plain `loss.backward()` without ZeRO",
+            "`Direct calls to tensor.backward() are not supported in this configuration`",
+            (0,), "0.18.4", None, "", add="`engine.backward(loss)`", anchor="direct-calls"),
+    Symptom("a plain `loss.backward()`", _REDUCED, _FLAT, "0.16.0", "0.18.3", "",
+            add="`engine.backward(loss)`", anchor="reduced-twice"),
+    Symptom("`engine.scale(loss).backward()`", "`'DeepSpeedEngine' object has no attribute "
+            "'scale'`", _ALL, "0.16.0", "0.18.3", "", add="`engine.backward(loss)`",
+            anchor="no-scale"),
+    Symptom("several CPU ranks", "`Output 0 of Split is a view and is being modified inplace`",
+            _FLAT, "0.18.7", "0.19.0", "", anchor="split-view"),
+)
+# fmt: on
+SYMPTOMS = CURED + SETTINGS + NOT_CURED

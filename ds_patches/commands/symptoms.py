@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import columns, registry, release
+from ds_patches.core import columns, gate, registry, release
 from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
 
 _TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
+_LINE = "add `import ds_patches.auto` above deepspeed.initialize"
 
 
 def markdown(page: str = "", patches: str = "", only: str = "") -> str:
@@ -26,28 +29,68 @@ def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
-def of_release(version: Version) -> Iterator[Symptom]:
-    """Yield what this release gets wrong."""
-    for one in SYMPTOMS:
-        if version >= Version(one.first) and (one.right is None or version < Version(one.right)):
-            yield one
+def is_wrong(one: Symptom, version: Version) -> bool:
+    """Whether this release gets it wrong."""
+    return version >= Version(one.first) and (one.right is None or version < Version(one.right))
 
 
-def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
-    """Say what this release gets wrong, and which patch cures it.
+@dataclass(frozen=True)
+class Cure:
+    """What helps in one release. by: "patch", "setting", "upgrade", or nothing."""
+
+    by: str
+    said: str
+    do: str
+
+
+def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
+    """Return what helps where a release is wrong.
 
     answers: for each patch, why it would not be applied; nothing if it would.
     """
-    wrong = list(of_release(version))
+    upgrade = f"upgrade DeepSpeed to {one.right} or later" if one.right else ""
+    why = answers.get(one.patch, "not installed") if one.patch else ""
+    if one.warned and release.covers(one.warned, version):
+        why = "for later releases, and only warns here"
+    if one.patch and not why:
+        also = f", and {one.add}" if one.add else ""
+        return Cure("patch", f"cured by {one.patch}", f"{_LINE}{also}")
+    said = f"not cured: {one.patch} is {why}" if why else "no patch cures it"
+    if one.add and not one.patch:
+        return Cure("setting", said, " or ".join(filter(None, (one.add, upgrade))))
+    if upgrade:
+        return Cure("upgrade", said, upgrade)
+    return Cure("", said, "no release or setting that helps is known")
+
+
+def of_releases(version: Version) -> dict[str, str]:
+    """Return for each patch why a release is not one of its; nothing if it is."""
+    patches = registry.patches().values()
+    return {
+        patch.name: "" if release.covers(patch.supported, version) else f"for {patch.supported}"
+        for patch in patches
+    }
+
+
+def here() -> dict[str, str]:
+    """Return for each patch why it would not be applied to the installed DeepSpeed."""
+    verdicts = {name: gate.check(patch) for name, patch in registry.patches().items()}
+    return {
+        name: "" if v.may_apply else f"{v.state.value}: {v.reason}" for name, v in verdicts.items()
+    }
+
+
+def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
+    """Say what this release gets wrong, and which patch cures it."""
+    wrong = [one for one in SYMPTOMS if is_wrong(one, version)]
     newest = min(version, Version(TESTED))
     told = f"DeepSpeed {newest}" + ", the newest that was tested," * (newest < version)
     said = [f"ordinary scripts that {told} gets wrong"]
-    for patch in dict.fromkeys(one.patch for one in wrong):
-        mine = [_cells(one, version) for one in wrong if one.patch == patch]
-        said += [
-            f"  {_heading(patch, answers)}",
-            *(f"    {line}" for line in columns.aligned(mine)),
-        ]
+    cures = {one: cure(one, version, answers) for one in wrong}
+    for heading in dict.fromkeys(one.said for one in cures.values()):
+        mine = [one for one in wrong if cures[one].said == heading]
+        rows = [_cells(one, cures[one]) for one in mine]
+        said += [f"  {heading}:", *(f"    {line}" for line in columns.aligned(rows))]
     return said
 
 
@@ -69,17 +112,11 @@ def _offered(one: Symptom) -> str:
     return f", on {floor} and later" if Version(floor) > Version(one.first) else ""
 
 
-def _heading(patch: str, answers: Mapping[str, str]) -> str:
-    if not patch:
-        return "no patch, a setting:"
-    why = answers.get(patch, "not installed")
-    return f"{patch} would cure these, but is {why}:" if why else f"{patch} cures, once applied:"
+def _cells(one: Symptom, cure: Cure) -> tuple[str, ...]:
+    add = f"; {cure.do}" if one.add or cure.by != "patch" else ""
+    return f"ZeRO {', '.join(map(str, one.stages))}", plain(f"{one.script}: {one.outcome}{add}")
 
 
-def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
-    text = f"{one.script}: {one.outcome}".replace("`", "")
-    if one.warned and release.covers(one.warned, version):
-        text += "; here the patch only warns"
-    if one.add:
-        text += f"; add {one.add}".replace("`", "")
-    return f"ZeRO {', '.join(map(str, one.stages))}", text
+def plain(markdown: str) -> str:
+    """Return a text without marks and links, on one line."""
+    return " ".join(re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", markdown).replace("`", "").split())

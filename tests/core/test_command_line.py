@@ -109,7 +109,7 @@ def test_doctor_shows_the_environment_and_what_would_apply(tmp_path: Path) -> No
     assert "DS_PATCHES_SAMPLE_MODE  hard" in done.stdout
     assert "deepspeed               0.19.8" in done.stdout
     wrong = done.stdout.partition("ordinary scripts that DeepSpeed 0.19.8 gets wrong\n")[2]
-    assert "accumulation would cure these, but is disabled (DS_PATCHES=sample):\n" in wrong
+    assert "not cured: accumulation is disabled (DS_PATCHES=sample):\n" in wrong
 
 
 def test_doctor_fails_on_drift_and_lists_all_of_it(tmp_path: Path) -> None:
@@ -145,7 +145,10 @@ def test_a_meaningless_variable_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("statsu",), "no command is 'statsu' (did you mean 'status'?); the commands are: status,"),
+        (
+            ("statsu",),
+            "no command is 'statsu' (did you mean 'status'?); the commands are: explain,",
+        ),
         (("status", "smaple"), "status: no patch is named 'smaple' (did you mean 'sample'?); the"),
         (("doctor", "--timeout", "nan"), "--timeout: invalid seconds value: 'nan'"),
     ],

@@ -26,6 +26,8 @@ ON_REQUEST = {
     "commands/status.py": "status",
     "commands/doctor.py": "doctor",
     "commands/symptoms.py": "doctor and table",
+    "commands/explain.py": "explain",
+    "commands/page.py": "what explain reads",
     "commands/record_shapes.py": "record-shapes",
     "symptoms.py": "doctor and table",
     "startup/diagnosis.py": "the end of doctor",
