@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from packaging.version import Version
@@ -29,10 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
     # becomes would ignore it too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    parser = _parser()
+    parser, commands = _parser()
     words = sys.argv[1:] if arguments is None else arguments
     _must_be_known(parser, words)
-    chosen = parser.parse_args(words)
+    chosen, others = parser.parse_known_args(words)
+    if others:
+        options = re.findall(r"--[\w-]+", commands[chosen.command].format_help())
+        parser.error(f"{others[0]} means nothing{nearest(others[0], options)}")
     if chosen.command is None:
         parser.print_help()
         return 0
@@ -63,8 +67,10 @@ def _status(chosen: argparse.Namespace) -> None:
 def _doctor(chosen: argparse.Namespace) -> int:
     from ds_patches.commands import doctor
 
-    sound = doctor.finds_nothing(train_check=chosen.train_check, seconds=chosen.timeout)
-    return int(not sound)
+    status = doctor.diagnose(chosen.config, verbose=chosen.verbose, as_json=chosen.json)
+    if chosen.train_check and not doctor.trains(chosen.timeout):
+        return status or doctor.WRONG
+    return status
 
 
 def _table(chosen: argparse.Namespace) -> None:
@@ -108,7 +114,8 @@ def _env(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import variables
 
     if chosen.remove:
-        variables.remove(chosen.remove)
+        if not variables.remove(chosen.remove):
+            print(f"ds_patches: there is no file {chosen.remove}")
         return
     _must_mean_something()
     if chosen.write:
@@ -142,7 +149,8 @@ _COMMANDS = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser, and that of each command."""
     parser = argparse.ArgumentParser(
         prog="ds-patches",
         description=(ds_patches.__doc__ or "").partition("\n")[0],
@@ -163,13 +171,14 @@ def _parser() -> argparse.ArgumentParser:
         "-v", "--verbose", action="store_true", help="all that is to say of every patch"
     )
     status.add_argument("--json", action="store_true", help="the same as JSON")
-    doctor = commands.add_parser(
-        "doctor", help="what would apply and why not, drift, what your DeepSpeed gets wrong"
-    )
+    doctor = commands.add_parser("doctor", help="what is wrong here, what would be applied")
     doctor.add_argument(
-        "--train-check",
-        action="store_true",
-        help="train a small model too, and name parameters that get no gradient",
+        "--config", type=Path, metavar="FILE", help="of DeepSpeed, or YAML around it: what applies"
+    )
+    doctor.add_argument("-v", "--verbose", action="store_true", help="all rows, and drifted code")
+    doctor.add_argument("--json", action="store_true", help="the same as JSON")
+    doctor.add_argument(
+        "--train-check", action="store_true", help="train a small model too: what does not train?"
     )
     doctor.add_argument(
         "--timeout",
@@ -199,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument(
         "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"
     )
-    return parser
+    return parser, commands.choices
 
 
 def _must_be_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

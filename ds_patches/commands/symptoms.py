@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import columns, gate, registry, release
-from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
+from ds_patches.core import gate, registry, release
+from ds_patches.symptoms import SYMPTOMS, Symptom
 
 _TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
 _LINE = "add `import ds_patches.auto` above deepspeed.initialize"
@@ -48,10 +48,11 @@ def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
 
     answers: for each patch, why it would not be applied; nothing if it would.
     """
-    upgrade = f"upgrade DeepSpeed to {one.right} or later" if one.right else ""
     why = answers.get(one.patch, "not installed") if one.patch else ""
     if one.warned and release.covers(one.warned, version):
         why = "for later releases, and only warns here"
+    better = max(filter(None, (one.right, why and _floor(one))), key=Version, default="")
+    upgrade = f"upgrade DeepSpeed to {better} or later" if better else ""
     if one.patch and not why:
         also = f", and {one.add}" if one.add else ""
         return Cure("patch", f"cured by {one.patch}", f"{_LINE}{also}")
@@ -80,20 +81,6 @@ def here() -> dict[str, str]:
     }
 
 
-def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
-    """Say what this release gets wrong, and which patch cures it."""
-    wrong = [one for one in SYMPTOMS if is_wrong(one, version)]
-    newest = min(version, Version(TESTED))
-    told = f"DeepSpeed {newest}" + ", the newest that was tested," * (newest < version)
-    said = [f"ordinary scripts that {told} gets wrong"]
-    cures = {one: cure(one, version, answers) for one in wrong}
-    for heading in dict.fromkeys(one.said for one in cures.values()):
-        mine = [one for one in wrong if cures[one].said == heading]
-        rows = [_cells(one, cures[one]) for one in mine]
-        said += [f"  {heading}:", *(f"    {line}" for line in columns.aligned(rows))]
-    return said
-
-
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})" if page else one.script
     patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
@@ -104,17 +91,17 @@ def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
 
 
 def _offered(one: Symptom) -> str:
+    floor = _floor(one)
+    return f", on {floor} and later" if floor else ""
+
+
+def _floor(one: Symptom) -> str:
     """From when on the patch is for the releases that are wrong, if not from the first."""
     if not one.patch:
         return ""
     supported = SpecifierSet(registry.patches()[one.patch].supported)
     floor = next((spec.version for spec in supported if spec.operator == ">="), one.first)
-    return f", on {floor} and later" if Version(floor) > Version(one.first) else ""
-
-
-def _cells(one: Symptom, cure: Cure) -> tuple[str, ...]:
-    add = f"; {cure.do}" if one.add or cure.by != "patch" else ""
-    return f"ZeRO {', '.join(map(str, one.stages))}", plain(f"{one.script}: {one.outcome}{add}")
+    return floor if Version(floor) > Version(one.first) else ""
 
 
 def plain(markdown: str) -> str:

@@ -63,13 +63,15 @@ def write(file: Path, environment: Mapping[str, str]) -> None:
         _put(file, [*others, *lines({**environment, **path})])
 
 
-def remove(file: Path) -> None:
+def remove(file: Path) -> bool:
     """Take our lines out of a `.deepspeed_env`; the file goes with its last line.
 
-    Raises CannotWrite where the file cannot be written.
+    Returns whether there was a file. Raises CannotWrite where it cannot be written.
     """
+    there = file.exists()
     with _named(file):
         _put(file, _others(file))
+    return there
 
 
 def _others(file: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -88,9 +89,9 @@ def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None
     assert "torch       not installed" in said
     told = run("-m", "ds_patches", "explain", "mat2 must be a matrix", cwd=tmp_path, python=python)
     assert f"{site}/ds_patches/troubleshooting.md#gradient-penalty" in told
-    assert f"ordinary scripts that DeepSpeed {installed.version} gets wrong" in said
+    assert f"what DeepSpeed {installed.version} gets wrong" in said
     for name in registry.patches():
-        assert f"  {name}: would apply\n" in said
+        assert re.search(f"^  {name} +would apply$", said, re.MULTILINE)
 
 
 def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path
     recorded = run(*record, cwd=own, python=python)
     assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
     doctor = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python)
-    assert "  loud_scale: would apply\n" in doctor
+    assert re.search("^  loud_scale +would apply$", doctor, re.MULTILINE)
     status = run("-m", "ds_patches", "status", "loud_scale", cwd=tmp_path, python=python)
     assert all(len(line.split(maxsplit=1)) == 2 for line in status.splitlines())
     tested = run("-m", "pytest", "-p", "no:cacheprovider", "tests", cwd=own, python=python)

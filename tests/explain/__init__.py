@@ -1,7 +1,6 @@
 """`ds-patches explain`: every text that people meet leads to its answer.
 
-`said/` has what real scripts printed, on two ranks: `<release>-<script>.txt`, of the scripts in
-`crashes.py`. `python -m tests.explain RELEASE SCRIPT` writes one anew.
+`said/` has what real scripts printed: `<release>-<script>.txt`, of the scripts in `crashes.py`.
 """
 
 from pathlib import Path

@@ -1,21 +1,34 @@
-"""Scripts that end in the errors people search for: `python -m tests.explain.crashes NAME`.
+"""Scripts that end in the errors people search for.
 
-Each is run in one process, on a release that has the defect. What it printed is kept in
-`tests/explain/said/`: see `python -m tests.explain`.
+`python -m tests.explain.crashes SCRIPT ...` writes what each says into `said/`, on the DeepSpeed
+that is first on the path: it has to have the defect. Those of TWO_RANKS want torchrun.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import deepspeed.ops
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from tests.explain import SAID
+
+ROOT = Path(__file__).parents[2]
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+TWO_RANKS = ("inference_mode", "generation_without_hooks", "saved_module", "split_view")
+_FOLDERS = re.compile(r'File "[^"]*?/(?:site-packages|\.releases/[\d.]+|lib/python3\.\d+)/')
 
 
 def engine_of(model: nn.Module, stage: int, threshold: int = 0, **config: Any) -> Any:
@@ -286,8 +299,25 @@ def compiled_by_inductor() -> None:
         engine.backward(out.pow(2).sum())
 
 
+def what(script: str) -> str:
+    """What Python says of it, without the folders of this machine."""
+    try:
+        globals()[script]()
+    except Exception:
+        text = _FOLDERS.sub('File "/env/', traceback.format_exc()).replace(
+            f"{ROOT}/", "/home/user/"
+        )
+        return "".join(f"[rank{dist.get_rank()}]: {line}\n" for line in text.splitlines())
+    raise AssertionError(f"{script} raises nothing with DeepSpeed {deepspeed.__version__}")
+
+
 if __name__ == "__main__":
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    globals()[sys.argv[1]]()
-    print("nothing was raised")
+    for script in sys.argv[1:]:
+        said = what(script)
+        if dist.get_rank() == 0:
+            file = SAID / f"{deepspeed.__version__}-{script}.txt"
+            file.write_text(said, encoding="utf-8")
