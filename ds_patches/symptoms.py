@@ -146,7 +146,8 @@ NOT_CURED = (
     Symptom("generation between steps, with ZeRO's hooks taken away (TRL)",
             "`pop from an empty deque`", _3, "0.16.9", "0.19.2", "", anchor="empty-deque"),
     Symptom("evaluation under `torch.inference_mode()`",
-            "`'NoneType' object has no attribute 'next_functions'`", _3, "0.18.4", None, "",
+            "`'NoneType' object has no attribute 'next_functions'`, or "
+            "`Inference tensors cannot be saved for backward`", _3, "0.18.4", None, "",
             add="`torch.no_grad()` in its place", anchor="inference-mode"),
     Symptom("adapters of another dtype under `zero.Init`",
             "`output tensor must have the same type as input tensor`", _3, "0.19.2", "0.19.5", "",

@@ -51,7 +51,8 @@ def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
     why = answers.get(one.patch, "not installed") if one.patch else ""
     if one.warned and release.covers(one.warned, version):
         why = "for later releases, and only warns here"
-    better = max(filter(None, (one.right, why and _floor(one))), key=Version, default="")
+    ends = [end for end in (one.right, _floor(one)) if end and Version(end) > version]
+    better = min(ends, key=Version, default="")
     upgrade = f"upgrade DeepSpeed to {better} or later" if better else ""
     if one.patch and not why:
         also = f", and {one.add}" if one.add else ""

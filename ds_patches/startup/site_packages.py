@@ -15,14 +15,16 @@ from ds_patches.startup.errors import CannotEnable
 
 _NAME = "ds_patches.pth"
 
-#: Frozen, as it may outlive the package: it says then which file is to be removed. Once, though
-#: Python runs the `.pth` files of a venv twice.
+#: Frozen, as it may outlive the package, and does nothing then. Of a broken one it says which file
+#: is to be removed; once, though Python runs the `.pth` files of a venv twice.
 _APPLY_LATER = """
+import importlib.util
+import sys
 try:
-    from ds_patches.startup import arm
-    arm()
+    if getattr(importlib.util.find_spec("ds_patches"), "origin", None):
+        from ds_patches.startup import arm
+        arm()
 except Exception as error:
-    import sys
     if sys.stderr is not None and not hasattr(sys, "_ds_patches_told"):
         sys._ds_patches_told = True
         sys.stderr.write(
