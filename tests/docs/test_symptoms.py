@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from packaging.version import Version
 
-from ds_patches.commands import doctor, symptoms
+from ds_patches.commands import doctor, explain, symptoms
 from ds_patches.core import registry
 from ds_patches.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED, Symptom
 from tests.accumulation.ledger import LEDGER, NOW, Entry
@@ -106,12 +108,30 @@ def test_doctor_says_what_comes_of_it() -> None:
     assert all(one["applies"] is None or one["applies"] for one in rows)
 
 
-def test_the_readme_opens_with_the_table() -> None:
-    table = README.partition("<!-- symptoms:begin -->\n")[2].partition("\n<!-- symptoms:end -->")[0]
-    assert table == symptoms.markdown(patches="ds_patches/{}/__init__.py"), (
-        "the rows of python -m ds_patches table, with links to the patches' folders"
-    )
+def test_the_readme_opens_with_the_commonest() -> None:
+    table = README.partition("|what you see|where|cured by|\n|---|---|---|\n")[2].split("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()]
+    assert len(rows) == 5
+    for see, where, cured in rows:
+        release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
+        (message,) = re.findall("`(.+)`", see)
+        found = [*explain.answers(message, release, symptoms.of_releases(release))]
+        assert any(one["here"].endswith(f"cured by {cured}") for one in found), see
+
+
+def test_the_first_screen_says_what_for_whom_and_how() -> None:
+    """Without scrolling: in its first lines, of a hundred letters at most."""
+    screen = README.splitlines()[:28]
+    assert max(map(len, screen)) <= 110
+    for word in ("DeepSpeed", "Trainer", "silent", "pip install", "explain", "ds_patches.auto"):
+        assert word in "\n".join(screen)
+
+
+def test_the_readme_reads_without_its_links() -> None:
+    """On a package index, a link to a file leads nowhere: it is named by the file."""
+    for label, target in re.findall(r"\[([^]]+)\]\(([^)]+)\)", README):
+        assert label == target
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.replace("|", " ").split()) < 1350
+    assert len(README.replace("|", " ").split()) < 700
