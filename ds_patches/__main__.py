@@ -14,14 +14,19 @@ from pathlib import Path
 from packaging.version import Version
 
 import ds_patches
+from ds_patches.commands import page
 from ds_patches.core import api, flags, gate, registry, values
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.state import State, Statuses
 
 _EXAMPLES = """\
 examples:
-  ds-patches status
+  ds-patches explain "mat2 must be a matrix" --release 0.18.4
+  ds-patches doctor --json --config ds_config.json
   ds-patches run -- torchrun train.py
+
+for maintainers: table, record-shapes
+all errors and what helps: {page}
 """
 
 
@@ -138,13 +143,13 @@ def _must_mean_something() -> None:
 
 _COMMANDS = {
     "explain": _explain,
-    "status": _status,
     "doctor": _doctor,
-    "table": _table,
     "run": _run,
+    "status": _status,
     "enable": _enable,
     "disable": _disable,
     "env": _env,
+    "table": _table,
     "record-shapes": _record_shapes,
 }
 
@@ -154,23 +159,17 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     parser = argparse.ArgumentParser(
         prog="ds-patches",
         description=(ds_patches.__doc__ or "").partition("\n")[0],
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.format(page=page.path()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
-    commands = parser.add_subparsers(dest="command")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     explain = commands.add_parser("explain", help="what an error is, and what helps")
     explain.add_argument("text", nargs="?", metavar="TEXT", help="the error; else stdin, as a log")
     explain.add_argument(
         "--release", type=Version, metavar="X.Y.Z", help="of DeepSpeed (default: the installed)"
     )
     explain.add_argument("--json", action="store_true", help="the same as JSON")
-    status = commands.add_parser("status", help="one line per patch: name, state, why")
-    status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
-    status.add_argument(
-        "-v", "--verbose", action="store_true", help="all that is to say of every patch"
-    )
-    status.add_argument("--json", action="store_true", help="the same as JSON")
     doctor = commands.add_parser("doctor", help="what is wrong here, what would be applied")
     doctor.add_argument(
         "--config", type=Path, metavar="FILE", help="of DeepSpeed, or YAML around it: what applies"
@@ -187,9 +186,14 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         metavar="SECONDS",
         help="for each training of --train-check (default: %(default)s)",
     )
-    commands.add_parser("table", help="the scripts that releases get wrong, as a markdown table")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    status = commands.add_parser("status", help="one line per patch: name, state, why")
+    status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
+    status.add_argument(
+        "-v", "--verbose", action="store_true", help="all that is to say of every patch"
+    )
+    status.add_argument("--json", action="store_true", help="the same as JSON")
     commands.add_parser("enable", help="let DS_PATCHES patch every program of this environment")
     commands.add_parser("disable", help="take that back")
     env = commands.add_parser("env", help="the variables that other hosts need, as NAME=value")
@@ -203,7 +207,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             metavar="FILE",
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
-    record = commands.add_parser("record-shapes", help="write the shapes.json of a patch you write")
+    commands.add_parser("table", description="The scripts that releases get wrong, as markdown.")
+    record = commands.add_parser(
+        "record-shapes", description="Write the shapes.json of a patch that you write."
+    )
     record.add_argument("name", metavar="NAME", help="the patch")
     record.add_argument(
         "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"

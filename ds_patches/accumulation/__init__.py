@@ -8,7 +8,7 @@ Use
     divided. A gradient that ``safe_set_full_grad`` gives counts too, and the next backward adds to
     it. ``safe_get_full_grad`` reads zero where the step has not been, and no older step's gradient.
 
-    ``zero3_retain`` and ``coalesce`` require this patch: who applies one of them gets it too.
+    ``zero3_retain`` and ``coalesce`` require this patch. Asking for one of them applies it, too.
 
 Risks
     - **zero_grad().** PyTorch loops begin each micro step with ``zero_grad()`` and still mean to

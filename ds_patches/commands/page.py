@@ -43,7 +43,7 @@ class Section:
 def path() -> Path:
     """Return where the page lies: in a wheel in the package, in a checkout where it is written."""
     places = (_HERE / "troubleshooting.md", _HERE.parent / "docs/troubleshooting.md")
-    return next(place for place in places if place.exists())
+    return next((place for place in places if place.exists()), places[0])
 
 
 @cache

@@ -177,14 +177,17 @@ def test_the_script_is_the_module() -> None:
     assert resolve_name(reference) is command_line.main
 
 
-def test_the_bare_command_is_help_with_two_examples() -> None:
+def test_the_bare_command_is_help_in_a_users_order() -> None:
     done = fake.run("", arguments=("-m", "ds_patches"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: ds-patches ")
-    examples = done.stdout.partition("\nexamples:\n")[2].splitlines()
-    assert len(examples) == 2
-    for example in examples:
-        assert example.split()[1] in command_line._COMMANDS
+    examples = done.stdout.partition("\nexamples:\n")[2].partition("\n\n")[0].splitlines()
+    assert [example.split()[1] for example in examples] == ["explain", "doctor", "run"]
+    listed = re.findall(r"^    ([a-z-]+) ", done.stdout, re.MULTILINE)
+    assert listed == ["explain", "doctor", "run", "status", "enable", "disable", "env"]
+    (apart,) = re.findall("^for maintainers: (.+)$", done.stdout, re.MULTILINE)
+    assert [*listed, *apart.split(", ")] == [*command_line._COMMANDS]
+    assert Path(done.stdout.splitlines()[-1].partition(": ")[2]).is_file()
 
 
 def test_the_version_is_printed() -> None:

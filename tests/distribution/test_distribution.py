@@ -58,11 +58,23 @@ def test_the_wheel_has_the_package_whole(built: Path) -> None:
     assert packed == written | {"ds_patches/troubleshooting.md"}
 
 
-def test_the_sdist_has_what_tests_and_site_are_made_of(built: Path) -> None:
+def test_the_sdist_has_what_a_wheel_is_built_of_and_no_tests(built: Path) -> None:
+    """Tests that cannot run where they lie are none."""
     folder = built / NAME
-    for path in ("tests/conftest.py", "docs/index.md", "tools/pages.py", "mkdocs.yml", "LICENSE"):
+    for path in ("docs/troubleshooting.md", "README.md", "LICENSE", "CHANGELOG.md"):
         assert (folder / path).is_file(), path
+    assert not (folder / "tests").exists()
     assert not [*folder.rglob("__pycache__")]
+
+
+def test_the_metadata_names_licence_and_authors(built: Path) -> None:
+    with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
+        said = wheel.read(f"{NAME}.dist-info/METADATA").decode()
+        licence = wheel.read(f"{NAME}.dist-info/licenses/LICENSE").decode()
+    for line in ("License-Expression: Apache-2.0", "Author: ds_patches contributors"):
+        assert line in said.splitlines()
+    assert "Project-URL" not in said, "there is no public address"
+    assert "Copyright 2026 ds_patches contributors" in licence
 
 
 def environment(folder: Path, built: Path) -> tuple[str, Path]:

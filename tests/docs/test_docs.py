@@ -99,7 +99,11 @@ def test_the_flags_of_site_and_code_are_the_same(site: Path) -> None:
     page = _text(site / "flags.html")
     for variable in flags.variables(registry.patches()):
         assert variable in page
-    table = (DOCS / "flags.md").read_text(encoding="utf-8").partition("\n## For all patches\n")[2]
+    table = (
+        (DOCS / "flags.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Variables for all patches\n")[2]
+    )
     named = re.findall(r"^\| `(DS_PATCHES[\w<>]*)=", table.partition("\n## ")[0], re.MULTILINE)
     of_one_patch = {"DS_PATCHES_<NAME>", "DS_PATCHES_<NAME>_<OPTION>"}
     assert len(named) == len(set(named))
