@@ -114,10 +114,10 @@ def _of_row(
     one: Symptom, section: Section, version: Version | None, cures: Mapping[str, str]
 ) -> dict[str, str]:
     where = f"ZeRO {', '.join(map(str, one.stages))}"
-    right = one.right or f"none up to {TESTED}"
+    right = f"right from {one.right}" if one.right else f"right in no release up to {TESTED}"
     answer = {
         "what": symptoms.plain(f"{one.script}, {where}: {one.outcome}"),
-        "when": f"wrong from {one.first}, right from {right}",
+        "when": f"wrong from {one.first}, {right}",
     }
     if version is None:
         answer |= {"here": "DeepSpeed is not installed", "do": "say which: --release 0.18.4"}

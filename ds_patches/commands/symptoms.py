@@ -98,9 +98,9 @@ def _offered(one: Symptom) -> str:
 
 def _floor(one: Symptom) -> str:
     """From when on the patch is for the releases that are wrong, if not from the first."""
-    if not one.patch:
+    if not (patch := registry.patches().get(one.patch)):
         return ""
-    supported = SpecifierSet(registry.patches()[one.patch].supported)
+    supported = SpecifierSet(patch.supported)
     floor = next((spec.version for spec in supported if spec.operator == ">="), one.first)
     return floor if Version(floor) > Version(one.first) else ""
 

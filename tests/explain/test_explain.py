@@ -78,7 +78,8 @@ def test_every_row_is_found_by_its_words(one: Symptom) -> None:
         found = answers(f"[rank1]: RuntimeError: {symptoms.plain(text)}", one.first)
         about = [f for f in found if f["what"].startswith(symptoms.plain(one.script) + ", ZeRO")]
         assert about, found
-        when = f"wrong from {one.first}, right from {one.right or 'none'}"
+        right = f"from {one.right}" if one.right else "in no release"
+        when = f"wrong from {one.first}, right {right}"
         assert any(f["when"].startswith(when) for f in about), about
 
 
