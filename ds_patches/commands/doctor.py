@@ -88,9 +88,8 @@ def _rows(here: Version, facts: configuration.Facts, answers: dict[str, str]) ->
 
 def _status(verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Any]) -> int:
     wanted = [one for name, one in verdicts.items() if not disabled[name]]
-    if any(
-        one.release is None for one in verdicts.values() if one.state is not State.BROKEN
-    ) or all(one.state is State.BROKEN for one in verdicts.values()):
+    broken = any(one.reason.startswith("the import of ") for one in wanted)
+    if broken or any(one.state is State.NOT_INSTALLED for one in verdicts.values()):
         return UNKNOWN
     bad = any(one.state in (State.BROKEN, State.SHAPE_CHANGED) for one in wanted)
     return WRONG if bad or any(one["applies"] and one["cure"] != "patch" for one in rows) else SOUND
