@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from packaging.version import Version
+
 import ds_patches
+from ds_patches.commands import page
 from ds_patches.core import api, flags, gate, registry, values
-from ds_patches.core.errors import DsPatchesError, nearest
+from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.state import State, Statuses
 
 _EXAMPLES = """\
 examples:
-  ds-patches status
+  ds-patches explain "mat2 must be a matrix" --release 0.18.4
+  ds-patches doctor --json --config ds_config.json
   ds-patches run -- torchrun train.py
+
+for maintainers: table, record-shapes
+all errors and what helps: {page}
 """
 
 
@@ -27,10 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
     # becomes would ignore it too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    parser = _parser()
+    parser, commands = _parser()
     words = sys.argv[1:] if arguments is None else arguments
     _must_be_known(parser, words)
-    chosen = parser.parse_args(words)
+    chosen, others = parser.parse_known_args(words)
+    if others:
+        options = re.findall(r"--[\w-]+", commands[chosen.command].format_help())
+        parser.error(f"{others[0]} means nothing{nearest(others[0], options)}")
     if chosen.command is None:
         parser.print_help()
         return 0
@@ -61,14 +72,25 @@ def _status(chosen: argparse.Namespace) -> None:
 def _doctor(chosen: argparse.Namespace) -> int:
     from ds_patches.commands import doctor
 
-    sound = doctor.finds_nothing(train_check=chosen.train_check, seconds=chosen.timeout)
-    return int(not sound)
+    status = doctor.diagnose(chosen.config, verbose=chosen.verbose, as_json=chosen.json)
+    if chosen.train_check and not doctor.trains(chosen.timeout):
+        return status or doctor.WRONG
+    return status
 
 
 def _table(chosen: argparse.Namespace) -> None:
     from ds_patches.commands import symptoms
 
     print(symptoms.markdown())
+
+
+def _explain(chosen: argparse.Namespace) -> int:
+    from ds_patches.commands import explain
+
+    if chosen.text is None and sys.stdin.isatty():
+        raise FlagError('explain needs a text: ds-patches explain "ERROR", or explain < job.log')
+    text = sys.stdin.buffer.read().decode(errors="replace") if chosen.text is None else chosen.text
+    return int(not explain.explain(text, chosen.release, as_json=chosen.json))
 
 
 def _run(chosen: argparse.Namespace) -> None:
@@ -97,7 +119,8 @@ def _env(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import variables
 
     if chosen.remove:
-        variables.remove(chosen.remove)
+        if not variables.remove(chosen.remove):
+            print(f"ds_patches: there is no file {chosen.remove}")
         return
     _must_mean_something()
     if chosen.write:
@@ -119,39 +142,42 @@ def _must_mean_something() -> None:
 
 
 _COMMANDS = {
-    "status": _status,
+    "explain": _explain,
     "doctor": _doctor,
-    "table": _table,
     "run": _run,
+    "status": _status,
     "enable": _enable,
     "disable": _disable,
     "env": _env,
+    "table": _table,
     "record-shapes": _record_shapes,
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser, and that of each command."""
     parser = argparse.ArgumentParser(
         prog="ds-patches",
         description=(ds_patches.__doc__ or "").partition("\n")[0],
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.format(page=page.path()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
-    commands = parser.add_subparsers(dest="command")
-    status = commands.add_parser("status", help="one line per patch: name, state, why")
-    status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
-    status.add_argument(
-        "-v", "--verbose", action="store_true", help="all that is to say of every patch"
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    explain = commands.add_parser("explain", help="what an error is, and what helps")
+    explain.add_argument("text", nargs="?", metavar="TEXT", help="the error; else stdin, as a log")
+    explain.add_argument(
+        "--release", type=Version, metavar="X.Y.Z", help="of DeepSpeed (default: the installed)"
     )
-    status.add_argument("--json", action="store_true", help="the same as JSON")
-    doctor = commands.add_parser(
-        "doctor", help="what would apply and why not, drift, what your DeepSpeed gets wrong"
-    )
+    explain.add_argument("--json", action="store_true", help="the same as JSON")
+    doctor = commands.add_parser("doctor", help="what is wrong here, what would be applied")
     doctor.add_argument(
-        "--train-check",
-        action="store_true",
-        help="train a small model too, and name parameters that get no gradient",
+        "--config", type=Path, metavar="FILE", help="of DeepSpeed, or YAML around it: what applies"
+    )
+    doctor.add_argument("-v", "--verbose", action="store_true", help="all rows, and drifted code")
+    doctor.add_argument("--json", action="store_true", help="the same as JSON")
+    doctor.add_argument(
+        "--train-check", action="store_true", help="train a small model too: what does not train?"
     )
     doctor.add_argument(
         "--timeout",
@@ -160,9 +186,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for each training of --train-check (default: %(default)s)",
     )
-    commands.add_parser("table", help="the scripts that releases get wrong, as a markdown table")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    status = commands.add_parser("status", help="one line per patch: name, state, why")
+    status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
+    status.add_argument(
+        "-v", "--verbose", action="store_true", help="all that is to say of every patch"
+    )
+    status.add_argument("--json", action="store_true", help="the same as JSON")
     commands.add_parser("enable", help="let DS_PATCHES patch every program of this environment")
     commands.add_parser("disable", help="take that back")
     env = commands.add_parser("env", help="the variables that other hosts need, as NAME=value")
@@ -176,12 +207,15 @@ def _parser() -> argparse.ArgumentParser:
             metavar="FILE",
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
-    record = commands.add_parser("record-shapes", help="write the shapes.json of a patch you write")
+    commands.add_parser("table", description="The scripts that releases get wrong, as markdown.")
+    record = commands.add_parser(
+        "record-shapes", description="Write the shapes.json of a patch that you write."
+    )
     record.add_argument("name", metavar="NAME", help="the patch")
     record.add_argument(
         "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"
     )
-    return parser
+    return parser, commands.choices
 
 
 def _must_be_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

@@ -70,6 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the tables, and see to the links that leave docs/."""
+    if page.file.src_uri.startswith("benchmarks"):
+        page.meta["search"] = {"exclude": True}  # tables of numbers, with every patch's words
     repository = Path(config.docs_dir).parent
     with_tables = _MARKER.sub(lambda found: _table(found[1], repository), markdown)
     here = posixpath.dirname(page.file.src_uri)

@@ -11,7 +11,7 @@ Use
     Pipelines (``PipelineModule``) average their micro steps on every stage, and run without ZeRO
     and with fp16 in 0.18.3 and 0.18.4 too. bf16 without ZeRO trains, with no loss scale.
 
-    ``zero3_retain`` and ``coalesce`` require this patch: who applies one of them gets it too.
+    ``zero3_retain`` and ``coalesce`` require this patch. Asking for one of them applies it, too.
 
 Risks
     - **zero_grad().** PyTorch loops begin each micro step with ``zero_grad()`` and still mean to

@@ -87,7 +87,7 @@ class Window:
         upstream_engine.forget_backward(self._engine)
         upstream_engine.restore_boundary(self._engine, self._boundary_at_entry)
         self._local.sum.drop()
-        logger.warning("A coalesce_grad_reduction() window raised: its gradients were dropped.")
+        logger.warning("A coalesce_grad_reduction() block raised: its gradients were dropped.")
 
     def _leave(self) -> None:
         self._engine.inside_no_sync_ctxt = self._local.in_block = False

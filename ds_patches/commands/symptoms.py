@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import columns, registry
-from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
+from ds_patches.core import gate, registry, release
+from ds_patches.symptoms import SYMPTOMS, Symptom
 
 _TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
+_LINE = "add `import ds_patches.auto` above deepspeed.initialize"
 
 
 def markdown(page: str = "", patches: str = "", only: str = "") -> str:
@@ -26,29 +29,55 @@ def markdown(page: str = "", patches: str = "", only: str = "") -> str:
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
-def of_release(version: Version) -> Iterator[Symptom]:
-    """Yield what this release gets wrong."""
-    for one in SYMPTOMS:
-        if version >= Version(one.first) and (one.right is None or version < Version(one.right)):
-            yield one
+def is_wrong(one: Symptom, version: Version) -> bool:
+    """Whether this release gets it wrong."""
+    return version >= Version(one.first) and (one.right is None or version < Version(one.right))
 
 
-def lines(version: Version, answers: Mapping[str, str]) -> list[str]:
-    """Say what this release gets wrong, and which patch cures it.
+@dataclass(frozen=True)
+class Cure:
+    """What helps in one release. by: "patch", "setting", "upgrade", or nothing."""
+
+    by: str
+    said: str
+    do: str
+
+
+def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
+    """Return what helps where a release is wrong.
 
     answers: for each patch, why it would not be applied; nothing if it would.
     """
-    wrong = list(of_release(version))
-    newest = min(version, Version(TESTED))
-    told = f"DeepSpeed {newest}" + ", the newest that was tested," * (newest < version)
-    said = [f"ordinary scripts that {told} gets wrong"]
-    for patch in dict.fromkeys(one.patch for one in wrong):
-        mine = [_cells(one, version) for one in wrong if one.patch == patch]
-        said += [
-            f"  {_heading(patch, answers)}",
-            *(f"    {line}" for line in columns.aligned(mine)),
-        ]
-    return said
+    why = answers.get(one.patch, "not installed") if one.patch else ""
+    ends = [end for end in (one.right, _floor(one)) if end and Version(end) > version]
+    better = min(ends, key=Version, default="")
+    upgrade = f"upgrade DeepSpeed to {better} or later" if better else ""
+    if one.patch and not why:
+        also = f", and {one.add}" if one.add else ""
+        return Cure("patch", f"cured by {one.patch}", f"{_LINE}{also}")
+    said = f"not cured: {one.patch} is {why}" if why else "no patch cures it"
+    if one.add and not one.patch:
+        return Cure("setting", said, " or ".join(filter(None, (one.add, upgrade))))
+    if upgrade:
+        return Cure("upgrade", said, upgrade)
+    return Cure("", said, "no release or setting that helps is known")
+
+
+def of_releases(version: Version) -> dict[str, str]:
+    """Return for each patch why a release is not one of its; nothing if it is."""
+    patches = registry.patches().values()
+    return {
+        patch.name: "" if release.covers(patch.supported, version) else f"for {patch.supported}"
+        for patch in patches
+    }
+
+
+def here() -> dict[str, str]:
+    """Return for each patch why it would not be applied to the installed DeepSpeed."""
+    verdicts = {name: gate.check(patch) for name, patch in registry.patches().items()}
+    return {
+        name: "" if v.may_apply else f"{v.state.value}: {v.reason}" for name, v in verdicts.items()
+    }
 
 
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
@@ -60,23 +89,19 @@ def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
 
 
 def _offered(one: Symptom) -> str:
+    floor = _floor(one)
+    return f", on {floor} and later" if floor else ""
+
+
+def _floor(one: Symptom) -> str:
     """From when on the patch is for the releases that are wrong, if not from the first."""
-    if not one.patch:
+    if not (patch := registry.patches().get(one.patch)):
         return ""
-    supported = SpecifierSet(registry.patches()[one.patch].supported)
+    supported = SpecifierSet(patch.supported)
     floor = next((spec.version for spec in supported if spec.operator == ">="), one.first)
-    return f", on {floor} and later" if Version(floor) > Version(one.first) else ""
+    return floor if Version(floor) > Version(one.first) else ""
 
 
-def _heading(patch: str, answers: Mapping[str, str]) -> str:
-    if not patch:
-        return "no patch, a setting:"
-    why = answers.get(patch, "not installed")
-    return f"{patch} would cure these, but is {why}:" if why else f"{patch} cures, once applied:"
-
-
-def _cells(one: Symptom, version: Version) -> tuple[str, ...]:
-    text = f"{one.script}: {one.outcome}".replace("`", "")
-    if one.add:
-        text += f"; add {one.add}".replace("`", "")
-    return f"ZeRO {', '.join(map(str, one.stages))}", text
+def plain(markdown: str) -> str:
+    """Return a text without marks and links, on one line."""
+    return " ".join(re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", markdown).replace("`", "").split())

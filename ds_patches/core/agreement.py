@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_patches import __version__
@@ -71,12 +73,16 @@ def compare(engine: Any) -> None:
         return
     group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
     ranks = tuple(dist.get_process_group_ranks(group))
+    trouble = ""
     if len(ranks) > 1:
         key = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         exchange = Exchange(store(), f"ds_patches/{key}/{_built[ranks]}", ranks, _timeout)
         _built[ranks] += 1
-        if trouble := exchange.compare(dist.get_rank(), holdings()):
-            raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
+        trouble = exchange.compare(dist.get_rank(), holdings())
+    if dist.get_rank() == 0:
+        _leave(len(ranks), trouble)
+    if trouble:
+        raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
     if dist.get_rank() == 0:
         log.info("%s", _summary(len(ranks)))
 
@@ -201,6 +207,27 @@ def _summary(ranks: int) -> str:
     what = f"{', '.join(here)} live" if here else "no patch is live"
     where = f" on all {ranks} ranks of this engine" if ranks > 1 else ""
     return f"{__version__} on DeepSpeed {release.told()}: {what}{where}"
+
+
+def _leave(ranks: int, trouble: str) -> None:
+    """Write the job's status file, if one is asked for: whole or not at all."""
+    if not (file := os.environ.get(f"{flags.PREFIX}_STATUS_FILE")):
+        return
+    patches = registry.patches()
+    requests = flags.read(patches).of
+    found = {name: lifecycle.status(one, requests[name]) for name, one in patches.items()}
+    told = {
+        "versions": holdings().versions,
+        "ranks": ranks,
+        "trouble": trouble,
+        "patches": {name: status.as_json() for name, status in found.items()},
+    }
+    try:
+        part = Path(f"{file}.{os.getpid()}")
+        part.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        log.warning("the status file %s cannot be written: %s", file, error.strerror)
 
 
 def _named(ranks: Sequence[int]) -> str:

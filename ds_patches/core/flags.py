@@ -14,7 +14,7 @@ from ds_patches.core.patch import Option, Patch
 from ds_patches.core.values import Value
 
 PREFIX = "DS_PATCHES"
-_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_RANK_TIMEOUT", "_PREFIX")
+_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_RANK_TIMEOUT", "_PREFIX", "_STATUS_FILE")
 #: Seconds. Ranks leave the last collective of an engine's construction together.
 RANK_TIMEOUT = 120.0
 #: The variables that are lists of patches, and what else may stand in them.

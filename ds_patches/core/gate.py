@@ -246,7 +246,7 @@ def _named(installed: Release, version: Version) -> str:
 
 def _listed(drift: Sequence[Drift]) -> str:
     """Name the first; `doctor` has room for the others."""
-    more = f", and {len(drift) - 1} more (see doctor)" if len(drift) > 1 else ""
+    more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
     return f"{drift[0]}{more}"
 
 

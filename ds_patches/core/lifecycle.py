@@ -131,7 +131,7 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
         verdict = verdict or gate.check(patch, request.force)
         state, reason = verdict.state, verdict.reason
         if verdict.may_apply and (modules := _awaited(patch)):
-            state, reason = State.PENDING, f"waits for the import of {' or '.join(modules)}"
+            state, reason = State.PENDING, f"would apply at the import of {' or '.join(modules)}"
     installed = release.installed()
     return PatchStatus(
         name=patch.name,

@@ -89,7 +89,7 @@ class Handshake:
             waited = time.monotonic() - begin
             if waited > 0.01 and waited > patience():
                 # The late rank must not take itself for the last one and reduce alone.
-                self._say(f"some rank had not left its window after {waited:.0f} s")
+                self._say(f"some rank had not left its block after {waited:.0f} s")
                 raise self._other_failed()
             # A store serves all ranks by itself, so many of them have to ask less often.
             time.sleep(pause)

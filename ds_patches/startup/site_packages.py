@@ -15,22 +15,24 @@ from ds_patches.startup.errors import CannotEnable
 
 _NAME = "ds_patches.pth"
 
-#: Frozen, as it may outlive the package: it says then which file is to be removed. Once, though
-#: Python runs the `.pth` files of a venv twice.
+#: Frozen, as it may outlive the package, and does nothing then. Of a broken one it says which file
+#: is to be removed; once, though Python runs the `.pth` files of a venv twice.
 _APPLY_LATER = """
+import sys
 try:
     from ds_patches.startup import arm
     arm()
 except Exception as error:
-    import sys
-    if sys.stderr is not None and not hasattr(sys, "_ds_patches_told"):
+    gone = getattr(error, "name", None) in ("ds_patches", "ds_patches.startup")
+    gone = gone and isinstance(error, ModuleNotFoundError)
+    if not gone and sys.stderr is not None and not hasattr(sys, "_ds_patches_told"):
         sys._ds_patches_told = True
         sys.stderr.write(
             f"ds_patches: nothing is patched: the start-up hook {path} is of no use to "
             f"{sys.executable}: {error}; remove that file, or install ds_patches again\\n"
         )
         sys.stderr.flush()
-    if os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
+    if not gone and os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
         os._exit(1)
 """
 

@@ -15,8 +15,8 @@ from ds_patches.startup.errors import CannotWrite
 #: The folder with the sitecustomize.py.
 HOOK = Path(__file__).with_name("hook")
 
-#: Of ours the only path; a comma there joins nothing.
-_PREFIX = "DS_PATCHES_PREFIX"
+#: Of ours the paths; a comma there joins nothing.
+_PREFIX, _STATUS = "DS_PATCHES_PREFIX", "DS_PATCHES_STATUS_FILE"
 
 
 def of_program(environment: Mapping[str, str]) -> dict[str, str]:
@@ -41,7 +41,7 @@ def lines(environment: Mapping[str, str]) -> list[str]:
     """
     chosen = of_program(environment)
     for name in chosen:
-        if flags.is_ours(name) and name != _PREFIX:
+        if flags.is_ours(name) and name not in (_PREFIX, _STATUS):
             chosen[name] = chosen[name].replace(" ", "").replace(",", "+")
     if "PYTHONPATH" in chosen:
         # DeepSpeed's launchers put the working directory on the path of every node. The line in
@@ -63,13 +63,15 @@ def write(file: Path, environment: Mapping[str, str]) -> None:
         _put(file, [*others, *lines({**environment, **path})])
 
 
-def remove(file: Path) -> None:
+def remove(file: Path) -> bool:
     """Take our lines out of a `.deepspeed_env`; the file goes with its last line.
 
-    Raises CannotWrite where the file cannot be written.
+    Returns whether there was a file. Raises CannotWrite where it cannot be written.
     """
+    there = file.exists()
     with _named(file):
         _put(file, _others(file))
+    return there
 
 
 def _others(file: Path) -> list[str]:

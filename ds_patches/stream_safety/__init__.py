@@ -1,34 +1,36 @@
 """ZeRO gradients that cross CUDA streams under overlap_comm, without races.
 
 Use
-    Apply it, and leave ``"overlap_comm": true`` as it is. Of the parts below, those that your
-    release lacks are on.
+    Apply it, and leave ``"overlap_comm": true`` as it is. The patch has a part for each defect. A
+    part is on where your release has the defect:
 
-    - ``ping_pong``, 0.17.2 to 0.18.4: ZeRO-1/2 use one of a bucket's two buffers over and over, and
-      overwrite it while it is reduced. From 0.17.5 on they wait instead, and nothing overlaps.
-    - ``zero3_producer``, up to 0.18.7: ZeRO-3's reduction waits for the default stream, and not for
-      the one that the backward is on.
-    - ``zero3_gather``, all: ZeRO-3 may gather before the step has written. The throughput timer
-      hides it where it is on, but for the first two steps; from 0.17.6 on for those, too.
-    - ``record_stream``, all: ZeRO-1/2 free a gradient that is too large for a bucket while it is
-      reduced. From 0.19.0 on, only ranks that own no part of it do.
-    - ``producer_streams``, up to 0.19.2: ZeRO-1/2's reduction waits for one of several streams that
-      gradients come from, as under ``torch.compile``.
-    - ``buffer_reuse``, all: of several streams that fill a bucket of ZeRO-1/2, one waits for every
-      queued reduction, and the others for none. Each has to wait for the last one of the buffer.
+    - ``ping_pong``, 0.17.2 to 0.18.4, ZeRO-1/2: a bucket has two buffers, and only one is used. It
+      is overwritten while it is reduced. From 0.17.5 on DeepSpeed waits instead, and nothing
+      overlaps.
+    - ``zero3_producer``, up to 0.18.7, ZeRO-3: the reduction waits for the default stream, but the
+      backward may be on another one.
+    - ``zero3_gather``, all, ZeRO-3: parameters may be gathered before the step has written them.
+      The throughput timer, where it is on, hides this, but not in the first two steps; from 0.17.6
+      on in those, too.
+    - ``record_stream``, all, ZeRO-1/2: a gradient that is too large for a bucket is freed while it
+      is reduced. From 0.19.0 on this happens only on ranks that own no part of it.
+    - ``producer_streams``, up to 0.19.2, ZeRO-1/2: gradients may come from several streams, as
+      under ``torch.compile``. The reduction waits for one of them.
+    - ``buffer_reuse``, all, ZeRO-1/2: of several streams that fill a bucket, one waits for every
+      queued reduction, and the others for none. Each should wait for the last one of its buffer.
 
-    Three parts are for speed. They are off, because some rows with them are slower than stock.
+    Three parts are for speed. They are off, because they make some trainings slower than stock.
     ``DS_PATCHES_STREAM_SAFETY=all`` turns them on, with up to eight buffers for a bucket.
 
-    - ``bucket_ready``, all: a full bucket of ZeRO-1/2 is reduced as soon as its own gradients are
-      there. On stock it waits for the next gradient.
-    - ``host_wait``, all: at the end of a backward of ZeRO-1/2 the host goes on. On stock it waits
+    - ``bucket_ready``, all, ZeRO-1/2: a full bucket is reduced as soon as its gradients are there.
+      On stock it waits for the next gradient.
+    - ``host_wait``, all, ZeRO-1/2: at the end of a backward the host goes on. On stock it waits
       until the device has nothing left to do.
-    - ``micro_steps``, 0.17.6 and later: between two micro steps of ZeRO-2 the next forward waits
-      for no reduction. On stock it waits for all.
+    - ``micro_steps``, 0.17.6 and later, ZeRO-2: between two micro steps the next forward waits for
+      no reduction. On stock it waits for all.
 
-    ``DS_PATCHES_STREAM_SAFETY=record_stream,producer_streams`` takes these parts alone. A part that
-    is not for your release does nothing; if you name it, the log says so.
+    ``DS_PATCHES_STREAM_SAFETY=record_stream,producer_streams`` takes these two parts alone. If you
+    name a part that is not for your release, it does nothing, and the log says so.
 
 Risks
     - **A second stream, late.** If all gradients of the first backward come from one stream,

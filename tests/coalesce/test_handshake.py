@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come(store: SlowStore, monkeypatch: pytest.MonkeyP
     on_time._engine = late._engine = "the same"
     for rank in (on_time, late):
         rank.begin()
-        with pytest.raises(OtherRankFailed, match="had not left its window"):
+        with pytest.raises(OtherRankFailed, match="had not left its block"):
             rank.leave()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,21 @@ from ds_patches.core import agreement, gate, live, registry
 from tests.core import engines
 from tests.listening import listening
 from tests.world import World
+
+
+def status_file(folder: str, name: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("DS_PATCHES_STATUS_FILE", f"{folder}/status.json")
+        built_with(name, on=(0, 1))
+
+
+def test_rank_0_leaves_the_status_of_the_job(world: World, name: str, tmp_path: Path) -> None:
+    world.run(status_file, str(tmp_path), name)
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert (found["ranks"], found["trouble"]) == (2, "")
+    assert found["patches"][name]["live"]
+    assert found["versions"]["ds_patches"] == ds_patches.__version__
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ BELOW: dict[str, set[str]] = {
     "traincheck": {"core", "runtime", "doctor"},
     "commands": {"core", "symptoms", "startup", "doctor", "traincheck"},
     "": {"core", "traincheck"},
+    "auto": {"core"},
     "__main__": {"", "core", "startup", "commands"},
 }
 #: What the package itself defines, importing nothing for it: anybody may ask for these.

@@ -81,12 +81,14 @@ def test_every_patch_has_its_page(site: Path, name: str) -> None:
     assert "`" not in page, "markup that was not understood"
 
 
-def test_the_index_has_every_symptom_and_every_patch(site: Path) -> None:
-    index, links = _text(site / "index.html"), _Links.of(site / "index.html").pages
+def test_every_symptom_and_every_patch_has_its_row(site: Path) -> None:
+    page, links = _text(site / "symptoms.html"), _Links.of(site / "symptoms.html").pages
     for one in SYMPTOMS:
         assert f"troubleshooting.html#{one.anchor}" in links
+        assert not one.patch or f"patches/{one.patch}.html" in links
         for cell in (one.script, one.outcome, one.add):
-            assert cell.replace("`", "") in index
+            assert cell.replace("`", "") in page
+    index, links = _text(site / "index.html"), _Links.of(site / "index.html").pages
     for name, patch in registry.patches().items():
         assert f"patches/{name}.html" in links
         for cell in (patch.summary, patch.remove_when, *(link.label for link in patch.upstream)):
@@ -97,7 +99,11 @@ def test_the_flags_of_site_and_code_are_the_same(site: Path) -> None:
     page = _text(site / "flags.html")
     for variable in flags.variables(registry.patches()):
         assert variable in page
-    table = (DOCS / "flags.md").read_text(encoding="utf-8").partition("\n## For all patches\n")[2]
+    table = (
+        (DOCS / "flags.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Variables for all patches\n")[2]
+    )
     named = re.findall(r"^\| `(DS_PATCHES[\w<>]*)=", table.partition("\n## ")[0], re.MULTILINE)
     of_one_patch = {"DS_PATCHES_<NAME>", "DS_PATCHES_<NAME>_<OPTION>"}
     assert len(named) == len(set(named))

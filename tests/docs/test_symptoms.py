@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from packaging.version import Version
 
-from ds_patches.commands import symptoms
+from ds_patches.commands import doctor, explain, symptoms
 from ds_patches.core import registry
-from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
+from ds_patches.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED, Symptom
 from tests.accumulation.ledger import LEDGER, NOW, Entry
 from tests.core import fake
 from tests.releases import record
@@ -48,15 +50,23 @@ def ends(entry: Entry) -> tuple[str, str | None]:
     return entry.first, RELEASES[RELEASES.index(entry.last) + 1]
 
 
+def spans_of(entry: Entry) -> set[tuple[str, str | None]]:
+    """Of these rows, what is wrong from when to when; one that another goes on with is one span."""
+    spans = {(one.first, one.right) for one in rows_of(entry)}
+    for first, right in [*spans]:
+        for begin, end in [*spans]:
+            if right == begin:
+                spans = spans - {(first, right), (begin, end)} | {(first, end)}
+    return spans
+
+
 @pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
 def test_the_table_has_the_ledger(entry: Entry) -> None:
     first, right = ends(entry)
-    rows = rows_of(entry)
-    assert rows
     assert any(
-        Version(one.first) <= Version(first)
-        and (one.right is None or (right is not None and Version(one.right) >= Version(right)))
-        for one in rows
+        Version(begin) <= Version(first)
+        and (end is None or (right is not None and Version(end) >= Version(right)))
+        for begin, end in spans_of(entry)
     )
 
 
@@ -64,13 +74,13 @@ def test_a_row_claims_no_more_than_the_ledger() -> None:
     of_ledger = {start for starts in ROWS.values() for start in starts}
     for one in SYMPTOMS:
         if one.script.startswith(tuple(of_ledger)):
-            found = {ends(entry) for entry in LEDGER if one in rows_of(entry)}
-            assert (one.first, one.right) in found, one.script
+            about = [entry for entry in LEDGER if one in rows_of(entry)]
+            assert {end for entry in about for end in spans_of(entry) if end == ends(entry)}, one
 
 
 def test_every_patch_has_a_row() -> None:
-    assert {one.patch for one in SYMPTOMS} == {*registry.patches(), ""}
-    assert all(one.add for one in SYMPTOMS if not one.patch)
+    assert {one.patch for one in CURED} == {*registry.patches()}
+    assert all(one.add and not one.patch for one in SETTINGS)
 
 
 def test_the_releases_are_known_ones() -> None:
@@ -80,29 +90,47 @@ def test_the_releases_are_known_ones() -> None:
 
 
 def test_a_row_is_of_the_releases_that_it_names() -> None:
-    found = {v: {one.script for one in symptoms.of_release(Version(v))} for v in RELEASES}
-    plain = "gradient accumulation"
-    assert [v for v in RELEASES if plain in found[v]] == ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]
-    assert "two backwards over one forward" in found[TESTED]
+    plain = {"gradient accumulation": ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]}
+    for one in SYMPTOMS:
+        if one.script in plain:
+            wrong = [v for v in RELEASES if symptoms.is_wrong(one, Version(v))]
+            assert wrong == plain.pop(one.script)
+    assert not plain
 
 
 def test_doctor_says_what_comes_of_it() -> None:
     answers = dict.fromkeys(registry.patches(), "") | {"coalesce": "disabled (by me)"}
-    said = symptoms.lines(Version("0.18.3"), answers)
-    assert said[0] == "ordinary scripts that DeepSpeed 0.18.3 gets wrong"
-    assert "  accumulation cures, once applied:" in said
-    assert "  coalesce would cure these, but is disabled (by me):" in said
-    assert "clipped to 1.0" not in "\n".join(said)
-    newer = symptoms.lines(Version("99.0"), answers)
-    assert newer[0].startswith(f"ordinary scripts that DeepSpeed {TESTED}, the newest")
+    rows = [*doctor._rows(Version("0.18.3"), {}, answers)]
+    said = {one["said"] for one in rows}
+    assert "cured by accumulation" in said
+    assert "not cured: coalesce is disabled (by me)" in said
+    assert all(one["applies"] is None or one["applies"] for one in rows)
 
 
-def test_the_readme_opens_with_the_table() -> None:
-    table = README.partition("<!-- symptoms:begin -->\n")[2].partition("\n<!-- symptoms:end -->")[0]
-    assert table == symptoms.markdown(patches="ds_patches/{}/__init__.py"), (
-        "the rows of python -m ds_patches table, with links to the patches' folders"
-    )
+def test_the_readme_opens_with_the_commonest() -> None:
+    table = README.partition("|what you see|where|cured by|\n|---|---|---|\n")[2].split("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()]
+    assert len(rows) == 5
+    for see, where, cured in rows:
+        release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
+        (message,) = re.findall("`(.+)`", see)
+        found = [*explain.answers(message, release, symptoms.of_releases(release))]
+        assert any(one["here"].endswith(f"cured by {cured}") for one in found), see
+
+
+def test_the_first_screen_says_what_for_whom_and_how() -> None:
+    """Without scrolling: in its first lines, of a hundred letters at most."""
+    screen = README.splitlines()[:28]
+    assert max(map(len, screen)) <= 110
+    for word in ("DeepSpeed", "Trainer", "silent", "pip install", "explain", "ds_patches.auto"):
+        assert word in "\n".join(screen)
+
+
+def test_the_readme_reads_without_its_links() -> None:
+    """On a package index, a link to a file leads nowhere: it is named by the file."""
+    for label, target in re.findall(r"\[([^]]+)\]\(([^)]+)\)", README):
+        assert label == target
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.replace("|", " ").split()) < 1000
+    assert len(README.replace("|", " ").split()) < 700

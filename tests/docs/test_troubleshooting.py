@@ -26,6 +26,9 @@ ON_REQUEST = {
     "commands/status.py": "status",
     "commands/doctor.py": "doctor",
     "commands/symptoms.py": "doctor and table",
+    "commands/explain.py": "explain",
+    "commands/page.py": "what explain reads",
+    "commands/configuration.py": "doctor --config",
     "commands/record_shapes.py": "record-shapes",
     "symptoms.py": "doctor and table",
     "startup/diagnosis.py": "the end of doctor",
@@ -42,7 +45,7 @@ NO_TROUBLE = {
     ", every shape is known": "a patch that may be applied",
     "wrappers in place": "a patch that is applied",
     "unapplied, no wrapper is left": "a patch that was taken back",
-    "waits for the import of": "a patch that is pending",
+    "would apply at the import of": "a patch that is pending",
     'import os; os.environ.get("DS_PATCHES") and exec(': "code of the .pth file",
     ', {"os": os})': "code of the .pth file",
 }

@@ -20,7 +20,7 @@ from tests.scripts.worlds import PATCHED, STOCK, Worlds
 from tests.training.run import Outcome
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "scripts.md"
-HEADER = ("script", "ZeRO", "stock", "patched", "beside that", "awaits")
+HEADER = ("script", "ZeRO", "stock", "patched", "also", "not yet right")
 Row = tuple[str, ...]  # the cells below the header, of one stage
 
 _TEXT = """\
@@ -37,10 +37,10 @@ Run {when}: {versions}, two CPU ranks (gloo).
 - **right**: parameters are plain PyTorch's in the end, after five steps.
 - **wrong**: they are not, and nothing is said. **says so**: they are not, and a warning is logged.
 - **raises**: with the words of the exception.
-- **beside that**: where patched warns though it is right, gathers more than stock under ZeRO-3
+- **also**: where patched warns though it is right, gathers more than stock under ZeRO-3
   (memory), or calls more Python functions in a step that no patch has a part in (calls): more than
   1 % more, and more than {forward} for each forward with its backward, whatever the model.
-- **awaits**: what does not hold to the law yet, and why.
+- **not yet right**: what does not hold to the law yet, and why.
 
 DeepCompile runs through a stand-in of its C++ and its compiler, streams through a race detector.
 How to write a script is the docstring of `tests/scripts/__init__.py`.

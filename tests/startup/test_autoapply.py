@@ -68,7 +68,7 @@ def test_it_waits_and_then_applies_once(environment: Environment) -> None:
     code = """
 status = ds_patches.status()["sample"]
 assert (status.state, status.live) == (ds_patches.State.PENDING, False)
-assert status.reason == "waits for the import of deepspeed"
+assert status.reason == "would apply at the import of deepspeed"
 import deepspeed
 status = ds_patches.status()["sample"]
 assert (status.state, status.live) == (ds_patches.State.APPLIED, True)
@@ -84,7 +84,7 @@ def test_a_module_that_is_imported_late_is_waited_for(own: Environment) -> None:
 import deepspeed
 status = ds_patches.status()["sample"]
 assert status.state is ds_patches.State.PENDING
-assert status.reason == "waits for the import of deepspeed.runtime.engine"
+assert status.reason == "would apply at the import of deepspeed.runtime.engine"
 assert "deepspeed.runtime" not in sys.modules, "auto-apply imports nothing of its own accord"
 assert not activations()
 import deepspeed.runtime.engine as engine

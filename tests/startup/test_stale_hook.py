@@ -57,16 +57,27 @@ def test_on_the_path(own: Environment, stale: Callable[[Environment], str]) -> N
     assert (strict.returncode, strict.stdout, strict.stderr) == (1, "", done.stderr)
 
 
-def test_in_site_packages(own: Environment) -> None:
+@pytest.mark.parametrize("gone", [of_nothing, of_a_bare_folder])
+def test_in_site_packages_it_is_silent_once_the_package_is_gone(
+    own: Environment, gone: Callable[[Environment], str]
+) -> None:
     """The `.pth` file outlives an uninstalled package: nothing of pip's removes it."""
     assert own.ds_patches("enable").returncode == 0
-    of_nothing(own)
+    gone(own)
+    for variables in ({}, WANTED, STRICT):
+        done = own.start("-c", "print(42)", **variables)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
+
+
+def test_in_site_packages_of_another_version(own: Environment) -> None:
+    assert own.ds_patches("enable").returncode == 0
+    of_another_version(own)
     unset = own.start("-c", "print(42)")
     assert (unset.returncode, unset.stdout, unset.stderr) == (0, "42\n", "")
     done = own.start("-c", "print(42)", **WANTED)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "42\n", 1)
     file = own.site / "ds_patches.pth"
-    for part in ("ds_patches: nothing is patched: ", str(file), "No module", "remove that file"):
+    for part in ("ds_patches: nothing is patched: ", str(file), "cannot import", "remove that"):
         assert part in done.stderr
     strict = own.start("-c", "print(42)", **STRICT)
     assert (strict.returncode, strict.stdout, strict.stderr) == (1, "", done.stderr)
@@ -76,7 +87,7 @@ def test_in_site_packages(own: Environment) -> None:
 def test_in_a_daemon(own: Environment, kind: str) -> None:
     """Its stderr is closed, where an exception of the hook would end the interpreter."""
     assert own.ds_patches("enable" if kind == ".pth" else "disable").returncode == 0
-    of_nothing(own)
+    (of_another_version if kind == ".pth" else of_nothing)(own)
     path = () if kind == ".pth" else (own.root / "other/ds_patches/startup/hook",)
     shell = ("sh", "-c", '"$0" -c "print(42)" 2>&-', own.python)
     done = own.execute(*shell, path=path, **WANTED)

@@ -1,0 +1,73 @@
+"""The site's search in a real browser: what people type has its answer on top."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_docs import ROOT, build
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--virtual-time-budget=20000", "--dump-dom"),
+)
+#: What is typed, and the section of the troubleshooting page that has to be on top.
+TYPED = {
+    "pop from an empty deque": "empty-deque",
+    "Recomputed values for the following tensors have different metadata": "recomputed-values",
+    "has no attribute 'ds_grads_remaining'": "grads-remaining",
+    "setStorage out of bounds": "set-storage",
+    "INFLIGHT": "inflight",
+    "has already been reduced. Gradient computed twice": "reduced-twice",
+    "Direct calls to tensor.backward() are not supported": "direct-calls",
+    "output tensor must have the same type as input tensor": "same-type",
+    "mat2 must be a matrix": "gradient-penalty",
+    "'weight' must be 2-D": "weight-2d",
+    "loss spikes after an upgrade": "clipped",
+    "hang at the first step with experts": "experts-hang",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    # Typed as a user does: the search's own script hears of it.
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    typed = """<script>addEventListener("load", () => {
+  const field = document.querySelector(".md-search__input");
+  document.querySelector("#__search").click();
+  field.focus();
+  field.value = decodeURIComponent(location.hash.slice(1));
+  const type = () => field.dispatchEvent(new Event("keyup", {bubbles: true}));
+  for (let at = 0; at < 15000; at += 500) setTimeout(type, at);
+});</script></body>"""
+    (folder / "typed.html").write_text(page.replace("</body>", typed), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium")
+@pytest.mark.parametrize(("text", "anchor"), TYPED.items(), ids=lambda value: value[:30])
+def test_the_top_hit_is_right(site: Path, tmp_path: Path, text: str, anchor: str) -> None:
+    address = f"file://{site}/typed.html#{text.replace(' ', '%20')}"
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = done.stdout.partition('class="md-search-result__list"')[2]
+    (top, *_) = re.findall(r'href="([^"]+)"', found) or [""]
+    articles = re.findall(r"troubleshooting\.html(?:\?[^#\"]*)?#([\w-]+)", found)
+    assert "troubleshooting.html" in top
+    assert articles[:1] == [anchor]
+
+
+def test_benchmarks_are_not_searched(site: Path) -> None:
+    index = (site / "search/search_index.js").read_text(encoding="utf-8")
+    assert "troubleshooting.html#clipped" in index
+    assert "benchmarks" not in re.findall(r'"location":"([\w-]+)', index)
