@@ -8,6 +8,11 @@ Use
     divided. A gradient that ``safe_set_full_grad`` gives counts too, and the next backward adds to
     it. ``safe_get_full_grad`` reads zero where the step has not been, and no older step's gradient.
 
+    At ZeRO 1 and 2 ranks may use different parameters in a step, as with the experts of a MoE model
+    or a tower of one modality. A parameter that some rank used gets the sum over the ranks, divided
+    by all of them, as with ``find_unused_parameters`` of PyTorch's DDP; one that none used has no
+    gradient.
+
     Pipelines (``PipelineModule``) average their micro steps on every stage, and run without ZeRO
     and with fp16 in 0.18.3 and 0.18.4 too. bf16 without ZeRO trains, with no loss scale.
 
@@ -25,6 +30,11 @@ Risks
       ``engine.step()`` without another backward is refused.
     - **Older forwards.** A backward over a forward of the step before is a warning at stages 1 and
       2, once an engine. PyTorch would raise, and so does ``zero3_retain`` at stage 3.
+    - **Ranks that differ.** From the place where the gradients of a rank come in another order than
+      in the first step, they wait for their turn, and what does not come is reduced as zero. So a
+      part that rests in some steps costs its communication there, also where all ranks agree. While
+      there is a parameter that no rank has used yet, the hosts meet once a backward. DeepSpeed's
+      own MoE layer is left as it is.
     - **Other engines.** A backward that passes through an engine's outputs and reaches none of its
       parameters, as through a frozen discriminator, does not count among its backwards.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor. The optimizer

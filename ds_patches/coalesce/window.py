@@ -35,7 +35,7 @@ def _handshake_of(engine: Any, kind: str) -> Handshake | None:
         )
     if engine not in _handshakes:
         on_one_host = kind == "on" and are_on_one_host(os.environ)
-        _handshakes[engine] = Handshake(ranks, "coalesce_grad_reduction()", on_one_host)
+        _handshakes[engine] = Handshake(ranks, "in this coalesce_grad_reduction(),", on_one_host)
     return _handshakes[engine]
 
 

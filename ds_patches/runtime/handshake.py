@@ -39,17 +39,17 @@ class Handshake:
     Create it at the engine's first block. Ranks know the engine by the order of these, and its
     blocks by theirs: blocks of two engines may be nested.
 
-    ranks: `MOST_RANKS` of them at most. what: the block, for messages.
+    ranks: `MOST_RANKS` of them at most. where: the block, as messages begin.
     """
 
-    def __init__(self, ranks: Sequence[int], what: str, on_one_host: bool = False) -> None:
-        self._what = what
+    def __init__(self, ranks: Sequence[int], where: str, on_one_host: bool = False) -> None:
+        self._where = where
         self._size = len(ranks)
         self._on_one_host = on_one_host
         self._counters: FileCounters | StoreCounters | None = None
         group = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-        self._engine = f"ds_patches/{what}/{group}/{_engines[what, tuple(ranks)]}"
-        _engines[what, tuple(ranks)] += 1
+        self._engine = f"ds_patches/{where}/{group}/{_engines[where, tuple(ranks)]}"
+        _engines[where, tuple(ranks)] += 1
         self._failures = 0  # the same on all ranks: a window fails on all of them
         self._window = -1  # since the last failure
 
@@ -109,7 +109,7 @@ class Handshake:
 
     def _other_failed(self) -> OtherRankFailed:
         error = store().get(f"{self._engine}/{self._failures}/error").decode()
-        return OtherRankFailed(f"in this {self._what}, {error}")
+        return OtherRankFailed(f"{self._where} {error}")
 
     def _add(self, word: int) -> int:
         return self._open().add(self._window % _COUNTERS, word)

@@ -108,6 +108,6 @@ class ReduceBuckets:
         """Whether one of the ranks says so; the host waits for the other hosts, and no device."""
         if self._handshake is None:
             ranks = dist.get_process_group_ranks(self.group)
-            self._handshake = Handshake(ranks, "backward")
+            self._handshake = Handshake(ranks, "in this backward,")
         self._handshake.begin()
         return self._handshake.leave(int(says)) or says
