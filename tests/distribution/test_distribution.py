@@ -136,4 +136,4 @@ def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path
 
 
 def _has_ours(folder: Path) -> bool:
-    return (folder / "ds_patches").is_dir()
+    return (folder / "ds_patches" / "__init__.py").is_file()
