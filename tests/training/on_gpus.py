@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m tests.training.on_gpus zero3_retain
     torchrun --nproc-per-node 2 -m tests.training.on_gpus coalesce
+    torchrun --nproc-per-node 2 -m tests.training.on_gpus accumulation
 
 Needs CUDA, DeepSpeed, pytest and this project importable. Prints one line per case on rank 0 and
 exits with 1 if any case differs from plain PyTorch on any rank.
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from tests.coalesce import test_failure as failures
 from tests.coalesce import test_gather_once as gathering
 from tests.coalesce.loops import several_backwards as window
-from tests.scripts import unsynced
+from tests.scripts import experts, unsynced
 from tests.training.options import (
     BF16,
     BF16_SUMS,
@@ -104,7 +105,28 @@ def of_coalesce() -> Iterator[Case]:
             yield case(script, stage=stage, **OVERLAP)
 
 
-CASES = {"zero3_retain": of_zero3_retain, "coalesce": of_coalesce}
+def of_accumulation() -> Iterator[Case]:
+    """Ranks that use different parameters."""
+    for stage in (1, 2):
+        for more in ({}, OVERLAP, OFFLOADED, BF16, FP16):
+            for model in ("Routed", "RoutedUnevenly"):
+                yield Case(experts.routed, Options(stage, model=model, **more), "accumulation")
+        for model in ("RoutedReentrant", "RoutedNonReentrant"):
+            for script in (experts.routed_losses_apart, experts.routed_micro_steps):
+                micro_steps = script.options.micro_steps
+                options = Options(stage, model=model, micro_steps=micro_steps, **OVERLAP)
+                yield Case(script, options, "accumulation")
+        for size in (40, 10**6):
+            zero = {"overlap_comm": True, "reduce_bucket_size": size}
+            options = Options(stage, model="RoutedUnevenly", steps=30, zero=zero)
+            yield Case(experts.routed, options, "accumulation")
+
+
+CASES = {
+    "accumulation": of_accumulation,
+    "zero3_retain": of_zero3_retain,
+    "coalesce": of_coalesce,
+}
 
 
 def judge(case: Case) -> tuple[bool, str]:
