@@ -253,6 +253,16 @@ SYMPTOMS = (
         anchor="does-not-train",
     ),
     Symptom(
+        "an evaluation under `torch.inference_mode()` between training steps",
+        "`Inference tensors cannot be saved for backward`, or "
+        "`'NoneType' object has no attribute 'next_functions'`",
+        (3,),
+        "0.16.0",
+        None,
+        "zero3_hooks",
+        anchor="inference-tensors",
+    ),
+    Symptom(
         "`overlap_comm` on GPUs",
         "NaN, or other numbers in each run",
         _ALL,

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.scripts.declared import ALL_RIGHT, WRONG, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.training.models import VOCABULARY, both_losses, loss_of
+from tests.training.options import SMALL_PREFETCH
+
+INFERENCE_TENSORS = {1: RIGHT, 2: RIGHT, 3: raises("Inference tensors cannot be saved")}
 
 
-@script(ALL_RIGHT)
+@script(INFERENCE_TENSORS, zero=SMALL_PREFETCH)
 def inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` after each step."""
     for step in trainer.steps():
@@ -21,6 +24,28 @@ def inference_mode(trainer: Any) -> None:
         with torch.inference_mode():
             loss_of(trainer, step, 7)
         trainer.module.train()
+
+
+@script(INFERENCE_TENSORS, zero=SMALL_PREFETCH)
+def inference_mode_of_the_module(trainer: Any) -> None:
+    """The same by ``engine.module``, which the engine does not see."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        with torch.inference_mode():
+            loss_of(trainer.module, step, 7)
+
+
+@script({1: RIGHT, 2: RIGHT, 3: raises("has no attribute 'next_functions'")}, model="Judged")
+def inference_mode_first(trainer: Any) -> None:
+    """An evaluation before each step, by a head among others that does not train."""
+    for step in trainer.steps():
+        trainer.module.eval()
+        with torch.inference_mode():
+            loss_of(trainer, step, 7)
+        trainer.module.train()
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
 
 
 @script(ALL_RIGHT)

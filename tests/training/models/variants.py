@@ -172,3 +172,14 @@ class PlainCritic(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         judged: Tensor = self.layers(x)
         return judged
+
+
+class Judged(TwoHeads):
+    """Has a head that judges where it does not train, as a metric or a value head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> Losses:
+        return super().heads(x if self.training else self.judge(x))
