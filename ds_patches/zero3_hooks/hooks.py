@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
+
+from .upstream import trace
 
 
 def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -15,3 +18,25 @@ def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> A
         return wrapped(*args, **kwargs)
     with torch.inference_mode(False), torch.no_grad():
         return wrapped(*args, **kwargs)
+
+
+def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the root it registers all modules, each with a new number."""
+    module = args[0] if args else kwargs["module"]
+    if module is not offload.module:
+        return wrapped(*args, **kwargs)
+    with trace.renumbered(offload.get_param_coordinator()):
+        return wrapped(*args, **kwargs)
+
+
+def around_all_gather(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
+    """It gives all parameters the dtype of the first."""
+    params, *others = args
+    if len({param.ds_tensor.dtype for param in params}) < 2:
+        return wrapped(*args, **kwargs)
+    alike = defaultdict(list)
+    for param in params:
+        alike[param.ds_tensor.dtype].append(param)
+    for some in alike.values():
+        wrapped(some, *others, **kwargs)
+    return None
