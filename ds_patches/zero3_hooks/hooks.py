@@ -16,7 +16,9 @@ def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> A
     """What gives parameters other data: in inference mode it would be no good for training."""
     if not torch.is_inference_mode_enabled():
         return wrapped(*args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():
+    # What torch.inference_mode is made of, without its Python; the end puts the gradient mode back.
+    with torch._C._InferenceMode(False):
+        torch._C._set_grad_enabled(False)
         return wrapped(*args, **kwargs)
 
 
