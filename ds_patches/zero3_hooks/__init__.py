@@ -27,7 +27,7 @@ Why
 
 How
     Parameters are given other data outside of inference mode. An unfinished trace gets the new
-    numbers. Each dtype is gathered by itself.
+    numbers. Parameters of several dtypes are gathered one by one.
 
 Upstream
     Of inference mode no issue was found. Generation: pull request 8043. Dtypes: issue 8072, pull

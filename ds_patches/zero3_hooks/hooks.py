@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -32,13 +31,10 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_all_gather(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It gives all parameters the dtype of the first."""
+    """It gives all parameters the dtype of the first; on CPU ranks it waits for the last alone."""
     params, *others = args
     if len({param.ds_tensor.dtype for param in params}) < 2:
         return wrapped(*args, **kwargs)
-    alike = defaultdict(list)
     for param in params:
-        alike[param.ds_tensor.dtype].append(param)
-    for some in alike.values():
-        wrapped(some, *others, **kwargs)
+        wrapped([param], *others, **kwargs)
     return None
