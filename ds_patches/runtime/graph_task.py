@@ -27,6 +27,14 @@ def at_end_of_task(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def saved_by_hooks() -> bool:
+    """Whether hooks take what this thread saves for a backward.
+
+    In a graph task they are those of a ``checkpoint(use_reentrant=False)`` that is recomputed.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def accumulates() -> bool:
     """In a hook of a tensor: whether this run adds to leaves beneath it, as a backward does.
 

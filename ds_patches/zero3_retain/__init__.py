@@ -12,6 +12,10 @@ Use
     them (0.18.3 and later). The loss may be any tensor that the forward made. Gradients of
     gradients work as well (``create_graph=True``).
 
+    A frozen model with adapters may be recomputed, by ``checkpoint`` of both kinds: without
+    `Recomputed values ... have different metadata` (stock to 0.19.2), and with one checkpointed
+    part gathered at a time (stock from 0.19.3 on: all of them, if reentrant).
+
     At stages 1 and 2, ``accumulation`` is all that several backwards need. This patch requires it:
     it adds up the gradients.
 
@@ -42,7 +46,12 @@ How
     behind itself. So gathering belongs to the backward, no longer to the forward, and nothing stays
     gathered between two backwards.
 
+    ``checkpoint(use_reentrant=False)`` keeps of a recomputed frozen parameter no copy, but the
+    parameter, and compares its shape in the end. So what was recomputed is released when the
+    backward comes to the next module. Reentrant recomputation has a backward of its own.
+
 Upstream
+    Pull request 8148 (0.19.3) is upstream's for frozen parameters, 8144 for ``modules_to_save``.
     Issues 7352 and 3539; pull requests 8045 and 8135 (open). Those keep every gathered parameter
     until a backward that does not retain its graph.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Class, Patch, upstream
+from ds_patches.core.patch import Class, Patch, Target, upstream
 
 _OFFLOAD = Class("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload")
-_COORDINATOR = Class(
-    "deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator"
-)
+_FETCHES = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_COORDINATOR = Class(_FETCHES, "PartitionedParameterCoordinator")
 
 _HOOKS = "ds_patches.zero3_retain.hooks"
 
@@ -15,6 +14,10 @@ _HOOKS = "ds_patches.zero3_retain.hooks"
 _TARGETS = (
     _OFFLOAD.target("_register_hooks_recursively", f"{_HOOKS}:around_register", "<=0.16.3"),
     _OFFLOAD.target("_register_deepspeed_module", f"{_HOOKS}:around_register", ">=0.16.4"),
+    _OFFLOAD.target(
+        "post_sub_module_forward_function", f"{_HOOKS}:around_forward_release", "<=0.19.2"
+    ),
+    Target(_FETCHES, "update_recompute_parameters", f"{_HOOKS}:around_attribution", ">=0.19.3"),
 )
 
 
@@ -44,7 +47,7 @@ PATCH = Patch(
     why="Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other.",
     how="Gathers and releases per backward instead of per forward, holding nothing in between.",
     remove_when="a DeepSpeed release gathers per backward; none up to 0.19.8 does",
-    upstream=upstream("issue 7352", "issue 3539", "PR 8045", "PR 8135"),
+    upstream=upstream("issue 7352", "issue 3539", "PR 8045", "PR 8135", "PR 8148", "PR 8144"),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,

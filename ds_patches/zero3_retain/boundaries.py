@@ -49,11 +49,24 @@ class OpenCalls:
 
     def __init__(self, on_task_begin: Callable[[int], None]) -> None:
         self._on_task_begin = on_task_begin
+        self._deferred: list[Callable[[], None]] = []
         self._open: dict[int, dict[_Call, ModuleBoundary]] = {}
         # Autograd runs hooks of CPU and device nodes on different threads.
         self._lock = Lock()
 
+    def defer(self, release: Callable[[], None]) -> None:
+        """Run it when a backward comes to the next edge of a module, or ends."""
+        self._deferred.append(release)
+
+    def _run_deferred(self) -> None:
+        with self._lock:
+            releases, self._deferred = self._deferred, []
+        for release in releases:
+            release()
+
     def open(self, call: _Call, boundary: ModuleBoundary) -> None:
+        if self._deferred:
+            self._run_deferred()
         task_id = current_task_id()
         with self._lock:
             calls = self._open.get(task_id)
@@ -71,6 +84,8 @@ class OpenCalls:
             self._on_task_begin(task_id)
 
     def close(self, call: _Call, boundary: ModuleBoundary) -> None:
+        if self._deferred:
+            self._run_deferred()
         with self._lock:
             calls = self._open.get(current_task_id(), {})
             last = calls.pop(call, None) is not None and boundary.leave()
@@ -79,6 +94,7 @@ class OpenCalls:
 
     def end(self, task_id: int) -> None:
         """Close what `task_id` left open, in the order it was opened."""
+        self._run_deferred()
         with self._lock:
             calls = self._open.pop(task_id, {})
             last = [boundary for boundary in calls.values() if boundary.leave()]
@@ -88,6 +104,7 @@ class OpenCalls:
     def abandon(self) -> None:
         """Forget every open call without releasing: a backward raised, the owner cleans up."""
         with self._lock:
+            self._deferred = []
             for calls in self._open.values():
                 for boundary in calls.values():
                     boundary.open_calls = 0

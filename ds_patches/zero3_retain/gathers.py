@@ -38,6 +38,7 @@ class Gathers:
         self._leaves: list[torch.nn.Module] = []
         self._leaf_inputs: dict[torch.nn.Module, int] = {}
         self._stock: dict[torch.nn.Module, gathered.Functions] = {}
+        self._boundaries: dict[torch.nn.Module, ModuleBoundary] = {}
 
     def install(self) -> None:
         """Put our boundary at every registered module that has none yet."""
@@ -63,6 +64,7 @@ class Gathers:
             version=self._version,
             transforms=gathered.lets_transforms_pass(self._stock[module]),
         )
+        self._boundaries[module] = boundary
         return boundary.before, boundary.after
 
     def remove(self) -> None:
@@ -70,7 +72,19 @@ class Gathers:
         for module, stock in self._stock.items():
             gathered.set_functions(module, stock)
         self._stock.clear()
+        self._boundaries.clear()
         self._leaves.clear()
+
+    def recomputed(self, module: torch.nn.Module, release: Callable[[], None]) -> None:
+        """A module ran in a backward, for what checkpoint() did not save; `release` its parameters.
+
+        Of a frozen parameter checkpoint() keeps no copy but the parameter itself, and looks at its
+        shape when all has run. Then the backward comes to the next module, which gathers its own.
+        """
+        if (boundary := self._boundaries.get(module)) is None or not gathered.any_frozen(module):
+            release()
+        elif not boundary.open_calls:  # else the backward is in the module, and releases it
+            self._calls.defer(release)
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ds_patches.accumulation import engines
 from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
+from ds_patches.runtime.graph_task import NO_TASK, current_task_id, saved_by_hooks
 
 from .gathers import Gathers
 
@@ -52,3 +54,23 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
     if (gathers := _gathers.get(offload)) is not None:
         gathers.install_at(args[0] if args else kwargs["module"])
     return result
+
+
+def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of a module that has run, in a backward too: there to be recomputed."""
+    if current_task_id() == NO_TASK or not saved_by_hooks():
+        return wrapped(*args, **kwargs)
+    if (gathers := _gathers.get(offload)) is None:
+        return wrapped(*args, **kwargs)
+    (module,) = (*args, *kwargs.values())
+    gathers.recomputed(module, partial(wrapped, module))
+    return None
+
+
+def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
+    """Holds a frozen parameter until a module ends whose backward has begun.
+
+    Reentrant recomputation has a backward of its own, which gathers and releases each module.
+    """
+    if saved_by_hooks():
+        wrapped(*args, **kwargs)

@@ -22,6 +22,22 @@ def low_rank_recomputed(trainer: Any) -> None:
     one_backward(trainer)
 
 
+@script(
+    ALL_RIGHT,
+    model="DeepReentrantAdapted",
+    awaits={3: {"calls": "zero3_retain gathers again what stock has held"}},
+)
+def low_rank_recomputed_reentrantly(trainer: Any) -> None:
+    """Many of them under checkpoint(use_reentrant=True): one block is gathered at a time."""
+    one_backward(trainer)
+
+
+@script(ALL_RIGHT, model="SavedModules")
+def modules_to_save(trainer: Any) -> None:
+    """Heads that train as copies, in wrappers that hand out the copies' attributes."""
+    one_backward(trainer)
+
+
 @script(LAST_ONLY, model="Adapted")
 def low_rank_two_backwards(trainer: Any) -> None:
     """Two losses over adapters."""

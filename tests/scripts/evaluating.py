@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.scripts.declared import ALL_RIGHT, WRONG, script
-from tests.training.models import VOCABULARY, both_losses, loss_of
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
+from tests.training.models import VOCABULARY, batch, both_losses, loss_of
+from tests.training.options import SMALL_PREFETCH
+
+INFERENCE_TENSORS = {1: RIGHT, 2: RIGHT, 3: raises("Inference tensors cannot be saved")}
 
 
-@script(ALL_RIGHT)
+@script(INFERENCE_TENSORS, zero=SMALL_PREFETCH)
 def inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` after each step."""
     for step in trainer.steps():
@@ -21,6 +26,28 @@ def inference_mode(trainer: Any) -> None:
         with torch.inference_mode():
             loss_of(trainer, step, 7)
         trainer.module.train()
+
+
+@script(INFERENCE_TENSORS, zero=SMALL_PREFETCH)
+def inference_mode_of_the_module(trainer: Any) -> None:
+    """The same by ``engine.module``, which the engine does not see."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        with torch.inference_mode():
+            loss_of(trainer.module, step, 7)
+
+
+@script({1: RIGHT, 2: RIGHT, 3: raises("has no attribute 'next_functions'")}, model="Judged")
+def inference_mode_first(trainer: Any) -> None:
+    """An evaluation before each step, by a head among others that does not train."""
+    for step in trainer.steps():
+        trainer.module.eval()
+        with torch.inference_mode():
+            loss_of(trainer, step, 7)
+        trainer.module.train()
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
 
 
 @script(ALL_RIGHT)
@@ -65,6 +92,59 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
                 return tokens[:least]
             logits, _ = trainer(torch.tensor(tokens))
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
+
+
+def by_an_inner_module(trainer: Any, step: int) -> None:
+    trainer.module.trunk(batch(step)[0])
+
+
+def unwrapped(trainer: Any, step: int, generate: Callable[[Any, int], object]) -> None:
+    """Gather all parameters and do without the engine's hooks, as TRL did up to its fix."""
+    with trainer.gathered(trainer.module.parameters()), without_hooks(trainer), torch.no_grad():
+        generate(trainer, step)
+
+
+@contextmanager
+def without_hooks(trainer: Any) -> Iterator[None]:
+    optimizer = trainer.engine.optimizer if trainer.is_engine else None
+    if (offload := getattr(optimizer, "parameter_offload", None)) is None:
+        yield
+        return
+    for param in offload.module.parameters():
+        param.ds_active_sub_modules.clear()
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):
+        hook.remove()
+    offload.forward_hooks, offload.backward_hooks = [], []
+    yield
+    register = getattr(offload, "_register_deepspeed_module", None)
+    (register or offload._register_hooks_recursively)(offload.module)
+
+
+@script(ALL_RIGHT)
+def generation_without_hooks(trainer: Any) -> None:
+    """An inner module generates after each step; ZeRO-3's hooks are removed and added again."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        unwrapped(trainer, step, by_an_inner_module)
+
+
+@script(ALL_RIGHT)
+def generation_first(trainer: Any) -> None:
+    """The same before each step."""
+    for step in trainer.steps():
+        unwrapped(trainer, step, by_an_inner_module)
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+
+
+@script(ALL_RIGHT)
+def generation_of_the_root(trainer: Any) -> None:
+    """The same by the whole model."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.step()
+        unwrapped(trainer, step, lambda one, at: one.module(batch(at)[0]))
 
 
 @script(ALL_RIGHT, grouped=(2, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,6 +94,13 @@ def holds_none(module: torch.nn.Module) -> bool:
     """
     own = type(module).__module__.startswith("torch.nn.modules.")
     return own and next(module.children(), None) is None and next(module.parameters(), None) is None
+
+
+def any_frozen(module: torch.nn.Module) -> bool:
+    """Whether `module` gathers a parameter that does not train."""
+    others = (param for _, param in module.ds_external_parameters())  # type: ignore[operator]
+    params = chain(module.parameters(recurse=is_leaf(module)), others)
+    return not all(param.requires_grad for param in params)
 
 
 def is_leaf(module: torch.nn.Module) -> bool:

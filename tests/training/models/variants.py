@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -179,8 +182,11 @@ class LowRank(nn.Module):
 class Adapted(TwoHeads):
     """A frozen trunk with low-rank adapters, as peft makes one."""
 
+    depth = 2
+
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(self.depth))
         self.embed.requires_grad_(False)
         for block in self.blocks:
             block.norm.requires_grad_(False)
@@ -188,13 +194,60 @@ class Adapted(TwoHeads):
 
 
 class CheckpointedAdapted(Adapted):
-    """The same, recomputed."""
+    """The same, recomputed, with the inputs of its blocks made to need a gradient."""
+
+    reentrant = False
 
     def trunk(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens).requires_grad_()
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
+
+
+class ReentrantAdapted(CheckpointedAdapted):
+    """In a nested graph task."""
+
+    reentrant = True
+
+
+class DeepAdapted(CheckpointedAdapted):
+    """Eight blocks, so that it is seen for how long one of them is held."""
+
+    depth = 8
+
+
+class DeepReentrantAdapted(DeepAdapted):
+    reentrant = True
+
+
+class SavedModule(nn.Module):
+    """Trains a copy of a module, and hands out its attributes, as PEFT's ``modules_to_save``."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.copies = nn.ModuleDict({"default": deepcopy(original)})
+        self.original = original.requires_grad_(False)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("copies", "original"):
+                raise
+            return getattr(self.copies["default"], name)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.copies["default"](x)
+
+
+class SavedModules(Adapted):
+    """Adapters, and heads that are trained whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classify = SavedModule(self.classify)
+        self.rebuild = SavedModule(self.rebuild)
 
 
 class FloatInput(TwoHeads):
@@ -231,3 +284,14 @@ class PlainCritic(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         judged: Tensor = self.layers(x)
         return judged
+
+
+class Judged(TwoHeads):
+    """Has a head that judges where it does not train, as a metric or a value head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> Losses:
+        return super().heads(x if self.training else self.judge(x))

@@ -1,0 +1,38 @@
+"""PEFT's LoRA at ZeRO-3, recomputed as the Trainer has it, against plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training import stock
+from tests.training.options import Options
+from tests.training.run import check, run
+from tests.world import World
+
+pytest.importorskip("peft", reason="peft is not installed: it is in the extra `frameworks`")
+
+from tests.frameworks.user import lora
+
+pytestmark = pytest.mark.exhaustive
+PATCHES = ("zero3_retain", "zero3_hooks")
+#: To 0.19.2 a recomputation finds frozen parameters empty.
+LOSES_FROZEN = stock.Version("0.19.3") > stock.RELEASE
+MODELS = [
+    lora.Lora,
+    lora.WithoutInputs,
+    lora.Reentrant,
+    lora.Saving,
+    lora.SavingWithoutInputs,
+    lora.SavingReentrant,
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("train", [lora.train, lora.train_and_generate])
+def test_it_trains_as_plain_pytorch_does(world: World, model: type, train: object) -> None:
+    check(world, train, Options(model=model), *PATCHES)  # type: ignore[arg-type]
+
+
+def test_stock_loses_frozen_parameters(world: World) -> None:
+    for one in world.run(run, lora.train, Options(model=lora.Lora)):  # type: ignore[arg-type]
+        assert ("Recomputed values for" in one.error) == LOSES_FROZEN, one
