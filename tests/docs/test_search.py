@@ -26,7 +26,7 @@ TYPED = {
     "INFLIGHT": "inflight",
     "has already been reduced. Gradient computed twice": "reduced-twice",
     "Direct calls to tensor.backward() are not supported": "direct-calls",
-    "output tensor must have the same type as input tensor": "same-type",
+    "output tensor must have the same type as input tensor": "several-dtypes",
     "mat2 must be a matrix": "gradient-penalty",
     "'weight' must be 2-D": "weight-2d",
     "loss spikes after an upgrade": "clipped",
