@@ -160,7 +160,7 @@ SETTINGS = (
     Symptom("a section of the configuration that was removed, such as `elasticity`",
             "`DeepSpeedConfigError: Elastic training has been removed`", (0, *_ALL), "0.19.8", None,
             "", add="take the section out", anchor="removed-section", needs="removed"),
-    Symptom("small parameters, ranks on CPU", "weights may become `inf`", _3, "0.16.0", "0.19.8",
+    Symptom("small parameters, ranks on CPU", "weights may become infinite", _3, "0.16.0", "0.19.8",
             "", add='`"stage3_param_persistence_threshold": 0`', anchor="late-gathers",
             needs="script"),
 )
@@ -173,10 +173,10 @@ NOT_CURED = (
             _ALL, "0.18.5", "0.18.7", "", anchor="counts-again", needs=""),
     Symptom("any backward, with torch 2.4 or older",
             "`'NoneType' object has no attribute 'next_functions'`",
-            _ALL, "0.18.3", "0.18.7", "", add="torch 2.5", anchor="counts-again"),
+            _ALL, "0.18.3", "0.18.7", "", add="torch 2.5", anchor="inference-tensors"),
     Symptom("a plain `loss.backward()` without ZeRO",
             "`Direct calls to tensor.backward() are not supported in this configuration`",
-            (0,), "0.18.4", None, "", add="`engine.backward(loss)`", anchor="plain-without-zero"),
+            (0,), "0.18.4", None, "", add="`engine.backward(loss)`", anchor="direct-calls"),
     Symptom("a plain `loss.backward()`", _REDUCED, _FLAT, "0.16.0", "0.18.3", "",
             add="`engine.backward(loss)`", anchor="reduced-twice"),
     Symptom("`engine.scale(loss).backward()`", "`'DeepSpeedEngine' object has no attribute "

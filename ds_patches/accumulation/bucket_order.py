@@ -26,9 +26,9 @@ from ds_patches.runtime.graph_task import current_task_id
 #: Parameters, each by what DeepSpeed keeps of it in a bucket.
 Order = list[Any]
 
-_NOT_FORESEEN = (
-    "a gradient that this backward was not to bring, at a parameter that was reduced as zero: put "
-    "the backwards of a step into `with engine.coalesce_grad_reduction():`"
+_REDUCED = (
+    "a gradient came to a parameter that has already been reduced in this backward: put the "
+    "backwards of a step into `with engine.coalesce_grad_reduction():`"
 )
 _CANNOT_BE_FORMED = (
     "gradients came in another order than on other ranks, and cannot be reduced in theirs: put the "
@@ -137,18 +137,22 @@ class BucketOrder:
         if self._came is None:
             self._came = dict.fromkeys(_flat(self._now))
             self._due = [one for one in self._order or () if one not in self._came][::-1]
+            self._came.update(dict.fromkeys(self._buckets.take_out()))
             if self._foresees and current_task_id() == self._task:
-                self._absent = {*self._due} - self._buckets.reached()
+                reached = self._buckets.reached()
+                if reached.issuperset(self._came):
+                    self._absent = {*self._due} - reached
             self._buckets.divert(self._wait_for_its_turn)
-        if not self._is_own:
+        elif not self._is_own:
             self._came.update(dict.fromkeys(self._buckets.take_out()))
 
     def _wait_for_its_turn(self, param: Any) -> None:
         """A gradient has come. One may have got into a bucket while that was taken back."""
         self._hold()
         assert self._came is not None
-        if param in self._absent:
-            raise RuntimeError(_NOT_FORESEEN)
+        is_put_in = param in self._came and param not in self._due and param not in self._unused
+        if param in self._absent or is_put_in:
+            raise RuntimeError(_REDUCED)
         self._came[param] = None
         while self._due and (self._due[-1] in self._came or self._due[-1] in self._absent):
             self._put_in([self._due.pop()])

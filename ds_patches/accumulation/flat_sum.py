@@ -112,6 +112,8 @@ class FlatSum:
         self._empty = True
 
     def abandon(self) -> None:
+        if self._order is not None:
+            self._order.begin_backward()
         flat.empty_buckets(self._optimizer)
         self.drop()
 

@@ -127,7 +127,7 @@ def test_arguments_that_mean_nothing(world: World) -> None:
 
 
 #: What stays at an engine that was met, until the patches are taken back.
-MET = ("_ds_patches_accumulation", "_ds_patches_coalesce")
+MET = ("_ds_patches_accumulation", "_ds_patches_coalesce", "reduce_ipg_grads")
 
 
 def nested(engine: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.scripts import ordinary, unsynced
 from tests.training import stock
-from tests.training.collectives import Collectives
+from tests.training.collectives import Gradients
 from tests.training.options import BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, Options
 from tests.training.run import applied, check
 from tests.training.surroundings import RATE
@@ -162,7 +162,7 @@ def sent_in_three_steps(stage: int, backwards: int, inside: bool) -> dict[str, i
     with applied("coalesce"):
         trainer = engine_trainer(stage=stage, micro_steps=backwards if inside else 1)
         loop = unsynced.stepped_inside if inside else unsynced.all_but_the_last
-        with Collectives() as sent:
+        with Gradients() as sent:
             loop(trainer, backwards)
         return {name: n for name, n in sent.seen.items() if "reduce" in name}
 
@@ -188,7 +188,7 @@ class Watching(EngineTrainer):
     seen: list[tuple[dict[str, int], list[str]]]
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        with Collectives() as sent:
+        with Gradients() as sent:
             super().backward(loss, retain_graph)
         left = [name for name, param in self.module.named_parameters() if param.grad is not None]
         self.seen.append((dict(sent.seen), left))

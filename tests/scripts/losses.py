@@ -30,7 +30,7 @@ def auxiliary_tensor_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, model="Auxiliary")
+@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, model="Auxiliary", at_rest=False)
 def auxiliary_alone(trainer: Any) -> None:
     """The outputs are for nothing."""
     for step in trainer.steps():

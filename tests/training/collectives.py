@@ -26,12 +26,13 @@ class Collectives(TorchDispatchMode):
 
 
 class Gradients(Collectives):
-    """But for single numbers, as a step sums for its norm, and for empty buckets."""
+    """But for single numbers, as a step sums for its norm, integers, and empty buckets."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if all(leaf.numel() <= 1 for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
+        sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if all(leaf.numel() <= 1 or not leaf.is_floating_point() for leaf in sent):
             return function(*args, **(kwargs or {}))
         return super().__torch_dispatch__(function, types, args, kwargs)
 

@@ -218,6 +218,13 @@ def train_and_unapply(one: Pipeline, engine: Any) -> list[float]:
 Script = Callable[[Pipeline, Any], list[float]]
 
 
+def _forget_the_grid() -> None:
+    """Of a pipeline, which DeepSpeed keeps for all engines that come."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+
+
 def run(one: Pipeline, *patches: str, script: Script = train) -> Trained:
     """One training on this rank, patched or not; an exception is an outcome."""
     from tests.training.run import applied
@@ -228,6 +235,7 @@ def run(one: Pipeline, *patches: str, script: Script = train) -> Trained:
     expected, found.expected = plainly(one, ranks)
     start = named(layers_of(one), one.tied)
     with ExitStack() as stack:
+        stack.callback(_forget_the_grid)
         if one.dtype == "float16":
             stack.enter_context(half_precision_allowed())
         if one.checkpointing:

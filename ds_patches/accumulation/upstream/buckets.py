@@ -83,7 +83,12 @@ class ReduceBuckets:
         optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, group)
 
     def reached(self) -> set[Any]:
-        """Inside a backward: what it brings gradients to, but for backwards within it."""
+        """Inside a backward: what it brings gradients to, but for backwards within it.
+
+        Nothing at stage 1 without overlap_comm, where all have come before the first is reduced.
+        """
+        if not (self._optimizer.partition_gradients or self._optimizer.overlap_comm):
+            return set()
         return {key for key, (param, _) in self._params.items() if reaches(param)}
 
     def divert(self, put: Callable[[Any], None] | None) -> None:
