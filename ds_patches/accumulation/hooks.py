@@ -75,7 +75,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    if pipeline.is_divided(engine):
+    if engine.pipeline_parallelism and pipeline.is_divided(engine):
         return args[0]
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or (not steps.has_divided and (steps.watch.runs_here or accumulates())):

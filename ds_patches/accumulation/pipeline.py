@@ -42,7 +42,7 @@ def is_divided(engine: Any) -> bool:
 
     0.18.3 to 0.19.2 divide it again, at each stage before.
     """
-    return bool(engine.pipeline_parallelism) and not engine.is_last_stage()
+    return not engine.is_last_stage()
 
 
 def prologue(engine: Any, wrapped: Wrapped) -> Any:
