@@ -14,10 +14,11 @@ from itertools import combinations
 from typing import Any
 
 from tests.scripts.declared import STEPS, Script, scripts
-from tests.scripts.worlds import Worlds
+from tests.scripts.worlds import STOCK, Worlds
 from tests.training.options import Options
 from tests.training.run import Outcome
 from tests.training.surroundings import EAGER
+from tests.world.errors import RankError, WorldTimeout
 
 #: Rows that are tried for each that is taken.
 TRIES = 40
@@ -156,8 +157,16 @@ class Crossed:
         return int(self.row[0].given["stage"])
 
     def run(self, worlds: Worlds, way: str) -> list[Outcome]:
-        """By stock or patched; what is equal to plain PyTorch depends on how far that went."""
-        found = worlds.run(self.script, self.stage, way, looks=False, **self.options)
+        """By stock or patched; what is equal to plain PyTorch depends on how far that went.
+
+        Where stock adds gradients of different sizes, gloo may end its process.
+        """
+        try:
+            found = worlds.run(self.script, self.stage, way, looks=False, **self.options)
+        except (RankError, WorldTimeout) as error:
+            if way != STOCK:
+                raise
+            found = [Outcome(error=f"{type(error).__name__}: {error}")]
         tolerance = max(2 * self.script.tolerance, *(choice.tolerance for choice in self.row))
         for one in found:
             one.tolerance = tolerance * max(1.0, 2 * one.moved)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.frameworks.models import SIZES
+from tests.frameworks.saved import SIZES
 from tests.training.models import batch
 
 
