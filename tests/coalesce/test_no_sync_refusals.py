@@ -85,10 +85,11 @@ def turned_off(stage: int, by: str) -> str:
     option = {"no_sync": "off"} if by == "option" else {}
     with mock.patch.dict(os.environ, variables), applied("coalesce", **option):
         engine = engine_of(stage=stage)
-        one_backward(engine)
-        engine.zero_grad()
         if by == "kind of engine":
             engine.pipeline_parallelism = True
+        else:
+            one_backward(engine)
+            engine.zero_grad()
         return caught_by(engine.no_sync)
 
 
