@@ -21,6 +21,7 @@ _VECTORIZED = ">=0.16.9"
 _BUCKET_CLASSES = ">=0.17.2"
 _FORGETS_MICRO_STEPS = ">=0.17.6,<=0.18.2"
 _UNFUSED_BF16 = ">=0.17.6,<=0.18.5"
+_COUNTS = ">=0.18.3,<=0.18.6"
 
 
 _TARGETS = (
@@ -48,6 +49,8 @@ _TARGETS = (
     _FLAT.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
     Target(_FLAT.module, "split_half_float_double", f"{_HOOKS}:around_split", "<=0.19.7"),
     _FLAT.target("get_all_grad_tensors", f"{_HOOKS}:around_all_grad_tensors", _FORGETS_MICRO_STEPS),
+    Target(_FLAT.module, "count_used_parameters_in_backward", f"{_HOOKS}:around_count", _COUNTS),
+    Target(_STAGE3.module, "count_used_parameters_in_backward", f"{_HOOKS}:around_count", _COUNTS),
     _UNFUSED.target("backward", "ds_patches.accumulation.unsharded:around_backward", _UNFUSED_BF16),
     _UNFUSED.target("step", "ds_patches.accumulation.unsharded:around_step", _UNFUSED_BF16),
 )

@@ -14,7 +14,7 @@ import torch
 
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.runtime.engines import built
-from ds_patches.runtime.graph_task import accumulates
+from ds_patches.runtime.graph_task import NO_TASK, accumulates, current_task_id
 
 from . import engines, pipeline
 from .flat_sum import FlatSum
@@ -25,6 +25,9 @@ from .upstream import flat
 #: Looked up in the `__dict__` of an engine or its optimizer, as `engines.of` does, by each wrapper
 #: that a training step calls: a call less for each.
 KEY = engines.KEY
+#: By the list of an optimizer's parameters: the last graph task that counted it, and how many of
+#: them that reaches.
+_reached: dict[int, tuple[int, int]] = {}
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -153,3 +156,21 @@ def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     (tensors,) = (*args, *kwargs.values())
     found = wrapped(tensors)
     return found if sum(map(len, found)) == len(tensors) else flat.by_dtype(tensors)
+
+
+# --- What a backward will reach ------------------------------------------------------------------
+
+
+def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """It is asked at each gradient, and what a graph task reaches does not change.
+
+    To PyTorch 2.4 a parameter has its node only where gradients are recorded.
+    """
+    (parameters,) = args
+    task = current_task_id()
+    last, count = _reached.get(id(parameters), (NO_TASK, 0))
+    if last != task or task == NO_TASK:
+        with torch.enable_grad():
+            count = wrapped(parameters)
+        _reached[id(parameters)] = task, count
+    return count

@@ -62,6 +62,15 @@ def by_name(file: Stamp, qualname: str) -> Definition | None:
     return alone or _in_tree(tree(file).body, names)
 
 
+def imported_from(file: Stamp, name: str) -> str | None:
+    """Return the module that a function comes from that the file only imports, by this name."""
+    if name in _heads(file) or not any(name in line for line in _lines(file)):
+        return None
+    statements = (one for one in tree(file).body if isinstance(one, ast.ImportFrom))
+    found = (one.module for one in statements if any(n.name == name for n in one.names))
+    return next(found, None)
+
+
 def digest(node: ast.AST) -> str:
     """Return 16 hex digits that are equal on every Python for equal behaviour."""
     return hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]

@@ -60,8 +60,17 @@ def of(place: Place, folder: Path) -> str:
 
 def of_source(place: Place, folder: Path) -> str:
     """Return the shape of a place as the source under `folder` has it."""
-    path = _source_file(place.module, folder)
-    return ABSENT if path is None else _digest_by_name(definitions.stamp(path), place.qualname)
+    return _of_source(place.module, place.qualname, folder)
+
+
+def _of_source(module: str, qualname: str, folder: Path) -> str:
+    path = _source_file(module, folder)
+    if path is None:
+        return ABSENT
+    file = definitions.stamp(path)
+    if origin := definitions.imported_from(file, qualname):
+        return _of_source(origin, qualname, folder)
+    return _digest_by_name(file, qualname)
 
 
 def must_parse(place: Place, folder: Path) -> None:
