@@ -18,7 +18,6 @@ from benchmarks.tables import off_by
 #: "gradient": of AdamW's running average of the gradients, which sees a factor that one lacks, 50
 #: per cent or more; rounding is some per cent after some steps.
 BARS = {"norm": 0.02, "gradient": 0.25}
-_NAMES = 3  # that a table shows
 
 #: By parameter, on the CPU: what it moved by, and AdamW's average of its gradients.
 Trained = Mapping[str, tuple[Tensor, Tensor]]
@@ -84,14 +83,6 @@ def off(row: Row, name: str) -> list[str]:
     """The parameters that are off by more than this one's bar, or by NaN."""
     found = of_row(row) or {}
     return [param for param, one in found.items() if not one[name] <= BARS[name]]
-
-
-def lost(row: Row) -> str:
-    if not of_row(row):
-        return "-"
-    names = [f"`{name}`" for name in off(row, "norm")]
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more or "none"
 
 
 def worst(name: str) -> Callable[[Row], str]:

@@ -15,7 +15,6 @@ import torch
 import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.run import Script, loop
-from tests.listening import listening
 from tests.training.options import Options, config
 from tests.training.surroundings import build_engine, compile_engine
 from tests.training.trainers import EngineTrainer, Parameters
@@ -37,7 +36,6 @@ class Held:
     skipped: tuple[int, int] = (0, 0)
     graphs: int = 0
     peaks: tuple[int, int] = (0, 0)  # bytes, from the first step on
-    heard: list[str] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -104,16 +102,15 @@ def hold(
     eager.engine.destroy()
     del eager
     held = Held()
-    with listening() as held.heard:
-        if patch:
-            ds_patches.apply("dc_fallback")
-        try:
-            compiled = compile_engine(deepcopy(start), options.config, "inductor")
-            trainer = Trainer(compiled, options)
-            peak = _peak_of(script, trainer)
-        except Exception as error:
-            held.error = f"{type(error).__name__}: {error}"
-            return held
+    if patch:
+        ds_patches.apply("dc_fallback")
+    try:
+        compiled = compile_engine(deepcopy(start), options.config, "inductor")
+        trainer = Trainer(compiled, options)
+        peak = _peak_of(script, trainer)
+    except Exception as error:
+        held.error = f"{type(error).__name__}: {error}"
+        return held
     held.losses, held.peaks = (losses, trainer.losses), (peak_eager, peak)
     held.skipped = (skipped, trainer.engine.skipped_steps)
     held.available = trainer.available
