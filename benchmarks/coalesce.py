@@ -115,9 +115,8 @@ class Coalesce(Workload):
 
     def look(self, at: Standing) -> None:
         super().look(at)
-        at.row.found["window_mib"] = probes.allocated_after(
-            at.step, "backwards", self.device, at.before
-        )
+        held = probes.held_mib(at.step, self.device, at.before)
+        at.row.found["window_mib"] = held["backwards"]
 
     def where(self, row: Row) -> str:
         return f"N={row['backwards']}, batch {row['batch']}"

@@ -26,14 +26,16 @@ def allocated_mib(device: torch.device) -> float | None:
     return float(torch.cuda.memory_allocated(device)) / _MIB
 
 
-def allocated_after(
-    step: Step, phase: str, device: torch.device, before: float | None
-) -> float | None:
-    """MiB that one step holds at the end of its `phase`, above `before`."""
-    found: list[float | None] = []
-    step(lambda ended: found.append(allocated_mib(device)) if ended == phase else None)
-    (now,) = found
-    return None if now is None or before is None else now - before
+def held_mib(step: Step, device: torch.device, before: float | None) -> dict[str, float | None]:
+    """MiB that one step holds at the end of each of its phases, above `before`."""
+    found: dict[str, float | None] = {}
+
+    def look(ended: str) -> None:
+        now = allocated_mib(device)
+        found[ended] = None if now is None or before is None else now - before
+
+    step(look)
+    return found
 
 
 def peak_mib(step: Step, device: torch.device, before: float | None) -> float | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.engines import around, batches, config, mlp
 from benchmarks.gradients import Forward
 from benchmarks.harness import main
-from benchmarks.probes import allocated_mib
+from benchmarks.probes import held_mib
 from benchmarks.rows import Row, find, ratios
 from benchmarks.tables import Bar, Table, error, number, over, phases, value
 from benchmarks.timing import Mark, Step
@@ -190,17 +190,9 @@ class Retain(Workload):
             at.row.found["held_graph_kept"] = self._held(at, kept)
 
     def _held(self, at: Standing, step: Step) -> list[dict[str, Any]]:
-        """MiB after each backward of a step of its own, above those before the engine was built."""
-        held: list[dict[str, Any]] = []
-
-        def look(phase: str) -> None:
-            if phase.startswith("backward"):
-                now = allocated_mib(self.device)
-                mib = None if now is None or at.before is None else now - at.before
-                held.append({"after": phase, "mib": mib})
-
-        step(look)
-        return held
+        """After each backward of a step of its own."""
+        held = held_mib(step, self.device, at.before).items()
+        return [{"after": name, "mib": mib} for name, mib in held if name.startswith("backward")]
 
     def label(self, row: Row) -> tuple[str, str]:
         return str(row["number"]), row["title"]

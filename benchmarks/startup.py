@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import ds_patches
 from benchmarks.options import positive
 from benchmarks.provenance import provenance
 from benchmarks.tables import markdown
-from benchmarks.timing import Spread
+from benchmarks.timing import quartiles
 from ds_patches.startup import variables
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +171,7 @@ def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
         ms = taken[start.name]
         added = [one - other for one, other in zip(ms, first, strict=True)]
         cells = ["-"] * 4 if ms is first else _cells(added, start.bar)
-        body.append([start.name, f"{Spread.of(ms).median:.2f}", *cells])
+        body.append([start.name, f"{statistics.median(ms):.2f}", *cells])
     header = (what, "CPU ms", "added CPU ms", "quartiles", "bar", "held")
     print("", markdown(header, body), sep="\n", flush=True)
 
@@ -190,13 +191,10 @@ def _calls(processes: int) -> None:
 
 
 def _cells(ms: Sequence[float], bar: float | None) -> list[str]:
-    spread = Spread.of(ms)
-    cells = [f"{spread.median:.2f}", f"{spread.low:.2f} to {spread.high:.2f}"]
-    return [*cells, *(("-", "-") if bar is None else (f"< {bar:g}", _held(spread, bar)))]
-
-
-def _held(spread: Spread, bar: float) -> str:
-    return "yes" if spread.median < bar else "NO"
+    low, median, high = quartiles(ms)
+    cells = [f"{median:.2f}", f"{low:.2f} to {high:.2f}"]
+    held = ["-", "-"] if bar is None else [f"< {bar:g}", "yes" if median < bar else "NO"]
+    return cells + held
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.rows import Row, find, ratios
 from benchmarks.skipping import SKIPPED, graphs, model
 from benchmarks.tables import Bar, by_round
 from benchmarks.workload import Workload
-from tests.benchmarks.outcome import Outcome
+from tests.benchmarks.outcome import table
 from tests.benchmarks.test_kept_runs import kept_run
 
 DC = "dc-fallback-2026-11-21"  # a run in which stock did not train where frames were skipped
@@ -73,15 +73,15 @@ def test_what_raised_or_does_not_train_has_no_number() -> None:
     half = find(rows, mode="stock", skipped="half")
     assert half is not None
     half.error = "RuntimeError: 'weight' must be 2-D\n  while | tracing"
-    outcome = Outcome(workload.section({"rows": [row.plain() for row in rows]}), {})
-    times = {tuple(cells[:2]): cells for cells in outcome.table("skipped")}
+    printed = workload.section({"rows": [row.plain() for row in rows]})
+    times = {tuple(cells[:2]): cells for cells in table(printed, "skipped")}
     assert list(times) == [(skipped, mode) for skipped in SKIPPED for mode in MODES]
     assert times["nothing", "patched"][2:5] == ["-", "0.300", "0.956"]
     assert times["nothing", "eager"][-1] == "reference"
     assert times["half", "patched"][-1] == "yes"
     assert times["half", "stock"][2] == "RuntimeError: 'weight' must be 2-D while / tracing"
     assert times["all", "stock"][-1] == "NO: not 19 of 19 parameters"
-    assert outcome.printed.count("| half | stock |") == 1, "nothing else is known of it"
+    assert printed.count("| half | stock |") == 1, "nothing else is known of it"
     # What was not measured must not look held.
     assert bars(workload, rows)["compilations, half skipped: patched / stock"].held is None
 

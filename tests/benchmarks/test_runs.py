@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks import show
-from benchmarks.rows import Row
+from benchmarks.rows import Run
 from benchmarks.workload import Workload
-from tests.benchmarks.outcome import ROOT, Outcome, outcome_of
+from tests.benchmarks.outcome import ROOT, table
 
 pytestmark = pytest.mark.exhaustive
 
@@ -52,20 +52,23 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
-    def run(name: str) -> tuple[Outcome, Workload, list[Row]]:
-        command = f"{COMMANDS[name]} --device cpu --steps 2 --warmup 3 --rounds 2 --commit abc"
+    def run(name: str) -> tuple[str, Path, Workload, Run]:
         kept = tmp_path_factory.mktemp(name) / "run.json"
-        outcome = outcome_of(f"{command} --json", kept, OMP_NUM_THREADS="1")
+        same = f"--device cpu --steps 2 --warmup 3 --rounds 2 --commit abc --json {kept}"
+        words = [sys.executable, *f"{COMMANDS[name]} {same}".split()]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
         kind = next(kind for kind in show.KINDS if kind.name == name)
-        workload = kind(argparse.Namespace(**outcome.kept["options"]))
-        return outcome, workload, workload.read(outcome.kept)
+        return done.stdout, kept, *show.load(kind, kept)
 
     return run
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_row_is_timed_and_right(runs: Any, name: str) -> None:
-    _, workload, rows = runs(name)
+    _, _, workload, kept = runs(name)
+    rows = workload.read(kept)
     assert [tuple(row.of.values())[: len(ROWS[name][0])] for row in rows] == ROWS[name]
     for row in rows:
         assert list(workload.wrong(row)) == []
@@ -81,35 +84,34 @@ def test_every_row_is_timed_and_right(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_all_is_kept_and_says_again_what_was_printed(runs: Any, name: str, tmp_path: Path) -> None:
-    run, _, rows = runs(name)
-    origin = run.kept["provenance"]
+def test_all_is_kept_and_says_again_what_was_printed(runs: Any, name: str) -> None:
+    printed, path, workload, kept = runs(name)
+    origin = kept["provenance"]
     assert origin["commit"] == "abc"
     assert origin["ranks"] == "2"
     assert {"torch", "deepspeed", "ds_patches", "device", "date"} <= origin.keys()
-    assert [row.plain() for row in rows] == run.kept["rows"]
-    (tmp_path / "run.json").write_text(json.dumps(run.kept))
-    command = [sys.executable, "-m", "benchmarks.show", f"--{name.replace('_', '-')}"]
-    words = [*command, str(tmp_path / "run.json")]
-    again = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert again.strip() in run.printed
-    for bar in run.kept["bars"]:  # nobody counts a CPU's memory; it must not look held
-        assert (bar["held"] is None) or bar["measured"] is not None
+    assert [row.plain() for row in workload.read(kept)] == kept["rows"]
+    command = [sys.executable, "-m", "benchmarks.show", f"--{name.replace('_', '-')}", str(path)]
+    again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert again.strip() in printed
+    for bar in kept["bars"]:  # nobody counts a CPU's memory; it must not look held
+        assert bar["held"] is None or bar["measured"] is not None
 
 
 def test_retain_looks_after_each_backward(runs: Any) -> None:
-    for row in runs("retain")[2]:
-        if row.error is None:
-            backwards = [name for name in row.ms_by_phase[0] if name.startswith("backward")]
-            assert [held["after"] for held in row.get("held")] == backwards
+    for row in runs("retain")[3]["rows"]:
+        if row["error"] is None:
+            backwards = [name for name in row["ms_by_phase"][0] if name.startswith("backward")]
+            assert [held["after"] for held in row["held"]] == backwards
             assert len(backwards) == (1 if row["number"] in (1, 2, 9) else 2)
 
 
 def test_dc_fallback_holds_each_parameter_against_the_first_eager_row(runs: Any) -> None:
-    run, _, (first, second) = runs("dc_fallback")
-    assert first.get("differences")[0] is None
-    assert len(second.get("differences")[0]) == 7  # the embedding; weights and biases of 3 layers
-    assert [cells[-1] for cells in run.table("skipped")][:2] == ["yes", "yes"]
+    printed, _, _, kept = runs("dc_fallback")
+    first, second = (row["differences"] for row in kept["rows"])
+    assert first[0] is None
+    assert len(second[0]) == 7  # the embedding; weights and biases of 3 layers
+    assert [cells[-1] for cells in table(printed, "skipped")] == ["yes", "yes"]
 
 
 def test_a_row_that_is_not_done_in_time_failed_and_is_not_started_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.benchmarks.outcome import ROOT, Outcome
+from tests.benchmarks.outcome import ROOT, table
 
 HOOKED = {
     "PYTHONPATH, DS_PATCHES unset": "< 2",
@@ -21,14 +21,13 @@ HOOKED = {
 def test_startup_prints_every_start_call_and_bar() -> None:
     command = [sys.executable, "-m", "benchmarks.startup", "--rounds", "3", "--imports", "1"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    startup = Outcome(done.stdout, {})
-    bare = startup.table("python -c pass")
+    bare = table(done.stdout, "python -c pass")
     assert all(float(cells[1]) > 0 for cells in bare)
     assert [(cells[0], cells[4]) for cells in bare] == [("no hook", "-"), *HOOKED.items()]
-    imports = startup.table("python -c 'import deepspeed'")
+    imports = table(done.stdout, "python -c 'import deepspeed'")
     assert [cells[0] for cells in imports][:2] == ["DS_PATCHES unset", "DS_PATCHES=all"]
     assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"
-    calls = startup.table("import deepspeed, then")
+    calls = table(done.stdout, "import deepspeed, then")
     names = [cells[0].partition("()")[0] for cells in calls]
     assert names == ["apply_all", "unapply_all", "apply_all"]
     assert [cells[3] for cells in calls] == ["< 350", "-", "< 150"]

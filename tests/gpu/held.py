@@ -34,7 +34,6 @@ class Held:
     apart: dict[str, float] = field(default_factory=dict)  # relative distance of the updates
     available: list[list[str]] = field(default_factory=list)
     skipped: tuple[int, int] = (0, 0)
-    graphs: int = 0
     peaks: tuple[int, int] = (0, 0)  # bytes, from the first step on
     error: str = ""
 
@@ -114,7 +113,6 @@ def hold(
     held.losses, held.peaks = (losses, trainer.losses), (peak_eager, peak)
     held.skipped = (skipped, trainer.engine.skipped_steps)
     held.available = trainer.available
-    held.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for name, now in trainer.parameters().items():
         eagers, ours = expected[name] - before[name], now - before[name]
         held.norms[name] = (eagers.norm().item(), ours.norm().item())

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,7 @@ def test_an_environment_is_removed_whatever_happens(
 
     monkeypatch.setattr(pairs, "_make", make)
     a_release(no_package_index, "0.16.9")
-    if work is stops:
-        with pytest.raises(KeyboardInterrupt):
-            pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
-    else:
+    with suppress(KeyboardInterrupt):
         assert pairs.in_its_environment(Pair("0.16.9", "2.6.0"), work, again=False)
     assert [path.name for path in no_package_index.iterdir()] == ["0.16.9"]
 
