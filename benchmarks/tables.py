@@ -62,10 +62,6 @@ class Bar:
         )
 
 
-def bars_table(bars: Iterable[Bar]) -> str:
-    return markdown(("ratio or count", "measured", "bar", "held"), [bar.cells() for bar in bars])
-
-
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

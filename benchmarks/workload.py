@@ -23,7 +23,6 @@ from benchmarks.tables import (
     Bar,
     Column,
     Table,
-    bars_table,
     by_round,
     cell,
     markdown,
@@ -96,9 +95,9 @@ class Workload:
     def step(self, row: Row, engine: Any, data: Any) -> Step:
         raise NotImplementedError
 
-    def plain(self, row: Row, data: Any) -> Callable[[Forward], None] | None:
-        """The backwards of one step in plain PyTorch; None: its gradients are not looked at."""
-        return None
+    def plain(self, row: Row, data: Any) -> Callable[[Forward], None]:
+        """The backwards of one step in plain PyTorch."""
+        raise NotImplementedError
 
     def look(self, at: Standing) -> None:
         """Find out what no timed step can tell, in steps of their own."""
@@ -112,11 +111,11 @@ class Workload:
         return time_block(at.step, self.device, self.options.warmup, self.options.steps)
 
     def _check_gradients(self, at: Standing) -> None:
-        if plain := self.plain(at.row, at.data):
-            reference = plain_gradients(full_weights(at.engine), plain)
-            at.row.found["gradient_error"] = probes.gradient_error(
-                at.step, at.engine, reference, self.reduced_after(at.row), self.device
-            )
+        """What this needs is let go before anything else is read."""
+        reference = plain_gradients(full_weights(at.engine), self.plain(at.row, at.data))
+        at.row.found["gradient_error"] = probes.gradient_error(
+            at.step, at.engine, reference, self.reduced_after(at.row), self.device
+        )
 
     def reduced_after(self, row: Row) -> str:
         """The phase at whose end the gradients of a step are."""
@@ -198,8 +197,9 @@ class Workload:
                     if table.shown(row)
                 ]
                 parts += [markdown(header, body)] if body else []
-        bars = list(self.bars(rows, p2p(origin)))
-        return "\n\n".join([*parts, *([bars_table(bars)] if bars else [])])
+        if bars := [bar.cells() for bar in self.bars(rows, p2p(origin))]:
+            parts.append(markdown(("ratio or count", "measured", "bar", "held"), bars))
+        return "\n\n".join(parts)
 
 
 def is_off(error: float | None) -> bool:

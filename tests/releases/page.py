@@ -154,18 +154,19 @@ def cell(record: Record | None) -> str:
 def _pairs(records: Records) -> list[tuple[str, str]]:
     """Those that are wanted, and whatever else was recorded with another torch; oldest first."""
     wanted = {(pair.release, pair.torch) for pair in pairs.known()}
-    return sorted(wanted | records.with_other_torch(), key=lambda one: tuple(map(Version, one)))
+    found = {(release, torch) for release, torch, _ in records.of if torch != TORCH}
+    return sorted(wanted | found, key=lambda one: tuple(map(Version, one)))
 
 
 def _when(records: Records) -> str:
     """The days, and every version of what the tests ran with."""
     if not (found := list(records.of.values())):
         return "Nothing yet."
-    with_ = (
-        f"{name} {', '.join(sorted({getattr(record, field) for record in found}))}"
-        for name, field in (("Python", "python"), ("ds_patches", "ds_patches"))
+    python, ours = (
+        ", ".join(sorted({getattr(record, field) for record in found}))
+        for field in ("python", "ds_patches")
     )
-    return f"Run {_days(found)}: {', '.join(with_)}."
+    return f"Run {_days(found)}: Python {python}, ds_patches {ours}."
 
 
 def _days(found: Iterable[Record]) -> str:
