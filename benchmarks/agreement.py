@@ -1,6 +1,6 @@
 """What it costs that the ranks of an engine compare their patches, at many ranks.
 
-    python -m benchmarks.agreement --ranks 1000 --processes 8
+    python -m benchmarks.agreement
 
 Every rank is a thread with its own connection to one real TCPStore, as every rank of a job has one;
 the threads of a process take turns, so a job of as many processes is faster. Prints the seconds
@@ -9,7 +9,6 @@ from the first rank's arrival until the last has its verdict.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 
 from ds_patches.core.agreement import Exchange, Holdings
 
+RANKS, PROCESSES = 1000, 8
 HOLDINGS = Holdings(
     {"ds_patches": "0.1.0", "DeepSpeed": "0.19.8"},
     dict.fromkeys(("one", "two", "three", "four"), "live with some=option, another=option"),
@@ -66,13 +66,7 @@ def seconds(ranks: int, processes: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    for _ in range(given.rounds):
-        print(f"{given.ranks} ranks: {seconds(given.ranks, given.processes):.2f} s", flush=True)
+    print(f"{RANKS} ranks: {seconds(RANKS, PROCESSES):.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,19 +83,12 @@ def config(batch: int, micro_steps: int = 1, **zero_optimization: Any) -> dict[s
     }
 
 
-def with_adamw(model: nn.Module, settings: dict[str, Any]) -> AbstractContextManager[Any]:
-    """The engine that is timed."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
-    return engine_around(model, optimizer, settings)
-
-
 @contextmanager
-def engine_around(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
-) -> Iterator[Any]:
+def around(model: nn.Module, settings: dict[str, Any]) -> Iterator[Any]:
     """A ``DeepSpeedEngine`` that is destroyed afterwards, whatever happens in between."""
     import deepspeed
 
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     try:
         yield engine

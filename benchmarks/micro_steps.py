@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.engines import batches, blocks, config, loss_of, with_adamw
+from benchmarks.engines import around, batches, blocks, config, loss_of
 from benchmarks.gradients import Forward, plain_backwards
 from benchmarks.rows import Row, like
 from benchmarks.timing import Mark, Step
@@ -45,7 +45,7 @@ class MicroSteps(Workload):
 
     def engine(self, row: Row) -> AbstractContextManager[Any]:
         settings = config(row["batch"], row["micro_steps"], stage=row["stage"], **self.zero(row))
-        return with_adamw(blocks(self.options.layers, self.options.width, self.device), settings)
+        return around(blocks(self.options.layers, self.options.width, self.device), settings)
 
     def step(self, row: Row, engine: Any, data: MicroBatches) -> Step:
         return partial(one_step, engine, data)

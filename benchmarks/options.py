@@ -27,13 +27,14 @@ def parsed(parser: argparse.ArgumentParser, kind: type[Workload]) -> argparse.Na
     for name, value in kind.full.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=positive,
+            type=str if name in kind.named_by_words else positive,
             nargs="+" if isinstance(value, list) else None,
             help=f"{_words(value)} on CUDA, {_words(kind.smoke[name])} on CPU",
         )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="CUDA where there is any")
-    kind.add_options(parser)
-    of_any_run(parser)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="keep everything there")
+    parser.add_argument("--commit", help="of the measured code, where there is no git")
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)  # between own processes
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, value in (kind.smoke if options.device == "cpu" else kind.full).items():
@@ -41,11 +42,6 @@ def parsed(parser: argparse.ArgumentParser, kind: type[Workload]) -> argparse.Na
             setattr(options, name, value)
     kind.check(parser, options)
     return options
-
-
-def of_any_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="PATH", help="keep everything there")
-    parser.add_argument("--commit", help="of the measured code, where there is no git")
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Each takes a step of its own, so that reading never stands in a timed one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from benchmarks import gradients
 from benchmarks.timing import Step, ignore, wait_for
 
 _MIB = 2**20
+_PEAK_STEPS = 3
 
 
 def allocated_mib(device: torch.device) -> float | None:
@@ -25,43 +26,31 @@ def allocated_mib(device: torch.device) -> float | None:
     return float(torch.cuda.memory_allocated(device)) / _MIB
 
 
-def max_allocated_mib(device: torch.device) -> float:
-    """The most MiB since the peak was reset; on CUDA alone."""
-    wait_for(device)
-    return float(torch.cuda.max_memory_allocated(device)) / _MIB
+def held_mib(step: Step, device: torch.device, before: float | None) -> dict[str, float | None]:
+    """MiB that one step holds at the end of each of its phases, above `before`."""
+    found: dict[str, float | None] = {}
+
+    def look(ended: str) -> None:
+        now = allocated_mib(device)
+        found[ended] = None if now is None or before is None else now - before
+
+    step(look)
+    return found
 
 
-def max_active_mib(device: torch.device) -> float:
-    """The same, with memory that was given up and that a stream has still to get done with."""
-    wait_for(device)
-    return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / _MIB
+def peak_mib(step: Step, device: torch.device, before: float | None) -> float | None:
+    """The most MiB at any moment of some steps that nothing interrupts.
 
-
-def allocated_after(
-    step: Step, phase: str, device: torch.device, before: float | None
-) -> float | None:
-    """MiB that one step holds at the end of its `phase`, above `before`."""
-    found: list[float | None] = []
-    step(lambda ended: found.append(allocated_mib(device)) if ended == phase else None)
-    (now,) = found
-    return None if now is None or before is None else now - before
-
-
-def peak_mib(
-    step: Step,
-    device: torch.device,
-    before: float | None,
-    steps: int,
-    most: Callable[[torch.device], float] = max_allocated_mib,
-) -> float | None:
-    """The most MiB allocated at any moment of `steps` steps that nothing interrupts."""
+    With memory that was given up and that a stream has still to get done with.
+    """
     if before is None:
         return None
     wait_for(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(steps):
+    for _ in range(_PEAK_STEPS):
         step(ignore)
-    return most(device) - before
+    wait_for(device)
+    return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / _MIB - before
 
 
 def gradient_error(

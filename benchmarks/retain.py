@@ -6,38 +6,99 @@ per rank, prefetch and reduce buckets of one layer, AdamW; one forward, two scal
 
 from __future__ import annotations
 
-import argparse
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks import collectives
-from benchmarks.backwards import (
-    LOSSES,
-    Batch,
-    Way,
-    a_forward_each,
-    engine_backward,
-    loss_of,
-    one_forward,
-    ordinary,
-    plain_backward,
-    scaled_backward,
-)
-from benchmarks.engines import batches, config, mlp, with_adamw
-from benchmarks.gradients import Forward, full_weights, plain_gradients, relative_error
+from torch import Tensor
+
+from benchmarks.engines import around, batches, config, mlp
+from benchmarks.gradients import Forward
 from benchmarks.harness import main
-from benchmarks.probes import allocated_mib
+from benchmarks.probes import held_mib
 from benchmarks.rows import Row, find, ratios
 from benchmarks.tables import Bar, Table, error, number, over, phases, value
-from benchmarks.timing import Step
+from benchmarks.timing import Mark, Step
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
-_FIRST, _LAST, _ALL = (0,), (LOSSES - 1,), tuple(range(LOSSES))
+LOSSES = 2
 _RESIDENT, _IDLE, _STEP = 1.02, 1.01, 1.20
+
+Batch = tuple[Tensor, ...]  # the inputs, and a target for each loss
+Way = Callable[[Any, Batch, Mark], None]
+Backward = Callable[[Any, Tensor, bool], None]
+
+
+def _loss(batch: Batch, outputs: Tensor, index: int) -> Tensor:
+    """A scalar whose graph holds nothing that the model's graph does not hold already."""
+    return (outputs * batch[1 + index]).mean()
+
+
+def _by_engine(engine: Any, loss: Tensor, keep_graph: bool) -> None:
+    engine.backward(loss, retain_graph=keep_graph)
+
+
+def _by_scale(engine: Any, loss: Tensor, keep_graph: bool) -> None:
+    engine.scale(loss, retain_graph=keep_graph).backward(retain_graph=keep_graph)
+
+
+def _by_tensor(engine: Any, loss: Tensor, keep_graph: bool) -> None:
+    loss.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+
+
+# A step marks the end of each of its phases while all is alive that a user's variables would hold:
+# a mark may read memory or gradients.
+
+
+def _ordinary(engine: Any, batch: Batch, mark: Mark, *, keep_graph: bool = False) -> None:
+    """One forward, one backward. `keep_graph`: what it would hold if a second one followed."""
+    outputs = engine(batch[0])
+    loss = _loss(batch, outputs, 0)
+    mark("forward")
+    _by_engine(engine, loss, keep_graph)
+    mark("backward 1")
+    del loss, outputs
+    engine.step()
+    mark("step")
+
+
+def _one_forward(backward: Backward, *, zero_grad: bool = True) -> Way:
+    """One forward, a backward for each loss, called in one style."""
+
+    def step(engine: Any, batch: Batch, mark: Mark) -> None:
+        outputs = engine(batch[0])
+        losses = [_loss(batch, outputs, index) for index in range(LOSSES)]
+        mark("forward")
+        for count, loss in enumerate(losses, start=1):
+            if count > 1 and zero_grad:
+                engine.zero_grad()
+                mark("zero_grad")
+            backward(engine, loss, count < len(losses))
+            mark(f"backward {count}")
+        del loss, losses, outputs
+        engine.step()
+        mark("step")
+
+    return step
+
+
+def _a_forward_each(engine: Any, batch: Batch, mark: Mark) -> None:
+    """A forward and a backward for each loss: what one does where a graph can run but once.
+
+    The gradients add up. ``engine.zero_grad()`` between them would not clear what ZeRO-3 has
+    reduced already.
+    """
+    for index in range(LOSSES):
+        outputs = engine(batch[0])
+        loss = _loss(batch, outputs, index)
+        mark(f"forward {index + 1}")
+        _by_engine(engine, loss, False)
+        mark(f"backward {index + 1}")
+        del loss, outputs
+    engine.step()
+    mark("step")
 
 
 @dataclass(frozen=True)
@@ -47,69 +108,49 @@ class Kind:
     title: str
     mode: str
     step: Way
-    summed: tuple[int, ...]
+    summed: tuple[int, ...] = (LOSSES - 1,)
     holds_all: bool = False  # every parameter persistent: what a backward costs without gathers
     crash: str = ""  # what upstream says when it fails, as it should
 
-    @property
-    def backwards(self) -> int:
-        return 1 if self.step is ordinary else LOSSES
 
-
-_BY_ENGINE = one_forward(engine_backward, zero_grad=True)
-_BY_SCALE = one_forward(scaled_backward, zero_grad=True)
-_PLAIN = one_forward(plain_backward, zero_grad=True)
-_SUM = one_forward(engine_backward, zero_grad=False)
+_FIRST, _ALL = (0,), tuple(range(LOSSES))
+_CRASH = "The size of tensor a (0) must match"
+_TWICE = _one_forward(_by_engine)
 
 KINDS = {
-    1: Kind("stock, ordinary step, K=1", STOCK, ordinary, _FIRST),
-    2: Kind("patched, ordinary step, K=1", PATCHED, ordinary, _FIRST),
-    3: Kind("stock, K=2", STOCK, _BY_ENGINE, _LAST, crash="The size of tensor a (0) must match"),
-    4: Kind("patched, K=2, engine.backward", PATCHED, _BY_ENGINE, _LAST),
-    5: Kind("patched, K=2, engine.scale(l).backward", PATCHED, _BY_SCALE, _LAST),
-    6: Kind("patched, K=2, l.backward", PATCHED, _PLAIN, _LAST),
-    7: Kind("patched, K=2, sum without zero_grad", PATCHED, _SUM, _ALL),
-    8: Kind("stock, K=2 by two forwards, sum", STOCK, a_forward_each, _ALL),
-    9: Kind("stock, all persistent, K=1", STOCK, ordinary, _FIRST, holds_all=True),
-    10: Kind("stock, all persistent, K=2", STOCK, _BY_ENGINE, _LAST, holds_all=True),
+    1: Kind("stock, ordinary step, K=1", STOCK, _ordinary, _FIRST),
+    2: Kind("patched, ordinary step, K=1", PATCHED, _ordinary, _FIRST),
+    3: Kind("stock, K=2", STOCK, _TWICE, crash=_CRASH),
+    4: Kind("patched, K=2, engine.backward", PATCHED, _TWICE),
+    5: Kind("patched, K=2, engine.scale(l).backward", PATCHED, _one_forward(_by_scale)),
+    6: Kind("patched, K=2, l.backward", PATCHED, _one_forward(_by_tensor)),
+    7: Kind(
+        "patched, K=2, sum without zero_grad",
+        PATCHED,
+        _one_forward(_by_engine, zero_grad=False),
+        _ALL,
+    ),
+    8: Kind("stock, K=2 by two forwards, sum", STOCK, _a_forward_each, _ALL),
+    9: Kind("stock, all persistent, K=1", STOCK, _ordinary, _FIRST, holds_all=True),
+    10: Kind("stock, all persistent, K=2", STOCK, _TWICE, holds_all=True),
 }
-_ORDINARY, _PATCHED_ORDINARY, _RETAINED, _TWO_FORWARDS, _PERSISTENT = 1, 2, 4, 8, 9
+_ORDINARY, _PATCHED_ORDINARY, _RETAINED, _PERSISTENT = 1, 2, 4, 9
 #: On one engine each; the crash last, for whatever it leaves behind.
 _TOGETHER = ((1, 2, 4, 5, 6, 7, 8), (9, 10), (3,))
 
-
-_FULL: dict[str, Any] = {
-    "layers": 16,
-    "width": 4096,
-    "batch": 512,
-    "warmup": 5,
-    "steps": 20,
-    "rounds": 10,
-}
+_FULL = {"layers": 16, "width": 4096, "batch": 512, "warmup": 5, "steps": 20, "rounds": 10}
 _SMOKE = {"layers": 2, "width": 64, "batch": 8, "warmup": 3, "steps": 2, "rounds": 2}
 
 
 class Retain(Workload):
     __doc__ = __doc__
     name, patches = "retain", ("zero3_retain",)
-    title = "zero3_retain: / an ordinary step of stock"
     keys, heads, against = ("number", "title"), ("#", "row"), "reference"
     full, smoke = _FULL, _SMOKE
 
-    @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--prefetch-bucket", type=int, help="elements; one layer's by default")
-        parser.add_argument("--max-reuse-distance", type=int, default=10**9, help="elements")
-        parser.add_argument("--persistence", type=int, default=0, help="threshold, elements")
-        every = list(KINDS)
-        parser.add_argument("--only", type=int, nargs="+", choices=every, default=every)
-        parser.add_argument("--profile", action="store_true", help="count collectives")
-
     def standing_together(self) -> Iterator[list[Row]]:
         for numbers in _TOGETHER:
-            chosen = [number for number in numbers if number in self.options.only]
-            if chosen:
-                yield [Row({"number": one, "title": KINDS[one].title}) for one in chosen]
+            yield [Row({"number": one, "title": KINDS[one].title}) for one in numbers]
 
     def is_patched(self, row: Row) -> bool:
         return _kind(row).mode == PATCHED
@@ -124,13 +165,13 @@ class Retain(Workload):
             stage=3,
             reduce_bucket_size=layer,
             sub_group_size=10**9,
-            stage3_prefetch_bucket_size=layer if of.prefetch_bucket is None else of.prefetch_bucket,
-            stage3_param_persistence_threshold=layer if _kind(row).holds_all else of.persistence,
+            stage3_prefetch_bucket_size=layer,
+            stage3_param_persistence_threshold=layer if _kind(row).holds_all else 0,
             stage3_max_live_parameters=10**9,
-            stage3_max_reuse_distance=of.max_reuse_distance,
+            stage3_max_reuse_distance=10**9,
             memory_efficient_linear=True,
         )
-        return with_adamw(mlp(of.layers, of.width, self.device), settings)
+        return around(mlp(of.layers, of.width, self.device), settings)
 
     def step(self, row: Row, engine: Any, data: Batch) -> Step:
         return partial(_kind(row).step, engine, data)
@@ -139,54 +180,19 @@ class Retain(Workload):
         return partial(_plain, data, _kind(row).summed)
 
     def reduced_after(self, row: Row) -> str:
-        return f"backward {_kind(row).backwards}"
+        return "backward 1" if _kind(row).step is _ordinary else f"backward {LOSSES}"
 
     def look(self, at: Standing) -> None:
         super().look(at)
-        kind, found = _kind(at.row), at.row.found
-        found["gradient_error_last_alone"] = self._without_the_first(at, kind.summed)
-        found["held"] = self._held(at, at.step)
-        if kind.step is ordinary:
-            kept = partial(ordinary, at.engine, at.data, keep_graph=True)
-            found["held_graph_kept"] = self._held(at, kept)
-        if self.options.profile:
-            found["collectives"] = collectives.counts(at.step, self.device)
-
-    def _without_the_first(self, at: Standing, summed: tuple[int, ...]) -> float:
-        """How far the gradients would be off, had all losses been lost but the last."""
-        weights = full_weights(at.engine)
-        last, whole = (
-            plain_gradients(weights, partial(_plain, at.data, losses))
-            for losses in (summed[-1:], summed)
-        )
-        return relative_error(last, whole)
+        at.row.found["held"] = self._held(at, at.step)
+        if _kind(at.row).step is _ordinary:
+            kept = partial(_ordinary, at.engine, at.data, keep_graph=True)
+            at.row.found["held_graph_kept"] = self._held(at, kept)
 
     def _held(self, at: Standing, step: Step) -> list[dict[str, Any]]:
-        """After each backward of a step of its own.
-
-        mib: allocated since before the engine was built; available: parameters that are gathered
-        and need not be; in_flight: those whose gather has begun.
-        """
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        held: list[dict[str, Any]] = []
-
-        def look(phase: str) -> None:
-            if not phase.startswith("backward"):
-                return
-            now, params = allocated_mib(self.device), at.engine.module.parameters()
-            states = Counter(param.ds_status for param in params if not param.ds_persist)
-            held.append(
-                {
-                    "after": phase,
-                    "mib": None if now is None or at.before is None else now - at.before,
-                    "available": states[ZeroParamStatus.AVAILABLE],
-                    "in_flight": states[ZeroParamStatus.INFLIGHT],
-                }
-            )
-
-        step(look)
-        return held
+        """After each backward of a step of its own."""
+        held = held_mib(step, self.device, at.before).items()
+        return [{"after": name, "mib": mib} for name, mib in held if name.startswith("backward")]
 
     def label(self, row: Row) -> tuple[str, str]:
         return str(row["number"]), row["title"]
@@ -198,11 +204,9 @@ class Retain(Workload):
     def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
         columns = [
             *self.times(rows),
-            ("MiB after each backward", lambda row: _each(row, "mib")),
+            ("MiB after each backward", _mib),
             ("peak MiB", value("peak_mib")),
-            ("gathered after each backward", lambda row: _each(row, "available")),
             ("gradient error", error("gradient_error")),
-            ("all-gathers, reduce-scatters", _counts),
         ]
         yield Table("", columns)
         ms = ("ms per phase", lambda row: phases(row.ms_by_phase))
@@ -230,9 +234,6 @@ class Retain(Workload):
         elif not _kind(row).crash:
             yield from super().wrong(row)
 
-    def is_drawn(self, row: Row) -> bool:
-        return row["number"] in (_RETAINED, _TWO_FORWARDS)
-
 
 def _kind(row: Row) -> Kind:
     return KINDS[row["number"]]
@@ -242,7 +243,7 @@ def _plain(batch: Batch, losses: Sequence[int], forward: Forward) -> None:
     """Backwards over one forward, in plain PyTorch."""
     outputs = forward(batch[0])
     for index in losses:
-        loss_of(batch, outputs, index).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        _loss(batch, outputs, index).backward(retain_graph=True)  # type: ignore[no-untyped-call]
 
 
 def _resident(rows: Sequence[Row], like_with_like: bool) -> float | None:
@@ -264,13 +265,8 @@ def _resident(rows: Sequence[Row], like_with_like: bool) -> float | None:
     return max((ratio for ratio in found if ratio is not None), default=None)
 
 
-def _each(row: Row, name: str) -> str:
-    return ", ".join(number(held[name], 0) for held in row.get("held") or ()) or "-"
-
-
-def _counts(row: Row) -> str:
-    counts = row.get("collectives")
-    return f"{counts['all_gather']}, {counts['reduce_scatter']}" if counts else "-"
+def _mib(row: Row) -> str:
+    return ", ".join(number(held["mib"], 0) for held in row.get("held") or ()) or "-"
 
 
 if __name__ == "__main__":

@@ -52,15 +52,10 @@ class Row:
 
     def add(self, process: Mapping[str, Any]) -> None:
         """What a process kept of this row: lists, with a value for its one round."""
-        self.error = self.error or process["error"]
         for name in _TIMES:
             getattr(self, name).extend(process[name])
         for name in process.keys() - {*self.of, *_TIMES, "error"}:
             self.found.setdefault(name, []).extend(process[name])
-
-    def fail(self, error: Exception) -> None:
-        """The first exception is the one that counts."""
-        self.error = self.error or f"{type(error).__name__}: {error}"
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""

@@ -1,8 +1,7 @@
 """The start-up hook, measured: ``python -m benchmarks.startup [options]``.
 
-What the hook adds to the start of an interpreter, what auto-apply adds to `import deepspeed`, and
-what calls of the API take where DeepSpeed is imported already.
-Prints Markdown and, with ``--json``, keeps everything behind it.
+Milliseconds of CPU time that the hook adds to the start of an interpreter, that auto-apply adds to
+`import deepspeed`, and of calls of the API where DeepSpeed is imported already.
 """
 
 from __future__ import annotations
@@ -11,120 +10,88 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import venv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import ds_patches
-from benchmarks.options import of_any_run, positive, write
+from benchmarks.options import positive
 from benchmarks.provenance import provenance
 from benchmarks.tables import markdown
-from benchmarks.timing import Spread
+from benchmarks.timing import quartiles
 from ds_patches.startup import variables
 
 _ROOT = Path(__file__).resolve().parents[1]
-#: Milliseconds of CPU time that a hook may add to the start of an interpreter.
+#: What a hook may add to the start of an interpreter.
 _UNSET_BAR, _SET_BAR = 2.0, 10.0
 _ALL = {"DS_PATCHES": "all"}
-#: Calls in one process, in their order, and the CPU time that each may take in milliseconds.
+#: Calls in one process, in their order, and what each may take.
 _CALLS = {"apply_all()": 350.0, "unapply_all()": None, "apply_all(), the second time": 150.0}
 
-#: Fields of Taken.
-_KINDS = ("cpu", "wall")
-
-_NOTHING = "pass"
-_IS_HOOKED = (
-    "import sys; "
-    "print(any(p.endswith('hook') for p in sys.path), 'ds_patches.startup' in sys.modules)"
-)
 _IMPORT = "import deepspeed"
-_CALL = f"{_IMPORT}, ds_patches; ds_patches.apply_all(); "
-_IS_LIVE = "import deepspeed, ds_patches; print(any(s.live for s in ds_patches.status().values()))"
+_CALL = f"{_IMPORT}, ds_patches; ds_patches.apply_all()"
+# Assertions on what a start is called, for a run that is not timed.
+_HOOKED = "import sys; assert ('ds_patches.startup' in sys.modules) is {}"
+_LIVE = "import ds_patches; assert any(s.live for s in ds_patches.status().values()) is {}"
 _TIMED = """
 import json, time
 import deepspeed, ds_patches
 
 def timed(name, live):
-    wall, cpu = time.perf_counter(), time.process_time()
+    cpu = time.process_time()
     statuses = getattr(ds_patches, name)()
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    cpu = time.process_time() - cpu
     assert any(status.live for status in statuses.values()) is live, statuses
-    return {"wall": wall * 1e3, "cpu": cpu * 1e3}
+    return cpu * 1e3
 
 print(json.dumps([timed("apply_all", True), timed("unapply_all", False), timed("apply_all", True)]))
 """
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Milliseconds: by the clock, and of CPU time in user and kernel mode."""
+class Start(NamedTuple):
+    """One way to start an interpreter.
 
-    wall: float
-    cpu: float
-
-
-@dataclass
-class Start:
-    """One way to start an interpreter, and what it took, by round.
-
-    question: a program that shows whether this start is what its name says; it has to print
-        `answer` as its last line.
-    bar: how much CPU time it may add to the first start of its table.
+    check: what holds there, an assertion.
+    bar: what it may add to the first start of its table.
     """
 
     name: str
     python: Path
     variables: Mapping[str, str]
     code: str
-    question: str
-    answer: str
+    check: str
     bar: float | None = None
-    taken: list[Taken] = field(default_factory=list)
 
-    def verify(self) -> None:
-        words = [self.python, "-c", self.question]
-        done = subprocess.run(words, env=self.variables, stdout=subprocess.PIPE, text=True)
-        if done.stdout.splitlines()[-1:] != [self.answer]:
-            raise RuntimeError(f"{self.name}: {self.question!r} printed {done.stdout!r}")
-
-    def once(self) -> Taken:
-        """Start it and wait for its end."""
+    def once(self) -> float:
+        """Start it and wait for its end; its CPU time."""
         quiet = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
         words = [str(self.python), "-c", self.code]
-        begin = time.perf_counter()
         child = os.posix_spawn(words[0], words, self.variables, file_actions=quiet)
         _, status, usage = os.wait4(child, 0)
-        wall = time.perf_counter() - begin
         if status:
             raise RuntimeError(f"{self.name}: exit code {os.waitstatus_to_exitcode(status)}")
-        return Taken(wall * 1e3, (usage.ru_utime + usage.ru_stime) * 1e3)
+        return 1e3 * (usage.ru_utime + usage.ru_stime)
 
 
-def main() -> int:
-    """Measure and print; 0 if everything ran, whether or not the bars held."""
-    options = _parse()
-    origin = provenance(torch.device("cpu"), options.commit)
+def main() -> None:
+    """Measure and print, whether or not the bars held."""
+    parser = argparse.ArgumentParser(prog="benchmarks.startup", description=__doc__)
+    parser.add_argument("--rounds", type=positive, default=200, help="of bare starts")
+    parser.add_argument("--imports", type=positive, default=20, help=f"rounds of `{_IMPORT}`")
+    options = parser.parse_args()
+    origin = provenance(torch.device("cpu"), None)
     print(", ".join(f"{key} {value}" for key, value in origin.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        bare = _bare_starts(Path(folder))
-        _in_turn(bare, options.rounds)
-    imports = _imports()
-    _in_turn(imports, options.imports)
-    for what, starts in (("python -c pass", bare), (f"python -c '{_IMPORT}'", imports)):
-        print("", _table(what, starts), "", _bars(starts), sep="\n", flush=True)
-    calls = _calls(options.imports)
-    print("", _table_of_calls(calls), sep="\n", flush=True)
-    measured = [_plain(one) for one in (*bare, *imports)]
-    plain = {name: [asdict(one) for one in taken] for name, taken in calls.items()}
-    write(options.json, {"provenance": origin, "starts": measured, "calls": plain})
-    return 0
+        _compare("python -c pass", _bare_starts(Path(folder)), options.rounds)
+    _compare(f"python -c '{_IMPORT}'", _imports(), options.imports)
+    _calls(options.imports)
 
 
 def _bare_starts(folder: Path) -> list[Start]:
@@ -135,13 +102,20 @@ def _bare_starts(folder: Path) -> list[Start]:
     subprocess.run([enabled, "-c", enable], env=_variables(), check=True)
     hook = {"PYTHONPATH": str(plain_site / "ds_patches/startup/hook")}
     return [
-        Start(name, python, _variables() | chosen, _NOTHING, _IS_HOOKED, answer, bar)
-        for name, python, chosen, answer, bar in (
-            ("no hook", plain, {}, "False False", None),
-            ("PYTHONPATH, DS_PATCHES unset", plain, hook, "True False", _UNSET_BAR),
-            ("PYTHONPATH, DS_PATCHES=all", plain, hook | _ALL, "True True", _SET_BAR),
-            (".pth, DS_PATCHES unset", enabled, {}, "False False", _UNSET_BAR),
-            (".pth, DS_PATCHES=all", enabled, _ALL, "False True", _SET_BAR),
+        Start(
+            name,
+            python,
+            _variables() | chosen,
+            "pass",
+            _HOOKED.format(_ALL.items() <= chosen.items()),
+            bar,
+        )
+        for name, python, chosen, bar in (
+            ("no hook", plain, {}, None),
+            ("PYTHONPATH, DS_PATCHES unset", plain, hook, _UNSET_BAR),
+            ("PYTHONPATH, DS_PATCHES=all", plain, hook | _ALL, _SET_BAR),
+            (".pth, DS_PATCHES unset", enabled, {}, _UNSET_BAR),
+            (".pth, DS_PATCHES=all", enabled, _ALL, _SET_BAR),
         )
     ]
 
@@ -151,37 +125,10 @@ def _imports() -> list[Start]:
     hooked = _variables() | {"PYTHONPATH": _path(variables.HOOK)}
     python = Path(sys.executable)
     return [
-        Start("DS_PATCHES unset", python, hooked, _IMPORT, _IS_LIVE, "False"),
-        Start("DS_PATCHES=all", python, hooked | _ALL, _IMPORT, _IS_LIVE, "True"),
-        Start("unset, apply_all() in the script", python, hooked, _CALL, _CALL + _IS_LIVE, "True"),
+        Start("DS_PATCHES unset", python, hooked, _IMPORT, _LIVE.format(False)),
+        Start("DS_PATCHES=all", python, hooked | _ALL, _IMPORT, _LIVE.format(True)),
+        Start("unset, apply_all() in the script", python, hooked, _CALL, _LIVE.format(True)),
     ]
-
-
-def _calls(processes: int) -> dict[str, list[Taken]]:
-    """What each call took, by process; the first of them has compiled what was not compiled yet."""
-    words = [sys.executable, "-c", _TIMED]
-    here = _variables() | {"PYTHONPATH": _path()}
-    taken: dict[str, list[Taken]] = {name: [] for name in _CALLS}
-    for process in range(processes + 1):
-        done = subprocess.run(words, env=here, stdout=subprocess.PIPE, text=True, check=True)
-        for name, one in zip(_CALLS, json.loads(done.stdout.splitlines()[-1]), strict=True):
-            taken[name] += [Taken(**one)] if process else []
-    return taken
-
-
-def _table_of_calls(calls: Mapping[str, Sequence[Taken]]) -> str:
-    times = ("CPU ms", "quartiles", "wall ms", "quartiles")
-    header = ("import deepspeed, then", *times, "bar", "held")
-    body = []
-    for name, taken in calls.items():
-        row = [name]
-        for kind in _KINDS:
-            spread = Spread.of([getattr(one, kind) for one in taken])
-            row += [f"{spread.median:.1f}", f"{spread.low:.1f} to {spread.high:.1f}"]
-        bar, cpu = _CALLS[name], Spread.of([one.cpu for one in taken]).median
-        row += ["-", "-"] if bar is None else [f"< {bar:g}", "yes" if cpu < bar else "NO"]
-        body.append(row)
-    return markdown(header, body)
 
 
 def _environment(root: Path) -> tuple[Path, Path]:
@@ -204,59 +151,51 @@ def _path(*first: Path) -> str:
     return os.pathsep.join(filter(None, [*map(str, first), str(_ROOT), *inherited]))
 
 
-def _in_turn(starts: Sequence[Start], rounds: int) -> None:
-    """Each start once per round, A B C, C B A, A B C ...: drift of the machine meets all alike."""
-    for start in starts:
-        start.verify()  # which also compiles what is not compiled yet
+def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
+    """Each start once per round, A B C, C B A, A B C ...: drift of the machine meets all alike.
+
+    Prints what each took, and what it took beyond the first one's in the same round.
+    """
+    for start in starts:  # which also compiles what is not compiled yet
+        words = [start.python, "-c", f"{start.code}\n{start.check}"]
+        subprocess.run(words, env=start.variables, check=True, stdout=subprocess.DEVNULL)
+    taken: dict[str, list[float]] = {start.name: [] for start in starts}
     turn = list(starts)
     for _ in range(rounds):
         for start in turn:
-            start.taken.append(start.once())
+            taken[start.name].append(start.once())
         turn.reverse()
-
-
-def _table(what: str, starts: Sequence[Start]) -> str:
-    """What each start took, and what it took beyond the first one's in the same round."""
-    header = (what, "CPU ms", "wall ms", "added CPU ms", "quartiles", "added wall ms", "quartiles")
+    first = taken[starts[0].name]
     body = []
     for start in starts:
-        row = [start.name]
-        row += [f"{Spread.of([getattr(t, k) for t in start.taken]).median:.2f}" for k in _KINDS]
-        for kind in _KINDS:
-            added = _added(start, starts[0], kind)
-            quartiles = f"{added.low:.2f} to {added.high:.2f}"
-            row += ["-", "-"] if start is starts[0] else [f"{added.median:.2f}", quartiles]
-        body.append(row)
-    return markdown(header, body)
+        ms = taken[start.name]
+        added = [one - other for one, other in zip(ms, first, strict=True)]
+        cells = ["-"] * 4 if ms is first else _cells(added, start.bar)
+        body.append([start.name, f"{statistics.median(ms):.2f}", *cells])
+    header = (what, "CPU ms", "added CPU ms", "quartiles", "bar", "held")
+    print("", markdown(header, body), sep="\n", flush=True)
 
 
-def _bars(starts: Sequence[Start]) -> str:
-    body = []
-    for start in starts:
-        if start.bar is not None:
-            added = _added(start, starts[0], "cpu").median
-            held = "yes" if added < start.bar else "NO"
-            body.append((start.name, f"{added:.2f}", f"< {start.bar:g}", held))
-    return markdown(("added CPU ms", "measured", "bar", "held"), body) if body else ""
+def _calls(processes: int) -> None:
+    """What each call takes; the first process has compiled what was not compiled yet."""
+    words = [sys.executable, "-c", _TIMED]
+    here = _variables() | {"PYTHONPATH": _path()}
+    taken = []
+    for _ in range(processes + 1):
+        done = subprocess.run(words, env=here, stdout=subprocess.PIPE, text=True, check=True)
+        taken.append(json.loads(done.stdout.splitlines()[-1]))
+    by_call = zip(_CALLS.items(), zip(*taken[1:], strict=True), strict=True)
+    body = [[name, *_cells(ms, bar)] for (name, bar), ms in by_call]
+    header = ("import deepspeed, then", "CPU ms", "quartiles", "bar", "held")
+    print("", markdown(header, body), sep="\n", flush=True)
 
 
-def _added(start: Start, first: Start, kind: str) -> Spread:
-    """The differences of the rounds. `kind`: a field of Taken."""
-    pairs = zip(start.taken, first.taken, strict=True)
-    return Spread.of([getattr(one, kind) - getattr(other, kind) for one, other in pairs])
-
-
-def _plain(start: Start) -> dict[str, object]:
-    return {"name": start.name, "code": start.code, "taken": [asdict(one) for one in start.taken]}
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.startup", description=__doc__)
-    parser.add_argument("--rounds", type=positive, default=200, help="of bare starts")
-    parser.add_argument("--imports", type=positive, default=20, help=f"rounds of `{_IMPORT}`")
-    of_any_run(parser)
-    return parser.parse_args()
+def _cells(ms: Sequence[float], bar: float | None) -> list[str]:
+    low, median, high = quartiles(ms)
+    cells = [f"{median:.2f}", f"{low:.2f} to {high:.2f}"]
+    held = ["-", "-"] if bar is None else [f"< {bar:g}", "yes" if median < bar else "NO"]
+    return cells + held
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

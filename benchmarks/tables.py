@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.rows import Row
-from benchmarks.timing import Spread, median_phases
+from benchmarks.timing import median_phases, quartiles
 
 #: A header, and what a row has there.
 Column = tuple[str, Callable[[Row], str]]
@@ -37,7 +37,8 @@ class Bar:
     @classmethod
     def of_rounds(cls, name: str, ratios: Sequence[float], bar: float | None) -> Bar:
         """The median of the rounds' ratios."""
-        detail = f" ({rounds(len(ratios))}: {by_round(ratios, 4)})" if ratios else ""
+        rounds = "one round" if len(ratios) == 1 else f"{len(ratios)} rounds"
+        detail = f" ({rounds}: {by_round(ratios, 4)})" if ratios else ""
         return cls(name, statistics.median(ratios) if ratios else None, bar, detail)
 
     @property
@@ -59,10 +60,6 @@ class Bar:
             "-" if self.bar is None else f"<= {self.bar}",
             held[self.held],
         )
-
-
-def bars_table(bars: Iterable[Bar]) -> str:
-    return markdown(("ratio or count", "measured", "bar", "held"), [bar.cells() for bar in bars])
 
 
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -109,15 +106,10 @@ def by_round(ratios: Sequence[float], digits: int = 3) -> str:
     """The rounds' ratios: of a few all of them, of many the quartiles."""
     if len(ratios) < _MANY:
         return ", ".join(f"{ratio:.{digits}f}" for ratio in ratios) or "-"
-    spread = Spread.of(ratios)
-    return f"quartiles {spread.low:.{digits}f} to {spread.high:.{digits}f}"
+    low, _, high = quartiles(ratios)
+    return f"quartiles {low:.{digits}f} to {high:.{digits}f}"
 
 
 def middle(ratios: Sequence[float], digits: int = 3) -> str:
     """The one rule for a ratio: the median of the rounds', each of two rows of one round."""
     return number(statistics.median(ratios) if ratios else None, digits)
-
-
-def rounds(count: int) -> str:
-    """How often each row was measured, in words."""
-    return "one round" if count == 1 else f"{count} rounds"

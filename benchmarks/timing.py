@@ -45,23 +45,10 @@ class StepTimes:
     host: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A sample by its median and quartiles."""
-
-    median: float
-    low: float  # first quartile
-    high: float  # third quartile
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """`values`: at least one."""
-        low, median, high = (
-            statistics.quantiles(values, n=4, method="inclusive")
-            if len(values) > 1
-            else (values[0],) * 3
-        )
-        return cls(median, low, high)
+def quartiles(values: Sequence[float]) -> tuple[float, ...]:
+    """The first, the median and the third of one value or more."""
+    several = values if len(values) > 1 else [*values] * 2
+    return tuple(statistics.quantiles(several, n=4, method="inclusive"))
 
 
 def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> list[StepTimes]:

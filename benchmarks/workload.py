@@ -23,7 +23,6 @@ from benchmarks.tables import (
     Bar,
     Column,
     Table,
-    bars_table,
     by_round,
     cell,
     markdown,
@@ -35,7 +34,6 @@ from benchmarks.timing import Step, StepTimes, ignore, time_block
 STOCK, PATCHED = "stock", "patched"
 # bf16 rounds to 4e-3; a lost or doubled gradient is off by its own size.
 TOLERANCE = 2e-2
-_PEAK_STEPS = 3
 _CPU = torch.device("cpu")
 
 
@@ -49,38 +47,22 @@ class Standing(NamedTuple):
     before: float | None
 
 
-class Series(NamedTuple):
-    """A line of a picture. again: the reference over itself; note: said instead of a number."""
-
-    name: str
-    ratios: Sequence[float]
-    patched: bool = True
-    again: Sequence[float] = ()
-    note: str = ""
-
-
 class Workload:
     """One benchmark: with the options of a run, that is to come or that was kept."""
 
     name: str
-    title: str  # of its panel in a picture
     patches: Sequence[str]  # of the patched rows
     keys: tuple[str, ...]  # what a row is told by
     heads: tuple[str, str] = ("row", "mode")  # of `label`'s columns
     against = STOCK  # what the others are compared with
     full: Mapping[str, Any]  # options and their defaults, on CUDA
     smoke: Mapping[str, Any]  # on CPU
-    shares_engine = True  # the rows that stand together
+    named_by_words: tuple[str, ...] = ()  # options that are no numbers
     own_processes = False  # a group of processes for each row in each round
-    peak = staticmethod(probes.max_allocated_mib)
 
     def __init__(self, options: argparse.Namespace, device: torch.device = _CPU) -> None:
         self.options = options
         self.device = device
-
-    @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Those that are no numbers with a default for each device."""
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -89,7 +71,7 @@ class Workload:
     # What is measured.
 
     def standing_together(self) -> Iterator[list[Row]]:
-        """Rows that take turns, on one engine or each on its own."""
+        """Rows that take turns on one engine."""
         raise NotImplementedError
 
     def chosen(self, row: Row) -> dict[str, Any]:
@@ -113,35 +95,27 @@ class Workload:
     def step(self, row: Row, engine: Any, data: Any) -> Step:
         raise NotImplementedError
 
-    def plain(self, row: Row, data: Any) -> Callable[[Forward], None] | None:
-        """The backwards of one step in plain PyTorch; None: its gradients are not looked at."""
-        return None
-
-    def prepare(self, rows: Sequence[Row]) -> None:
-        """Before any of them stands; what has failed will not."""
+    def plain(self, row: Row, data: Any) -> Callable[[Forward], None]:
+        """The backwards of one step in plain PyTorch."""
+        raise NotImplementedError
 
     def look(self, at: Standing) -> None:
         """Find out what no timed step can tell, in steps of their own."""
         for _ in range(self.options.warmup):
             at.step(ignore)
         self._check_gradients(at)
-        at.row.found["peak_mib"] = probes.peak_mib(
-            at.step, self.device, at.before, _PEAK_STEPS, self.peak
-        )
+        at.row.found["peak_mib"] = probes.peak_mib(at.step, self.device, at.before)
 
     def time(self, at: Standing) -> list[StepTimes]:
         """One round."""
         return time_block(at.step, self.device, self.options.warmup, self.options.steps)
 
-    def end(self, stood: Sequence[Standing]) -> None:
-        """After all rounds."""
-
     def _check_gradients(self, at: Standing) -> None:
-        if plain := self.plain(at.row, at.data):
-            reference = plain_gradients(full_weights(at.engine), plain)
-            at.row.found["gradient_error"] = probes.gradient_error(
-                at.step, at.engine, reference, self.reduced_after(at.row), self.device
-            )
+        """What this needs is let go before anything else is read."""
+        reference = plain_gradients(full_weights(at.engine), self.plain(at.row, at.data))
+        at.row.found["gradient_error"] = probes.gradient_error(
+            at.step, at.engine, reference, self.reduced_after(at.row), self.device
+        )
 
     def reduced_after(self, row: Row) -> str:
         """The phase at whose end the gradients of a step are."""
@@ -223,23 +197,9 @@ class Workload:
                     if table.shown(row)
                 ]
                 parts += [markdown(header, body)] if body else []
-        bars = list(self.bars(rows, p2p(origin)))
-        return "\n\n".join([*parts, *([bars_table(bars)] if bars else [])])
-
-    def series(self, run: Run) -> Iterator[Series]:
-        """A line for each row that a picture shows."""
-        rows = self.read(run)
-        links = "P2P" if p2p(run["provenance"]) else "no P2P"
-        for row in filter(self.is_drawn, rows):
-            if found := self.ratios(row, rows):
-                yield Series(f"{self.line(row)}, {links}", found, self.is_patched(row))
-
-    def is_drawn(self, row: Row) -> bool:
-        return self.is_patched(row)
-
-    def line(self, row: Row) -> str:
-        """Its name in a picture."""
-        return self.named(row)
+        if bars := [bar.cells() for bar in self.bars(rows, p2p(origin))]:
+            parts.append(markdown(("ratio or count", "measured", "bar", "held"), bars))
+        return "\n\n".join(parts)
 
 
 def is_off(error: float | None) -> bool:

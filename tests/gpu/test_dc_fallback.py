@@ -32,7 +32,7 @@ def held(gpus: World, pattern: str, **case: Any) -> Held:
     found: Held = gpus.within(SECONDS).run(hold, pattern, **case)[0]
     # To stderr, which pytest-xdist passes on at once with --capture=no.
     seen = f"{pattern} {case} {found.error} losses {found.losses} wrong {found.wrong}"
-    print(seen, f"peaks {found.peaks} graphs {found.graphs}", file=sys.stderr)
+    print(seen, f"peaks {found.peaks}", file=sys.stderr)
     return found
 
 

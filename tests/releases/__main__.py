@@ -30,12 +30,12 @@ def main() -> int:
 
 def _do(given: argparse.Namespace) -> int:
     if given.command == "install":
-        return install(_versions(given), given.at_once)
+        return install(given.version)
     if given.command == "run":
-        return run(_versions(given), given.whole, given.at_once, given.within)
+        return run(_versions(given), given.whole, given.within)
     if given.command == "record":
         if given.pair is None:
-            return matrix.run(given.version, given.again, at_once=given.at_once)
+            return matrix.run(given.version, given.again)
         if given.version:
             raise ValueError("record takes releases or --pair, not both")
         return pairs.run([pairs.parse(text) for text in given.pair], given.again)
@@ -53,7 +53,7 @@ def _versions(given: argparse.Namespace) -> list[str]:
         if not given.version:
             raise ValueError("no release was named, and no --turn-of")
         return given.version
-    now = turn.this(given.turn_of, given.turn)
+    now = turn.this(given.turn_of)
     mine = turn.releases(now)
     at_once.say(f"{now}: {' '.join(mine)}")
     return list(dict.fromkeys([*given.version, *mine]))
@@ -63,22 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.releases", description=releases.__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
-    several = argparse.ArgumentParser(add_help=False)
-    several.add_argument("--at-once", type=int, default=at_once.DEFAULT, metavar="N")
-    chosen = argparse.ArgumentParser(add_help=False, parents=[several])
-    chosen.add_argument("version", nargs="*", help="of DeepSpeed")
-    chosen.add_argument("--turn-of", type=int, metavar="N", help="also every Nth known release")
-    chosen.add_argument("--turn", type=int, metavar="K", help="which; default: commits modulo N")
+    installing = commands.add_parser("install", help="install releases, or name==version")
+    installing.add_argument("version", nargs="+", help="of DeepSpeed")
 
-    commands.add_parser("install", help="install releases, or name==version", parents=[chosen])
-
-    running = commands.add_parser("run", help="run core tests once per release", parents=[chosen])
+    running = commands.add_parser("run", help="run core tests once per release")
+    running.add_argument("version", nargs="*", help="of DeepSpeed")
+    running.add_argument("--turn-of", type=int, metavar="N", help="also every Nth known release")
     running.add_argument("--whole", action="store_true", help="all tests of the patches instead")
     running.add_argument("--within", type=float, metavar="SECONDS", help="begin none after that")
 
-    recording = commands.add_parser(
-        "record", help="test what docs/compatibility.json lacks", parents=[several]
-    )
+    recording = commands.add_parser("record", help="test what docs/compatibility.json lacks")
     recording.add_argument(
         "version", nargs="*", type=lambda text: str(Version(text)), help="default: every known one"
     )

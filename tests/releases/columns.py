@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ds_patches.core import registry
@@ -14,60 +13,6 @@ from tests.releases import ROOT, git
 CORE = "core"
 _CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/world")
 _MARKED = re.compile(r"\bpytest\.mark\.core_case\b")
-
-
-@dataclass(frozen=True)
-class About:
-    """What a column's passes do not say by themselves.
-
-    stand_in: what its tests have in the place of something real, and where that is.
-    on_gpus: what of it ran on GPUs, as the pages of benchmarks have it, and when.
-    where: the page and the heading there.
-    """
-
-    stand_in: str = ""
-    on_gpus: str = ""
-    on: str = ""
-    where: str = ""
-
-
-#: Of the columns of which there is something to say.
-ABOUT: Mapping[str, About] = {
-    "coalesce": About(
-        on_gpus="0.19.8: 60 of 60 cases equal plain PyTorch",
-        on="2026-11-22",
-        where="benchmarks-coalesce.md#correct-on-gpus",
-    ),
-    "dc_fallback": About(
-        stand_in=(
-            "DeepCompile's C++ and its compiler need a GPU. `tests/dc_fallback/stand_in.py` "
-            "replaces them. Dynamo and the rest are real."
-        ),
-        on_gpus=(
-            "with DeepCompile itself; 0.19.2, 0.19.3 and 0.19.8: every script equals plain "
-            "PyTorch; 0.19.2: 18 of 18 patterns, and 0.19.8: 45 of 45 cases, on 2026-11-21"
-        ),
-        on="2026-11-23",
-        where="benchmarks-dc-fallback.md#correct-on-gpus",
-    ),
-    "stream_safety": About(
-        stand_in=(
-            "A CPU has no streams. `tests/stream_safety/clocks.py` replaces them: its streams run "
-            "nothing, and a detector tells which work is not ordered."
-        ),
-        on_gpus=(
-            "with streams that are late; 0.19.8: 22 of 24 cases, and the run ended; 0.18.7 and "
-            "0.17.4: 27 of 27 on 2026-11-22"
-        ),
-        on="2026-11-23",
-        where="benchmarks-stream-safety.md#correct-on-gpus",
-    ),
-    "zero3_retain": About(
-        on_gpus="0.19.8: 46 of 46 cases equal plain PyTorch",
-        on="2026-11-22",
-        where="benchmarks-zero3-retain.md#correct-on-gpus",
-    ),
-}
 
 
 def columns() -> tuple[str, ...]:

@@ -16,17 +16,9 @@ FIRST = Version("0.16.0")
 _LINE = "Available versions:"
 
 
-class IndexUnreachable(Exception):
-    """pip did not say which releases there are; the message is what it said instead."""
-
-
 def look(into: Path = record.FILE) -> int:
-    """Record which releases there are; 1 when one has an unknown cell, 2 when pip does not say."""
-    try:
-        found = on_index()
-    except IndexUnreachable as reason:
-        print(reason, file=sys.stderr)
-        return 2
+    """Record which releases there are; 1 when one has an unknown cell."""
+    found = on_index()
     records = record.load(into).knowing(found, date.today().isoformat())
     record.save(records, into)
     page.rewrite(records, into.with_suffix(".md"))
@@ -37,12 +29,12 @@ def look(into: Path = record.FILE) -> int:
 
 
 def on_index() -> list[str]:
-    """The releases from `FIRST` on, newest first, no pre-releases; raises IndexUnreachable."""
+    """The releases from `FIRST` on, newest first, no pre-releases; raises ValueError."""
     command = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_LINE)]
     if done.returncode or not lines:
-        raise IndexUnreachable(done.stderr.strip() or f"pip stopped with code {done.returncode}")
+        raise ValueError(done.stderr.strip() or f"pip stopped with code {done.returncode}")
     versions = map(Version, lines[0].removeprefix(_LINE).split(","))
     return [str(v) for v in versions if v >= FIRST and not v.is_prerelease]
 

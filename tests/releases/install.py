@@ -11,17 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests import releases
-from tests.releases.at_once import DEFAULT, each, say
+from tests.releases.at_once import each, say
 
 
-def install(wanted: Iterable[str], at_once: int = DEFAULT) -> int:
+def install(wanted: Iterable[str]) -> int:
     """Install what is missing of `wanted`; 1 when one could not be installed.
 
     wanted: versions of DeepSpeed, and name==version of other packages.
     """
-    failed = [
-        one for one, trouble in each(install_one, tuple(dict.fromkeys(wanted)), at_once) if trouble
-    ]
+    done = each(install_one, tuple(dict.fromkeys(wanted)))
+    failed = [one for one, trouble in done if trouble]
     if failed:
         print(f"not installed: {' '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
-import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Collection, Sequence
 from datetime import date
 from importlib.metadata import version as version_of
@@ -20,15 +17,12 @@ from ds_patches.core import registry
 from ds_patches.core.state import State
 from tests import releases
 from tests.releases import columns, page, record
-from tests.releases.at_once import DEFAULT, each, say
+from tests.releases.at_once import each, say
 from tests.releases.cell import Answer, Cell, of_patch, of_tests
 from tests.releases.columns import CORE
 from tests.releases.install import install_one
 from tests.releases.record import Record, Records
-from tests.releases.run import Outcome, cases_in, count, environment, pytest
-
-#: pytest's exit codes after which its report is whole: all passed, some failed, none there.
-_WHOLE = (0, 1, 5)
+from tests.releases.run import WHOLE, Case, Outcome, count, pytest, python
 
 
 class NoAnswer(Exception):
@@ -46,7 +40,7 @@ def measure(version: str, wanted: Sequence[str]) -> list[Record]:
     outcomes = outcomes_of(version, [c for c in wanted if c in {CORE, *ready}], ready)
     found = [recorded(version, c, *state[c], answers.get(c), outcomes.get(c)) for c in wanted]
     if any(one.cell is Cell.REFUSED for one in found):
-        say(_python(version, "-m", "ds_patches", "doctor").stdout)
+        say(python(version, "-m", "ds_patches", "doctor").stdout)
     return found
 
 
@@ -55,7 +49,6 @@ def run(
     again: bool = False,
     into: Path = record.FILE,
     measure: Callable[[str, Sequence[str]], list[Record]] = measure,
-    at_once: int = DEFAULT,
 ) -> int:
     """Record `versions`, or every known release; 1 when something is left to look into.
 
@@ -77,7 +70,7 @@ def run(
             return reason
 
     outstanding = [version for version in wanted if left[version]]
-    for number, (version, new) in enumerate(each(found, outstanding, at_once), start=1):
+    for number, (version, new) in enumerate(each(found, outstanding), start=1):
         if isinstance(new, list):
             records = _keep(new, into)
             new = ", ".join(f"{one.column} {page.cell(one)}" for one in new)
@@ -98,25 +91,13 @@ def ask(version: str) -> dict[str, Answer]:
     """What a process of that release's own says of each patch; raises NoAnswer."""
     with tempfile.TemporaryDirectory() as scratch:
         answers = Path(scratch, "answers.json")
-        done = _python(version, "-m", "tests.releases.probe", str(answers))
+        done = python(version, "-m", "tests.releases.probe", str(answers))
         if done.returncode:
             raise NoAnswer(done.stdout)
         # Reasons name files; where they lie on this machine is nobody's business.
         here = json.dumps(f"{releases.folder() / version}/").strip('"')
         plain = json.loads(answers.read_text(encoding="utf-8").replace(here, ""))
     return {name: Answer(**one | {"state": State(one["state"])}) for name, one in plain.items()}
-
-
-def _python(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with that release, what it prints in one piece."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=releases.ROOT,
-        env=environment(version),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def outcomes_of(version: str, wanted: Sequence[str], ready: Collection[str]) -> dict[str, Outcome]:
@@ -128,20 +109,14 @@ def outcomes_of(version: str, wanted: Sequence[str], ready: Collection[str]) -> 
     if not files:  # pytest would take that for all there are
         return {}
     options = ("-m", "core_case", "--continue-on-collection-errors")
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch, "report.xml")
-        code, output = pytest(version, report, *options, *files)
-        say(f"\n=== DeepSpeed {version}\n{output}")
-        if code not in _WHOLE or not report.exists():
-            stopped = Outcome(version, failed=1, trouble=f"pytest stopped with code {code}")
-            return dict.fromkeys(wanted, stopped)
-        cases = cases_in(report)
+    code, cases = pytest(version, *options, *files)
+    if code not in WHOLE:
+        stopped = Outcome(version, failed=1, trouble=f"pytest stopped with code {code}")
+        return dict.fromkeys(wanted, stopped)
     return {column: count(version, cases_of(column, cases, ready)) for column in wanted}
 
 
-def cases_of(
-    column: str, cases: Sequence[ElementTree.Element], ready: Collection[str]
-) -> list[ElementTree.Element]:
+def cases_of(column: str, cases: Sequence[Case], ready: Collection[str]) -> list[Case]:
     """A column's own cases. The core's about a patch mean nothing where that one is refused."""
     homes = tuple(
         f"{path.removesuffix('.py')}/".replace("/", ".") for path in columns.tests_of(column)

@@ -1,6 +1,6 @@
 """DeepSpeed releases with the torch that people have beside them.
 
-pairs.json says which, and what there is to say of one. Each is recorded in an environment of its
+pairs.json says which. Each is recorded in an environment of its
 own, .releases/torch-<version>, which is removed afterwards: it takes some 5 GB. The release comes
 from .releases, as everywhere.
 """
@@ -33,11 +33,10 @@ _GIGABYTES = 12
 
 @dataclass(frozen=True)
 class Pair:
-    """A release and a torch; `note`: what a reader of its row should know."""
+    """A release and a torch."""
 
     release: str
     torch: str
-    note: str = ""
 
     def __str__(self) -> str:
         return f"{self.release}+{self.torch}"

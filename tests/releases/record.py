@@ -89,10 +89,6 @@ class Records:
         cells = {release: [self.cell(release, c) for c in columns()] for release in self.releases}
         return [release for release, row in cells.items() if Cell.UNKNOWN in row]
 
-    def with_other_torch(self) -> set[tuple[str, str]]:
-        """The releases, each with a torch, that are not in the main table."""
-        return {(release, torch) for release, torch, _ in self.of if torch != TORCH}
-
     def knowing(self, found: Iterable[str], looked_at: str) -> Records:
         """The same with the releases that are on the index; none that was known is forgotten."""
         return replace(self, looked_at=looked_at, releases=_oldest_first(*self.releases, *found))

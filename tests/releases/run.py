@@ -9,15 +9,20 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from ds_patches.core import registry
 from tests import releases
-from tests.releases.at_once import DEFAULT, each, say
+from tests.releases.at_once import each, markdown, say
 from tests.releases.columns import marked_files, tests_of
 from tests.releases.install import install_one
+
+Case = ElementTree.Element
+
+#: pytest's exit codes after which its report is whole: all passed, some failed, none there.
+WHOLE = (0, 1, 5)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,6 @@ class Outcome:
 def run(
     versions: Sequence[str],
     whole: bool = False,
-    at_once: int = DEFAULT,
     within: float | None = None,
     one: Callable[[str, Sequence[str]], Outcome] | None = None,
 ) -> int:
@@ -45,9 +49,7 @@ def run(
     within: seconds; what was not begun by then is named as left out, which is no error.
     one: does it for a release; `run_one` if not given.
     """
-    ended = dict(
-        each(lambda version: (one or run_one)(version, chosen(whole)), versions, at_once, within)
-    )
+    ended = dict(each(lambda version: (one or run_one)(version, chosen(whole)), versions, within))
     outcomes = [outcome for version in versions if (outcome := ended[version])]
     say(f"\n{table(outcomes)}")
     if late := [version for version in versions if not ended[version]]:
@@ -63,28 +65,30 @@ def chosen(whole: bool) -> list[str]:
 
 
 def run_one(version: str, arguments: Sequence[str]) -> Outcome:
-    """pytest with these arguments on one release, with its output in one piece."""
+    """pytest with these arguments on one release."""
     if install_one(version):
         return Outcome(version, trouble="could not be installed")
     say(f"DeepSpeed {version}: begun")
+    code, cases = pytest(version, *arguments)
+    return count(version, cases, code)
+
+
+def pytest(version: str, *arguments: str) -> tuple[int, list[Case]]:
+    """Run pytest on one release, its output in one piece; its exit code, and its junit cases."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        code, output = pytest(version, report, *arguments)
-        if report.exists():
-            outcome = read(version, report, code)
-        else:
-            outcome = Outcome(version, trouble=f"pytest stopped with code {code}")
-    say(f"\n=== DeepSpeed {version}, {time.monotonic() - start:.0f} s\n{output}")
-    return outcome
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--disable-warnings")
+        done = python(version, *command, f"--junitxml={report}", *arguments)
+        found = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    say(f"\n=== DeepSpeed {version}, {time.monotonic() - start:.0f} s\n{done.stdout}")
+    return done.returncode, found
 
 
-def pytest(version: str, report: Path, *arguments: str) -> tuple[int, str]:
-    """Run pytest on one release, with its junit file at `report`; its exit code and its output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command.append("--disable-warnings")
-    done = subprocess.run(
-        [*command, f"--junitxml={report}", *arguments],
+def python(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with that release, what it prints in one piece."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=releases.ROOT,
         env=environment(version),
         stdout=subprocess.PIPE,
@@ -92,7 +96,6 @@ def pytest(version: str, report: Path, *arguments: str) -> tuple[int, str]:
         text=True,
         errors="replace",
     )
-    return done.returncode, done.stdout
 
 
 def environment(version: str) -> dict[str, str]:
@@ -111,36 +114,26 @@ def environment(version: str) -> dict[str, str]:
     }
 
 
-def read(version: str, report: Path, code: int) -> Outcome:
-    """The outcome in pytest's junit file."""
-    outcome = count(version, cases_in(report))
-    if code and not outcome.trouble:
-        return replace(outcome, trouble=f"pytest stopped with code {code}")
-    return outcome
+def count(version: str, cases: Sequence[Case], code: int = 0) -> Outcome:
+    """The outcome of these test cases of a junit file; its trouble is the first failure.
 
-
-def cases_in(report: Path) -> list[ElementTree.Element]:
-    return list(ElementTree.parse(report).iter("testcase"))
-
-
-def count(version: str, cases: Sequence[ElementTree.Element]) -> Outcome:
-    """The outcome of these test cases of a junit file; its trouble is the first failure."""
+    code: pytest's, after which something else may be wrong.
+    """
     bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
     skipped = [c for c in cases if c.find("skipped") is not None and c not in bad]
     passed = len(cases) - len(bad) - len(skipped)
     trouble = "" if passed else "no test ran"
     if bad:
         trouble = f"{bad[0].attrib['classname']}::{bad[0].attrib['name']}"
+    elif code not in WHOLE:
+        trouble = f"pytest stopped with code {code}"
     seconds = sum(float(case.attrib["time"]) for case in cases)
     return Outcome(version, passed, len(bad), len(skipped), seconds, trouble)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    rows = [("DeepSpeed", "passed", "failed", "skipped", "seconds", "first failure")]
-    for o in outcomes:
-        numbers = (str(o.passed), str(o.failed), str(o.skipped), f"{o.seconds:.1f}")
-        rows.append((o.version, *numbers, o.trouble or "-"))
-    return "\n".join(
-        f"{version:<9}  {passed:>6}  {failed:>6}  {skipped:>7}  {seconds:>7}  {trouble}"
-        for version, passed, failed, skipped, seconds, trouble in rows
+    rows = (
+        (o.version, str(o.passed), str(o.failed), str(o.skipped), f"{o.seconds:.1f}", o.trouble)
+        for o in outcomes
     )
+    return markdown(("DeepSpeed", "passed", "failed", "skipped", "seconds", "trouble"), rows)

@@ -42,13 +42,12 @@ def support(
     ask: Callable[[str], dict[str, Answer]] = matrix.ask,
     python: Callable[..., int] | None = None,
 ) -> int:
-    """Do all of it for one release; 1 if a patch was refused or a test failed, 2 without an index.
+    """Do all of it for one release; 1 if a patch was refused or a test failed.
 
     look, put, ask, python: what asks the index, installs, asks the gate, and runs a Python.
     """
     python = python or _python
-    if look() == 2:
-        return 2
+    look()
     known = record.load().releases
     if version not in known:
         raise ValueError(f"the package index has no release {version}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -13,27 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.core import fake
-from tests.releases import columns, git, turn
+from tests.releases import at_once, columns, git, record, turn
 from tests.releases.__main__ import main
-from tests.releases.at_once import each
-from tests.releases.run import Outcome, chosen, read, run
+from tests.releases.run import Outcome, chosen, count, run
 from tests.releases.run import pytest as run_pytest
 
+TODAY = date.today()
 KNOWN = tuple(f"0.16.{patch}" for patch in range(10))
-
-
-def outcome_of(tests: str, folder: Path) -> Outcome:
-    """The outcome of a real pytest run over a file with this text."""
-    report = folder / "report.xml"
-    (folder / "test_some.py").write_text(tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, f"--junitxml={report}"],
-        cwd=folder,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # they take longer than the test
-        stdout=subprocess.DEVNULL,
-    )
-    return read("0.16.3", report, done.returncode)
 
 
 MIXED = """
@@ -59,58 +44,58 @@ SKIPPED = "import pytest\n@pytest.mark.skip(reason='later')\ndef test_skipped():
     ids=["good", "mixed", "not imported", "all skipped", "nothing selected"],
 )
 def test_what_a_run_came_to(
-    tmp_path: Path, tests: str, counts: tuple[int, int, int], trouble: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tests: str,
+    counts: tuple[int, int, int],
+    trouble: str,
 ) -> None:
-    outcome = outcome_of(tests, tmp_path)
+    monkeypatch.setattr("tests.releases.ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the test
+    (tmp_path / "test_some.py").write_text(tests)
+    code, cases = run_pytest("0.16.3", "test_some.py")
+    outcome = count("0.16.3", cases, code)
     assert (outcome.passed, outcome.failed, outcome.skipped) == counts
     assert outcome.trouble == trouble
+    assert trouble.rpartition("::")[2] in f"{capsys.readouterr().out} no test ran"
+    assert not (tmp_path / ".pytest_cache").exists()
 
 
-def test_a_release_that_cannot_be_installed_is_an_error(
-    no_package_index: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # What an interrupted install leaves is not taken for the release.
-    (no_package_index / ".part-0.16.3" / "deepspeed").mkdir(parents=True)
-    assert run(["0.16.3"]) == 1
-    printed = capsys.readouterr().out
-    assert "deepspeed==0.16.3: failed\n" in printed
-    assert "could not be installed" in printed
+def test_what_no_case_says_is_said_by_pytests_code() -> None:
+    assert count("0.16.3", [], code=3).trouble == "pytest stopped with code 3"
 
 
 # What is run, and how much of it at a time.
 
 
-class Runs:
-    """Stands for pytest's runs: notes what began."""
-
-    def __init__(self, bad: Sequence[str] = ()) -> None:
-        self.begun: list[str] = []
-        self.bad = bad
-
-    def __call__(self, version: str, arguments: Sequence[str]) -> Outcome:
-        self.begun.append(version)
-        return Outcome(version, passed=1, trouble="a::b" if version in self.bad else "")
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_once, "AT_ONCE", 1)
 
 
 def test_one_bad_release_is_an_error_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Runs(bad=KNOWN[:1])
-    assert run(KNOWN[:3], at_once=1, one=runs) == 1
-    assert runs.begun == list(KNOWN[:3])
-    rows = capsys.readouterr().out.strip().splitlines()[1:]
-    assert [row.split()[0] for row in rows] == list(KNOWN[:3]), "in the order they were asked for"
+    def one(version: str, arguments: Sequence[str]) -> Outcome:
+        return Outcome(version, passed=1, trouble="a::b" if version == KNOWN[0] else "")
+
+    assert run(KNOWN[:3], one=one) == 1
+    rows = capsys.readouterr().out.strip().splitlines()[2:]
+    assert [row.split()[1] for row in rows] == list(KNOWN[:3]), "in the order they were asked for"
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 def test_what_was_not_begun_in_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def slow(version: str, arguments: Sequence[str]) -> Outcome:
         threading.Event().wait(0.3)
         return Outcome(version, passed=1)
 
-    assert run(KNOWN[:3], at_once=1, within=0.2, one=slow) == 0
+    assert run(KNOWN[:3], within=0.2, one=slow) == 0
     printed = capsys.readouterr().out
     assert f"left out, as not begun within 0.2 s: {KNOWN[1]} {KNOWN[2]}\n" in printed
     assert run(KNOWN[:1], within=0.0, one=slow) == 1, "nothing ran"
 
 
+@pytest.mark.usefixtures("one_at_a_time")
 def test_an_interrupt_begins_no_more() -> None:
     begun = []
 
@@ -119,19 +104,8 @@ def test_an_interrupt_begins_no_more() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(each(interrupted, KNOWN, at_once=1))
+        list(at_once.each(interrupted, KNOWN))
     assert len(begun) < len(KNOWN)
-
-
-def test_the_output_of_a_run_is_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.releases.ROOT", tmp_path)
-    bad = "def test_bad():\n    print('said in it')\n    assert 1 == 2\n"
-    fake.write(tmp_path / "tests/test_a.py", bad)
-    code, output = run_pytest("0.16.3", tmp_path / "report.xml", "tests/test_a.py")
-    assert code == 1
-    assert "said in it" in output
-    assert "assert 1 == 2" in output
-    assert not (tmp_path / ".pytest_cache").exists()
 
 
 # Which files.
@@ -172,32 +146,42 @@ def test_no_core_case_is_in_another_file() -> None:
 # Whose turn it is.
 
 
-def test_the_turns_together_have_every_release_but_the_installed_one() -> None:
-    turns = [turn.this(3, number).releases(KNOWN, without=KNOWN[-1]) for number in range(3)]
+def test_the_turns_together_have_every_release_but_the_installed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turn, "version_of", lambda name: KNOWN[-1])
+    monkeypatch.setattr(record, "load", lambda: record.Records(releases=KNOWN))
+    turns = [turn.releases(turn.Turn(number, 3, "")) for number in range(3)]
     assert sorted(name for one in turns for name in one) == sorted(KNOWN[:-1])
     assert turns[0] == ["0.16.8", "0.16.5", "0.16.2"], "of every era, the newest first"
 
 
-def test_a_turn_says_why_it_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(turn.this(6, 8)) == "turn 2 of 0 to 5 (as asked for)"
-    answers = {"rev-parse": "false", "rev-list": "604"}
+@pytest.mark.parametrize(
+    ("shallow", "number", "why"),
+    [
+        ("false", 4, "604 commits"),
+        ("true", TODAY.toordinal() % 6, f"{TODAY}, as there is no history to count"),
+        ("", TODAY.toordinal() % 6, f"{TODAY}, as there is no history to count"),
+    ],
+    ids=["a clone", "a shallow clone", "no clone"],
+)
+def test_a_turn_says_why_it_is_this_one(
+    monkeypatch: pytest.MonkeyPatch, shallow: str, number: int, why: str
+) -> None:
+    answers = {"rev-parse": shallow, "rev-list": "604"}
     monkeypatch.setattr(git, "says", lambda command, *rest: answers[command])
-    assert str(turn.this(6)) == "turn 4 of 0 to 5 (604 commits)"
+    assert str(turn.this(6)) == f"turn {number} of 0 to 5 ({why})"
 
 
-@pytest.mark.parametrize("shallow", ["true", ""], ids=["a shallow clone", "no clone"])
-def test_without_a_history_the_day_decides(monkeypatch: pytest.MonkeyPatch, shallow: str) -> None:
-    monkeypatch.setattr(git, "says", lambda *arguments: shallow)
-    now = turn.this(6)
-    assert now.number == date.today().toordinal() % 6
-    assert str(date.today()) in now.why
-
-
-def test_a_run_installs_its_turn(
+def test_a_run_installs_its_turn_and_fails_where_it_cannot(
     no_package_index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["releases", "run", "--turn-of", "40", "--turn", "34"])
+    # What an interrupted install leaves is not taken for the release.
+    (no_package_index / ".part-0.16.0" / "deepspeed").mkdir(parents=True)
+    monkeypatch.setattr(turn, "this", lambda of: turn.Turn(34, of, "34 commits"))
+    monkeypatch.setattr(sys, "argv", ["releases", "run", "--turn-of", "40"])
     assert main() == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("turn 34 of 0 to 39 (as asked for): 0.16.0\n")
+    assert printed.startswith("turn 34 of 0 to 39 (34 commits): 0.16.0\n")
     assert "deepspeed==0.16.0: failed\n" in printed
+    assert "could not be installed" in printed

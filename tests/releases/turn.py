@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version as version_of
@@ -18,22 +17,15 @@ class Turn:
     of: int
     why: str
 
-    def releases(self, known: Sequence[str], without: str) -> list[str]:
-        """Every `of`-th of the known ones, newest first: so each turn has some of every era."""
-        older = [release for release in reversed(known) if release != without]
-        return older[self.number :: self.of]
-
     def __str__(self) -> str:
         return f"turn {self.number} of 0 to {self.of - 1} ({self.why})"
 
 
-def this(of: int, number: int | None = None) -> Turn:
-    """The turn that it is: as asked for, or by the commits so far, or by the day.
+def this(of: int) -> Turn:
+    """The turn that it is: by the commits so far, or by the day.
 
     A clone without its history has too few commits to count.
     """
-    if number is not None:
-        return Turn(number % of, of, "as asked for")
     if git.says("rev-parse", "--is-shallow-repository") == "false":
         commits = int(git.says("rev-list", "--count", "HEAD") or 0)
         return Turn(commits % of, of, f"{commits} commits")
@@ -42,5 +34,10 @@ def this(of: int, number: int | None = None) -> Turn:
 
 
 def releases(turn: Turn) -> list[str]:
-    """Those of this turn, of all that docs/compatibility.json knows but the installed one."""
-    return turn.releases(record.load().releases, version_of("deepspeed"))
+    """Every `of`-th that docs/compatibility.json knows, newest first, but the installed one.
+
+    So each turn has some of every era.
+    """
+    installed = version_of("deepspeed")
+    older = [release for release in reversed(record.load().releases) if release != installed]
+    return older[turn.number :: turn.of]
