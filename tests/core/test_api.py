@@ -214,32 +214,6 @@ print("done")
     assert fake.output(code, fake.deepspeed(tmp_path / "deepspeed")) == "done\n"
 
 
-#: What a program does about logging before it applies the patches, and who then hears an info.
-LOGGING = {
-    "nothing": ("", "ds_patches: live\n"),
-    "a handler and a level for all": (
-        "logging.basicConfig(level='WARNING', format='here: %(message)s')",
-        "here: live\n",
-    ),
-    "a level for this package": ("logging.getLogger('ds_patches').setLevel('WARNING')", ""),
-}
-
-
-@pytest.mark.parametrize(("before", "heard"), LOGGING.values(), ids=LOGGING)
-def test_an_info_is_heard_once_unless_the_program_says_otherwise(
-    sample: tuple[str, Path], before: str, heard: str
-) -> None:
-    live = """
-ds_patches.apply_all(only=[])
-logging.getLogger("ds_patches").info("live")
-"""
-    done = fake.run(f"import logging\n{before}\n{sample[0]}{live}", sample[1])
-    assert (done.returncode, done.stderr) == (0, heard)
-    assert not fake.run(
-        f"import logging\n{sample[0]}{live}", sample[1], DS_PATCHES_LOG="error"
-    ).stderr
-
-
 def test_disabled_is_a_state_and_no_warning(sample: tuple[str, Path]) -> None:
     code = sample[0] + (
         """
