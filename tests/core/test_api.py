@@ -158,6 +158,12 @@ def test_a_status_is_one_line_whatever_went_wrong(place: fake.Place) -> None:
     place.output(code)
 
 
+@pytest.mark.parametrize(("wanted", "state"), [("sample", "applied"), ("none", "disabled")])
+def test_to_import_auto_is_to_apply(place: fake.Place, wanted: str, state: str) -> None:
+    code = 'import ds_patches.auto; print(ds_patches.status()["sample"].state.value)'
+    assert place.output(code, DS_PATCHES=wanted) == f"{state}\n"
+
+
 def test_disabled_is_a_state_and_no_warning(place: fake.Place) -> None:
     code = """
         status = ds_patches.apply_all(strict=True)["sample"]

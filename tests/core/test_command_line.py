@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -175,15 +172,6 @@ def test_the_bare_command_is_help_in_a_users_order() -> None:
 
 def test_the_version_is_printed(place: fake.Place) -> None:
     assert place.command("--version").stdout == f"ds-patches {ds_patches.__version__}\n"
-
-
-def test_a_reader_that_goes_away_ends_it_quietly() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    words = [sys.executable, "-m", "ds_patches", "table"]
-    with open(writer, "wb") as closed:
-        done = subprocess.run(words, cwd=fake.REPOSITORY, stdout=closed, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_every_folder_is_a_patch() -> None:
