@@ -92,8 +92,6 @@ class Walk:
 
     def __init__(self, name: str) -> None:
         installed = release.installed()
-        assert installed is not None
-        assert installed.version is not None
         self.name = name
         self.targets = gate.targets(registry.patch(name), installed.version)
         self.originals: dict[str, Any] = {}

@@ -101,7 +101,6 @@ def test_what_is_hard_to_see_in_a_text(tmp_path: Path) -> None:
 @pytest.mark.core_case
 def test_in_every_file_that_a_patch_looks_into() -> None:
     installed = release.installed()
-    assert installed is not None
     patches = registry.patches().values()
     modules = {place.module for patch in patches for place in (*patch.targets, *patch.dependencies)}
     inside = (installed.folder.joinpath(*module.split(".")[1:]) for module in sorted(modules))

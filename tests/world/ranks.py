@@ -124,20 +124,19 @@ class Rank:
         self.process = begin(env, theirs.fileno(), lifeline, self.output)
         theirs.close()
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message: wire.Call | None) -> None:
         self.seen = os.fstat(self.output).st_size
         with suppress(ConnectionError):  # the rank is gone, and receive() says how
             wire.send(self.connection, message)
 
-    def receive(self) -> wire.Ready | wire.Returned | wire.Raised:
+    def receive(self) -> wire.Returned | wire.Raised:
         try:
-            answer: wire.Ready | wire.Returned | wire.Raised = wire.receive(self.connection)
+            return wire.receive(self.connection)
         except (EOFError, ConnectionError):
             try:
                 return wire.Raised(f"exited with code {self.process.wait(GRACE_SECONDS)}")
             except subprocess.TimeoutExpired:
                 return wire.Raised("hung up, and does not exit")
-        return answer
 
     def tail(self) -> str:
         """The last lines this rank wrote since the case began."""
@@ -243,7 +242,7 @@ class Ranks:
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
             for rank in self.ranks:
-                rank.send(wire.Leave())
+                rank.send(None)
             for rank in self.ranks:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
