@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import shell
+
 #: A launch takes 5 to 15 s on two idle cores.
 SECONDS = 150.0
 TAIL_LINES = 120
@@ -34,19 +35,14 @@ def location(package: str) -> Path:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """pytest's own environment without wishes, with the commands of this Python and DeepSpeed."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
+    """A user's, with the commands of this Python and DeepSpeed."""
     commands = [location("deepspeed") / "bin", Path(sys.executable).parent, os.environ["PATH"]]
-    modules = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **inherited,
+    own = {
         "PATH": os.pathsep.join(map(str, commands)),
-        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
         "HOME": str(folder.parent),  # without the settings of whoever runs the tests
         "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **more,
     }
+    return shell.environment(**(own | more))
 
 
 def free_port() -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import shell
 from tests.core import fake
 from tests.launchers import launch, page
 from tests.launchers.outcome import assert_patched, assert_stock
@@ -104,7 +105,7 @@ def borrowing_environment(folder: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = subprocess.check_output([python, "-c", code], text=True, timeout=60).strip()
     packages = [launch.location(name) for name in ("deepspeed", "torch")]
-    lent = [launch.ROOT, *packages, sysconfig.get_path("purelib")]
+    lent = [shell.REPOSITORY, *packages, sysconfig.get_path("purelib")]
     Path(site, "lent.pth").write_text("\n".join(map(str, lent)) + "\n", encoding="utf-8")
     script = "import sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
     torchrun = folder / "bin" / "torchrun"

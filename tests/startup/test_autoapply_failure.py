@@ -71,32 +71,28 @@ def test_a_patch_that_is_not_applied(
     assert "Traceback" not in strict.stderr
 
 
-FLAGS = {
-    "DS_PATCHES": (
-        "smaple",
-        "no patch is named 'smaple' (did you mean 'sample'?); the patches are: sample",
-    ),
-    "DS_PATCHES_SAMPEL": ("1", "DS_PATCHES_SAMPEL means nothing"),
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_flag_that_means_nothing(environment: Environment, name: str) -> None:
-    value, reason = FLAGS[name]
-    flags = {"DS_PATCHES": "sample"} | {name: value}
-    wanted = flags.pop("DS_PATCHES")
-    done = start(environment, GOES_ON, wanted, **flags)
-    assert (done.returncode, done.stdout) == (0, f"{kind(name)}\n"), done.stderr
+@pytest.mark.parametrize(
+    ("flags", "kind", "reason"),
+    [
+        (
+            {"wanted": "smaple"},
+            "UnknownPatch",
+            "no patch is named 'smaple' (did you mean 'sample'?); the patches are: sample",
+        ),
+        ({"DS_PATCHES_SAMPEL": "1"}, "FlagError", "DS_PATCHES_SAMPEL means nothing"),
+    ],
+)
+def test_a_flag_that_means_nothing(
+    environment: Environment, flags: dict[str, str], kind: str, reason: str
+) -> None:
+    done = start(environment, GOES_ON, **flags)
+    assert (done.returncode, done.stdout) == (0, f"{kind}\n"), done.stderr
     assert done.stderr.startswith("ds_patches: nothing is applied to deepspeed: ")
     assert reason in done.stderr
     assert done.stderr.count("\n") == 1
-    strict = start(environment, GOES_ON, wanted, DS_PATCHES_STRICT="on", **flags)
+    strict = start(environment, GOES_ON, DS_PATCHES_STRICT="on", **flags)
     assert (strict.returncode, strict.stdout, strict.stderr.count("\n")) == (1, "", 1)
     assert reason in strict.stderr
-
-
-def kind(name: str) -> str:
-    return "UnknownPatch" if name == "DS_PATCHES" else "FlagError"
 
 
 def test_a_broken_patch_keeps_no_other_from_being_applied(own: Environment) -> None:
