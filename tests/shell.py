@@ -17,10 +17,10 @@ def environment(**variables: str) -> dict[str, str]:
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
-def doctor(check: str, **variables: str) -> list[str]:
-    """The lines of `python -m ds_patches doctor CHECK`, which finds nothing wrong."""
+def doctor(*checks: str, **variables: str) -> list[str]:
+    """The lines of `python -m ds_patches doctor`, which finds nothing wrong."""
     done = subprocess.run(
-        [sys.executable, "-m", "ds_patches", "doctor", check],
+        [sys.executable, "-m", "ds_patches", "doctor", *checks],
         env=environment(**variables),
         capture_output=True,
         text=True,

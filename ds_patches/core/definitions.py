@@ -35,21 +35,6 @@ def stamp(path: Path) -> Stamp:
     return path, stat.st_mtime_ns, stat.st_size
 
 
-def at_line(file: Stamp, line: int, name: str) -> Definition | None:
-    """Return the definition that begins, with its first decorator, in this line (from 1).
-
-    None if there is none of that name: the file is not what was imported.
-    """
-    lines = _lines(file)
-    if line > len(lines):
-        return None
-    found = _parsed_from(lines, line - 1) or next(
-        (d for d in ast.walk(tree(file)) if isinstance(d, Definition) and _first_line(d) == line),
-        None,
-    )
-    return found if found is not None and found.name == name else None
-
-
 def by_name(file: Stamp, qualname: str) -> Definition | None:
     """Return the definition that `qualname` names once the module has run, or None."""
     lines, heads, names = _lines(file), _heads(file), qualname.split(".")
@@ -74,6 +59,11 @@ def imported_from(file: Stamp, name: str) -> str | None:
 def digest(node: ast.AST) -> str:
     """Return 16 hex digits that are equal on every Python for equal behaviour."""
     return hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
+
+
+def first_line(node: Definition) -> int:
+    """Return where the interpreter says the definition starts: at its first decorator."""
+    return min(one.lineno for one in (node, *node.decorator_list))
 
 
 @lru_cache(maxsize=4)
@@ -128,8 +118,10 @@ def _parsed_from(lines: list[str], start: int) -> Definition | None:
         except SyntaxError:
             continue
         inner = body[0].body if above and isinstance(body[0], ast.If) else body
-        only = inner[0] if len(inner) == 1 else None
-        return only if isinstance(only, Definition) else None
+        if len(inner) == 1 and isinstance(only := inner[0], Definition):
+            ast.increment_lineno(only, start - len(above))
+            return only
+        return None
     return None
 
 
@@ -166,11 +158,6 @@ def _in_tree(scope: list[ast.stmt], names: list[str]) -> Definition | None:
             return None
         scope = found.body
     return found
-
-
-def _first_line(node: Definition) -> int:
-    """Return where the interpreter says the definition starts: at its first decorator."""
-    return min(one.lineno for one in (node, *node.decorator_list))
 
 
 def _definitions(scope: list[ast.stmt]) -> Iterator[Definition]:

@@ -119,21 +119,18 @@ def _take_out(wrapper: Wrapper) -> None:
 
 def _splice(wrapper: Wrapper, path: list[Any]) -> None:
     """Take a wrapper out from beneath the one directly above, where that one allows it."""
+    import wrapt
+
     for layer in path:
         for ours in _made:
             if layer is ours.installed and ours.original is wrapper.installed:
                 ours.rest_on(wrapper.original)
                 return
-        beneath = layer.__wrapped__ if _is_wrapt_proxy(layer) else None
+        is_proxy = issubclass(type(layer), wrapt.BaseObjectProxy)
+        beneath = layer.__wrapped__ if is_proxy else None
         if beneath is wrapper.installed and wrapper.original is not live.MISSING:
             layer.__wrapped__ = wrapper.original
             return
-
-
-def _is_wrapt_proxy(value: Any) -> bool:
-    import wrapt
-
-    return issubclass(type(value), wrapt.BaseObjectProxy)
 
 
 def _top(wrapper: Wrapper) -> Any:

@@ -88,14 +88,13 @@ def path_to(top: Any, wanted: Any) -> list[Any]:
     Follows bound methods, partials, closures and callable objects: a second library's wrapper may
     keep what it calls in any of them. Whether it does call what its code speaks of is not known.
     """
-    trail: dict[int, tuple[Any, int | None]] = {id(top): (top, None)}
-    queue = [top]
+    paths, queue = {id(top): [top]}, [top]
     for layer in queue:
         if layer is wanted:
-            return _trail_back(trail, layer)
+            return paths[id(layer)]
         for beneath in _layers_beneath(layer):
-            if id(beneath) not in trail and len(trail) < _WALK_LIMIT:
-                trail[id(beneath)] = (beneath, id(layer))
+            if id(beneath) not in paths and len(paths) < _WALK_LIMIT:
+                paths[id(beneath)] = [*paths[id(layer)], beneath]
                 queue.append(beneath)
     return []
 
@@ -136,15 +135,6 @@ def origin(value: Any) -> str:
     # The globals, because functools.wraps copies `__module__` from what it wraps.
     home = function.__globals__.get("__name__", "?")
     return f"{home} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def _trail_back(trail: dict[int, tuple[Any, int | None]], layer: Any) -> list[Any]:
-    path = []
-    step: int | None = id(layer)
-    while step is not None:
-        value, step = trail[step]
-        path.append(value)
-    return path[::-1]
 
 
 def _layers_beneath(value: Any) -> Iterator[Any]:

@@ -70,7 +70,7 @@ def _of_source(module: str, qualname: str, folder: Path) -> str:
     file = definitions.stamp(path)
     if origin := definitions.imported_from(file, qualname):
         return _of_source(origin, qualname, folder)
-    return _digest_by_name(file, qualname)
+    return _found(file, qualname)[0]
 
 
 def must_parse(place: Place, folder: Path) -> None:
@@ -92,10 +92,10 @@ def of_live(place: Place) -> str:
         path = Path(getattr(code, "co_filename", ""))
     if not path.is_file():
         return UNREADABLE
-    if code is None:
-        return _digest_by_name(definitions.stamp(path), value.__qualname__)
-    # By line, not through inspect.getsource: that dedents, which alters multi-line strings.
-    return _digest_by_line(definitions.stamp(path), code.co_firstlineno, code.co_name)
+    # Not through inspect.getsource: that dedents, which alters multi-line strings.
+    digest, line = _found(definitions.stamp(path), getattr(value, "__qualname__", ""))
+    # Of another line it is of another function, or of a file that has changed since.
+    return digest if code is None or line == code.co_firstlineno else UNREADABLE
 
 
 @cache
@@ -112,12 +112,9 @@ def _source_file(module: str, folder: Path) -> Path | None:
 
 
 @cache
-def _digest_by_name(file: definitions.Stamp, qualname: str) -> str:
+def _found(file: definitions.Stamp, qualname: str) -> tuple[str, int]:
+    """Return the digest of a definition, and the line that it begins in."""
     found = definitions.by_name(file, qualname)
-    return ABSENT if found is None else definitions.digest(found)
-
-
-@cache
-def _digest_by_line(file: definitions.Stamp, line: int, name: str) -> str:
-    found = definitions.at_line(file, line, name)
-    return UNREADABLE if found is None else definitions.digest(found)
+    if found is None:
+        return ABSENT, 0
+    return definitions.digest(found), definitions.first_line(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 #: Seconds. Few builds take as long.
@@ -26,9 +26,9 @@ def folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or f"{home}/.cache", "torch_extensions")
 
 
-def stale(environment: Mapping[str, str], older_than: float = OLD) -> Iterator[tuple[Path, float]]:
-    """Yield locks that are older than this many seconds, each with its age."""
-    root, now = folder(environment), time.time()
+def lines(environment: Mapping[str, str], older_than: float = OLD) -> list[str]:
+    """Say of each lock that is older than this many seconds how old it is, how to remove it."""
+    root, now, said = folder(environment), time.time(), []
     # In torch's own folder there is one more level: the Python and the device.
     for lock in sorted((*root.glob("*/lock"), *root.glob("*/*/lock"))):
         try:
@@ -36,16 +36,12 @@ def stale(environment: Mapping[str, str], older_than: float = OLD) -> Iterator[t
         except OSError:  # removed meanwhile: somebody built there
             continue
         if age > older_than:
-            yield lock, age
-
-
-def lines(environment: Mapping[str, str], older_than: float = OLD) -> list[str]:
-    """Say of each stale lock how old it is, and how to remove it."""
-    return [
-        f"{lock} is {_said(age)} old: whoever needs the extension {lock.parent.name} waits for "
-        f"its removal, in silence. If nothing is building it: rm {shlex.quote(str(lock))}"
-        for lock, age in stale(environment, older_than)
-    ]
+            said.append(
+                f"{lock} is {_said(age)} old: whoever needs the extension {lock.parent.name} waits "
+                "for its removal, in silence. If nothing is building it: "
+                f"rm {shlex.quote(str(lock))}"
+            )
+    return said
 
 
 def _said(age: float) -> str:

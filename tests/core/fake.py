@@ -209,6 +209,40 @@ def output(code: str, *path: Path, bare: bool = False, **variables: str) -> str:
     return done.stdout
 
 
+class Place:
+    """Patches that are alike, by their names, and a DeepSpeed for programs there."""
+
+    def __init__(self, root: Path, *names: str) -> None:
+        self.root, self.patches, self.deepspeed = root, root / "patches", root / "deepspeed"
+        self.path = [self.deepspeed]
+        for name in names:
+            patch_folder(self.patches, name)
+        deepspeed(self.deepspeed)
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        """Put `new` for every `old` into a file of a patch: "sample/binding.py"."""
+        path = self.patches / file
+        path.write_text(edited(path.read_text(), old, new))
+
+    def run(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a program that has the patches, and pytest."""
+        begin = f"import pytest, sys\n{with_patches(self.patches)}"
+        return run(begin + textwrap.dedent(code), *self.path, **variables)
+
+    def output(self, code: str, **variables: str) -> str:
+        """Run it and return what it printed; an error of the program is the test's."""
+        done = self.run(code, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def command(
+        self, *words: str, bare: bool = False, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command line."""
+        code = f"from ds_patches.__main__ import main; raise SystemExit(main({words!r}))"
+        return run(with_patches(self.patches) + code, *self.path, bare=bare, **variables)
+
+
 def with_patches(folder: Path) -> str:
     """Return the line of code that adds a folder of patches to the package."""
     return f"import ds_patches; ds_patches.__path__.append({str(folder)!r})\n"

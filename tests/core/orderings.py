@@ -92,8 +92,6 @@ class Walk:
 
     def __init__(self, name: str) -> None:
         installed = release.installed()
-        assert installed is not None
-        assert installed.version is not None
         self.name = name
         self.targets = gate.targets(registry.patch(name), installed.version)
         self.originals: dict[str, Any] = {}
@@ -246,12 +244,8 @@ def _put(target: Target, value: Any) -> None:
     setattr(*where, value)
 
 
-def _with_wraps(raw: Any) -> Any:
-    return _as(raw, wraps(raw)(_bare(raw)))
-
-
-def _bare_closure(raw: Any) -> Any:
-    return _as(raw, _bare(raw))
+def _bare(raw: Any) -> Any:
+    return lambda *args, **kwargs: raw(*args, **kwargs)
 
 
 def _by_wrapt(raw: Any) -> Any:
@@ -260,25 +254,12 @@ def _by_wrapt(raw: Any) -> Any:
     return wrapt.FunctionWrapper(raw, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs))
 
 
-def _in_its_place(raw: Any) -> Any:
-    return _as(raw, lambda *args, **kwargs: ("second",))
-
-
-def _bare(raw: Any) -> Any:
-    # isinstance, which believes a proxy: what a classmethod's proxy is called by is its binding.
-    if isinstance(raw, classmethod):
-        return lambda cls, *args, **kwargs: raw.__get__(None, cls)(*args, **kwargs)
-    if isinstance(raw, staticmethod):
-        return lambda *args, **kwargs: raw.__get__(None, object)(*args, **kwargs)
-    return lambda *args, **kwargs: raw(*args, **kwargs)
-
-
-def _as(raw: Any, function: Any) -> Any:
-    carrier = next((c for c in (classmethod, staticmethod) if isinstance(raw, c)), None)
-    return carrier(function) if carrier else function
-
-
-_STYLES = {"F": _with_wraps, "C": _bare_closure, "X": _by_wrapt, "P": _in_its_place}
+_STYLES: dict[str, Callable[[Any], Any]] = {
+    "F": lambda raw: wraps(raw)(_bare(raw)),
+    "C": _bare,
+    "X": _by_wrapt,
+    "P": lambda raw: lambda *args, **kwargs: ("second",),
+}
 
 
 def walk_all(walk: Walk, done: str, words: list[str]) -> None:

@@ -196,22 +196,3 @@ def left_behind(name: str) -> tuple[bool, bool]:
 @pytest.mark.core_case
 def test_nothing_is_left_after_unapply(world: World, name: str) -> None:
     assert world.run(left_behind, name) == [(False, True), (False, True)]
-
-
-def left_by_a_refusal(name: str) -> tuple[str, bool]:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    owner, attribute = live.site(registry.patch(name).targets[0]) or (object, "")
-    original = live.raw(owner, attribute)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(owner, attribute, lambda *args, **kwargs: original(*args, **kwargs))
-        stock = vars(DeepSpeedEngine)["__init__"]
-        with pytest.raises(ds_patches.PatchNotApplied) as refusal:
-            ds_patches.apply(name)
-        return str(refusal.value), vars(DeepSpeedEngine)["__init__"] is stock
-
-
-def test_nothing_is_left_after_a_refusal(world: World, name: str) -> None:
-    for trouble, is_stock in world.run(left_by_a_refusal, name):
-        assert "shape changed" in trouble
-        assert is_stock

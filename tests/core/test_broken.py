@@ -35,7 +35,6 @@ FOLDERS = {
 }  # fmt: skip
 
 EVERYWHERE = """
-import ds_patches
 from ds_patches.core.state import State
 
 found = ds_patches.status()
@@ -44,40 +43,36 @@ assert REASON in found["sample"].reason, found["sample"]
 assert found["second"].state is State.READY
 
 for alone in (ds_patches.apply, lambda name: ds_patches.apply_all(only=name)):
-    try:
+    with pytest.raises(ds_patches.BrokenPatch) as error:
         alone("sample")
-    except ds_patches.BrokenPatch as error:
-        assert REASON in str(error)
-    else:
-        raise SystemExit("silent")
+    assert REASON in str(error.value)
 assert ds_patches.apply_all(skip="sample")["sample"].state is State.DISABLED
 
 found = ds_patches.apply_all(options={"sample": {"mode": "hard"}})
 assert found["sample"].state is State.BROKEN and found["second"].live
-try:
+with pytest.raises(ds_patches.PatchNotApplied) as refusal:
     ds_patches.apply_all(strict=True)
-except ds_patches.PatchNotApplied as refusal:
-    assert [status.name for status in refusal.statuses] == ["sample"]
-else:
-    raise SystemExit("silent")
+assert [status.name for status in refusal.value.statuses] == ["sample"]
 assert not ds_patches.is_applied("sample") and ds_patches.is_applied("second")
 assert ds_patches.unapply_all()["second"].state is State.REVERTED
-print("done")
 """
+
+#: No other patch is wanted.
+BOTH = {"DS_PATCHES": "sample,second"}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A distribution that declares `sample`, a sound patch `second`, and a DeepSpeed."""
-    fake.patch_folder(tmp_path / "patches", "second")
-    fake.deepspeed(tmp_path / "deepspeed")
-    return distribution(tmp_path / "site").parent
+def place(tmp_path: Path) -> fake.Place:
+    """A distribution that declares `sample`, and a sound patch `second`."""
+    found = fake.Place(tmp_path, "second")
+    found.path.append(distribution(tmp_path / "site"))
+    return found
 
 
-def broken(place: Path, why: str) -> str:
+def broken(place: fake.Place, why: str) -> str:
     """Break the sample in one way; return the reason that is to be given."""
     file, old, new, reason = FOLDERS[why]
-    path = place / "site/our_patches/sample" / file
+    path = place.root / "site/our_patches/sample" / file
     if old is None:
         path.unlink()
     else:
@@ -85,37 +80,18 @@ def broken(place: Path, why: str) -> str:
     return reason
 
 
-def output(place: Path, code: str, **variables: str) -> tuple[str, str]:
-    """Run code that finds both patches and wants no other; what it printed, and its stderr."""
-    code = fake.with_patches(place / "patches") + code
-    variables = {"DS_PATCHES": "sample,second", **variables}
-    done = fake.run(code, place / "site", place / "deepspeed", **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def command(place: Path, *words: str, **variables: str) -> tuple[int, str, str]:
-    """Run the command line there; its exit code and what it printed."""
-    code = fake.with_patches(place / "patches")
-    code += f"from ds_patches.__main__ import main; raise SystemExit(main({words!r}))"
-    variables = {"DS_PATCHES": "sample,second", **variables}
-    done = fake.run(code, place / "site", place / "deepspeed", **variables)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.parametrize("why", FOLDERS)
-def test_a_broken_patch_says_so_and_others_go_on(place: Path, why: str) -> None:
-    reason = broken(place, why)
-    said, warned = output(place, f"REASON = {reason!r}\n{EVERYWHERE}")
-    assert said == "done\n"
-    told = [line for line in warned.splitlines() if "sample" in line]
+def test_a_broken_patch_says_so_and_others_go_on(place: fake.Place, why: str) -> None:
+    done = place.run(f"REASON = {broken(place, why)!r}\n{EVERYWHERE}", **BOTH)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "sample" in line]
     assert len(told) == 2, "once for each of the two calls that want it"
     assert all(line.startswith("ds_patches: sample is not applied, broken: ") for line in told)
-    assert "Traceback" not in warned
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("why", ["no json", "zero division", "no such patch"])
-def test_one_that_is_switched_off_is_disabled_and_silent(place: Path, why: str) -> None:
+def test_one_that_is_switched_off_is_disabled_and_silent(place: fake.Place, why: str) -> None:
     broken(place, why)
     code = 'print(ds_patches.apply_all(strict=True)["sample"].state.value)'
     for flags in (
@@ -123,49 +99,46 @@ def test_one_that_is_switched_off_is_disabled_and_silent(place: Path, why: str) 
         {"DS_PATCHES_SKIP": "sample"},
         {"DS_PATCHES": "second"},
     ):
-        said, warned = output(place, code, **flags)
-        assert said == "disabled\n"
-        assert "sample" not in warned
+        done = place.run(code, **(BOTH | flags))
+        assert done.stdout == "disabled\n", done.stderr
+        assert "sample" not in done.stderr
 
 
-def test_its_variables_mean_what_they_may(place: Path) -> None:
+def test_its_variables_mean_what_they_may(place: fake.Place) -> None:
     broken(place, "zero division")
     code = "print([s.state.value for s in list(ds_patches.status().values())[-2:]])"
     for value in ("1", "all"):  # the second of an option that nobody can know now
-        states, _ = output(place, code, DS_PATCHES="none", DS_PATCHES_SAMPLE=value)
+        states = place.output(code, DS_PATCHES="none", DS_PATCHES_SAMPLE=value)
         assert states == "['disabled', 'broken']\n"
 
 
 @pytest.mark.parametrize("why", ["no json", "zero division"])
-def test_the_commands_go_on(place: Path, why: str) -> None:
+def test_the_commands_go_on(place: fake.Place, why: str) -> None:
     reason = broken(place, why)
-    code, said, _ = command(place, "status")
-    (line,) = (line for line in said.splitlines() if line.startswith("sample "))
-    assert (code, line.split()[1]) == (0, "broken")
+    done = place.command("status", **BOTH)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("sample "))
+    assert (done.returncode, line.split()[1]) == (0, "broken")
     assert reason in line
-    assert command(place, "status", "--verbose")[0] == 0
-    assert command(place, "table")[0] == 0
-    (_, shown, _) = command(place, "status", "--json")
+    assert place.command("status", "--verbose", **BOTH).returncode == 0
+    assert place.command("table", **BOTH).returncode == 0
+    shown = place.command("status", "--json", **BOTH).stdout
     assert json.loads(shown)["sample"]["state"] == "broken"
-    code, said, _ = command(place, "doctor")
-    assert code == 1
-    assert re.search("sample +broken, ", said)
-    assert re.search("second +would apply", said)
-    assert "what DeepSpeed 0.19.8 gets wrong" in said
-    assert command(place, "doctor", DS_PATCHES_SAMPLE="0")[0] == 0
-    code, said, error = command(place, "status", "sample")
-    assert (code, said) == (2, "")
-    assert reason in error
-    assert "Traceback" not in error
+    done = place.command("doctor", **BOTH)
+    assert done.returncode == 1
+    assert re.search("sample +broken, ", done.stdout)
+    assert re.search("second +would apply", done.stdout)
+    assert "what DeepSpeed 0.19.8 gets wrong" in done.stdout
+    assert place.command("doctor", DS_PATCHES_SAMPLE="0", **BOTH).returncode == 0
+    done = place.command("status", "sample", **BOTH)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-def test_a_patch_of_this_package_is_no_exception(place: Path) -> None:
-    (place / "patches/second/__init__.py").write_text("import = 1")
-    code = """
-found = ds_patches.apply_all()
-print(found["sample"].live, found["second"])
-"""
-    said, _ = output(place, code)
+def test_a_patch_of_this_package_is_no_exception(place: fake.Place) -> None:
+    fake.write(place.patches / "second/__init__.py", "import = 1")
+    code = 'found = ds_patches.apply_all(); print(found["sample"].live, found["second"])'
+    said = place.output(code)
     assert said.startswith("True second is broken: ds_patches.second.binding cannot be read: Synt")
 
 
@@ -190,16 +163,14 @@ print(other)
 
 
 @pytest.mark.parametrize("why", ["no json", "zero division"])
-def test_what_requires_a_broken_one_is_blocked(place: Path, why: str) -> None:
+def test_what_requires_a_broken_one_is_blocked(place: fake.Place, why: str) -> None:
     reason = broken(place, why)
-    binding = place / "patches/second/binding.py"
-    text = binding.read_text()
-    binding.write_text(fake.edited(text, "fixed_in", "requires=('sample',),\n    fixed_in"))
+    place.edit("second/binding.py", "fixed_in", "requires=('sample',), fixed_in")
     code = """
 print(ds_patches.status()["second"])
 print(ds_patches.apply_all(only="second")["second"])
 """
-    for line in output(place, code)[0].splitlines():
+    for line in place.output(code, **BOTH).splitlines():
         assert line.startswith("second is blocked: needs sample, which is broken: our_patches.")
         assert reason in line
 
@@ -220,37 +191,31 @@ from ds_patches.core.state import State
 
 before = ds_patches.status()
 found = ds_patches.apply_all()
-try:
+with pytest.raises(ds_patches.PatchNotApplied) as refusal:
     ds_patches.apply_all(strict=True)
-except ds_patches.PatchNotApplied as refusal:
-    assert [status.name for status in refusal.statuses] == ["second", "sample"]
-else:
-    raise SystemExit("silent")
+assert [status.name for status in refusal.value.statuses] == ["second", "sample"]
 for seen in (*[before] * SEEN, found, ds_patches.status()):
     for name in ("sample", "second"):
         assert seen[name].state is State.BROKEN, seen[name]
         assert seen[name].reason.startswith("the import of deepspeed")
         assert REASON in seen[name].reason, seen[name]
-try:
+with pytest.raises(ds_patches.PatchNotApplied) as refusal:
     ds_patches.apply("sample")
-except ds_patches.PatchNotApplied as refusal:
-    assert REASON in str(refusal)
-else:
-    raise SystemExit("silent")
-print("done")
+assert REASON in str(refusal.value)
 """
 
 
 @pytest.mark.parametrize("why", RELEASES)
-def test_a_broken_deepspeed_says_so(place: Path, why: str) -> None:
+def test_a_broken_deepspeed_says_so(place: fake.Place, why: str) -> None:
     file, old, new, seen, reason = RELEASES[why]
-    path = place / "deepspeed/deepspeed" / file
+    path = place.deepspeed / "deepspeed" / file
     path.write_text(fake.edited(path.read_text(), old, new))
-    code = f"SEEN, REASON = {seen}, {reason!r}\n{ALL_BROKEN}"
-    said, warned = output(place, code)
-    assert said == "done\n"
-    assert warned.count(" is not applied, broken: the import of ") == len(warned.splitlines()) == 4
-    code, said, _ = command(place, "doctor")
-    assert code == 2 * seen, "nobody can tell"
-    assert len(re.findall("^  (?:sample|second) +broken, the import", said, re.M)) == 2 * seen
-    assert command(place, "status", "sample")[0] == 0, "the patch itself is not"
+    done = place.run(f"SEEN, REASON = {seen}, {reason!r}\n{ALL_BROKEN}", **BOTH)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert done.stderr.count(" is not applied, broken: the import of ") == len(lines) == 4
+    done = place.command("doctor", **BOTH)
+    assert done.returncode == 2 * seen, "nobody can tell"
+    found = re.findall("^  (?:sample|second) +broken, the import", done.stdout, re.MULTILINE)
+    assert len(found) == 2 * seen
+    assert place.command("status", "sample", **BOTH).returncode == 0, "the patch itself is not"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -21,34 +18,33 @@ from ds_patches.core.patch import ALL
 from tests.core import fake
 
 
-def command(
-    tmp_path: Path, *arguments: str, deepspeed: Path | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the command line with only the sample patch added, in a bare interpreter."""
-    path = fake.dependencies(tmp_path / "lib")
-    add = fake.with_patches(fake.patch_folder(tmp_path / "patches"))
-    code = add + f"from ds_patches.__main__ import main; raise SystemExit(main({arguments!r}))"
-    others = (deepspeed,) if deepspeed else ()
-    return fake.run(code, path, *others, bare=True, **variables)
+@pytest.fixture
+def bare(place: fake.Place) -> fake.Place:
+    """The sample where DeepSpeed is not installed."""
+    place.path = [fake.dependencies(place.root / "lib")]
+    return place
 
 
-def test_status_is_one_line_per_patch(tmp_path: Path) -> None:
-    done = command(tmp_path, "status", deepspeed=fake.deepspeed(tmp_path / "ds"))
+def line_of_sample(done: subprocess.CompletedProcess[str]) -> str:
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("sample"))
+    return line
+
+
+def test_status_is_one_line_per_patch(place: fake.Place) -> None:
+    done = place.command("status")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == sorted([*ds_patches.names(), "sample"])
-    (line,) = (line for line in lines if line.startswith("sample"))
-    assert line.split(maxsplit=2) == ["sample", "ready", "not applied in this process"]
+    assert line_of_sample(done).split(maxsplit=2)[1:] == ["ready", "not applied in this process"]
     assert "https://" not in done.stdout
     assert "\033" not in done.stdout, "no colour into a pipe"
 
 
-def test_status_says_what_was_chosen(tmp_path: Path) -> None:
-    done = command(tmp_path, "status", DS_PATCHES_SAMPLE_MODE="hard")
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("sample"))
-    assert line.endswith("  DeepSpeed is not installed  mode=hard")
+def test_status_says_what_was_chosen(bare: fake.Place) -> None:
+    done = bare.command("status", bare=True, DS_PATCHES_SAMPLE_MODE="hard")
+    assert line_of_sample(done).endswith("  DeepSpeed is not installed  mode=hard")
     assert done.stdout.count("=hard") == 1
-    assert "mode=" not in command_again(tmp_path, "status").stdout
+    assert "mode=" not in bare.command("status", bare=True).stdout
 
 
 SAMPLE = """\
@@ -61,48 +57,46 @@ sample: Marks what the fake engine returns
 """  # noqa: E501
 
 
-def test_status_of_one_patch_says_all(tmp_path: Path) -> None:
-    installation = fake.deepspeed(tmp_path / "ds")
-    assert command(tmp_path, "status", "sample", deepspeed=installation).stdout == SAMPLE
-    every = command_again(tmp_path, "status", "-v", deepspeed=installation).stdout
-    paragraphs = every.split("\n\n")
+def test_status_of_one_patch_says_all(place: fake.Place) -> None:
+    assert place.command("status", "sample").stdout == SAMPLE
+    paragraphs = place.command("status", "-v").stdout.split("\n\n")
     assert SAMPLE.strip() in [paragraph.strip() for paragraph in paragraphs]
     assert [p.partition(":")[0] for p in paragraphs] == sorted([*ds_patches.names(), "sample"])
 
 
-def test_status_of_a_live_patch_names_targets_and_notes(tmp_path: Path) -> None:
-    code = fake.with_patches(fake.patch_folder(tmp_path / "patches")) + (
-        """
+def test_status_of_a_live_patch_names_targets_and_notes(place: fake.Place) -> None:
+    code = """
 from ds_patches.commands import status
 print(status.in_full(ds_patches.apply("sample", mode="hard")))
 """
-    )
-    printed = fake.output(code, fake.deepspeed(tmp_path / "ds"))
-    for line in (
+    assert {
         "  state      applied",
         "  option     mode=hard",
         "  target     deepspeed.runtime.engine:Engine.forward is on top",
         "  note       engines built before keep their hooks",
-    ):
-        assert line in printed.splitlines()
+    } <= {*place.output(code).splitlines()}
 
 
-def test_status_as_json(tmp_path: Path) -> None:
-    done = command(tmp_path, "status", "--json")
+def test_status_as_json(bare: fake.Place) -> None:
+    done = bare.command("status", "--json", bare=True)
     assert done.returncode == 0, done.stderr
     sample = json.loads(done.stdout)["sample"]
-    assert sample["state"] == "not installed"
-    assert sample["installed"] is None
-    assert sample["live"] is False
-    assert sample["options"] == {"mode": "soft"}
-    assert sample["upstream"] == [{"label": "#1", "url": "https://example.org/1"}]
-    one = command_again(tmp_path, "status", "sample", "--json")
+    assert (
+        sample.items()
+        >= {
+            "state": "not installed",
+            "installed": None,
+            "live": False,
+            "options": {"mode": "soft"},
+            "upstream": [{"label": "#1", "url": "https://example.org/1"}],
+        }.items()
+    )
+    one = bare.command("status", "sample", "--json", bare=True)
     assert json.loads(one.stdout) == {"sample": sample}
 
 
-def test_doctor_shows_the_environment_and_what_would_apply(tmp_path: Path) -> None:
-    only = {"DS_PATCHES": "sample", "DS_PATCHES_SAMPLE_MODE": "hard"}
-    done = command(tmp_path, "doctor", deepspeed=fake.deepspeed(tmp_path / "ds"), **only)
+def test_doctor_shows_the_environment_and_what_would_apply(place: fake.Place) -> None:
+    done = place.command("doctor", DS_PATCHES="sample", DS_PATCHES_SAMPLE_MODE="hard")
     assert done.returncode == 0, done.stderr + done.stdout
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     for part in (["deepspeed", "0.19.8"], ["sample", "would apply"]):
@@ -112,52 +106,38 @@ def test_doctor_shows_the_environment_and_what_would_apply(tmp_path: Path) -> No
     assert "  not cured: accumulation is disabled (DS_PATCHES=sample), if the script" in wrong
 
 
-def test_doctor_fails_on_drift_and_lists_all_of_it(tmp_path: Path) -> None:
+def test_doctor_fails_on_drift_and_lists_all_of_it(place: fake.Place) -> None:
     engine = fake.edited(fake.ENGINE, "self.factor, x)", "x)")
     engine = fake.edited(engine, "limit = 3", "limit = 4")
-    installation = fake.deepspeed(tmp_path / "ds", engine=engine)
-    done = command(tmp_path, "doctor", "-v", deepspeed=installation, DS_PATCHES="sample")
+    fake.deepspeed(place.deepspeed, engine=engine)
+    done = place.command("doctor", "-v", DS_PATCHES="sample")
     assert done.returncode == 1
     assert re.search("sample +shape changed, deepspeed.runtime.engine:", done.stdout)
     (section,) = re.findall("^drift\n((?:  .+\n)+)", done.stdout, re.MULTILINE)
     for qualname in ("Engine.forward", "Relied"):
         assert f"  deepspeed.runtime.engine:{qualname}\n" in section
-    forced = command_again(tmp_path, "doctor", deepspeed=installation, DS_PATCHES_FORCE="sample")
+    forced = place.command("doctor", DS_PATCHES_FORCE="sample")
     assert re.search("sample +would apply", forced.stdout)
     assert "drift" not in forced.stdout, "which is asked for by -v"
 
 
-def command_again(
-    tmp_path: Path, *arguments: str, deepspeed: Path | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    again = tmp_path / "again"
-    again.mkdir()
-    return command(again, *arguments, deepspeed=deepspeed, **variables)
-
-
-def test_a_meaningless_variable_is_an_error(tmp_path: Path) -> None:
-    done = command(tmp_path, "status", DS_PATCHES_SAMPEL="1")
-    assert done.returncode == 2
-    assert "DS_PATCHES_SAMPLE" in done.stderr
-    assert "Traceback" not in done.stderr
+UNKNOWN = "no command is 'statsu' (did you mean 'status'?); the commands are: explain,"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "variables", "message"),
     [
-        (
-            ("statsu",),
-            "no command is 'statsu' (did you mean 'status'?); the commands are: explain,",
-        ),
-        (("status", "smaple"), "status: no patch is named 'smaple' (did you mean 'sample'?); the"),
-        (("status", "--jsno"), "--jsno means nothing (did you mean '--json'?)"),
-        (("doctor", "--timeout", "nan"), "--timeout: invalid seconds value: 'nan'"),
+        (("status",), {"DS_PATCHES_SAMPEL": "1"}, "DS_PATCHES_SAMPLE"),
+        (("statsu",), {}, UNKNOWN),
+        (("status", "smaple"), {}, "status: no patch is named 'smaple' (did you mean 'sample'?)"),
+        (("status", "--jsno"), {}, "--jsno means nothing (did you mean '--json'?)"),
+        (("doctor", "--timeout", "nan"), {}, "--timeout: invalid seconds value: 'nan'"),
     ],
 )
 def test_a_word_that_means_nothing_is_an_error(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
+    place: fake.Place, words: tuple[str, ...], variables: dict[str, str], message: str
 ) -> None:
-    done = command(tmp_path, *arguments)
+    done = place.command(*words, **variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -190,18 +170,8 @@ def test_the_bare_command_is_help_in_a_users_order() -> None:
     assert Path(done.stdout.splitlines()[-1].partition(": ")[2]).is_file()
 
 
-def test_the_version_is_printed() -> None:
-    done = fake.run("", arguments=("-m", "ds_patches", "--version"))
-    assert (done.returncode, done.stdout) == (0, f"ds-patches {ds_patches.__version__}\n")
-
-
-def test_a_reader_that_goes_away_ends_it_quietly() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    words = [sys.executable, "-m", "ds_patches", "table"]
-    with open(writer, "wb") as closed:
-        done = subprocess.run(words, cwd=fake.REPOSITORY, stdout=closed, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+def test_the_version_is_printed(place: fake.Place) -> None:
+    assert place.command("--version").stdout == f"ds-patches {ds_patches.__version__}\n"
 
 
 def test_every_folder_is_a_patch() -> None:

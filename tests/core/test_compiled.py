@@ -15,7 +15,7 @@ import torch
 import wrapt
 
 import ds_patches
-from ds_patches.core import gate, live, registry, release
+from ds_patches.core import live
 from ds_patches.core.patch import Target
 from ds_patches.core.wrappers import Wrapper, build
 from tests.core.engines import build as build_engine
@@ -167,29 +167,15 @@ def test_what_lies_beneath_is_bound_as_it_would_be(sample: ModuleType) -> None:
     assert seen == [sample.layer]
 
 
-def test_every_applied_target_holds_a_wrapt_function_wrapper(world: World) -> None:
-    for found in world.run(what_targets_hold):
-        assert found
-        assert {kind for kind, _ in found.values()} == {True}, found
-        assert all(name and doc_is_text for _, (name, doc_is_text) in found.values())
+def test_what_is_added_says_what_it_is(sample: ModuleType) -> None:
+    def around(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        """Does nothing."""
 
-
-def what_targets_hold() -> dict[str, tuple[bool, tuple[str, bool]]]:
-    """Of each target of each live patch: is it wrapt's, what is its name, has it a docstring."""
-    installed = release.installed()
-    assert installed is not None
-    assert installed.version is not None
-    ds_patches.apply_all()
-    found = {}
-    for name, patch in registry.patches().items():
-        for target in gate.targets(patch, installed.version) if ds_patches.is_applied(name) else ():
-            owner, attribute = live.site(target) or pytest.fail(target.key)
-            value = vars(owner)[attribute]
-            is_wrapts = issubclass(type(value), wrapt.FunctionWrapper)
-            doc = value.__doc__ or "upstream has none"
-            found[target.key] = (is_wrapts, (value.__name__, isinstance(doc, str)))
-    ds_patches.unapply_all()
-    return found
+    owner, target = sample.Layer, Target(sample.__name__, "Layer.added", "")
+    owner.added = build(target, owner, "added", live.MISSING, around).installed
+    assert issubclass(type(owner.added), wrapt.FunctionWrapper)
+    said = (owner.added.__name__, owner.added.__qualname__, owner.added.__doc__)
+    assert said == ("added", "Layer.added", "Does nothing.")
 
 
 COUNTS = collections.Counter[str]

@@ -77,18 +77,14 @@ def every(scope: list[ast.stmt], above: str = "") -> Iterator[tuple[str, Definit
 
 
 def check(file: Path) -> int:
-    """Compare both ways of looking for each definition with the tree; how many there are."""
+    """Compare what is found of each definition with the tree; how many there are."""
     tree, stamp = ast.parse(file.read_bytes()), definitions.stamp(file)
     count = 0
     for qualname, definition in every(tree.body):
-        expected = ast.dump(definition)
-        line = definitions._first_line(definition)
-        for found in (
-            definitions.by_name(stamp, qualname),
-            definitions.at_line(stamp, line, definition.name),
-        ):
-            assert found is not None, qualname
-            assert ast.dump(found) == expected, qualname
+        found = definitions.by_name(stamp, qualname)
+        assert found is not None, qualname
+        assert ast.dump(found) == ast.dump(definition), qualname
+        assert definitions.first_line(found) == definitions.first_line(definition), qualname
         count += 1
     return count
 
@@ -100,16 +96,11 @@ def test_what_is_hard_to_see_in_a_text(tmp_path: Path) -> None:
     stamp = definitions.stamp(file)
     for absent in ("neither", "no_function", "inner", "C.inner", "C.spread", "C.one_line", "x"):
         assert definitions.by_name(stamp, absent) is None, absent
-    line = TROUBLE.split("\n").index("@decorated") + 1
-    assert definitions.at_line(stamp, line, "other") is None
-    assert definitions.at_line(stamp, line + 1, "spread") is None
-    assert definitions.at_line(stamp, 1000, "spread") is None
 
 
 @pytest.mark.core_case
 def test_in_every_file_that_a_patch_looks_into() -> None:
     installed = release.installed()
-    assert installed is not None
     patches = registry.patches().values()
     modules = {place.module for patch in patches for place in (*patch.targets, *patch.dependencies)}
     inside = (installed.folder.joinpath(*module.split(".")[1:]) for module in sorted(modules))
@@ -131,7 +122,6 @@ def test_few_files_are_parsed_whole(name: str, monkeypatch: pytest.MonkeyPatch) 
         return tree(file)
 
     monkeypatch.setattr(definitions, "tree", seen)
-    shape._digest_by_name.cache_clear()
-    shape._digest_by_line.cache_clear()
+    shape._found.cache_clear()
     assert gate.check(registry.patch(name)).may_apply
     assert len(whole) <= 2, whole

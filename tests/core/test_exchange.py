@@ -81,13 +81,9 @@ def exchange(
     return verdicts
 
 
-def test_agreement_is_an_empty_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = having(one="live")
-    assert exchange(monkeypatch, {2: mine, 5: mine, 6: mine}) == {2: "", 5: "", 6: ""}
-
-
 def test_every_rank_gets_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = having(one="live with mode=soft"), having(one="live with mode=hard")
+    assert exchange(monkeypatch, {2: soft, 5: soft, 6: soft}) == {2: "", 5: "", 6: ""}
     verdict = "one is live with mode=soft on ranks 2, 6, live with mode=hard on rank 5"
     found = exchange(monkeypatch, {2: soft, 5: hard, 6: soft})
     assert found == dict.fromkeys((2, 5, 6), verdict)

@@ -9,7 +9,7 @@ import pytest
 from tests.core import fake
 
 SETUP = """
-import itertools, sys
+import itertools
 import deepspeed.runtime.engine as engine
 owners = [(engine, "scale"), *((engine.Engine, n) for n in ("forward", "norm", "extra"))]
 def raws():
@@ -17,122 +17,126 @@ def raws():
 def depth():
     text = repr([engine.scale(1), engine.Engine().forward(1), engine.Pipeline().norm(1)])
     return text.count("marked") / 3
-originals = raws()
+def states(*names):
+    return [ds_patches.status()[name].state.value for name in names]
+originals, stock = raws(), dict(vars(engine.DeepSpeedEngine))
+def nothing_is_left():
+    assert all(now is before for now, before in zip(raws(), originals))
+    assert dict(vars(engine.DeepSpeedEngine)) == stock, "nor does the core leave anything"
 """
 
 
-def two_patches(tmp_path: Path) -> str:
-    folder = fake.patch_folder(tmp_path / "patches", "lower")
-    fake.patch_folder(folder, "upper")
-    return fake.with_patches(folder) + SETUP
+@pytest.fixture
+def two(tmp_path: Path) -> fake.Place:
+    return fake.Place(tmp_path, "lower", "upper")
 
 
-def test_two_patches_on_one_function_come_off_in_any_order(tmp_path: Path) -> None:
-    installation = fake.deepspeed(tmp_path / "deepspeed")
-    code = two_patches(tmp_path) + (
-        """
+def test_two_patches_on_one_function_come_off_in_any_order(two: fake.Place) -> None:
+    code = """
 both = ["lower", "upper"]
 for on, off in itertools.product(itertools.permutations(both), repeat=2):
     for name in on:
         ds_patches.apply(name)
     assert depth() == 2
-    assert {ds_patches.status()[n].state.value for n in both} == {"applied"}
+    assert states(*both) == ["applied", "applied"]
     ds_patches.unapply(off[0])
     assert depth() == 1, (on, off)
-    assert ds_patches.status()[off[0]].state.value == "reverted"
-    assert ds_patches.status()[off[1]].state.value == "applied"
+    assert states(*off) == ["reverted", "applied"]
     ds_patches.unapply(off[1])
     assert depth() == 0
-    assert all(now is before for now, before in zip(raws(), originals)), (on, off)
-print("done")
+    nothing_is_left()
 """
-    )
-    assert fake.output(code, installation) == "done\n"
+    two.output(SETUP + code)
 
 
-#: What goes wrong in the sample's `around.py`, and what the error then says.
+#: What goes wrong in the `around.py` of one of them, and what the error then says.
 BREAKAGES = {
     "wrapper is gone": ("def add(", "def renamed(", "has no attribute 'add'"),
-    "activate raises": (
-        "def activate(release, options):",
-        "def activate(release, options):\n    1 / 0",
-        "division",
-    ),
-    "module is broken": (
-        "log = []",
-        "log = []\nraise RuntimeError('broken module')",
-        "broken module",
-    ),
+    "activate raises": ("options):\n", "options):\n    1 / 0\n", "division"),
+    "module is broken": ("log = []", "log = []\nraise ValueError('no module')", "no module"),
 }
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_failure_takes_everything_back(tmp_path: Path, breakage: str) -> None:
+def test_a_failure_takes_everything_back(two: fake.Place, breakage: str) -> None:
     old, new, message = BREAKAGES[breakage]
-    folder = fake.patch_folder(tmp_path / "patches")
-    fake.patch_folder(folder, "whole")
-    around = folder / "sample/around.py"
-    fake.write(around, fake.edited(around.read_text(), old, new))
-    code = (
-        fake.with_patches(folder)
-        + SETUP
-        + (
-            f"""
-try:
-    ds_patches.apply("sample")
-except ds_patches.PatchNotApplied as refusal:
-    assert {message!r} in str(refusal), refusal
-    assert {message!r} in str(refusal.__cause__)
-    assert refusal.statuses[0].state.value == "failed"
-else:
-    raise SystemExit("applied")
-assert all(now is before for now, before in zip(raws(), originals))
-assert ds_patches.status()["sample"].state.value == "failed"
-assert not ds_patches.is_applied("sample")
-around = sys.modules.get("ds_patches.sample.around")
+    two.edit("lower/around.py", old, new)
+    code = f"""
+with pytest.raises(ds_patches.PatchNotApplied, match={message!r}) as refusal:
+    ds_patches.apply("lower")
+assert {message!r} in str(refusal.value.__cause__)
+assert refusal.value.statuses[0].state.value == "failed"
+nothing_is_left()
+assert states("lower") == ["failed"]
+assert not ds_patches.is_applied("lower")
+around = sys.modules.get("ds_patches.lower.around")
 if {breakage!r} == "activate raises":
     assert around.log == [("deactivate",)], around.log
 
-try:
-    ds_patches.apply_all(only=["sample", "whole"])
-except ds_patches.PatchNotApplied as refusal:
-    assert [s.name for s in refusal.statuses] == ["sample"]
-else:
-    raise SystemExit("silent")
-assert ds_patches.is_applied("whole"), "one failure stops no other patch"
+with pytest.raises(ds_patches.PatchNotApplied) as refusal:
+    ds_patches.apply_all(only=["lower", "upper"])
+assert [s.name for s in refusal.value.statuses] == ["lower"]
+assert ds_patches.is_applied("upper"), "one failure stops no other patch"
 ds_patches.unapply_all()
-assert all(now is before for now, before in zip(raws(), originals))
-print("done")
+nothing_is_left()
+
+with pytest.raises(ds_patches.PatchNotApplied):
+    ds_patches.apply_all(only="lower")
+nothing_is_left()
 """
-        )
-    )
-    assert fake.output(code, fake.deepspeed(tmp_path / "deepspeed")) == "done\n"
+    two.output(SETUP + code)
 
 
-def test_names_imported_before_are_told(tmp_path: Path) -> None:
-    installation = fake.deepspeed(tmp_path / "deepspeed")
-    fake.write(installation / "early.py", "from deepspeed.runtime.engine import scale as mine")
-    folder = fake.patch_folder(tmp_path / "patches")
-    code = fake.with_patches(folder) + (
-        """
+def test_all_are_taken_back_though_one_raises(two: fake.Place) -> None:
+    two.edit("lower/around.py", "def deactivate():", "def deactivate():\n    1 / 0")
+    code = """
+ds_patches.apply_all(only=["lower", "upper"])
+with pytest.raises(ZeroDivisionError):
+    ds_patches.unapply_all()
+nothing_is_left()
+assert states("lower", "upper") == ["reverted", "reverted"]
+"""
+    two.output(SETUP + code)
+
+
+def test_other_options_of_a_live_patch_are_said_last(two: fake.Place) -> None:
+    code = """
+ds_patches.apply("lower", mode="soft")
+with pytest.raises(ds_patches.AlreadyApplied, match="lower is applied with mode=soft"):
+    ds_patches.apply_all(only=["lower", "upper"], options={"lower": {"mode": "hard"}})
+assert states("lower", "upper") == ["applied", "applied"]
+"""
+    two.output(SETUP + code)
+
+
+def test_too_old_for_one_patch_of_several_is_content(two: fake.Place) -> None:
+    """Strict mode is for what is wrong; too old for all that is wanted is nothing done."""
+    two.edit("lower/binding.py", ">=0.16.0,<=0.19.8", ">=0.20.0,<=0.20.8")
+    code = """
+ds_patches.apply_all(only=["lower", "upper"], strict=True)
+with pytest.raises(ds_patches.PatchNotApplied, match="^lower is out of range"):
+    ds_patches.apply_all(only="lower", strict=True)
+"""
+    two.output(code)
+
+
+def test_names_imported_before_are_told(place: fake.Place) -> None:
+    early = "from deepspeed.runtime.engine import scale as mine"
+    fake.write(place.deepspeed / "early.py", early)
+    code = """
 import early
 status = ds_patches.apply("sample")
 assert "early.mine was imported before and still calls the original" in status.notes, status
 assert "engines built before keep their hooks" in status.notes
 assert ds_patches.status()["sample"].notes == status.notes
-print("done")
 """
-    )
-    done = fake.run(code, installation)
-    assert done.stdout == "done\n", done.stderr
+    done = place.run(code)
+    assert done.returncode == 0, done.stderr
     assert "sample: early.mine was imported before" in done.stderr
 
 
-def test_a_module_imported_anew_is_no_longer_patched(tmp_path: Path) -> None:
-    folder = fake.patch_folder(tmp_path / "patches")
-    code = fake.with_patches(folder) + (
-        """
-import sys
+def test_a_module_imported_anew_is_no_longer_patched(place: fake.Place) -> None:
+    code = """
 ds_patches.apply("sample")
 for name in [n for n in sys.modules if n.startswith("deepspeed")]:
     del sys.modules[name]
@@ -142,32 +146,20 @@ assert not ds_patches.is_applied("sample")
 assert ds_patches.status()["sample"].state.value == "shadowed"
 ds_patches.unapply("sample")
 assert ds_patches.apply("sample").state.value == "applied"
-print("done")
 """
-    )
-    assert fake.output(code, fake.deepspeed(tmp_path / "deepspeed")) == "done\n"
+    place.output(code)
 
 
 @pytest.mark.parametrize("carrier", ["property", "classmethod", "staticmethod"])
-def test_only_functions_are_wrapped(tmp_path: Path, carrier: str) -> None:
+def test_only_functions_are_wrapped(place: fake.Place, carrier: str) -> None:
     """Where Dynamo traces a call of another, it would call the original, without a word."""
     engine = fake.edited(fake.ENGINE, "def norm(", f"@{carrier}\n    def norm(")
-    folder = fake.patch_folder(tmp_path / "patches", shapes_of=engine)
-    code = (
-        fake.with_patches(folder)
-        + SETUP
-        + (
-            f"""
-try:
+    fake.patch_folder(place.patches, shapes_of=engine)
+    fake.deepspeed(place.deepspeed, engine=engine)
+    told = f"Engine.norm is a {carrier}; only functions of a module and meth"
+    code = f"""
+with pytest.raises(ds_patches.PatchNotApplied, match={told!r}):
     ds_patches.apply("sample")
-except ds_patches.PatchNotApplied as refusal:
-    assert "Engine.norm is a {carrier}; only functions of a module and meth" in str(refusal)
-else:
-    raise SystemExit("applied")
-assert all(now is before for now, before in zip(raws(), originals))
-print("done")
+nothing_is_left()
 """
-        )
-    )
-    installation = fake.deepspeed(tmp_path / "deepspeed", engine=engine)
-    assert fake.output(code, installation) == "done\n"
+    place.output(SETUP + code)

@@ -111,7 +111,6 @@ def interpreter(version: str) -> str | None:
 
 def runtime_folder() -> str:
     installed = release.installed()
-    assert installed is not None
     return str(installed.folder / "runtime")
 
 

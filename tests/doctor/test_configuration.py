@@ -13,7 +13,6 @@ from ds_patches.commands import configuration, doctor, symptoms
 from ds_patches.core.errors import FlagError
 from ds_patches.symptoms import SYMPTOMS
 from tests.core import fake
-from tests.core.test_command_line import command, command_again
 
 AUTO = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -101,12 +100,12 @@ def test_what_is_no_configuration_is_an_error(tmp_path: Path, content: str) -> N
 
 
 def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
-    installation = fake.deepspeed(tmp_path / "ds")
+    place = fake.Place(tmp_path, "sample")
     right = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
     file = write(tmp_path / "ds.json", right)
     ask = ("doctor", "--json", "--config", str(file))
     only = {"DS_PATCHES": "sample"}  # the others are not for this DeepSpeed
-    sound = command(tmp_path, *ask, deepspeed=installation, **only)
+    sound = place.command(*ask, **only)
     assert sound.returncode == 0, sound.stdout + sound.stderr
     found = json.loads(sound.stdout)
     assert found["status"] == 0
@@ -115,11 +114,10 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     assert not [one for one in found["wrong"] if one["applies"]]
 
     write(file, {"zero_optimization": {"stage": 1}})
-    wrong = command_again(tmp_path, *ask, deepspeed=installation, **only)
+    wrong = place.command(*ask, **only)
     assert wrong.returncode == 1
     (one,) = [one for one in json.loads(wrong.stdout)["wrong"] if one["applies"]]
     assert one["do"] == '"gradient_clipping": 0.0'
 
-
-def test_nobody_can_tell_without_deepspeed(tmp_path: Path) -> None:
-    assert command(tmp_path, "doctor").returncode == 2
+    place.path = [fake.dependencies(tmp_path / "lib")]
+    assert place.command("doctor", bare=True).returncode == 2, "nobody can tell without DeepSpeed"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ds_patches.doctor import locks
-from tests.core import fake
+from tests import shell
 
 MINUTE = 60.0
 
@@ -24,22 +24,16 @@ def lock_of(folder: Path, age: float = 0.0) -> Path:
     return lock
 
 
-def doctor(**variables: str) -> str:
-    """What a real one prints; its exit status is 0."""
-    done = fake.run("", arguments=("-m", "ds_patches", "doctor"), **variables)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
-
-
 def test_doctor_names_an_old_lock_and_how_to_remove_it(tmp_path: Path) -> None:
     lock = lock_of(tmp_path / "deepspeed_shm_comm", age=35 * MINUTE)
-    said = doctor(TORCH_EXTENSIONS_DIR=str(tmp_path))
-    (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    said = shell.doctor(TORCH_EXTENSIONS_DIR=str(tmp_path))
+    (warning,) = [line for line in said if line.startswith("warning: ")]
     assert f"{lock} is 35 minutes old" in warning
     assert "the extension deepspeed_shm_comm" in warning
     command = warning.rpartition(": ")[2]
     subprocess.run(command, shell=True, check=True)
-    assert "warning" not in doctor(TORCH_EXTENSIONS_DIR=str(tmp_path))
+    said = shell.doctor(TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert not [line for line in said if line.startswith("warning: ")]
 
 
 def test_a_young_lock_is_a_build_at_work(tmp_path: Path) -> None:

@@ -4,5 +4,5 @@
 about patches. Each test copies it, runs a line of docs/launchers.md there, and reads the report
 that every rank leaves at its end. Launching costs seconds, so one launch shows many things.
 
-`hosts` makes two hosts of this machine; `remote` stands in for the ssh between hosts.
+`remote` stands in for the ssh between hosts: each of them is this machine.
 """

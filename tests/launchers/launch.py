@@ -5,32 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.launchers import processes
+import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import shell
+
 #: A launch takes 5 to 15 s on two idle cores.
 SECONDS = 150.0
 TAIL_LINES = 120
 REPORTS = "reports"
-
-
-def user_folder(parent: Path) -> Path:
-    """A copy of the user's folder in `parent`, with an empty one for the ranks' reports."""
-    folder = Path(shutil.copytree(Path(__file__).with_name("user"), parent / "user"))
-    (folder / REPORTS).mkdir()
-    return folder
 
 
 def location(package: str) -> Path:
@@ -42,19 +35,14 @@ def location(package: str) -> Path:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """pytest's own environment without wishes, with the commands of this Python and DeepSpeed."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
+    """A user's, with the commands of this Python and DeepSpeed."""
     commands = [location("deepspeed") / "bin", Path(sys.executable).parent, os.environ["PATH"]]
-    modules = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **inherited,
+    own = {
         "PATH": os.pathsep.join(map(str, commands)),
-        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
         "HOME": str(folder.parent),  # without the settings of whoever runs the tests
         "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **more,
     }
+    return shell.environment(**(own | more))
 
 
 def free_port() -> str:
@@ -82,21 +70,16 @@ class Run:
 
 
 class Launch:
-    """A line of a shell, run in `folder`; leaving the block ends all it has started.
+    """A line of a shell, run in `folder`; leaving the block ends all that works there."""
 
-    through: the command that the shell is run by, for another host.
-    """
-
-    def __init__(
-        self, line: str, folder: Path, environment: Mapping[str, str], through: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, line: str, folder: Path, environment: Mapping[str, str]) -> None:
         self.line = f"{line} {REPORTS}"
         self._folder = folder
         self._deadline = time.monotonic() + SECONDS
         self._output = folder / f"output-{time.monotonic_ns()}"
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                [*through, "bash", "-c", self.line],
+                ["bash", "-c", self.line],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -112,7 +95,12 @@ class Launch:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        processes.end(partial(processes.working_in, self._folder))
+        # What is killed may just be starting others.
+        while left := working_in(self._folder):
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.01)
 
     def result(self) -> Run:
         """Wait for the end; fails after SECONDS."""
@@ -132,6 +120,17 @@ class Launch:
             self._output.read_text(encoding="utf-8", errors="replace"),
             sorted(reports, key=lambda report: report["rank"]),
         )
+
+
+def working_in(folder: Path) -> list[psutil.Process]:
+    """Those at work in `folder`, or below it: torchrun's workers have sessions of their own."""
+
+    def here(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return Path(process.cwd()).is_relative_to(folder)
+        return False
+
+    return [*filter(here, psutil.process_iter())]
 
 
 def run(line: str, folder: Path, environment: Mapping[str, str]) -> Run:

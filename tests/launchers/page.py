@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.launchers.launch import ROOT
+from tests.shell import REPOSITORY
 
-PAGE = ROOT / "docs" / "launchers.md"
+PAGE = REPOSITORY / "docs" / "launchers.md"
 
 
 def line(words: str) -> str:

@@ -71,32 +71,28 @@ def test_a_patch_that_is_not_applied(
     assert "Traceback" not in strict.stderr
 
 
-FLAGS = {
-    "DS_PATCHES": (
-        "smaple",
-        "no patch is named 'smaple' (did you mean 'sample'?); the patches are: sample",
-    ),
-    "DS_PATCHES_SAMPEL": ("1", "DS_PATCHES_SAMPEL means nothing"),
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_flag_that_means_nothing(environment: Environment, name: str) -> None:
-    value, reason = FLAGS[name]
-    flags = {"DS_PATCHES": "sample"} | {name: value}
-    wanted = flags.pop("DS_PATCHES")
-    done = start(environment, GOES_ON, wanted, **flags)
-    assert (done.returncode, done.stdout) == (0, f"{kind(name)}\n"), done.stderr
+@pytest.mark.parametrize(
+    ("flags", "kind", "reason"),
+    [
+        (
+            {"wanted": "smaple"},
+            "UnknownPatch",
+            "no patch is named 'smaple' (did you mean 'sample'?); the patches are: sample",
+        ),
+        ({"DS_PATCHES_SAMPEL": "1"}, "FlagError", "DS_PATCHES_SAMPEL means nothing"),
+    ],
+)
+def test_a_flag_that_means_nothing(
+    environment: Environment, flags: dict[str, str], kind: str, reason: str
+) -> None:
+    done = start(environment, GOES_ON, **flags)
+    assert (done.returncode, done.stdout) == (0, f"{kind}\n"), done.stderr
     assert done.stderr.startswith("ds_patches: nothing is applied to deepspeed: ")
     assert reason in done.stderr
     assert done.stderr.count("\n") == 1
-    strict = start(environment, GOES_ON, wanted, DS_PATCHES_STRICT="on", **flags)
+    strict = start(environment, GOES_ON, DS_PATCHES_STRICT="on", **flags)
     assert (strict.returncode, strict.stdout, strict.stderr.count("\n")) == (1, "", 1)
     assert reason in strict.stderr
-
-
-def kind(name: str) -> str:
-    return "UnknownPatch" if name == "DS_PATCHES" else "FlagError"
 
 
 def test_a_broken_patch_keeps_no_other_from_being_applied(own: Environment) -> None:
@@ -186,50 +182,3 @@ def test_what_is_fixed_upstream_or_not_wanted_is_no_failure(own: Environment) ->
     for flags, state in (({}, "fixed upstream"), ({"DS_PATCHES_SAMPLE": "0"}, "disabled")):
         done = start(own, GOES_ON, DS_PATCHES_STRICT="1", **flags)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{state}\n", "")
-
-
-@pytest.mark.parametrize(
-    ("level", "said"), [("debug", 2), ("info", 1), ("warning", 1), ("error", 0)]
-)
-def test_how_much_is_said(environment: Environment, level: str, said: int) -> None:
-    done = start(environment, "import deepspeed", DS_PATCHES_LOG=level)
-    assert done.returncode == 0
-    assert done.stderr.count("ds_patches: ") == done.stderr.count("\n") == said
-
-
-#: Ways to set up logging; each says a line once, as its own format has it.
-LOGGING = {
-    "the root": "logging.basicConfig(format='mine %(message)s', stream=sys.stdout)",
-    "ours": """
-handler = logging.StreamHandler(sys.stdout)
-handler.setFormatter(logging.Formatter("mine %(message)s"))
-logging.getLogger("ds_patches").addHandler(handler)
-""",
-}
-
-
-@pytest.mark.parametrize("set_up", LOGGING.values(), ids=LOGGING)
-@pytest.mark.parametrize("first", [True, False])
-def test_a_line_is_not_said_twice(environment: Environment, set_up: str, first: bool) -> None:
-    steps = [f"import logging{chr(10)}{set_up}", "import deepspeed"]
-    code = "\n".join([*(steps if first else steps[::-1]), 'ds_patches.unapply("sample")'])
-    done = start(environment, f"{code}\nds_patches.apply('sample')")
-    note = "sample: engines built before keep their hooks\n"
-    expected = (f"mine {note}" * 2, "") if first else (f"mine {note}", f"ds_patches: {note}")
-    assert (done.stdout, done.stderr) == expected
-
-
-def test_it_speaks_on_the_stderr_of_now(environment: Environment) -> None:
-    """Test runners and notebooks put their own in its place, and close it again."""
-    code = """
-import contextlib, io
-with contextlib.redirect_stderr(io.StringIO()) as taken:
-    import deepspeed
-print(taken.getvalue(), end="")
-taken.close()
-ds_patches.unapply("sample")
-ds_patches.apply("sample")
-"""
-    done = start(environment, code)
-    note = "ds_patches: sample: engines built before keep their hooks\n"
-    assert (done.stdout, done.stderr) == (note, note)

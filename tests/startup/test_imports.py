@@ -44,6 +44,14 @@ def calls() -> list[str]:
     return []
 
 
+@pytest.fixture
+def whole(folder: Path, calls: list[str]) -> list[str]:
+    """A module that is awaited; afterwards it says "whole"."""
+    module(folder)
+    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
+    return calls
+
+
 def module(folder: Path, name: str = ONE, text: str = "answer = 42") -> Path:
     return fake.write(folder / f"{name}.py", text)
 
@@ -117,24 +125,20 @@ def test_what_an_action_raises_the_import_raises(folder: Path, calls: list[str])
     assert calls == ["refused"] * 2
 
 
-def test_looking_for_it_is_not_importing_it(folder: Path, calls: list[str]) -> None:
+def test_looking_for_it_is_not_importing_it(folder: Path, whole: list[str]) -> None:
     """As programs do to learn whether DeepSpeed is installed."""
-    module(folder)
-    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     for _ in range(3):
         spec = importlib.util.find_spec(ONE)
         assert spec is not None
         assert spec.origin == str(folder / f"{ONE}.py")
     assert importlib.util.find_spec(TWO) is None
-    assert not calls
+    assert not whole
     importlib.import_module(ONE)
-    assert calls == ["whole"]
+    assert whole == ["whole"]
 
 
-def test_the_loader_is_pythons_own_with_nothing_left_on_it(folder: Path, calls: list[str]) -> None:
-    module(folder)
+def test_the_loader_is_pythons_own_with_nothing_left_on_it(folder: Path, whole: list[str]) -> None:
     module(folder, TWO)
-    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     awaited, bare = importlib.import_module(ONE), importlib.import_module(TWO)
     assert awaited.__spec__ is not None
     loader = awaited.__spec__.loader
@@ -143,7 +147,7 @@ def test_the_loader_is_pythons_own_with_nothing_left_on_it(folder: Path, calls: 
     assert vars(loader).keys() == vars(bare.__loader__).keys()
     assert inspect.getsource(awaited) == "answer = 42\n"
     assert importlib.reload(awaited) is awaited
-    assert calls == ["whole"], "a reload is no first import"
+    assert whole == ["whole"], "a reload is no first import"
 
 
 def test_in_a_zip_file_where_all_modules_share_a_loader(folder: Path, calls: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -48,27 +47,20 @@ def test_enabled_again_after_an_upgrade(own: Environment) -> None:
     assert own.start("-c", BEFORE_AND_AFTER, DS_PATCHES="sample").stdout == LIVE
 
 
-@pytest.fixture(params=["missing", "a file", "of the kernel", "occupied"])
-def unwritable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Site-packages that take no file of ours; also from root, who may write anywhere else."""
-    folder = tmp_path / "site"
-    if request.param == "a file":
-        folder.touch()
-    elif request.param == "occupied":
-        (folder / "ds_patches.pth/full").mkdir(parents=True)
-    elif request.param == "of the kernel":
-        folder = Path("/proc/self")
+@pytest.mark.parametrize("occupied", [False, True])
+def test_where_nothing_can_be_written(
+    environment: Environment, tmp_path: Path, occupied: bool
+) -> None:
+    """Not by root either: there is no such folder, or another has the file's name."""
+    site = tmp_path / "site"
+    if occupied:
+        (site / "ds_patches.pth/full").mkdir(parents=True)
     before = listing(tmp_path)
-    yield folder
+    done = command(environment, site, "enable")
     assert listing(tmp_path) == before
-
-
-def test_where_nothing_can_be_written(environment: Environment, unwritable: Path) -> None:
-    done = command(environment, unwritable, "enable")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith(
-        f"ds_patches: {unwritable / 'ds_patches.pth'} cannot be written ("
-    )
+    told = f"ds_patches: {site / 'ds_patches.pth'} cannot be written ("
+    assert done.stderr.startswith(told)
     assert "`python -m ds_patches run -- COMMAND` needs no such file" in done.stderr
 
 

@@ -126,7 +126,7 @@ def raised(error: BaseException) -> wire.Raised:
 
 
 def serve(connection: Connection) -> None:
-    while isinstance(call := wire.receive(connection), wire.Call):
+    while call := wire.receive(connection):
         reply = answer(call)
         try:
             wire.send(connection, reply)
@@ -148,7 +148,7 @@ def main(cases: int, lifeline: int) -> None:
     die_with_pytest(lifeline)
     join()
     connection = Connection(cases)
-    wire.send(connection, wire.Ready())
+    wire.send(connection, wire.Returned(None))
     serve(connection)
 
     import torch.distributed

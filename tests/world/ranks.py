@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from multiprocessing import Pipe
@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.world import wire
+from tests.world import wire, zygote
 from tests.world.errors import RankError, WorldTimeout
-from tests.world.zygote import Forked, Zygote
+from tests.world.zygote import Forked
 
 __tracebackhide__ = True  # pytest shows the test and the ranks' words, not this machinery
 
@@ -30,8 +30,6 @@ LEAVE_SECONDS = 10.0
 TAIL_LINES = 60
 #: Set in the environment, ranks are forked where that is possible; see `zygote`.
 FORK = "TEST_RANKS_FORK"
-#: No fork can use CUDA after its parent has, and some releases look for GPUs when imported.
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def environment(
@@ -92,13 +90,14 @@ def on_the_only_gpu(rank: int) -> dict[str, str]:
 
 
 @cache
-def living_zygote(accelerator: str) -> Zygote:
-    return Zygote(environment(0, 1, 0, None, accelerator, NO_GPU), ROOT)
+def may_fork(accelerator: str) -> bool:
+    """Whether there is a server for ranks of this kind: for those that are asked for first."""
+    if not (started := may_fork.cache_info().currsize):
+        zygote.serve(environment(0, 1, 0, None, accelerator, {}))
+    return not started
 
 
-def start(
-    env: dict[str, str], cases: int, lifeline: int, output: int
-) -> subprocess.Popen[bytes] | Forked:
+def start(env: dict[str, str], cases: int, lifeline: int, output: int) -> subprocess.Popen[bytes]:
     """An interpreter of its own, which dies with what it starts and hears no Ctrl-C of pytest's."""
     return subprocess.Popen(
         [sys.executable, "-m", f"{__package__}.rank", str(cases), str(lifeline)],
@@ -115,31 +114,29 @@ class Rank:
     """One rank process, the connection to it and the file with its output."""
 
     def __init__(
-        self, rank: int, env: dict[str, str], lifeline: int, zygote: Zygote | None
+        self, rank: int, env: dict[str, str], lifeline: int, begin: Callable[..., Any]
     ) -> None:
         self.rank = rank
         self.output, name = tempfile.mkstemp(prefix="ds_patches-rank-")
         os.unlink(name)  # open but nameless: a SIGKILL leaves nothing to tidy up
         self.seen = 0  # bytes of output that belong to earlier cases
         self.connection, theirs = Pipe()
-        begin = zygote.fork if zygote else start
         self.process = begin(env, theirs.fileno(), lifeline, self.output)
         theirs.close()
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message: wire.Call | None) -> None:
         self.seen = os.fstat(self.output).st_size
         with suppress(ConnectionError):  # the rank is gone, and receive() says how
             wire.send(self.connection, message)
 
-    def receive(self) -> wire.Ready | wire.Returned | wire.Raised:
+    def receive(self) -> wire.Returned | wire.Raised:
         try:
-            answer: wire.Ready | wire.Returned | wire.Raised = wire.receive(self.connection)
+            return wire.receive(self.connection)
         except (EOFError, ConnectionError):
             try:
                 return wire.Raised(f"exited with code {self.process.wait(GRACE_SECONDS)}")
             except subprocess.TimeoutExpired:
                 return wire.Raised("hung up, and does not exit")
-        return answer
 
     def tail(self) -> str:
         """The last lines this rank wrote since the case began."""
@@ -170,12 +167,11 @@ class Ranks:
         # end of this process, however that came about.
         reading, self.lifeline = os.pipe()
         self.ranks: list[Rank] = []
-        forked = FORK in os.environ and not (path or variables)
-        zygote = living_zygote(accelerator) if forked else None
+        forked = FORK in os.environ and not (path or variables) and may_fork(accelerator)
         try:
             for rank in range(size):
                 env = environment(rank, size, self.store.port, path, accelerator, variables)
-                self.ranks.append(Rank(rank, env, reading, zygote))
+                self.ranks.append(Rank(rank, env, reading, Forked if forked else start))
             self.gather(START_SECONDS)
         except BaseException:
             self.end()
@@ -246,7 +242,7 @@ class Ranks:
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
             for rank in self.ranks:
-                rank.send(wire.Leave())
+                rank.send(None)
             for rank in self.ranks:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

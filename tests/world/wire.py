@@ -18,18 +18,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Leave:
-    """Take the process group down and exit."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The process group is up."""
-
-
-@dataclass(frozen=True)
 class Returned:
-    """The case returned `value`."""
+    """The case returned `value`. The first that comes says that the process group is up."""
 
     value: Any
 
@@ -41,10 +31,8 @@ class Raised:
     text: str
 
 
-Message = Call | Leave | Ready | Returned | Raised
-
-
-def send(connection: Connection, message: Message) -> None:
+def send(connection: Connection, message: Call | Returned | Raised | None) -> None:
+    """None: take the process group down and exit."""
     # Plain pickle, not Connection.send: that one would move tensors through shared memory,
     # which the sending rank may not live long enough to serve.
     connection.send_bytes(pickle.dumps(message))

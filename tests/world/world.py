@@ -15,17 +15,6 @@ __tracebackhide__ = True
 CASE_SECONDS = 120.0
 
 
-def reference(case: Callable[..., Any]) -> str:
-    """`case` as "module:qualname", the form in which the ranks can import it.
-
-    Raises TypeError for a lambda, a closure or a function of an unimportable module.
-    """
-    module, qualname = case.__module__, case.__qualname__
-    if "<" in qualname or module == "__main__":
-        raise TypeError(f"{module}:{qualname} is no case: the ranks import top-level functions")
-    return f"{module}:{qualname}"
-
-
 class World:
     """`size` ranks, started by the first case, replaced after one that failed; a block ends them.
 
@@ -55,6 +44,8 @@ class World:
 
     def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `case(*args, **kwargs)` on every rank; its return values in rank order.
+
+        The ranks import it, so it is a top-level function of a module.
 
         Raises RankError when a rank raised or died, WorldTimeout when CASE_SECONDS passed.
         """
@@ -89,4 +80,6 @@ class Within:
     seconds: float
 
     def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.world._run(wire.Call(reference(case), args, kwargs), self.seconds)
+        return self.world._run(
+            wire.Call(f"{case.__module__}:{case.__qualname__}", args, kwargs), self.seconds
+        )

@@ -6,7 +6,6 @@ was patched. Only then it asks ds_patches, for its report, `FOLDER/RANK.json`.
 
 import argparse
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def report(folder: Path, gradients: dict[str, Any]) -> None:
     import ds_patches
 
     told = {
-        "host": socket.gethostname(),
         "rank": dist.get_rank(),
         "world": dist.get_world_size(),
         "gradients": gradients,

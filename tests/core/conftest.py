@@ -1,0 +1,15 @@
+"""Fixtures of the core's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.core import fake
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> fake.Place:
+    """The sample patch, and a DeepSpeed that it may be applied to."""
+    return fake.Place(tmp_path, "sample")
