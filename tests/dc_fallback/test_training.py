@@ -13,9 +13,9 @@ from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import EXACT, Script, loop, patched, trains
 from tests.dc_fallback.patterns import inputs
 from tests.scripts import deepcompile
-from tests.training.options import Options
+from tests.training.options import Options, config
 from tests.training.surroundings import build_engine, compile_engine, half_precision_allowed
-from tests.training.trainers import EngineTrainer, engine_trainer, worst_difference
+from tests.training.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
 from tests.world import World
 
 MIXED = ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
@@ -156,15 +156,21 @@ def test_overflow_skips_the_step(world: World, pattern: str) -> None:
     assert found["difference"] <= 2e-4
 
 
-def beside_another(trainer: Any) -> None:
-    """A plain ZeRO-3 engine is used too, and trains as it would alone."""
-    other = engine_trainer(patterns.build("Mixed")) if trainer.is_engine else trainer.another()
-    for step in trainer.steps():
-        for one in (other, trainer):
-            one.backward(one(*inputs(step, 0)))
-            one.step()
-    assert worst_difference(other.parameters(), trainer.parameters())[0] <= EXACT
+def beside_another() -> float:
+    """An engine under DeepCompile trains while a plain ZeRO-3 engine is used too."""
+    plain = PlainTrainer(patterns.build("Mixed"), Options())
+    loop(plain)
+    with stand_in.deep_compile(), patched():
+        other = engine_trainer(patterns.build("Mixed"))
+        trainer = EngineTrainer(compile_engine(patterns.build("Mixed"), config(3)))
+        for step in range(3):
+            other.backward(other(*inputs(step, 0)))
+            trainer.backward(trainer(*inputs(step, 0)))
+            other.step()
+            trainer.step()
+        both = other.parameters(), trainer.parameters()
+        return max(worst_difference(one, plain.parameters())[0] for one in both)
 
 
 def test_two_engines(world: World) -> None:
-    trains(world, "Mixed", beside_another)
+    assert max(world.run(beside_another)) <= EXACT
