@@ -39,12 +39,13 @@ def run(
     script: Script = loop,
     compiles: dict[str, Any] | None = None,
     patch: bool = True,
+    strict: bool = True,
     **options: Any,
 ) -> Outcome:
     """What became of it. Runs on every rank; `compiles`: of `stand_in.deep_compile`."""
     given = Options(model=f"patterns.{pattern}", **options)
     around = patched() if patch else nullcontext()
-    outcome = measure(script, given, around, on=DEEPCOMPILE, compiles=compiles)
+    outcome = measure(script, given, around, on=DEEPCOMPILE, strict=strict, compiles=compiles)
     outcome.tolerance = EXACT
     return outcome
 
