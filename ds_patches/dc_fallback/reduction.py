@@ -50,11 +50,6 @@ class Reduction:
         self._waiting: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._in_flight: list[_Bucket] = []
 
-    @property
-    def pending(self) -> bool:
-        """Whether gradients came that nobody has received."""
-        return bool(self._waiting or self._in_flight)
-
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Take in the full gradient of `param`."""
         if self._waiting and not self._fits(param, grad):

@@ -8,44 +8,24 @@ experts); and all parameters below a ZeRO-3 leaf module are gathered at the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 
-class Unit:
-    """Parameters that are gathered, and reduced, together; mostly one.
-
-    params: in an order that is the same on every rank.
-    """
-
-    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
-        self.params = tuple(params)
-
-    @property
-    def trained(self) -> tuple[torch.nn.Parameter, ...]:
-        """Those that get gradients."""
-        return tuple(param for param in self.params if param.requires_grad)
-
-
 class Units:
-    """The unit of each parameter.
+    """The parameters that are gathered, and reduced, together with each; mostly itself alone.
 
-    leaves: the parameters below each leaf module. All others are units of their own.
+    leaves: the parameters below each leaf module, in an order that is the same on every rank.
     """
 
     def __init__(self, leaves: Iterable[Iterable[torch.nn.Parameter]] = ()) -> None:
-        self._units: dict[torch.nn.Parameter, Unit] = {}
-        for params in leaves:
-            unit = Unit(params)
-            self._units.update(dict.fromkeys(unit.params, unit))
+        units = map(tuple, leaves)
+        self._units = {param: unit for unit in units for param in unit}
 
-    def of(self, param: torch.nn.Parameter) -> Unit:
-        unit = self._units.get(param)
-        if unit is None:
-            unit = self._units[param] = Unit([param])
-        return unit
+    def of(self, param: torch.nn.Parameter) -> Sequence[torch.nn.Parameter]:
+        return self._units.get(param, (param,))
 
 
 class Call:

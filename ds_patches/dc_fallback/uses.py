@@ -130,7 +130,7 @@ class Uses:
             if self._is_here(param):
                 call.full[param] = param.detach()
                 return
-            absent = [one for one in self._units.of(param).params if not self._is_here(one)]
+            absent = [one for one in self._units.of(param) if not self._is_here(one)]
             for one, full in zip(absent, self._gather(absent), strict=True):
                 call.full[one], call.version[one] = full, full._version
                 self._origins[_storage(full)] = call, one
@@ -138,7 +138,7 @@ class Uses:
 
     def _root(self, param: torch.nn.Parameter) -> torch.Tensor:
         if param not in self._roots:
-            params = self._units.of(param).trained
+            params = [one for one in self._units.of(param) if one.requires_grad]
             shapes = [tuple(self._shape_of(one)) for one in params]
             recorded: Any = _Roots.apply
             roots = recorded(self._deliver, shapes, params, self._anchor)
@@ -197,7 +197,7 @@ class _GatheredAgain:
         if call is not self._call:
             self._call, self._full = call, {}
         if param not in self._full:
-            params = self._units.of(param).params
+            params = self._units.of(param)
             with torch.no_grad():
                 self._full.update(zip(params, self._gather(params), strict=True))
         return self._full[param]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -182,56 +183,32 @@ def fails(x: Tensor) -> Tensor:
     raise RuntimeError("refused")
 
 
-def test_a_graph_runs_without_the_hooks() -> None:
-    seen, x = Seen(), torch.ones(3, requires_grad=True)
-    with seen.hooks:
+@pytest.mark.parametrize("function", [graph, fails])
+@pytest.mark.parametrize(
+    ("entered", "packed", "afterwards"),
+    [
+        ("", (0, 0), (0, 0)),
+        ("ours", (0, 0), (1, 0)),
+        ("ours others", (0, 1), (0, 2)),  # others within them are left as they are
+        ("others ours", (0, 1), (1, 1)),  # others around them are the graph's
+    ],
+)
+def test_a_graph_runs_without_the_hooks(
+    entered: str, packed: tuple[int, int], afterwards: tuple[int, int], function: Any
+) -> None:
+    ours, others, x = Seen(), Seen(), torch.ones(3, requires_grad=True)
+    named = {"ours": ours.hooks, "others": others.hooks}
+    with ExitStack() as inside:
+        for name in entered.split():
+            inside.enter_context(named[name])
+        with suppress(RuntimeError):
+            found = ours.hooks.run_without(function, (x,))
+            assert torch.equal(found, x.detach().exp())
+        assert (ours.packed, others.packed) == packed
         graph(x)
-        assert seen.packed == 1
-        y = seen.hooks.run_without(graph, (x,))
-        assert seen.packed == 1
-        graph(x)
-        assert seen.packed == 2
+        assert (ours.packed, others.packed) == afterwards
     graph(x)
-    assert seen.packed == 2
-    assert torch.equal(y, x.exp())
-
-
-def test_others_within_them_are_left_as_they_are() -> None:
-    seen, others, x = Seen(), Seen(), torch.ones(3, requires_grad=True)
-    with seen.hooks:
-        with others.hooks:
-            seen.hooks.run_without(graph, (x,))
-            assert (seen.packed, others.packed) == (0, 1)
-            graph(x)
-            assert (seen.packed, others.packed) == (0, 2)
-        graph(x)
-        assert (seen.packed, others.packed) == (1, 2)
-
-
-def test_others_around_them_are_the_graphs() -> None:
-    seen, others, x = Seen(), Seen(), torch.ones(3, requires_grad=True)
-    with others.hooks, seen.hooks:
-        seen.hooks.run_without(graph, (x,))
-        assert (seen.packed, others.packed) == (0, 1)
-        graph(x)
-        assert (seen.packed, others.packed) == (1, 1)
-
-
-def test_a_graph_runs_where_they_are_not_in_use() -> None:
-    seen, x = Seen(), torch.ones(3, requires_grad=True)
-    seen.hooks.run_without(graph, (x,))
-    assert seen.packed == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_after_a_graph_that_raised_they_are_back() -> None:
-    seen, x = Seen(), torch.ones(3, requires_grad=True)
-    with seen.hooks:
-        with pytest.raises(RuntimeError, match="refused"):
-            seen.hooks.run_without(fails, (x,))
-        assert seen.packed == 0
-        graph(x)
-        assert seen.packed == 1
+    assert (ours.packed, others.packed) == afterwards
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

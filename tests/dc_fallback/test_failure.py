@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -13,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_patches
-from ds_patches.dc_fallback.upstream import engine as upstream_engine
 from ds_patches.runtime import ranks
 from tests.dc_fallback import patterns, stand_in
+from tests.dc_fallback.loops import patched, trains
 from tests.dc_fallback.patterns import inputs
-from tests.dc_fallback.run import EXACT, loop, patched, trains
-from tests.listening import listening
-from tests.training.options import Options, config
+from tests.training import leftovers
+from tests.training.options import config
 from tests.training.surroundings import compile_engine
-from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
+from tests.training.trainers import EngineTrainer
 from tests.world import World
 
 
@@ -71,99 +71,55 @@ def test_the_next_step_is_right(
     world: World, pattern: str, where: str, layer: int, at_step: int
 ) -> None:
     script = partial(refusing, where=where, layer=layer, at_step=at_step)
-    outcome, _ = trains(world, pattern, script, steps=4)
-    told = any("A backward raised" in line for line in outcome.said)
-    assert told == (where == "backward")
+    said = " ".join(trains(world, pattern, script, steps=4).said)
+    assert ("A backward raised" in said) == (where == "backward")
 
 
-def applied_late() -> tuple[float, Any, list[str]]:
-    """Applied when the engine has been compiled and has run."""
-    start = patterns.build("Compiled")
-    plain = PlainTrainer(deepcopy(start), Options())
-    loop(plain)
-    with stand_in.deep_compile(), listening() as heard:
-        trainer = EngineTrainer(compile_engine(start, config(3)))
-        for step in range(3):
-            if step == 1:
-                notes = ds_patches.apply("dc_fallback").notes
-            trainer.backward(trainer(*inputs(step, 0)))
-            trainer.step()
-        ds_patches.unapply("dc_fallback")
-        difference = worst_difference(trainer.parameters(), plain.parameters())[0]
-        return difference, notes, heard
+def changed(trainer: Any, changes: dict[int, Callable[[str], Any]], notes: Any = ()) -> None:
+    """The patch comes and goes before these steps; its hooks with the first forward after it."""
+    for step in trainer.steps():
+        if trainer.is_engine and step in changes:
+            assert list(changes[step]("dc_fallback").notes) == [*notes]
+        loss = trainer(*inputs(step, 0))
+        if trainer.is_engine:
+            trainer.note()
+        trainer.backward(loss)
+        trainer.step()
+    ds_patches.unapply_all()
 
 
 def test_applied_late(world: World) -> None:
-    difference, notes, heard = world.run(applied_late)[0]
-    assert difference <= EXACT
-    assert list(notes) == ["1 engine(s) compiled before: left to stock DeepSpeed"]
-    assert any("it was compiled before the patch was applied" in line for line in heard)
-
-
-def taken_back() -> float:
-    """Taken back when the engine has run, and applied again."""
-    start = patterns.build("Compiled")
-    plain = PlainTrainer(deepcopy(start), Options())
-    loop(plain)
-    with stand_in.deep_compile(), patched():
-        trainer = EngineTrainer(compile_engine(start, config(3)))
-        for step in range(3):
-            if step == 1:
-                ds_patches.unapply("dc_fallback")
-            if step == 2:
-                ds_patches.apply("dc_fallback")
-            loss = trainer(*inputs(step, 0))
-            trainer.note()  # the hooks of a patch come and go with it, the first forward after it
-            trainer.backward(loss)
-            trainer.step()
-        return worst_difference(trainer.parameters(), plain.parameters())[0]
+    """When the engine has been compiled and has run."""
+    notes = ["1 engine(s) compiled before: left to stock DeepSpeed"]
+    script = partial(changed, changes={1: ds_patches.apply}, notes=notes)
+    said = " ".join(trains(world, "Compiled", script, patch=False).said)
+    assert "it was compiled before the patch was applied" in said
 
 
 def test_taken_back_and_applied_again(world: World) -> None:
-    assert max(world.run(taken_back)) <= EXACT
+    changes = {1: ds_patches.unapply, 2: ds_patches.apply}
+    trains(world, "Compiled", partial(changed, changes=changes))
 
 
-def without_optimizer() -> bool:
-    """An engine that trains nothing is left to stock."""
-    import deepspeed
-
-    settings = {**config(3), "compile": {"deepcompile": True}}
-    with stand_in.deep_compile(), patched():
-        engine, *_ = deepspeed.initialize(model=patterns.build("Compiled"), config=settings)
-        return upstream_engine.wants_deep_compile(engine)
-
-
-def test_an_engine_without_an_optimizer(world: World) -> None:
-    assert world.run(without_optimizer) == [False, False]
-
-
-def what_is_left() -> dict[str, Any]:
+def what_is_left() -> tuple[list[str], dict[str, int]]:
+    """In use, and after `unapply`: what an engine of stock's does not have."""
     with stand_in.deep_compile():
         start = patterns.build("Disabled")
+        stock = leftovers.of(compile_engine(deepcopy(start), config(3)))
         with patched():
             engine = compile_engine(start, config(3))
-            inside = {type(module._parameters).__name__ for module in engine.module.modules()}
+            inside = list(leftovers.since(stock, engine, but=()))
             engine.backward(engine(*inputs(0, 0)))
             engine.step()
-        modules, launch = list(engine.module.modules()), engine.launch_compile_passes
-        return {
-            "inside": inside,
-            "containers": {type(module._parameters).__name__ for module in modules},
-            "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
-            "attributes": [name for name in vars(engine) if "ds_patches" in name],
-            "launch": getattr(launch, "func", launch).__name__,
-            "native": getattr(engine, "_deepcompile_z3_eager_fallback", "none") is not None,
-        }
+        assert getattr(engine, "_deepcompile_z3_eager_fallback", "none") is not None
+        return inside, leftovers.since(stock, engine, but=())
 
 
 def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
-    left = world.run(what_is_left)[0]
-    assert left["inside"] == {"WatchedParameters"}
-    assert "WatchedParameters" not in left["containers"]
-    assert left["hooks"] == 0
-    assert not left["attributes"]
-    assert left["launch"] == "_launch_passes"
-    assert left["native"]
+    inside, left = world.run(what_is_left)[0]
+    for text in ("._parameters is ours", "_forward_hooks", "launch_compile_passes is ours"):
+        assert any(text in one for one in inside), inside
+    assert not left
 
 
 class _RefusesAtTheEnd(_Refuses):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.dc_fallback import patterns, stand_in
+from tests.dc_fallback.loops import patched
 from tests.dc_fallback.patterns import inputs
-from tests.dc_fallback.run import patched
 from tests.training.options import config
 from tests.training.surroundings import compile_engine
 from tests.world import World

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.dc_fallback import patterns, stand_in
+from tests.dc_fallback.loops import EXACT, Script, loop, patched, trains
 from tests.dc_fallback.patterns import inputs
-from tests.dc_fallback.run import EXACT, Script, loop, patched, trains
 from tests.scripts import deepcompile
 from tests.training.options import Options, config
 from tests.training.surroundings import build_engine, compile_engine, half_precision_allowed
@@ -38,28 +38,19 @@ def test_two_forwards_before_one_backward(world: World, pattern: str) -> None:
     trains(world, pattern, partial(loop, forwards=2))
 
 
-def evaluated() -> list[tuple[float, float]]:
-    """Losses of evaluations between steps: an engine's and plain PyTorch's."""
-    start = patterns.build("Evaluated")
-    plain = PlainTrainer(deepcopy(start), Options())
-    with stand_in.deep_compile(keeps=True), patched():
-        trainer = EngineTrainer(compile_engine(start, config(3)))
-        losses: list[list[float]] = [[], []]
-        for step in range(3):
-            for found, one in zip(losses, (trainer, plain), strict=True):
-                one.module.eval()
-                with torch.no_grad():
-                    found.append(one(*inputs(step, 1)).item())
-                one.module.train()
-                one.backward(one(*inputs(step, 0)))
-                one.step()
-    return list(zip(*losses, strict=True))
+def weighed_by_evaluations(trainer: Any) -> None:
+    """A step is larger, the larger the loss of an evaluation before it."""
+    for step in trainer.steps():
+        trainer.module.eval()
+        with torch.no_grad():
+            weight = 10 * trainer(*inputs(step, 1))
+        trainer.module.train()
+        trainer.backward(weight * trainer(*inputs(step, 0)))
+        trainer.step()
 
 
 def test_an_evaluation_does_not_see_older_parameters(world: World) -> None:
-    found = world.run(evaluated)[0]
-    assert len({expected for _, expected in found}) == len(found)
-    assert all(abs(ours - expected) < 1e-5 for ours, expected in found), found
+    trains(world, "Evaluated", weighed_by_evaluations, {"keeps": True})
 
 
 @pytest.mark.parametrize(
@@ -167,12 +158,11 @@ def test_overflow_skips_the_step(world: World, pattern: str) -> None:
 
 def beside_another() -> float:
     """An engine under DeepCompile trains while a plain ZeRO-3 engine is used too."""
-    start = patterns.build("Mixed")
-    plain = PlainTrainer(deepcopy(start), Options())
+    plain = PlainTrainer(patterns.build("Mixed"), Options())
     loop(plain)
     with stand_in.deep_compile(), patched():
         other = engine_trainer(patterns.build("Mixed"))
-        trainer = EngineTrainer(compile_engine(start, config(3)))
+        trainer = EngineTrainer(compile_engine(patterns.build("Mixed"), config(3)))
         for step in range(3):
             other.backward(other(*inputs(step, 0)))
             trainer.backward(trainer(*inputs(step, 0)))

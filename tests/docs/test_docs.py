@@ -16,6 +16,7 @@ from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, release
 from ds_patches.core.state import State
 from ds_patches.symptoms import SYMPTOMS
+from tests import shell
 from tests.core import fake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,32 +72,31 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", registry.patches())
 def test_every_patch_has_its_page(site: Path, name: str) -> None:
     patch = registry.patch(name)
-    page = _text(site / f"patches/{name}.html")
+    page = _Page(site / f"patches/{name}.html")
     own = flags.variables({name: patch})[len(flags.variables({})) :]
     whys = [one.why for one in patch.dependencies] + [option.help for option in patch.options]
     for part in (patch.supported, *own, *whys, *(t.qualname for t in patch.targets)):
-        assert part in page, part
-    links = _Links.of(site / f"patches/{name}.html")
-    assert {link.url for link in patch.upstream} <= set(links.pages)
-    assert "`" not in page, "markup that was not understood"
+        assert part in page.text, part
+    assert {link.url for link in patch.upstream} <= set(page.links)
+    assert "`" not in page.text, "markup that was not understood"
 
 
 def test_every_symptom_and_every_patch_has_its_row(site: Path) -> None:
-    page, links = _text(site / "symptoms.html"), _Links.of(site / "symptoms.html").pages
+    page = _Page(site / "symptoms.html")
     for one in SYMPTOMS:
-        assert f"troubleshooting.html#{one.anchor}" in links
-        assert not one.patch or f"patches/{one.patch}.html" in links
+        assert f"troubleshooting.html#{one.anchor}" in page.links
+        assert not one.patch or f"patches/{one.patch}.html" in page.links
         for cell in (one.script, one.outcome, one.add):
-            assert cell.replace("`", "") in page
-    index, links = _text(site / "index.html"), _Links.of(site / "index.html").pages
+            assert cell.replace("`", "") in page.text
+    index = _Page(site / "index.html")
     for name, patch in registry.patches().items():
-        assert f"patches/{name}.html" in links
+        assert f"patches/{name}.html" in index.links
         for cell in (patch.summary, patch.remove_when, *(link.label for link in patch.upstream)):
-            assert cell in index
+            assert cell in index.text
 
 
 def test_the_flags_of_site_and_code_are_the_same(site: Path) -> None:
-    page = _text(site / "flags.html")
+    page = _Page(site / "flags.html").text
     for variable in flags.variables(registry.patches()):
         assert variable in page
     table = (
@@ -130,7 +130,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert pages
     for page in pages:
-        links = _Links.of(page)
+        links = _Page(page)
         assert links.loaded
         assert not [url for url in links.loaded if "//" in url], page
 
@@ -139,7 +139,7 @@ def test_the_search_works_from_the_disk(site: Path) -> None:
     """A page of a file may not fetch the index, nor start a worker."""
     assert (site / "search/search_index.js").read_text(encoding="utf-8").startswith("var __index")
     for page in site.rglob("*.html"):
-        assert [url for url in _Links.of(page).loaded if url.endswith("iframe-worker.js")], page
+        assert [url for url in _Page(page).loaded if url.endswith("iframe-worker.js")], page
 
 
 @pytest.mark.exhaustive
@@ -165,30 +165,16 @@ def test_what_is_broken_fails_the_build(
 
 
 def test_a_link_out_of_docs_becomes_a_path(site: Path) -> None:
-    shown = _text(site / "coalesce-in-practice.html")
+    shown = _Page(site / "coalesce-in-practice.html").text
     assert "examples/gradcache (examples/gradcache/train.py)" in shown
-    named_so = _text(site / "benchmarks-coalesce.html")
+    named_so = _Page(site / "benchmarks-coalesce.html").text
     assert "benchmarks/README.md" in named_so
     assert "(benchmarks/README.md)" not in named_so
 
 
 @pytest.mark.exhaustive
 def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
-    copy = copy_of(SOURCES, tmp_path)
-    write_sample(copy)
-    done = build(copy, tmp_path / "site")
-    assert done.returncode == 0, done.stderr
-    page = _text(tmp_path / "site/patches/loud_scale.html")
-    assert "A warning whenever DynamicLossScaler has raised" in page, "its docstring's section"
-    assert "a higher one not at all" in page, "its binding's, where the docstring has none"
-    for unsaid in ("How", "Remove it when", "Upstream"):
-        assert unsaid not in page
-    assert "patches/loud_scale.html" in _Links.of(tmp_path / "site/using.html").pages
-    assert "DS_PATCHES_LOUD_SCALE_MOVES" in _text(tmp_path / "site/flags.html")
-
-
-@pytest.mark.exhaustive
-def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
+    """And of its option's choices it may have several."""
     copy = copy_of(SOURCES, tmp_path)
     write_sample(copy)
     binding = copy / "ds_patches/loud_scale/binding.py"
@@ -196,8 +182,15 @@ def test_a_new_option_of_several_choices_says_so(tmp_path: Path) -> None:
     binding.write_text(fake.edited(text, '("both", "down")', '("up", "down")'), encoding="utf-8")
     done = build(copy, tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    for page in ("flags", "patches/loud_scale"):
-        found = _text(tmp_path / f"site/{page}.html")
+    page = _Page(tmp_path / "site/patches/loud_scale.html").text
+    assert "A warning whenever DynamicLossScaler has raised" in page, "its docstring's section"
+    assert "a higher one not at all" in page, "its binding's, where the docstring has none"
+    for unsaid in ("How", "Remove it when", "Upstream"):
+        assert unsaid not in page
+    assert "patches/loud_scale.html" in _Page(tmp_path / "site/using.html").links
+    flags_page = _Page(tmp_path / "site/flags.html").text
+    assert "DS_PATCHES_LOUD_SCALE_MOVES" in flags_page
+    for found in (flags_page, page):
         assert "one or more of up, down (default), all: which moves are said" in found
         assert "whatever the lists say; one or more of up, down, all: apply it so" in found
 
@@ -222,12 +215,11 @@ def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
 
 
 def _python(repository: Path, *arguments: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
     path = os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=repository,
-        env=clean | {"PYTHONPATH": path},
+        env=shell.environment(PYTHONPATH=path),
         capture_output=True,
         text=True,
     )
@@ -235,40 +227,29 @@ def _python(repository: Path, *arguments: str) -> str:
     return done.stdout
 
 
-class _Links(HTMLParser):
-    """The pages that an HTML file points to, and what a browser loads to show it."""
+class _Page(HTMLParser):
+    """A page of the site: where it points to, what a browser loads to show it, and its text."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__()
-        self.pages: list[str] = []
+        self.links: list[str] = []
         self.loaded: list[str] = []
-
-    @classmethod
-    def of(cls, page: Path) -> _Links:
-        parser = cls()
-        parser.feed(page.read_text(encoding="utf-8"))
-        return parser
+        self._parts: list[str] = []
+        self._in_article = False
+        self.feed(file.read_text(encoding="utf-8"))
+        self.text = " ".join("".join(self._parts).split())  # on one line
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
+        self._in_article |= tag == "article"
         if tag == "a":
-            self.pages.append(found.get("href") or "")
+            self.links.append(found.get("href") or "")
         elif url := found.get("src") or (found.get("href") if tag == "link" else None):
             self.loaded.append(url)
 
-
-class _Text(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
+    def handle_endtag(self, tag: str) -> None:
+        self._in_article &= tag != "article"
 
     def handle_data(self, data: str) -> None:
-        self.parts.append(data)
-
-
-def _text(page: Path) -> str:
-    """What a reader sees, on one line."""
-    parser = _Text()
-    article = page.read_text(encoding="utf-8").partition("<article")[2]
-    parser.feed(article.partition("</article>")[0])
-    return " ".join("".join(parser.parts).split())
+        if self._in_article:
+            self._parts.append(data)

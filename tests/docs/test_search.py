@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_docs import ROOT, build
+from tests.explain.test_explain import TYPED
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -17,21 +18,6 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--virtual-time-budget=20000", "--dump-dom"),
 )
-#: What is typed, and the section of the troubleshooting page that has to be on top.
-TYPED = {
-    "pop from an empty deque": "empty-deque",
-    "Recomputed values for the following tensors have different metadata": "recomputed-values",
-    "has no attribute 'ds_grads_remaining'": "grads-remaining",
-    "setStorage out of bounds": "set-storage",
-    "INFLIGHT": "inflight",
-    "has already been reduced. Gradient computed twice": "reduced-twice",
-    "Direct calls to tensor.backward() are not supported": "direct-calls",
-    "output tensor must have the same type as input tensor": "several-dtypes",
-    "mat2 must be a matrix": "gradient-penalty",
-    "'weight' must be 2-D": "weight-2d",
-    "loss spikes after an upgrade": "clipped",
-    "hang at the first step with experts": "experts-hang",
-}
 
 
 @pytest.fixture(scope="module")

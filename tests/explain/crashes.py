@@ -49,46 +49,24 @@ def engine_of(model: nn.Module, stage: int, threshold: int = 0, **config: Any) -
     return engine
 
 
-def mlp(first: nn.Module | None = None) -> nn.Module:
-    return nn.Sequential(first or nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
 def batch() -> torch.Tensor:
     return torch.ones(2, 8, requires_grad=True)
 
 
-def two_backwards(stage: int = 3, first: nn.Module | None = None) -> None:
-    engine = engine_of(mlp(first), stage)
+def two_backwards(stage: int = 3) -> None:
+    engine = engine_of(mlp(), stage)
     out = engine(batch())
     engine.backward(out.sum(), retain_graph=True)
     engine.backward(out.pow(2).sum())
     engine.step()
 
 
-def two_backwards_over_layer_norm() -> None:
-    two_backwards(first=nn.LayerNorm(8))
-
-
-def two_backwards_over_rms_norm() -> None:
-    two_backwards(first=nn.RMSNorm(8))
-
-
 def two_backwards_at_stage_1() -> None:
     two_backwards(stage=1)
-
-
-def two_backwards_over_a_model_of_its_own() -> None:
-    """Its matmul saves the weight, which is empty in the second backward."""
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.weight.t()
-
-    two_backwards(first=Own())
 
 
 def gradient_penalty() -> None:
@@ -129,12 +107,6 @@ class Cached(torch.autograd.Function):
 def cached_loss() -> None:
     engine = engine_of(mlp(), 2)
     engine.backward(Cached.apply(engine, torch.ones((), requires_grad=True)))
-
-
-def plain_backward() -> None:
-    engine = engine_of(mlp(), 2)
-    engine(batch()).sum().backward()
-    engine(batch()).sum().backward()
 
 
 def plain_backward_at_stage_0() -> None:
@@ -253,13 +225,6 @@ def saved_module() -> None:
 
 def removed_section() -> None:
     engine_of(mlp(), 1, elasticity={"enabled": False})
-
-
-def freed_graph() -> None:
-    engine = engine_of(mlp(), 1)
-    out = engine(batch())
-    engine.backward(out.sum())
-    engine.backward(out.pow(2).sum())
 
 
 def split_view() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ds_patches.startup import variables
-from tests.frameworks import run, saved
-from tests.frameworks.outcome import part_lost
+from tests.frameworks import runs, saved
+from tests.frameworks.runs import part_lost
 from tests.frameworks.user import accelerated, engines
 from tests.releases.run import environment
 from tests.training.trainers import Parameters
@@ -53,7 +53,7 @@ class Row:
         sizes = {"train_micro_batch_size_per_gpu": self.batch}
         if self.batch != "auto":
             sizes["gradient_accumulation_steps"] = self.given.get("micro_steps", 1)
-        whole = run.automatic(stage, **self.zero) | sizes
+        whole = runs.automatic(stage, **self.zero) | sizes
         return {name: value for name, value in whole.items() if name not in self.unset}
 
 
@@ -105,7 +105,7 @@ def encoder() -> torch.nn.Module:
     return engines.two_layers(engines.WIDTH)
 
 
-def cells(found: run.Run, reference: run.Run, row: Row) -> str:
+def cells(found: runs.Run, reference: runs.Run, row: Row) -> str:
     if found.error:
         return f"{' '.join(found.error.split())[:60]} | -"
     lost = part_lost(found, reference, row.start())
@@ -133,9 +133,9 @@ def main(release: str | None) -> None:
                 print(f"| {row.title} | {stage} | {told} |", flush=True)
 
 
-def one_run(world: World, row: Row, *arguments: Any, **options: Any) -> run.Run:
+def one_run(world: World, row: Row, *arguments: Any, **options: Any) -> runs.Run:
     """On rank 0, and of several engines the first."""
-    found: run.Run = world.run(run.script, row.script, *arguments, **options)[0]
+    found: runs.Run = world.run(runs.script, row.script, *arguments, **options)[0]
     first = {name: p for name, p in found.parameters.items() if name.startswith("0.")}
     return replace(found, parameters=first)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -48,22 +49,29 @@ def alone(offline: None) -> Iterator[World]:
         yield living
 
 
-@pytest.fixture(scope="package")
-def old_unpatched(offline: None) -> Iterator[World]:
-    with World(variables=of_old_release()) as living:
-        yield living
+class Ranks(NamedTuple):
+    """Without patches and with them."""
+
+    old: bool
+    stock: World
+    patched: World
 
 
 @pytest.fixture(scope="package")
-def old_patched(offline: None) -> Iterator[World]:
-    ours = variables.of_program(of_old_release())
-    with World(variables=of_old_release() | ours) as living:
-        yield living
-
-
-def of_old_release() -> dict[str, str]:
+def old_ranks(offline: None) -> Iterator[Ranks]:
     assert releases.place(OLD).is_dir(), f"python -m tests.releases install {OLD}"
-    return environment(OLD)
+    own = environment(OLD)
+    with World(variables=own) as stock, World(variables=own | variables.of_program(own)) as patched:
+        yield Ranks(True, stock, patched)
+
+
+@pytest.fixture(params=["new", pytest.param("old", marks=pytest.mark.exhaustive)])
+def ranks(request: pytest.FixtureRequest, unpatched: World, patched: World) -> Ranks:
+    """Of the newest release, or of an old one."""
+    if request.param == "new":
+        return Ranks(False, unpatched, patched)
+    old: Ranks = request.getfixturevalue("old_ranks")
+    return old
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,17 @@ import os
 from collections.abc import Iterator
 from pkgutil import resolve_name
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 
 import ds_patches
 from ds_patches.core import live
 from ds_patches.core.state import State
 from ds_patches.startup import variables
-from tests.frameworks.outcome import EXACT
-from tests.frameworks.user import engines
-from tests.listening import listening
-from tests.training import options, trainers
+from tests.training import models
+from tests.training.options import Options
+from tests.training.run import Outcome, measure
 from tests.world import World
 
 pytestmark = pytest.mark.exhaustive
@@ -33,15 +31,6 @@ STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 LIBRARY = "another_library"
 BOTH = [(2, False), (3, True)]
-
-
-class Outcome(NamedTuple):
-    """How far from PyTorch, and what is said: by the status, and in the log."""
-
-    difference: float
-    states: list[State]
-    reasons: list[str]
-    heard: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -61,41 +50,28 @@ def theirs(kind: Any, name: str) -> Any:
     return FunctionType(*parts)
 
 
-def replaced(place: str, stage: int, at_one_engine: bool) -> Outcome:
-    """Two backwards a step beside such a library, held against PyTorch."""
+def replaced(
+    place: str, stage: int, at_one_engine: bool
+) -> tuple[Outcome, list[tuple[State, str]]]:
+    """Two backwards a step beside such a library, and what the status says of it."""
     owner, name = place.rsplit(".", 1)
     kind = resolve_name(owner)
-    config = options.config(stage, zero={"reduce_bucket_size": 10**6})
-    with pytest.MonkeyPatch.context() as library, listening() as heard:
+
+    def script(trainer: Any) -> None:
+        if trainer.is_engine and at_one_engine:
+            own, engine = theirs(kind, name), trainer.engine
+            setattr(engine, name, MethodType(own, engine) if isinstance(own, FunctionType) else own)
+        for step in trainer.steps():
+            for part in range(2):
+                trainer.backward(models.loss_of(trainer, step, part))
+            trainer.step()
+
+    with pytest.MonkeyPatch.context() as library:
         if not at_one_engine:
             library.setattr(kind, name, theirs(kind, name))
-        engine, plain = (built(config) for config in (config, None))
-        if at_one_engine:
-            own = theirs(kind, name)
-            setattr(engine, name, MethodType(own, engine) if isinstance(own, FunctionType) else own)
-        loop(engine, deepspeed=True)
-        loop(plain, deepspeed=False)
-        ends = [trainers.parameters(model.module) for model in (engine, plain)]
-        status = ds_patches.status()
-    said = [one for one in status.values() if place in one.reason]
-    return Outcome(
-        trainers.worst_difference(*ends)[0],
-        [one.state for one in said],
-        [one.reason for one in said],
-        heard,
-    )
-
-
-def built(config: dict[str, Any] | None) -> Any:
-    torch.manual_seed(3)
-    return engines.engine(engines.two_layers(4), config)
-
-
-def loop(model: Any, deepspeed: bool) -> None:
-    for step in range(3):
-        for kind in range(2):
-            model.backward(model(engines.rows(step, deepspeed, kind)).square().mean())
-        model.step()
+        outcome = measure(script, Options(stage), strict=False)
+        said = [one for one in ds_patches.status().values() if place in one.reason]
+    return outcome, [(one.state, one.reason) for one in said]
 
 
 @pytest.mark.parametrize(
@@ -115,10 +91,10 @@ def test_a_function_in_the_place_of_ours(
 ) -> None:
     """The status has it, the log says it once, and these loops are right all the same."""
     by = "contextlib.nullcontext" if place.endswith("no_sync") else LIBRARY
-    for found in apart.run(replaced, place, stage, at_one_engine):
-        assert found.difference < EXACT
-        assert found.states == [State.SHADOWED]
-        (why,) = found.reasons
-        assert f"{place} is replaced by {by}" in why
-        (said,) = found.heard
-        assert f"{place} is replaced by {by}" in said
+    for found, said in apart.run(replaced, place, stage, at_one_engine):
+        assert found.equal, found
+        ((state, why),) = said
+        assert state is State.SHADOWED
+        for text in (why, *found.said):
+            assert f"{place} is replaced by {by}" in text
+        assert len(found.said) == 1

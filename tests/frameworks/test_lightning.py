@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.outcome import assert_equal, assert_patched, on_one, on_two
-from tests.frameworks.run import Run
+from tests.frameworks.runs import Run, assert_equal, assert_patched, on_one, on_two
 from tests.frameworks.user import accelerated
 from tests.training import options, trainers
 from tests.world import World

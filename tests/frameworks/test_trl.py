@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks import saved
-from tests.frameworks.outcome import assert_patched, on_two
-from tests.frameworks.run import automatic
+from tests.frameworks.runs import assert_patched, automatic, on_two
 from tests.training import trainers
 from tests.world import World
 

@@ -14,7 +14,7 @@ import torch
 
 import ds_patches
 from tests.dc_fallback import patterns
-from tests.dc_fallback.run import Script, loop
+from tests.dc_fallback.loops import Script, loop
 from tests.training.options import Options, config
 from tests.training.surroundings import build_engine, compile_engine
 from tests.training.trainers import EngineTrainer, Parameters

@@ -73,29 +73,16 @@ def three_backwards(trainer: Any, step: int) -> None:
         trainer.backward(trainer(batch(3 * step + part)).square().mean())
 
 
-def coalesced(trainer: Any, micro_steps: int = 1) -> None:
+def coalesced(trainer: Any, micro_steps: int = 1, **window: bool) -> None:
     """Three backwards and one reduction in each step."""
     for step in range(3):
-        with trainer.window():
+        with trainer.window(**window):
             three_backwards(trainer, step)
         trainer.step()
 
 
-def gathered_once(trainer: Any, micro_steps: int = 1) -> None:
-    """And one that has gathered all parameters."""
-    for step in range(3):
-        with trainer.window(gather_once=True):
-            three_backwards(trainer, step)
-        trainer.step()
-
-
-def unsynced(trainer: Any, micro_steps: int = 1) -> None:
-    """Three backwards without a reduction, and three more of which each has one."""
-    for step in range(3):
-        with trainer.no_sync():
-            three_backwards(trainer, 2 * step)
-        three_backwards(trainer, 2 * step + 1)
-        trainer.step()
+#: And one that has gathered all parameters.
+gathered_once = partial(coalesced, gather_once=True)
 
 
 def retained(trainer: Any, micro_steps: int = 1) -> None:

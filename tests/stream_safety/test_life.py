@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 import ds_patches
+from ds_patches.stream_safety.binding import LACKS
 from tests.stream_safety import on_streams
 from tests.stream_safety.races import detecting
+from tests.stream_safety.test_races import lives
 from tests.training.options import config
+from tests.training.run import applied
+from tests.training.stock import RELEASE
 from tests.training.surroundings import build_engine
 from tests.training.trainers import EngineTrainer
 from tests.world import World
@@ -63,17 +67,41 @@ def test_nothing_is_left(world: World, frozen: bool) -> None:
 
 def on_a_device_that_keeps_order() -> bool:
     """The CPU as it is: nothing is taken in."""
-    ds_patches.apply("stream_safety")
-    try:
-        given = config(2, zero={"overlap_comm": True})
-        engine = build_engine(on_streams.model(), given)
+    with applied("stream_safety"):
+        engine = build_engine(on_streams.model(), config(2, zero={"overlap_comm": True}))
         on_streams.steps(EngineTrainer(engine), 1)
         return all(
             value is None for name, value in vars(engine.optimizer).items() if "ds_patches" in name
         )
-    finally:
-        ds_patches.unapply("stream_safety")
 
 
 def test_a_device_that_keeps_order(world: World) -> None:
     assert all(world.run(on_a_device_that_keeps_order))
+
+
+@pytest.mark.core_case
+def test_the_buffers_of_a_bucket_take_turns() -> None:
+    """Where nothing else would show it: 0.17.5 to 0.18.4 wait for every reduction."""
+    if not lives("ping_pong"):
+        pytest.skip("this release has the fix, or no such buckets")
+    from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
+
+    bucket = IPGBucket(index=1)
+    bucket.clear()
+    assert bucket.index == 0
+    with applied("stream_safety"):
+        bucket = IPGBucket(index=1, elements=7)
+        bucket.clear()
+        assert (bucket.index, bucket.elements) == (1, 0)
+
+
+def test_a_part_that_is_not_lacking_says_so() -> None:
+    fixed = [part for part in LACKS if not lives(part)]
+    try:
+        notes = ds_patches.apply("stream_safety", parts="+".join(["buffer_reuse", *fixed])).notes
+        said = "{} is not live in DeepSpeed {}: it is for {}"
+        assert list(notes) == [said.format(part, RELEASE, LACKS[part]) for part in fixed]
+        ds_patches.unapply("stream_safety")
+        assert not ds_patches.apply("stream_safety").notes
+    finally:
+        ds_patches.unapply("stream_safety")

@@ -47,34 +47,33 @@ class CutOff(models.TwoHeads):
 
     def trunk(self, tokens: Tensor) -> Tensor:
         x = super().trunk(tokens)
-        return x + self.cut(x).detach()
+        return x + self.branch(x)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.cut(x).detach()
 
 
 class ZeroedByAHook(CutOff):
     """A layer whose gradient arrives, and is zero in every element."""
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = models.TwoHeads.trunk(self, tokens)
-        y = self.cut(x)
+    def branch(self, x: Tensor) -> Tensor:
+        y: Tensor = self.cut(x)
         y.register_hook(torch.zeros_like)
-        return x + y
+        return y
 
 
 class CutOffOnOneRank(CutOff):
     """The layer trains on the last rank only."""
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = models.TwoHeads.trunk(self, tokens)
-        y = self.cut(x)
-        return x + (y if dist.get_rank() else y * 0)
+    def branch(self, x: Tensor) -> Tensor:
+        return self.cut(x) * dist.get_rank()
 
 
 class RunsOnOneRank(CutOff):
     """A branch that rank 0 runs and the others do not, cut off from the loss."""
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = models.TwoHeads.trunk(self, tokens)
-        return x + self.cut(x).detach() if dist.get_rank() == 0 else x
+    def branch(self, x: Tensor) -> Tensor:
+        return self.cut(x).detach() if dist.get_rank() == 0 else torch.zeros_like(x)
 
 
 class OnAndOff(CutOff):
@@ -82,10 +81,8 @@ class OnAndOff(CutOff):
 
     on = True
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = models.TwoHeads.trunk(self, tokens)
-        y = self.cut(x)
-        return x + (y if self.on else y.detach())
+    def branch(self, x: Tensor) -> Tensor:
+        return self.cut(x) if self.on else self.cut(x).detach()
 
 
 class Frozen(CutOff):
@@ -99,9 +96,8 @@ class Frozen(CutOff):
 class NeverCalled(CutOff):
     """A layer whose parameters are used, and which is not called."""
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = models.TwoHeads.trunk(self, tokens)
-        return x + F.linear(x, self.cut.weight, self.cut.bias)
+    def branch(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.cut.weight, self.cut.bias)
 
 
 class HeldByAList(models.TwoHeads):
@@ -115,26 +111,15 @@ class HeldByAList(models.TwoHeads):
         return super().trunk(tokens) * self.scales[0] + 0 * self.scales[1]
 
 
-MODELS: dict[str, type[nn.Module]] = {
-    one.__name__: one
-    for one in (
-        UnusedBranch,
-        CutOff,
-        ZeroedByAHook,
-        CutOffOnOneRank,
-        RunsOnOneRank,
-        OnAndOff,
-        Frozen,
-        NeverCalled,
-        HeldByAList,
-    )
-}
+def model_of(name: str) -> Any:
+    """One of these, or the name of one that others train."""
+    return globals().get(name, name)
 
 
-def engine_of(model: str, stage: int, **options: Any) -> tuple[Any, nn.Module]:
+def engine_of(model: str | type[nn.Module], stage: int, **options: Any) -> Any:
     given = Options(stage, **options)
-    module = models.build(MODELS.get(model, model), given.torch_dtype)
-    return build_engine(module, given.config), module
+    kind = model_of(model) if isinstance(model, str) else model
+    return build_engine(models.build(kind, given.torch_dtype), given.config)
 
 
 def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
@@ -173,7 +158,7 @@ def check(
         ds_patches.apply_all()
     try:
         with half_precision_allowed():
-            engine, _ = engine_of(model, stage, micro_steps=micro_steps, **options)
+            engine = engine_of(model, stage, micro_steps=micro_steps, **options)
             step(engine, micro_steps=micro_steps)
             return outcome_of(
                 engine,
@@ -200,7 +185,7 @@ def lose(engine: Any) -> None:
 
 
 def after_losing(model: str, steps_before: int) -> Outcome:
-    engine, _ = engine_of(model, 3)
+    engine = engine_of(model, 3)
     for index in range(steps_before):
         step(engine, index)
     lose(engine)

@@ -55,14 +55,17 @@ def test_what_runs_and_is_cut_off_is_named_on_every_rank(world: World, stage: in
     assert not found.warnings
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zeros_are_no_gradient(world: World, stage: int) -> None:
-    assert list(agreed(world.run(checked.check, "ZeroedByAHook", stage)).untrained) == CUT
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])  # at 3 all ranks gather, and so run, the same modules
-def test_a_run_on_one_rank_is_one(world: World, stage: int) -> None:
-    assert list(agreed(world.run(checked.check, "RunsOnOneRank", stage)).untrained) == CUT
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        *(("ZeroedByAHook", stage) for stage in STAGES),
+        *(("RunsOnOneRank", stage) for stage in (0, 1, 2)),  # at 3 all ranks gather, and so run
+    ],
+)
+def test_zeros_are_no_gradient_and_a_run_on_one_rank_is_one(
+    world: World, model: str, stage: int
+) -> None:
+    assert list(agreed(world.run(checked.check, model, stage)).untrained) == CUT
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -96,16 +99,16 @@ def test_every_parameter_whose_gradient_is_not_reduced_is_named(
 ) -> None:
     """What DeepCompile's start leaves of an engine: gradients are computed, and stay behind."""
     found = agreed(world.run(checked.after_losing, model, steps_before))
-    build = checked.MODELS.get(model, models.TwoHeads)
-    assert list(found.untrained) == [name for name, _ in build().named_parameters()]
+    named = models.build(checked.model_of(model)).named_parameters()
+    assert list(found.untrained) == [name for name, _ in named]
     assert not found.idle
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
 
 
 def old_gradient(stage: int, more: dict[str, Any]) -> checked.Outcome:
-    engine, module = checked.engine_of("OnAndOff", stage, **more)
+    engine = checked.engine_of("OnAndOff", stage, **more)
     checked.step(engine)
-    module.on = False
+    engine.module.on = False
     return checked.outcome_of(
         engine, lambda: [checked.step(engine, 1 + index) for index in range(2)]
     )
@@ -129,19 +132,10 @@ def test_the_gradient_of_an_earlier_step_is_none(
     assert notes == {OLD if stage == 3 or more else ""}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_accumulation_is_one_step(world: World, stage: int) -> None:
-    trains, cut = (
-        agreed(world.run(checked.check, model, stage, steps=2, micro_steps=2))
-        for model in ("TwoHeads", "CutOff")
-    )
-    assert trains == checked.Outcome(steps=2)
-    assert list(cut.untrained) == CUT
-
-
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
+        *((stage, {"steps": 2, "micro_steps": 2}) for stage in STAGES),
         (1, BF16),
         (3, BF16),
         (2, {"zero": {"round_robin_gradients": True}}),
@@ -151,9 +145,9 @@ def test_a_gradient_accumulation_is_one_step(world: World, stage: int) -> None:
         (3, OFFLOADED),
     ],
 )
-def test_other_layouts_of_the_optimizer(world: World, stage: int, more: dict[str, Any]) -> None:
+def test_other_layouts_and_micro_steps(world: World, stage: int, more: dict[str, Any]) -> None:
     trains, cut = (
         agreed(world.run(checked.check, model, stage, **more)) for model in ("TwoHeads", "CutOff")
     )
-    assert trains == checked.Outcome(steps=1)
+    assert trains == checked.Outcome(steps=more.get("steps", 1))
     assert list(cut.untrained) == CUT

@@ -63,19 +63,15 @@ BY_NAME: dict[str, type[nn.Module]] = {
 
 
 def build(pattern: str, width: int = WIDTH) -> nn.Module:
+    """`pattern`: its name, or ``skipped`` and its name: the whole forward runs eagerly then."""
     torch.manual_seed(1234)
-    model: nn.Module = BY_NAME[pattern](width)
+    skips, _, name = pattern.rpartition(" ")
+    model: nn.Module = BY_NAME[name](width)
+    if skips:
+        kind = type(model)
+        forward = torch.compiler.disable(kind.forward)
+        model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     return model
-
-
-def skip_whole(model: nn.Module) -> None:
-    """Have the whole forward run eagerly."""
-    model.__class__ = skipping(type(model))
-
-
-def skipping(kind: type[nn.Module]) -> type[nn.Module]:
-    forward = torch.compiler.disable(kind.forward)
-    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def inputs(step: int, part: int = 0) -> tuple[Tensor, Tensor]:

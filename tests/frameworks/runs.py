@@ -1,4 +1,4 @@
-"""One run of a user's script on a rank, and what came of it."""
+"""One run of a user's script on a rank, what came of it, and what it must have come to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import pytest
+
 import ds_patches
 from ds_patches.core import registry, release
 from ds_patches.core.patch import Patch
 from tests.listening import listening
 from tests.training import options, trainers
 from tests.training.collectives import Gradients
+from tests.world import World
+
+#: Single precision, after a few steps of SGD.
+EXACT = 1e-6
+#: What is wrong is off by more than this part of all that was learned.
+WRONG = 0.05
 
 
 @dataclass
@@ -103,3 +111,50 @@ def _who_gathers(model: Any) -> Iterator[str]:
     for module in model.modules():
         if function := vars(module).get("pre_bwd_fn"):
             yield function.__module__.partition(".")[0]
+
+
+def on_one(world: World, name: str, *arguments: Any, **options: Any) -> Run:
+    """The reference, which no engine has trained."""
+    (found,) = world.run(script, name, *arguments, **options)
+    assert not found.error, found.error
+    assert found.engine_steps is None
+    return found
+
+
+def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
+    """What rank 0 has come to, trained by an engine of DeepSpeed, or why not."""
+    first, second = world.run(script, name, *arguments, **options)
+    assert first.error == second.error
+    assert first.reductions == second.reductions
+    if not first.error:
+        assert first.engine_steps
+    return first
+
+
+def assert_equal(run: Run, reference: Run, start: trainers.Parameters | None = None) -> None:
+    """Losses and parameters are those of the reference, which has moved away from `start`."""
+    assert not run.error, run.error
+    assert run.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert trainers.worst_difference(run.parameters, reference.parameters)[0] < EXACT
+    if start is not None:
+        assert moved(reference, start) > 1e4 * EXACT
+
+
+def assert_patched(run: Run) -> None:
+    """By the environment alone, and with nothing to complain of."""
+    assert not run.error, run.error
+    assert run.live
+    assert set(run.live) == set(run.offered)
+    assert not run.heard
+
+
+def part_lost(run: Run, reference: Run, start: trainers.Parameters) -> float:
+    """How far a run ended from the reference, as a part of how far that went."""
+    assert not run.error, run.error
+    apart = trainers.worst_difference(run.parameters, reference.parameters)[0]
+    return apart / moved(reference, start)
+
+
+def moved(reference: Run, start: trainers.Parameters) -> float:
+    start = {f"0.{name}": param for name, param in start.items()}
+    return trainers.worst_difference(reference.parameters, start)[0]

@@ -1,0 +1,63 @@
+"""A pattern trained under DeepCompile, with the patch, and by plain PyTorch, held together."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.dc_fallback.patterns import inputs
+from tests.training.options import Options
+from tests.training.run import Outcome, Script, applied, measure
+from tests.training.surroundings import DEEPCOMPILE
+from tests.world import World
+
+EXACT = 2e-6
+patched = partial(applied, "dc_fallback")
+
+
+def loop(trainer: Any, *, forwards: int = 1, evaluates: bool = False) -> None:
+    """`forwards`: how many come before one backward over their sum.
+
+    evaluates: a forward without gradients comes before, and one that no backward follows.
+    """
+    for step in trainer.steps():
+        for micro in range(trainer.options.micro_steps):
+            if evaluates:
+                with torch.no_grad():
+                    trainer(*inputs(step, 7))
+                trainer(*inputs(step, 8))
+            losses = [trainer(*inputs(step, 3 * micro + part)) for part in range(forwards)]
+            trainer.backward(sum(losses[1:], losses[0]))
+            trainer.step()
+
+
+def run(
+    pattern: str,
+    script: Script = loop,
+    compiles: dict[str, Any] | None = None,
+    patch: bool = True,
+    strict: bool = True,
+    **options: Any,
+) -> Outcome:
+    """What became of it. Runs on every rank; `compiles`: of `stand_in.deep_compile`."""
+    given = Options(model=f"patterns.{pattern}", **options)
+    around = patched() if patch else nullcontext()
+    outcome = measure(script, given, around, on=DEEPCOMPILE, strict=strict, compiles=compiles)
+    outcome.tolerance = EXACT
+    return outcome
+
+
+def trains(
+    world: World, pattern: str, script: Script = loop, compiles: Any = None, **options: Any
+) -> Outcome:
+    """As plain PyTorch does, every parameter, and nothing stays gathered."""
+    found = world.run(run, pattern, script, compiles, **options)
+    for outcome in found:
+        assert not outcome.untrained, outcome
+        assert outcome.equal, outcome
+        assert not any(outcome.available), "a parameter stayed gathered"
+    first: Outcome = found[0]
+    return first
