@@ -66,14 +66,15 @@ _DEPENDENCIES = (
     _STAGE3.needs("independent_gradient_partition_epilogue", "hands the partitions to the step"),
     _STAGE3.needs("clear_backward_seen_flag", "moves micro_step_id", _HOOK_STATE),
     _COORDINATOR.needs("__all_gather_params", "gathers what is partitioned, on its own stream"),
-    _COORDINATOR.needs("__release_param", "leaves alone what some module has in use"),
+    _COORDINATOR.needs("__release_param", "releases one; shadowed while a block holds all"),
+    _COORDINATOR.needs("__params_to_release", "says what a module may release; shadowed likewise"),
     _COORDINATOR.needs("release_sub_module", "leaves every release to __release_param"),
     Dependency(
         "deepspeed.runtime.zero.parameter_offload",
         "DeepSpeedZeRoOffload._remove_module_hooks",
         "knows the handles of all hooks that gather",
     ),
-    _COORDINATOR.needs("release_and_reset_all", "partitions everything after an exception"),
+    _COORDINATOR.needs("release_and_reset_all", "partitions everything, also in a block; shadowed"),
     _COORDINATOR.needs("_invalidate_trace", "starts a trace again that an exception cut short"),
     _COORDINATOR.needs("reset_step", "compares the traces of all ranks at the next forward"),
     _COORDINATOR.needs(

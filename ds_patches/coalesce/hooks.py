@@ -56,7 +56,7 @@ def around_coalesce(
     return _coalesce(engine, *args, **kwargs)
 
 
-def _coalesce(engine: Any, *, gather_once: bool = False) -> AbstractContextManager[None]:
+def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContextManager[None]:
     upstream_engine.must_be_covered(engine)
     steps = engines.take_in(engine)
     local = _local.get(engine)

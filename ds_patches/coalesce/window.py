@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.core import lifecycle
 from ds_patches.runtime.counters import are_on_one_host
 from ds_patches.runtime.handshake import MOST_RANKS, Handshake
 
@@ -39,15 +40,34 @@ def _handshake_of(engine: Any, kind: str) -> Handshake | None:
     return _handshakes[engine]
 
 
+def _gathers(engine: Any, steps: EngineSteps, asked: bool | None) -> GatherOnce | None:
+    """How a block gathers; None: as DeepSpeed does. `asked`: what its caller says."""
+    if asked and (reason := gathers.why_not(engine)) is not None:
+        raise NotImplementedError(reason)
+    if not engine.zero_optimization_partition_weights():
+        return None
+    reason = gathers.why_not_unasked(engine) if asked is None else f"gather_once={asked}"
+    once = asked or reason is None
+    how = "once" if once else "in each forward and backward"
+    why = reason or "all fit into stage3_max_live_parameters"
+    lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
+    return GatherOnce(engine, steps, at_once=bool(asked)) if once else None
+
+
 class Window:
     """The backwards between the two ends of one ``with`` block."""
 
     def __init__(
-        self, engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool, kind: str
+        self,
+        engine: Any,
+        steps: EngineSteps,
+        local: LocalGradients,
+        gathered: GatherOnce | None,
+        kind: str,
     ) -> None:
         self._engine, self._steps, self._local = engine, steps, local
         self._boundary_at_entry = engine._is_gradient_accumulation_boundary
-        self._gathered = GatherOnce(engine) if gather_once else None
+        self._gathered = gathered
         self._handshake = _handshake_of(engine, kind)
 
     def open(self) -> None:
@@ -97,16 +117,14 @@ class Window:
 
 @contextmanager
 def window(
-    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool, handshake: str
+    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool | None, handshake: str
 ) -> Iterator[None]:
     """Check, open, and close by whether the body raised. `handshake`: the option."""
     assert not local.in_block, (
         "coalesce_grad_reduction() blocks cannot be nested: one of this engine is open"
     )
     assert not engine.inside_no_sync_ctxt, "coalesce_grad_reduction() cannot be nested in no_sync()"
-    if gather_once:
-        gathers.must_be_covered(engine)
-    opened = Window(engine, steps, local, gather_once, handshake)
+    opened = Window(engine, steps, local, _gathers(engine, steps, gather_once), handshake)
     try:
         opened.open()
         yield
