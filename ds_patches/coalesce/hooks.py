@@ -23,7 +23,7 @@ def _take_in(engine: Any) -> LocalGradients | None:
     steps = engines.of(engine.optimizer)
     if steps is None or not upstream_engine.is_covered(engine):
         return None
-    local = LocalGradients(engine, steps, _options["flush"] == "reduce_scatter")
+    local = LocalGradients(engine, steps)
     steps.listeners.append(local)
     return local
 
@@ -62,7 +62,7 @@ def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContex
     local = _local.get(engine)
     assert steps is not None
     assert local is not None
-    return windows.window(engine, steps, local, gather_once, _options["handshake"])
+    return windows.window(engine, steps, local, gather_once)
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

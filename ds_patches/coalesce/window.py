@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,18 +24,12 @@ logger = logging.getLogger("ds_patches.coalesce")
 _handshakes: WeakKeyDictionary[Any, Handshake] = WeakKeyDictionary()  # by engine
 
 
-def _handshake_of(engine: Any, kind: str) -> Handshake | None:
-    """None where there is nobody to shake hands with, or where they are not to."""
-    ranks = upstream_engine.ranks(engine)
-    if len(ranks) < 2 or kind == "off":
+def _handshake_of(engine: Any, ranks: Sequence[int]) -> Handshake | None:
+    """None where there is nobody to shake hands with, or where they are more than it can count."""
+    if not 1 < len(ranks) <= MOST_RANKS:
         return None
-    if len(ranks) > MOST_RANKS:
-        raise NotImplementedError(
-            f"coalesce_grad_reduction() over {len(ranks)} ranks needs handshake=off: ranks "
-            f"tell each other of failures up to {MOST_RANKS} of them"
-        )
     if engine not in _handshakes:
-        on_one_host = kind == "on" and are_on_one_host(os.environ)
+        on_one_host = are_on_one_host(os.environ)
         _handshakes[engine] = Handshake(ranks, "in this coalesce_grad_reduction(),", on_one_host)
     return _handshakes[engine]
 
@@ -63,12 +57,13 @@ class Window:
         steps: EngineSteps,
         local: LocalGradients,
         gathered: GatherOnce | None,
-        kind: str,
     ) -> None:
         self._engine, self._steps, self._local = engine, steps, local
         self._boundary_at_entry = engine._is_gradient_accumulation_boundary
         self._gathered = gathered
-        self._handshake = _handshake_of(engine, kind)
+        ranks = upstream_engine.ranks(engine)
+        self._handshake = _handshake_of(engine, ranks)
+        self._may_differ = len(ranks) > 1
 
     def open(self) -> None:
         if self._handshake is not None:
@@ -91,7 +86,9 @@ class Window:
                 "inside had dropped its gradients; let the exception leave the block"
             )
         pattern = self._local.sum.prepare()
-        uneven = self._handshake is not None and self._handshake.leave(pattern)
+        uneven = self._may_differ
+        if self._handshake is not None:
+            uneven = self._handshake.leave(pattern)
         self._leave()
         if self._gathered is not None:
             self._gathered.release()
@@ -117,14 +114,14 @@ class Window:
 
 @contextmanager
 def window(
-    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool | None, handshake: str
+    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool | None
 ) -> Iterator[None]:
-    """Check, open, and close by whether the body raised. `handshake`: the option."""
+    """Check, open, and close by whether the body raised."""
     assert not local.in_block, (
         "coalesce_grad_reduction() blocks cannot be nested: one of this engine is open"
     )
     assert not engine.inside_no_sync_ctxt, "coalesce_grad_reduction() cannot be nested in no_sync()"
-    opened = Window(engine, steps, local, _gathers(engine, steps, gather_once), handshake)
+    opened = Window(engine, steps, local, _gathers(engine, steps, gather_once))
     try:
         opened.open()
         yield
