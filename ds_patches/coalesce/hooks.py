@@ -10,7 +10,7 @@ from ds_patches.accumulation import engines
 from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
-from . import window as windows
+from . import block
 from .binding import PATCH
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
@@ -62,7 +62,7 @@ def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContex
     local = _local.get(engine)
     assert steps is not None
     assert local is not None
-    return windows.window(engine, steps, local, gather_once)
+    return block.around(engine, steps, local, gather_once)
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

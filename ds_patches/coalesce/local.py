@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,6 @@ from ds_patches.runtime.attributes import Shadow, meanwhile
 from .sums import FlatSum, LocalSum, PartitionedSum, ScatteredSum
 from .upstream import engine as upstream_engine
 from .upstream import flat_layout
-
-logger = logging.getLogger("ds_patches.coalesce")
 
 
 class LocalGradients:

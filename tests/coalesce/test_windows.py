@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ds_patches.coalesce import window
+from ds_patches.coalesce import block
 from tests.coalesce import experts
 from tests.coalesce.loops import BACKWARDS, UPSTREAM, several_backwards
 from tests.scripts import windows
@@ -160,22 +160,6 @@ def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> Non
     check(world, halved, Options(stage, micro_steps=2), "coalesce")
 
 
-def by_hand(trainer: Any) -> None:
-    """Stock adds backwards up if only the last is at the boundary."""
-    for step in trainer.steps():
-        for micro in range(BACKWARDS):
-            trainer.boundary(micro == BACKWARDS - 1)
-            trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
-
-
-@STAGES
-def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
-    if stage == 2 and stock.LOSES_MICRO_STEPS:
-        pytest.skip(f"stock {stock.RELEASE} loses micro steps of ZeRO-2")
-    check(world, by_hand, Options(stage))
-
-
 @pytest.mark.core_case(style="engine", stage=3)
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @STAGES
@@ -215,7 +199,7 @@ def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any]) ->
 
 def uncounted(trainer: Any) -> None:
     """The ranks are more than can tell each other what they have."""
-    with mock.patch.object(window, "MOST_RANKS", 1):
+    with mock.patch.object(block, "MOST_RANKS", 1):
         windows.uneven_windows(trainer)
 
 

@@ -48,7 +48,7 @@ def _gathers(engine: Any, steps: EngineSteps, asked: bool | None) -> GatherOnce 
     return GatherOnce(engine, steps, at_once=bool(asked)) if once else None
 
 
-class Window:
+class Block:
     """The backwards between the two ends of one ``with`` block."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Window:
 
 
 @contextmanager
-def window(
+def around(
     engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool | None
 ) -> Iterator[None]:
     """Check, open, and close by whether the body raised."""
@@ -121,11 +121,11 @@ def window(
         "coalesce_grad_reduction() blocks cannot be nested: one of this engine is open"
     )
     assert not engine.inside_no_sync_ctxt, "coalesce_grad_reduction() cannot be nested in no_sync()"
-    opened = Window(engine, steps, local, _gathers(engine, steps, gather_once))
+    block = Block(engine, steps, local, _gathers(engine, steps, gather_once))
     try:
-        opened.open()
+        block.open()
         yield
-        opened.close()
+        block.close()
     except BaseException as error:
-        opened.fail(error)
+        block.fail(error)
         raise
