@@ -27,8 +27,9 @@ Arguments
     - ``gather_once=False``: as DeepSpeed does, in each forward and backward.
     - ``gather_once=True``: all are gathered when the block opens, however many they are.
 
-    ZeRO++ secondary partitions and parameters on NVMe are gathered as DeepSpeed does; unless asked
-    for, so are quantized weights and ``stage3_module_granularity_threshold``.
+    ZeRO++ secondary partitions and parameters on NVMe are gathered as DeepSpeed does, and
+    ``gather_once=True`` is a NotImplementedError. Unless asked for, quantized weights and
+    ``stage3_module_granularity_threshold`` are gathered so, too.
 
 If something raises
     - The block drops its gradients, reduces nothing, restores flags and hooks, and lets the
