@@ -18,10 +18,18 @@ Use
     docs/coalesce-in-practice.md has GradCache and Accelerate.
 
 Arguments
-    - ``gather_once=True``, stage 3: the block gathers all parameters when it opens, and switches
-      off the module hooks that gather and release. Every rank holds a whole copy of the parameters
-      meanwhile, in their own precision. Not with ZeRO++ secondary partitions, nor with parameters
-      on NVMe.
+    At stage 3 a block gathers each parameter once, if all parameters together are no more elements
+    than ``stage3_max_live_parameters`` (10**9 unless the configuration says otherwise). Every rank
+    then holds a whole copy of them until the block ends, in their own precision. The first forward
+    and backward run by the module hooks that gather, and the others without. ``status()`` says
+    which way was taken, and why.
+
+    - ``gather_once=False``: as DeepSpeed does, in each forward and backward.
+    - ``gather_once=True``: all are gathered when the block opens, however many they are.
+
+    ZeRO++ secondary partitions and parameters on NVMe are gathered as DeepSpeed does, and
+    ``gather_once=True`` is a NotImplementedError. Unless asked for, quantized weights and
+    ``stage3_module_granularity_threshold`` are gathered so, too.
 
 If something raises
     - The block drops its gradients, reduces nothing, restores flags and hooks, and lets the
@@ -30,9 +38,9 @@ If something raises
       drops all gradients of the step.
     - The other ranks raise ``OtherRankFailed``, with the number and the error of the rank that
       raised.
-    - At stage 3, if one rank raises in the middle, the others wait in their next gather until the
-      process group's timeout. With ``gather_once=True`` they gather nothing, and are told at the
-      end.
+    - At stage 3, if one rank raises before all is gathered, the others wait in their next gather
+      until the process group's timeout. With ``gather_once=True`` they gather nothing, and are told
+      at the end.
 
 no_sync()
     - Inside, gradients stay on their parameters. The next backward outside, at the gradient
@@ -71,8 +79,8 @@ Not covered
 
 Cost
     A block takes 0.81 to 0.88 of the time of DeepSpeed's own at ZeRO 1 and 2 without P2P, and 0.95
-    to 1.05 with it. At ZeRO 3 it takes 1.05 to 1.11, or 0.35 to 0.47 with ``gather_once=True``
-    (docs/benchmarks-coalesce.md).
+    to 1.05 with it. At ZeRO 3 it takes 0.35 to 0.47 with ``gather_once=True``, and 1.05 to 1.11
+    with ``False``; the way between them was not timed (docs/benchmarks-coalesce.md).
 
 Why
     DeepSpeed has the method from 0.19.1 on. Its own reduces what is there when something inside
@@ -86,22 +94,12 @@ How
       reducer does it at stage 3, and with an offloaded optimizer, experts, sequence parallelism,
       ``torch.autocast``, Muon, or ``reduce_scatter`` off. The number of collectives does not depend
       on N.
-    - Ranks meet before they reduce, so that each knows whether another raised.
+    - Ranks meet before they reduce, so that each knows whether another raised: in a file in
+      ``/dev/shm``, if one host has all of them (``LOCAL_WORLD_SIZE`` equals ``WORLD_SIZE``), or
+      else in the process group's store. More than 4095 do not meet.
     - ``accumulation`` knows what a backward is, and adds.
 
 Options
-    - ``flush`` (``DS_PATCHES_COALESCE_FLUSH``): ``reduce_scatter`` (default) or ``upstream``.
-    - ``handshake`` (``DS_PATCHES_COALESCE_HANDSHAKE``): where ranks meet.
-
-      | value | where ranks meet |
-      |---|---|
-      | ``on`` (default) | in a file in ``/dev/shm``, if one host has all ranks; else in the store |
-      | ``store`` | in the process group's store |
-      | ``off`` | nowhere |
-
-      One host has all ranks if ``LOCAL_WORLD_SIZE`` equals ``WORLD_SIZE``. With ``off``, one rank
-      that raises alone hangs all; and where DeepSpeed's own reducer flushes, ranks must be alike in
-      which parameters have gradients.
     - ``no_sync`` (``DS_PATCHES_COALESCE_NO_SYNC``): ``on`` (default), or ``off``, which leaves
       DeepSpeed's.
 

@@ -97,21 +97,6 @@ PATCH = Patch(
     dependencies=_DEPENDENCIES,
     options=(
         Option(
-            "handshake",
-            default="on",
-            choices=("on", "store", "off"),
-            help=(
-                "ranks meet before they reduce, in memory where they are on one host, or else in "
-                "the process group's store; off: one that raises alone hangs all"
-            ),
-        ),
-        Option(
-            "flush",
-            default="reduce_scatter",
-            choices=("reduce_scatter", "upstream"),
-            help="ZeRO-1/2: reduce-scatter where it is known to be right, or DeepSpeed's own way",
-        ),
-        Option(
             "no_sync",
             default="on",
             choices=("on", "off"),

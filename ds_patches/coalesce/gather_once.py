@@ -1,46 +1,79 @@
-"""Stage 3 with ``gather_once=True``: all parameters are gathered when a window opens.
+"""Stage 3: a block that gathers each parameter once, and keeps it until the block ends.
 
-They stay so until it closes, so its forwards and backwards need none of the module hooks that
-gather and release, and run as those of a plain module do.
+The first forward and backward run by DeepSpeed's module hooks, which gather what they come to:
+never more than without us. Then the rest is gathered and the hooks are taken away, so that what
+follows runs as in a plain module.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.runtime.attributes import Shadow
+
 from .suspended_hooks import SuspendedHooks
 from .upstream import gathers
 
 
 class GatherOnce:
-    """Of one engine, from the begin of a window to its end."""
+    """Of one engine, from the begin of a block to its end.
 
-    def __init__(self, engine: Any) -> None:
+    at_once: gather all parameters at the begin, and run nothing by the hooks.
+    """
+
+    def __init__(self, engine: Any, steps: EngineSteps, at_once: bool) -> None:
+        self._engine, self._steps, self._at_once = engine, steps, at_once
         self._offload = engine.optimizer.parameter_offload
-        self._params = gathers.parameters(self._offload)
+        self._held: list[Shadow] = []
         self._hooks: SuspendedHooks | None = None
-        self._again: Any = None
+        self._handles: list[Any] = []
 
     def begin(self) -> None:
-        """Gather, and take the hooks away. A collective."""
-        # A backward over a forward from before the window still releases what it has used.
-        gathers.hold(self._offload, self._params)
-        gathers.gather(self._offload, self._params)
-        offload = self._offload
-        self._hooks = SuspendedHooks([*offload.forward_hooks, *offload.backward_hooks])
-        # Whoever partitions everything, to save a checkpoint say, finds nobody who gathers again.
-        self._again = self._offload.module.register_forward_pre_hook(
-            lambda *_: gathers.gather(self._offload, self._params)
-        )
+        """Release nothing from here on. A collective, if all is gathered at once."""
+        # Also a backward over a forward from before the block would.
+        self._held = gathers.hold(self._offload)
+        self._steps.listeners.append(self)
+        if self._at_once:
+            self._gather_the_rest()
 
     def end(self) -> None:
         """Put the hooks back, and hold nothing any more; what is gathered stays so."""
+        if self in self._steps.listeners:
+            self._steps.listeners.remove(self)
+        for handle in self._handles:
+            handle.remove()
         if self._hooks is not None:
-            self._again.remove()
             self._hooks.restore()
-            self._hooks = None
-        gathers.let_go(self._offload, self._params)
+        for shadow in self._held:
+            shadow.remove()
 
     def release(self) -> None:
-        """Partition what the window had gathered."""
+        """Partition what the block had gathered."""
         gathers.release(self._offload)
+
+    # --- What `accumulation` tells of the engine's backwards --------------------------------------
+
+    def backward_begins(self, again: bool) -> None:
+        if self._hooks is not None:
+            gathers.gather(self._offload)  # if somebody has partitioned it since the forward
+        elif not self._handles:
+            self._handles = [self._engine.register_forward_pre_hook(self._gather_the_rest)]
+
+    def backward_nested(self) -> None:
+        self.backward_begins(False)
+
+    def dropped(self, failed: bool) -> None:
+        pass
+
+    def _gather_the_rest(self, *_: Any) -> None:
+        """Gather what is not, and take the hooks away. A collective."""
+        if self._hooks is not None:
+            return
+        offload = self._offload
+        gathers.gather(offload)
+        self._hooks = SuspendedHooks([*offload.forward_hooks, *offload.backward_hooks])
+        self._held.append(gathers.keep_trace(offload))
+        # Whoever partitions, to save a checkpoint say, finds nobody else who gathers again.
+        again = offload.module.register_forward_pre_hook(lambda *_: gathers.gather(offload))
+        self._handles.append(again)

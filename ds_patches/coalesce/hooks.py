@@ -10,7 +10,7 @@ from ds_patches.accumulation import engines
 from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
-from . import window as windows
+from . import block
 from .binding import PATCH
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
@@ -23,7 +23,7 @@ def _take_in(engine: Any) -> LocalGradients | None:
     steps = engines.of(engine.optimizer)
     if steps is None or not upstream_engine.is_covered(engine):
         return None
-    local = LocalGradients(engine, steps, _options["flush"] == "reduce_scatter")
+    local = LocalGradients(engine, steps)
     steps.listeners.append(local)
     return local
 
@@ -56,13 +56,13 @@ def around_coalesce(
     return _coalesce(engine, *args, **kwargs)
 
 
-def _coalesce(engine: Any, *, gather_once: bool = False) -> AbstractContextManager[None]:
+def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContextManager[None]:
     upstream_engine.must_be_covered(engine)
     steps = engines.take_in(engine)
     local = _local.get(engine)
     assert steps is not None
     assert local is not None
-    return windows.window(engine, steps, local, gather_once, _options["handshake"])
+    return block.around(engine, steps, local, gather_once)
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

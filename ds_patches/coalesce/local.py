@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,20 +14,16 @@ from .sums import FlatSum, LocalSum, PartitionedSum, ScatteredSum
 from .upstream import engine as upstream_engine
 from .upstream import flat_layout
 
-logger = logging.getLogger("ds_patches.coalesce")
-
 
 class LocalGradients:
     """Where the gradients of one engine's backwards stay.
 
     While they stay on the parameters, autograd adds up, and nothing is reduced: the methods that
     would do so are shadowed at this one engine. At all other times nothing of ours is there.
-
-    scatters: reduce-scatter past DeepSpeed's own reducer, where that is known to be right.
     """
 
-    def __init__(self, engine: Any, steps: EngineSteps, scatters: bool) -> None:
-        self.sum: LocalSum = _sum_of(engine, steps, scatters)
+    def __init__(self, engine: Any, steps: EngineSteps) -> None:
+        self.sum: LocalSum = _sum_of(engine, steps)
         #: Whether a block, or ``no_sync()``, is open.
         self.in_block = self.in_no_sync = False
         #: A backward that raised since a block was opened.
@@ -147,10 +142,10 @@ class LocalGradients:
             return wrapped(*args, **kwargs)
 
 
-def _sum_of(engine: Any, steps: EngineSteps, scatters: bool) -> LocalSum:
+def _sum_of(engine: Any, steps: EngineSteps) -> LocalSum:
     optimizer = engine.optimizer
     if engine.zero_optimization_partition_weights():
         return PartitionedSum(optimizer)
-    if scatters and isinstance(steps.sum, FlatStepSum) and flat_layout.covers(optimizer):
+    if isinstance(steps.sum, FlatStepSum) and flat_layout.covers(optimizer):
         return ScatteredSum(optimizer, steps.sum)
     return FlatSum(optimizer)

@@ -145,6 +145,13 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     )
 
 
+def note(name: str, text: str) -> None:
+    """Have the status of a live patch say this, too."""
+    life = lives[name]
+    if text not in life.notes:
+        life.notes += (text,)
+
+
 def _put_in_place(
     patch: Patch, version: Version, targets: tuple[Target, ...], request: Request, life: Life
 ) -> None:

@@ -98,6 +98,6 @@ def _opened(path: str, identity: str) -> int:
         os.close(file)
     raise RuntimeError(
         f"coalesce_grad_reduction(): {path}, which another rank made, is not there on this one, "
-        "though the launcher says that all ranks are on one host. Set "
-        "DS_PATCHES_COALESCE_HANDSHAKE=store"
+        "though the launcher says that all ranks are on one host. Set LOCAL_WORLD_SIZE to how many "
+        "share their memory"
     )

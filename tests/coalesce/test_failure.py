@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_patches import OtherRankFailed
+from tests.coalesce.loops import UPSTREAM
 from tests.coalesce.test_windows import BothWays
 from tests.listening import listening
 from tests.training import stock
@@ -60,16 +63,10 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
         trainer.step()
 
 
-def holds(
-    world: World,
-    place: str,
-    failing: tuple[int, ...],
-    flags: dict[str, str] | None = None,
-    **more: Any,
-) -> list[Outcome]:
+def holds(world: World, place: str, failing: tuple[int, ...], **more: Any) -> list[Outcome]:
     script = partial(fail_and_go_on, place=place, failing=failing)
     options = Options(model="Breakable", steps=4, **more)
-    return check(world.within(60), script, options, "coalesce", quiet=False, **(flags or {}))
+    return check(world.within(60), script, options, "coalesce", quiet=False)
 
 
 @pytest.mark.core_case(style="engine", place="middle backward")
@@ -86,16 +83,10 @@ def test_the_next_step_is_as_if_it_had_not_happened(
         assert sum("gradients were dropped" in text for text in outcome.said) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "more"),
-    [({}, OFFLOADED), ({"flush": "upstream"}, {}), ({"handshake": "store"}, {})],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [OFFLOADED, UPSTREAM], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_other_settings(
-    world: World, stage: int, flags: dict[str, str], more: dict[str, Any]
-) -> None:
-    holds(world, "middle backward", (0, 1), flags, stage=stage, **more)
+def test_with_other_settings(world: World, stage: int, more: dict[str, Any]) -> None:
+    holds(world, "middle backward", (0, 1), stage=stage, **more)
 
 
 @pytest.mark.core_case(place="middle backward", stage=2)
@@ -103,6 +94,16 @@ def test_with_other_settings(
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_alone_tells_the_others(world: World, stage: int, place: str) -> None:
     holds(world, place, (1,), stage=stage)
+
+
+def on_two_hosts(trainer: Any) -> None:
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+        fail_and_go_on(trainer, "middle backward", (1,))
+
+
+def test_one_rank_alone_tells_those_of_other_hosts(world: World) -> None:
+    options = Options(2, model="Breakable", steps=4)
+    check(world.within(60), on_two_hosts, options, "coalesce", quiet=False)
 
 
 def test_one_rank_alone_at_stage_3_after_its_last_gather(world: World) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.coalesce.loops import UPSTREAM
 from tests.scripts import nested
 from tests.training.collectives import Collectives
 from tests.training.models import Boom, RaiseInBackward
@@ -18,11 +19,10 @@ from tests.training.trainers import engine_trainer
 from tests.world import World
 
 STAGES = [1, 2, 3]
-UPSTREAM = {"flush": "upstream"}
 
 
-@pytest.mark.core_case(script=nested.cached, flags={}, more={})
-@pytest.mark.core_case(script=nested.cached_in_a_window, flags={}, more={}, stage=2)
+@pytest.mark.core_case(script=nested.cached, more={})
+@pytest.mark.core_case(script=nested.cached_in_a_window, more={}, stage=2)
 @pytest.mark.parametrize(
     "script",
     [
@@ -33,19 +33,17 @@ UPSTREAM = {"flush": "upstream"}
     ],
 )
 @pytest.mark.parametrize(
-    ("stage", "flags", "more"),
+    ("stage", "more"),
     [
-        *((stage, {}, more) for stage in STAGES for more in ({}, OFFLOADED)),
-        *((stage, *given) for stage in (1, 2) for given in ((UPSTREAM, {}), ({}, OVERLAP))),
+        *((stage, more) for stage in STAGES for more in ({}, OFFLOADED)),
+        *((stage, more) for stage in (1, 2) for more in (UPSTREAM, OVERLAP)),
     ],
     ids=str,
 )
-def test_cached_losses(
-    world: World, stage: int, script: Any, flags: dict[str, str], more: dict[str, Any]
-) -> None:
+def test_cached_losses(world: World, stage: int, script: Any, more: dict[str, Any]) -> None:
     if stage == 1 and script is nested.cached_in_no_sync:
         pytest.skip("stock's own leaves gradients on their parameters anyway")
-    check(world, script, Options(stage, **more), "coalesce", **flags)
+    check(world, script, Options(stage, **more), "coalesce")
 
 
 def sent(stage: int, in_a_window: bool, parts: int) -> Counter[str]:

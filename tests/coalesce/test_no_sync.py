@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.coalesce.loops import UPSTREAM
 from tests.scripts import ordinary, unsynced
 from tests.training import stock
 from tests.training.collectives import Gradients
@@ -20,30 +21,27 @@ from tests.world import World
 ALL = [1, 2, 3]
 STAGES = pytest.mark.parametrize("stage", ALL)
 REFUSING = [2, 3]  # stock
-UPSTREAM = {"flush": "upstream"}
 
 
-def holds(
-    world: World, script: Any, stage: int, flags: dict[str, str] | None = None, **options: Any
-) -> None:
+def holds(world: World, script: Any, stage: int, **options: Any) -> None:
     stock.needs_style(options.get("style", "engine"))
     given = script.at(stage, **{"steps": 3, **options})
-    check(world, script, given, "coalesce", **(flags or {}))
+    check(world, script, given, "coalesce")
 
 
 @pytest.mark.core_case(more={}, stage=3)
 @pytest.mark.parametrize(
-    ("stage", "flags", "more"),
+    ("stage", "more"),
     [  # stock's own, at stage 1, dies with overlap_comm: "has already been reduced"
-        *((stage, flags, {}) for stage in ALL for flags in ({}, UPSTREAM)),
-        *((stage, {}, OVERLAP) for stage in REFUSING),
+        *((stage, more) for stage in ALL for more in ({}, UPSTREAM)),
+        *((stage, OVERLAP) for stage in REFUSING),
     ],
     ids=str,
 )
 def test_the_next_synced_backward_reduces_the_sum(
-    world: World, stage: int, flags: dict[str, str], more: dict[str, Any]
+    world: World, stage: int, more: dict[str, Any]
 ) -> None:
-    holds(world, unsynced.unsynced, stage, flags, **more)
+    holds(world, unsynced.unsynced, stage, **more)
 
 
 class DDPTrainer(PlainTrainer):
@@ -103,7 +101,7 @@ def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any]) ->
 @pytest.mark.parametrize("script", [unsynced.synced_in_between, unsynced.unsynced_and_uneven])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_scripts_with_upstreams_flush(world: World, stage: int, script: Any) -> None:
-    holds(world, script, stage, UPSTREAM)
+    holds(world, script, stage, **UPSTREAM)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.coalesce.loops import UPSTREAM
 from tests.stream_safety import on_streams
 from tests.stream_safety.test_races import NO_TIMER, lives
 from tests.world import World
@@ -24,10 +25,10 @@ def unsynced(trainer: Any, micro_steps: int = 1) -> None:
 
 
 #: What reduces, by name: a script, and the options that it needs.
-SCRIPTS: dict[str, tuple[on_streams.Script, dict[str, str]]] = {
+SCRIPTS: dict[str, tuple[on_streams.Script, dict[str, Any]]] = {
     "window": (on_streams.coalesced, {}),
     "gathered once": (on_streams.gathered_once, {}),
-    "upstream": (on_streams.coalesced, {"flush": "upstream"}),
+    "upstream": (on_streams.coalesced, UPSTREAM["zero"]),
     "no_sync": (unsynced, {}),
 }
 #: By stage: what the program does on streams of its own, and the scripts.
@@ -64,6 +65,6 @@ def test_no_race_that_stock_has_not(
     if around == "side" and lives("zero3_producer"):
         pytest.skip("this release races here without us: no backward of it waits for a side stream")
     run, options = SCRIPTS[script]
-    found = kinds(world, stage, around, script=run, beside=("coalesce",), options=options)
+    found = kinds(world, stage, around, script=run, beside=("coalesce",), **options)
     assert found <= of_stock(stage, around), found - of_stock(stage, around)
     assert stage == 3 or not found, "its own reductions wait for every stream"

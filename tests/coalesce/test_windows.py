@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ds_patches.coalesce import block
 from tests.coalesce import experts
-from tests.coalesce.loops import BACKWARDS, several_backwards
+from tests.coalesce.loops import BACKWARDS, UPSTREAM, several_backwards
 from tests.scripts import windows
 from tests.training import stock
 from tests.training.models import loss_of
@@ -19,59 +21,54 @@ from tests.training.trainers import EngineTrainer
 from tests.world import World
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-UPSTREAM = {"flush": "upstream"}
-FLUSHES = pytest.mark.parametrize("flush", ["reduce_scatter", "upstream"])
-
-#: An offloaded optimizer has upstream's flush whatever the option says.
-by_offload_and_flush = pytest.mark.parametrize(
-    ("more", "flush"),
-    [({}, "reduce_scatter"), ({}, "upstream"), (OFFLOADED, "reduce_scatter")],
-    ids=["", "upstream", "offloaded"],
+#: What ends a block: our own reductions, or DeepSpeed's in two ways.
+by_reducer = pytest.mark.parametrize(
+    "more", [{}, UPSTREAM, OFFLOADED], ids=["", "upstream", "offloaded"]
 )
 
 
-def holds(world: World, flags: dict[str, str] | None = None, **options: Any) -> None:
+def holds(world: World, **options: Any) -> None:
     stock.needs_style(options.get("style", "engine"))
-    check(world, several_backwards, Options(**options), "coalesce", **(flags or {}))
+    check(world, several_backwards, Options(**options), "coalesce")
 
 
-@pytest.mark.core_case(flush="reduce_scatter", contiguous=True, overlap=True)
+@pytest.mark.core_case(scatters=True, contiguous=True, overlap=True)
 @pytest.mark.parametrize(
-    ("contiguous", "overlap", "flush"),
+    ("contiguous", "overlap", "scatters"),
     [  # every pair of values, at every stage
-        (True, True, "reduce_scatter"),
-        (True, False, "upstream"),
-        (False, False, "reduce_scatter"),
-        (False, True, "upstream"),
+        (True, True, True),
+        (True, False, False),
+        (False, False, True),
+        (False, True, False),
     ],
 )
 @STAGES
-def test_a_window_is_a_sum(
-    world: World, stage: int, contiguous: bool, overlap: bool, flush: str
+def test_a_block_is_a_sum(
+    world: World, stage: int, contiguous: bool, overlap: bool, scatters: bool
 ) -> None:
-    if stage < 3 and flush == "upstream" and not contiguous:
+    if stage < 3 and not scatters and not contiguous:
         stock.needs_non_contiguous()
     zero = {"contiguous_gradients": contiguous, "overlap_comm": overlap}
-    holds(world, {"flush": flush}, stage=stage, zero=zero)
+    holds(world, stage=stage, zero={**zero, "reduce_scatter": scatters})
 
 
 @pytest.mark.core_case(stage=2, more={})
 @pytest.mark.core_case(stage=2, more=OFFLOADED)
-@by_offload_and_flush
+@by_reducer
 @STAGES
-def test_offload_and_flush(world: World, stage: int, more: dict[str, Any], flush: str) -> None:
-    holds(world, {"flush": flush}, stage=stage, **more)
+def test_reducers(world: World, stage: int, more: dict[str, Any]) -> None:
+    holds(world, stage=stage, **more)
 
 
 def test_offloaded_parameters(world: World) -> None:
     holds(world, stage=3, **OFFLOADED_ALL)
 
 
-@FLUSHES
+@pytest.mark.parametrize("scatters", [True, False])
 @pytest.mark.parametrize("bucket", [40, 10**6])  # 500 is everywhere else's
 @STAGES
-def test_buckets(world: World, stage: int, bucket: int, flush: str) -> None:
-    holds(world, {"flush": flush}, stage=stage, zero={"reduce_bucket_size": bucket})
+def test_buckets(world: World, stage: int, bucket: int, scatters: bool) -> None:
+    holds(world, stage=stage, zero={"reduce_bucket_size": bucket, "reduce_scatter": scatters})
 
 
 @pytest.mark.parametrize(
@@ -97,26 +94,20 @@ def test_clipping_goes_by_the_norm_of_the_sum(
     holds(world, stage=stage, clip=0.05, **more)
 
 
-@pytest.mark.core_case(stage=2, dtype=BF16_SUMS, flush="reduce_scatter")
-@by_offload_and_flush
+@pytest.mark.core_case(stage=2, dtype=BF16_SUMS, more={})
+@pytest.mark.core_case(stage=2, dtype=BF16_SUMS, more=OFFLOADED)
+@by_reducer
 @pytest.mark.parametrize("dtype", [BF16, BF16_SUMS], ids=["low", "fp32"])
 @STAGES
-def test_bfloat16(
-    world: World, stage: int, dtype: dict[str, Any], more: dict[str, Any], flush: str
-) -> None:
-    if stage == 1 and dtype is BF16_SUMS and not more:
+def test_bfloat16(world: World, stage: int, dtype: dict[str, Any], more: dict[str, Any]) -> None:
+    if stage == 1 and dtype is BF16_SUMS and more != OFFLOADED:
         pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is refused")
-    holds(world, {"flush": flush}, stage=stage, **dtype, **more)
+    holds(world, stage=stage, **dtype, **more)
 
 
 @STAGES
 def test_float16_with_a_dynamic_loss_scale(world: World, stage: int) -> None:
     holds(world, stage=stage, **FP16)
-
-
-@pytest.mark.parametrize("handshake", ["store", "off"])  # "on" is everywhere else's
-def test_ways_to_meet(world: World, handshake: str) -> None:
-    holds(world, {"handshake": handshake}, stage=2)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
@@ -169,22 +160,6 @@ def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> Non
     check(world, halved, Options(stage, micro_steps=2), "coalesce")
 
 
-def by_hand(trainer: Any) -> None:
-    """Stock adds backwards up if only the last is at the boundary."""
-    for step in trainer.steps():
-        for micro in range(BACKWARDS):
-            trainer.boundary(micro == BACKWARDS - 1)
-            trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
-
-
-@STAGES
-def test_like_several_backwards_on_stock(world: World, stage: int) -> None:
-    if stage == 2 and stock.LOSES_MICRO_STEPS:
-        pytest.skip(f"stock {stock.RELEASE} loses micro steps of ZeRO-2")
-    check(world, by_hand, Options(stage))
-
-
 @pytest.mark.core_case(style="engine", stage=3)
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @STAGES
@@ -206,7 +181,7 @@ def test_a_tensor_that_is_no_output_has_a_backward_in_a_window(world: World, sta
 @pytest.mark.core_case(script=windows.two_windows, stage=2)
 @pytest.mark.core_case(script=windows.two_windows, stage=3, more={})
 @pytest.mark.core_case(script=windows.window_among_micro_steps, stage=2)
-@by_offload_and_flush
+@by_reducer
 @pytest.mark.parametrize(
     "script",
     [
@@ -217,6 +192,18 @@ def test_a_tensor_that_is_no_output_has_a_backward_in_a_window(world: World, sta
     ],
 )
 @STAGES
-def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any], flush: str) -> None:
-    """Parameters that rest count as zeros; a window adds to what its step has reduced."""
-    check(world, script, script.at(stage, steps=4, **more), "coalesce", flush=flush)
+def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any]) -> None:
+    """Parameters that rest count as zeros; a block adds to what its step has reduced."""
+    check(world, script, script.at(stage, steps=4, **more), "coalesce")
+
+
+def uncounted(trainer: Any) -> None:
+    """The ranks are more than can tell each other what they have."""
+    with mock.patch.object(block, "MOST_RANKS", 1):
+        windows.uneven_windows(trainer)
+
+
+@by_reducer
+@STAGES
+def test_more_ranks_than_can_be_counted(world: World, stage: int, more: dict[str, Any]) -> None:
+    check(world, uncounted, windows.uneven_windows.at(stage, steps=4, **more), "coalesce")

@@ -79,14 +79,13 @@ def of_zero3_retain() -> Iterator[Case]:
 def of_coalesce() -> Iterator[Case]:
     """Windows; one rank that raises alone, so that the other is told, and both go on; no_sync()."""
 
-    def case(script: Script = window, flags: dict[str, str] | None = None, **options: Any) -> Case:
-        return Case(script, Options(**options), "coalesce", flags or {})
+    def case(script: Script = window, **options: Any) -> Case:
+        return Case(script, Options(**options), "coalesce")
 
     for stage in STAGES:
         for style in ("engine", "torch"):
             yield case(stage=stage, style=style, **OVERLAP)
-        for flags in ({"flush": "upstream"}, {"handshake": "store"}):
-            yield case(flags=flags, stage=stage, **OVERLAP)
+        yield case(stage=stage, zero={"overlap_comm": True, "reduce_scatter": False})
         yield case(stage=stage, **OFFLOADED)
         for half in (FP16, BF16, BF16_SUMS) if stage > 1 else (FP16, BF16):
             yield case(stage=stage, **half, **OVERLAP)

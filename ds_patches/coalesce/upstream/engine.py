@@ -13,7 +13,7 @@ _MESSAGE = "coalesce_grad_reduction() "
 
 
 def is_covered(engine: Any) -> bool:
-    """Whether it can have a window."""
+    """Whether it can have a block."""
     try:
         must_be_covered(engine)
     except (AssertionError, NotImplementedError):
@@ -22,7 +22,7 @@ def is_covered(engine: Any) -> bool:
 
 
 def must_be_covered(engine: Any) -> None:
-    """Raise what the native method raises for an engine that cannot have a window.
+    """Raise what the native method raises for an engine that cannot have a block.
 
     AssertionError: unmanaged gradient accumulation. NotImplementedError: no ZeRO, a pipeline, an
     optimizer or a backward that reduces in a way of its own.
@@ -126,7 +126,7 @@ def _tell_optimizer(optimizer: Any, boundary: bool) -> None:
 def forget_last_step(engine: Any) -> None:
     """Do the clean-up that the forward after a reduction does, unless it was done.
 
-    From 0.18.5 it is left to that forward. A window whose first backward runs over an older
+    From 0.18.5 it is left to that forward. A block whose first backward runs over an older
     forward would lose its gradients to it, or find the last step's in their place.
     """
     optimizer = engine.optimizer

@@ -46,7 +46,7 @@ def covers(optimizer: Any) -> bool:
 def layout(optimizer: Any) -> FlatLayout:
     """What to reduce, on the current stream, into new partitions, of one that is covered.
 
-    Frees upstream's bucket buffers, which backwards up to 0.18.2 allocate in a window too.
+    Frees upstream's bucket buffers, which backwards up to 0.18.2 allocate in a block too.
     """
     optimizer._release_ipg_buffers()
     (comm_dtype,) = _comm_dtypes(optimizer)

@@ -5,40 +5,59 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ds_patches.runtime.attributes import Shadow, meanwhile
 from ds_patches.runtime.device import accelerator, keeps_order, wait_for_current
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
-#: In a parameter's set of the modules that it is in use by; upstream's are numbers.
-_HELD = "ds_patches.coalesce"
 
 
-def must_be_covered(engine: Any) -> None:
-    """Raise NotImplementedError where gathering once is not known to be right."""
+def why_not(engine: Any) -> str | None:
+    """Why gathering once is not known to be right, if it is not."""
     if not engine.zero_optimization_partition_weights():
-        raise NotImplementedError("gather_once needs ZeRO stage 3: below it nothing is gathered")
+        return "gather_once needs ZeRO stage 3: below it nothing is gathered"
     # ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes.
     if engine.zero_hpz_partition_size() > 1:
-        raise NotImplementedError("gather_once does not cover zero_hpz_partition_size > 1")
+        return "gather_once does not cover zero_hpz_partition_size > 1"
     offload = engine.zero_offload_param()
     if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
-        raise NotImplementedError("gather_once does not cover parameters on NVMe")
+        return "gather_once does not cover parameters on NVMe"
+    return None
 
 
-def parameters(offload: Any) -> list[Any]:
-    """Every parameter, frozen ones too, in an order that is the same on all ranks."""
-    return list(offload.module.parameters())
+def why_not_unasked(engine: Any) -> str | None:
+    """The same where nobody has asked for it. By configuration and model, so alike on all ranks."""
+    if (reason := why_not(engine)) is not None:
+        return reason
+    offload = engine.optimizer.parameter_offload
+    coordinator = offload.get_param_coordinator()
+    if getattr(coordinator, "fast_sharding_for_leaf_module", False):  # 0.16.6
+        return "gather_once was not tested with stage3_module_granularity_threshold"
+    if coordinator.zero_quantized_weights or coordinator.zero_quantized_nontrainable_weights:
+        return "gather_once was not tested with quantized weights"
+    # As the coordinator counts what is live: elements of any dtype, persistent ones, no padding.
+    elements = sum(param.ds_numel for param in offload.module.parameters())
+    most = int(_private(coordinator, "max_n_available_params"))
+    if elements > most:
+        return f"{elements} elements are more than stage3_max_live_parameters, {most}"
+    return None
 
 
-def gather(offload: Any, params: Iterable[Any]) -> None:
-    """Gather what is not; usable behind the current stream. A collective.
+def gather(offload: Any) -> None:
+    """Gather what is not, in an order that is the same on all ranks. A collective if there is any.
+
+    It is usable behind the current stream.
 
     At most two prefetch buckets are on their way at a time, each in a buffer of its own.
     """
     coordinator = offload.get_param_coordinator()
+    previous = list(_private(coordinator, "inflight_param_registry"))  # prefetched
+    longest = int(_private(coordinator, "prefetch_bucket_sz"))
+    chunks = list(_chunks(offload.module.parameters(), longest))
+    if not previous and not chunks:
+        return
     stream = _private(coordinator, "allgather_stream")
     wait_for_current(stream)  # a step has just written the partitions
-    previous = list(_private(coordinator, "inflight_param_registry"))  # prefetched
-    for chunk in _chunks(params, int(_private(coordinator, "prefetch_bucket_sz"))):
+    for chunk in chunks:
         _private(coordinator, "all_gather_params")(chunk, forward=True)
         _arrive(coordinator, previous)
         previous = chunk
@@ -47,24 +66,33 @@ def gather(offload: Any, params: Iterable[Any]) -> None:
         accelerator().current_stream().wait_stream(stream)
 
 
-def hold(offload: Any, params: Iterable[Any]) -> None:
-    """Let no release reach them, and keep the trace: forwards without hooks add nothing to it."""
-    for param in params:
-        param.ds_active_sub_modules.add(_HELD)
-    offload.get_param_coordinator().reset_step = lambda: None
+def hold(offload: Any) -> list[Shadow]:
+    """Let nothing be released until the shadows are removed, but by who partitions everything."""
+    coordinator = offload.get_param_coordinator()
+    name = _COORDINATOR + "release_param"
+    release = getattr(coordinator, name)
+
+    def everything(wrapped: Any, *args: Any, **kwargs: Any) -> None:
+        with meanwhile(coordinator, **{name: release}):
+            wrapped(*args, **kwargs)
+
+    return [
+        Shadow(coordinator, name, lambda *_, **__: None),
+        # It keeps its answers, and would answer by what a block holds.
+        Shadow(coordinator, _COORDINATOR + "params_to_release", lambda *_, **__: set()),
+        Shadow(coordinator, "release_and_reset_all", everything),
+    ]
 
 
-def let_go(offload: Any, params: Iterable[Any]) -> None:
-    """Allow releases again, and let forwards begin a new turn of the trace."""
-    vars(offload.get_param_coordinator()).pop("reset_step", None)
-    for param in params:
-        param.ds_active_sub_modules.discard(_HELD)
+def keep_trace(offload: Any) -> Shadow:
+    """Forwards without hooks add nothing to it, and end none of its turns."""
+    return Shadow(offload.get_param_coordinator(), "reset_step", lambda *_: None)
 
 
 def release(offload: Any) -> None:
     """Partition what is gathered, but for the persistent and the external parameters."""
     coordinator = offload.get_param_coordinator()
-    for param in parameters(offload):
+    for param in offload.module.parameters():
         if not param.ds_persist and not param.is_external_param:
             _private(coordinator, "release_param")(param)
 

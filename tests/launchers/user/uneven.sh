@@ -4,6 +4,6 @@
 trap '' TERM
 
 if [ "$RANK" = 1 ]; then
-    export DS_PATCHES_COALESCE_FLUSH=upstream
+    export DS_PATCHES_COALESCE_NO_SYNC=off
 fi
 exec python train.py "$@"

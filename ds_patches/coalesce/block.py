@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.core import lifecycle
 from ds_patches.runtime.counters import are_on_one_host
 from ds_patches.runtime.handshake import MOST_RANKS, Handshake
 
@@ -23,32 +24,46 @@ logger = logging.getLogger("ds_patches.coalesce")
 _handshakes: WeakKeyDictionary[Any, Handshake] = WeakKeyDictionary()  # by engine
 
 
-def _handshake_of(engine: Any, kind: str) -> Handshake | None:
-    """None where there is nobody to shake hands with, or where they are not to."""
-    ranks = upstream_engine.ranks(engine)
-    if len(ranks) < 2 or kind == "off":
+def _handshake_of(engine: Any, ranks: Sequence[int]) -> Handshake | None:
+    """None where there is nobody to shake hands with, or where they are more than it can count."""
+    if not 1 < len(ranks) <= MOST_RANKS:
         return None
-    if len(ranks) > MOST_RANKS:
-        raise NotImplementedError(
-            f"coalesce_grad_reduction() over {len(ranks)} ranks needs handshake=off: ranks "
-            f"tell each other of failures up to {MOST_RANKS} of them"
-        )
     if engine not in _handshakes:
-        on_one_host = kind == "on" and are_on_one_host(os.environ)
+        on_one_host = are_on_one_host(os.environ)
         _handshakes[engine] = Handshake(ranks, "in this coalesce_grad_reduction(),", on_one_host)
     return _handshakes[engine]
 
 
-class Window:
+def _gathers(engine: Any, steps: EngineSteps, asked: bool | None) -> GatherOnce | None:
+    """How a block gathers; None: as DeepSpeed does. `asked`: what its caller says."""
+    if asked and (reason := gathers.why_not(engine)) is not None:
+        raise NotImplementedError(reason)
+    if not engine.zero_optimization_partition_weights():
+        return None
+    reason = gathers.why_not_unasked(engine) if asked is None else f"gather_once={asked}"
+    once = asked or reason is None
+    how = "once" if once else "in each forward and backward"
+    why = reason or "all fit into stage3_max_live_parameters"
+    lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
+    return GatherOnce(engine, steps, at_once=bool(asked)) if once else None
+
+
+class Block:
     """The backwards between the two ends of one ``with`` block."""
 
     def __init__(
-        self, engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool, kind: str
+        self,
+        engine: Any,
+        steps: EngineSteps,
+        local: LocalGradients,
+        gathered: GatherOnce | None,
     ) -> None:
         self._engine, self._steps, self._local = engine, steps, local
         self._boundary_at_entry = engine._is_gradient_accumulation_boundary
-        self._gathered = GatherOnce(engine) if gather_once else None
-        self._handshake = _handshake_of(engine, kind)
+        self._gathered = gathered
+        ranks = upstream_engine.ranks(engine)
+        self._handshake = _handshake_of(engine, ranks)
+        self._may_differ = len(ranks) > 1
 
     def open(self) -> None:
         if self._handshake is not None:
@@ -71,7 +86,9 @@ class Window:
                 "inside had dropped its gradients; let the exception leave the block"
             )
         pattern = self._local.sum.prepare()
-        uneven = self._handshake is not None and self._handshake.leave(pattern)
+        uneven = self._may_differ
+        if self._handshake is not None:
+            uneven = self._handshake.leave(pattern)
         self._leave()
         if self._gathered is not None:
             self._gathered.release()
@@ -96,21 +113,19 @@ class Window:
 
 
 @contextmanager
-def window(
-    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool, handshake: str
+def around(
+    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool | None
 ) -> Iterator[None]:
-    """Check, open, and close by whether the body raised. `handshake`: the option."""
+    """Check, open, and close by whether the body raised."""
     assert not local.in_block, (
         "coalesce_grad_reduction() blocks cannot be nested: one of this engine is open"
     )
     assert not engine.inside_no_sync_ctxt, "coalesce_grad_reduction() cannot be nested in no_sync()"
-    if gather_once:
-        gathers.must_be_covered(engine)
-    opened = Window(engine, steps, local, gather_once, handshake)
+    block = Block(engine, steps, local, _gathers(engine, steps, gather_once))
     try:
-        opened.open()
+        block.open()
         yield
-        opened.close()
+        block.close()
     except BaseException as error:
-        opened.fail(error)
+        block.fail(error)
         raise
