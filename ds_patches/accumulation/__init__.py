@@ -75,6 +75,6 @@ How
 
 Upstream
     Pull requests 7665 (``loss.backward()``, 0.18.3), 7967 and 7981 (offload, 0.19.0), 7985 (bf16,
-    0.19.0), 8382 (CPU, 0.19.8), 7839 (bf16 without ZeRO, 0.18.6), 8154 (pipelines, 0.19.3); issues
-    7718, 7724, 7773, 7837 and 8152.
+    0.19.0), 8382 (CPU, 0.19.8), 7839 (bf16 without ZeRO, 0.18.6), 7886 (counting, 0.18.7), 8154
+    (pipelines, 0.19.3); issues 7718, 7724, 7773, 7830, 7837 and 8152.
 """

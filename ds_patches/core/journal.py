@@ -69,6 +69,8 @@ class Journal:
             if functions and isinstance(module, ModuleType)
             for attribute, value in list(vars(module).items())
             if any(value is w.original is not live.MISSING for w in functions)
+            and getattr(value, "__module__", None)
+            != name  # it imported nothing: it comes from there
         ]
 
     def _install(self, target: Target, around: Callable[[Target], Around]) -> None:
