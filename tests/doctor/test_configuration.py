@@ -43,7 +43,7 @@ def test_micro_steps_of_a_plain_configuration(tmp_path: Path) -> None:
     assert decided(file, "0.17.6") == {LAST: "patch"}
     assert decided(file, "0.18.4") == {}
     assert decided(file, "0.18.6") == {
-        "a backward takes up to 2.5 times as long": "upgrade",
+        "a backward takes up to 2.5 times as long": "patch",
     }
     write(file, {"zero_optimization": {"stage": 3}} | steps)
     assert decided(file, "0.17.6") == {"NaN, or other numbers in each run": "patch"}
