@@ -49,7 +49,7 @@ def by_name(file: Stamp, qualname: str) -> Definition | None:
 
 def imported_from(file: Stamp, name: str) -> str | None:
     """Return the module that a function comes from that the file only imports, by this name."""
-    if name in _heads(file) or not any(name in line for line in _lines(file)):
+    if not any(name in line for line in _lines(file)):  # most have no need of the tree
         return None
     statements = (one for one in tree(file).body if isinstance(one, ast.ImportFrom))
     found = (one.module for one in statements if any(n.name == name for n in one.names))

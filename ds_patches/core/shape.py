@@ -68,9 +68,10 @@ def _of_source(module: str, qualname: str, folder: Path) -> str:
     if path is None:
         return ABSENT
     file = definitions.stamp(path)
-    if origin := definitions.imported_from(file, qualname):
+    digest, _ = _found(file, qualname)
+    if digest == ABSENT and (origin := definitions.imported_from(file, qualname)):
         return _of_source(origin, qualname, folder)
-    return _found(file, qualname)[0]
+    return digest
 
 
 def must_parse(place: Place, folder: Path) -> None:
