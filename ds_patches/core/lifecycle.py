@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import resolve_name
@@ -35,8 +35,6 @@ class Life:
     for_others: bool = False
     #: Of wrapped functions that are replaced at an engine or in its class: by whom, and where.
     replaced: dict[str, str] = field(default_factory=dict)
-    #: Modules of which auto-apply waits for the first, beyond DeepSpeed itself.
-    waits_for: Sequence[str] = ()
 
     @property
     def live(self) -> bool:
@@ -105,7 +103,7 @@ def unapply(patch: Patch, request: Request) -> PatchStatus:
 def decline(patch: Patch) -> None:
     """Keep a pending patch from being applied by itself."""
     life = lives[patch.name]
-    if _awaited(patch) and not life.journal.active:
+    if imports.awaited([release.PACKAGE]) and not life.journal.active:
         life.reverted = True
 
 
@@ -130,8 +128,8 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     else:
         verdict = verdict or gate.check(patch, request.force)
         state, reason = verdict.state, verdict.reason
-        if verdict.may_apply and (modules := _awaited(patch)):
-            state, reason = State.PENDING, f"would apply at the import of {' or '.join(modules)}"
+        if verdict.may_apply and imports.awaited([release.PACKAGE]):
+            state, reason = State.PENDING, f"would apply at the import of {release.PACKAGE}"
     installed = release.installed()
     return PatchStatus(
         name=patch.name,
@@ -166,11 +164,6 @@ def _put_in_place(
     life.notes = (*notes, *life.journal.names_out_of_reach())
     log.debug("%s is applied to DeepSpeed %s", patch.name, version)
     _warn(patch, life.notes)
-
-
-def _awaited(patch: Patch) -> list[str]:
-    """Return the modules that auto-apply waits for to apply this patch."""
-    return imports.awaited([release.PACKAGE, *lives[patch.name].waits_for])
 
 
 def _deactivate(patch: Patch) -> tuple[str, ...]:
