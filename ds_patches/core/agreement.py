@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_patches import __version__
-from ds_patches.core import flags, lifecycle, registry, release
+from ds_patches.core import columns, flags, lifecycle, registry, release
 from ds_patches.core.errors import RanksDisagree
 from ds_patches.core.state import PatchStatus
 
@@ -50,8 +50,7 @@ class Holdings(NamedTuple):
 
     def of(self, thing: str) -> str:
         """Say what there is of a package or a patch."""
-        others = self.versions | self.not_live
-        return self.live.get(thing) or others.get(thing, "unknown to ds_patches")
+        return (self.versions | self.not_live | self.live).get(thing, "unknown to ds_patches")
 
 
 def prepare(statuses: Iterable[PatchStatus]) -> None:
@@ -215,12 +214,11 @@ def _leave(ranks: int, trouble: str) -> None:
         return
     patches = registry.patches()
     requests = flags.read(patches).of
-    found = {name: lifecycle.status(one, requests[name]) for name, one in patches.items()}
     told = {
         "versions": holdings().versions,
         "ranks": ranks,
         "trouble": trouble,
-        "patches": {name: status.as_json() for name, status in found.items()},
+        "patches": {n: lifecycle.status(p, requests[n]).as_json() for n, p in patches.items()},
     }
     try:
         part = Path(f"{file}.{os.getpid()}")
@@ -231,12 +229,4 @@ def _leave(ranks: int, trouble: str) -> None:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Name ranks, with spans for neighbours: "ranks 0, 2-7"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {columns.spans(sorted(ranks), range(max(ranks) + 1))}"

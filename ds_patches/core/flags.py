@@ -78,7 +78,10 @@ def read(
         )
     if strict is None:
         strict = values.switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
-    _say(env.get(f"{PREFIX}_LOG"))
+    level = env.get(f"{PREFIX}_LOG")
+    if level is not None and level.lower() not in log.LEVELS:
+        raise values.no_choice(f"{PREFIX}_LOG", level, log.LEVELS)
+    log.say(level)
     rank_timeout()
     return Requests(strict, requests)
 
@@ -234,9 +237,3 @@ def _listed(names: Names | None) -> tuple[str, ...] | None:
     if isinstance(names, str):
         return values.split(names) or (names,)  # no name at all is an error, like a wrong one
     return None if names is None else tuple(names)
-
-
-def _say(level: str | None) -> None:
-    if level is not None and level.lower() not in log.LEVELS:
-        raise values.no_choice(f"{PREFIX}_LOG", level, log.LEVELS)
-    log.say(level)

@@ -120,19 +120,10 @@ def _take_out(wrapper: Wrapper) -> None:
 
 
 def _splice(wrapper: Wrapper, path: list[Any]) -> None:
-    """Take a wrapper out from beneath the one directly above, where that one allows it."""
-    import wrapt
-
-    for layer in path:
-        for ours in _made:
-            if layer is ours.installed and ours.original is wrapper.installed:
-                ours.rest_on(wrapper.original)
-                return
-        is_proxy = issubclass(type(layer), wrapt.BaseObjectProxy)
-        beneath = layer.__wrapped__ if is_proxy else None
-        if beneath is wrapper.installed and wrapper.original is not live.MISSING:
-            layer.__wrapped__ = wrapper.original
-            return
+    """Take a wrapper out from beneath the one directly above, where that one is ours."""
+    for ours in _made:
+        if ours.original is wrapper.installed and any(layer is ours.installed for layer in path):
+            ours.rest_on(wrapper.original)
 
 
 def _top(wrapper: Wrapper) -> Any:

@@ -194,7 +194,7 @@ class Walk:
         if self.waits:
             self.resting, self.waits = {State.REVERTED}, False
         for model in self.models.values():
-            model.unapply(self.style)
+            model.unapply()
         status = ds_patches.unapply(self.name)
         assert ds_patches.unapply(self.name) == status
 

@@ -179,7 +179,6 @@ ENGINE = "runtime/engine.py"
 #: Of a DeepSpeed: file, old and new text, whether the source says it, and a part of the reason.
 RELEASES = {
     "in a target": (ENGINE, "return (\"forward\"", "return ((", True, "(engine.py, line "),
-    "in its first line": (ENGINE, "class Engine:", "class En gine:", True, "SyntaxError: "),
     "elsewhere": (ENGINE, "class Pipeline(Engine):", "class Pipe line:", False, "SyntaxError: "),
     "not text": (ENGINE, "class Relied:", "# coding: no\nclass Relied:", True, "encoding"),
     "at the end": ("__init__.py", "import engine", "import engine\n1 / 0", False, "ZeroDivision"),

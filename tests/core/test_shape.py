@@ -160,7 +160,7 @@ def digests() -> tuple[dict[str, Digests], dict[str, Digests]]:
         installed, places = release.installed(), {{}}
         for name in {[name for name in ds_patches.names() if not no_business(name)]}:
             of = registry.patch(name), installed.version
-            places[name] = (*gate.targets(*of), *gate.dependencies(*of))
+            places[name] = gate.places(*of)
         def digests(look):
             return {{n: {{p.key: look(p, installed.folder) for p in places[n]}} for n in places}}
         before = digests(shape.of_source)
