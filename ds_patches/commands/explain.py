@@ -32,7 +32,8 @@ def explain(text: str, asked: Version | None, *, as_json: bool) -> bool:
         print(json.dumps(found, indent=2))
     else:
         unknown = [{"what": "not known", "do": _REPORT}]
-        print("\n\n".join(map(_as_text, found or unknown)))
+        texts = ("\n".join(columns.aligned([*one.items()])) for one in found or unknown)
+        print("\n\n".join(texts))
     return bool(found)
 
 
@@ -138,7 +139,3 @@ def _first(body: str) -> str:
     sentences = re.split(r"(?<=[.:]) ", symptoms.plain(body.partition("\n\n")[0]))
     ends = accumulate(sentences, "{} {}".format)
     return [end for end in ends if len(end) < 300 or end == sentences[0]][-1]
-
-
-def _as_text(answer: dict[str, str]) -> str:
-    return "\n".join(columns.aligned([*answer.items()]))

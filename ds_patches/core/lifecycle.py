@@ -64,7 +64,12 @@ def apply(
     life = lives[patch.name]
     life.for_others = for_others and (life.for_others or not life.journal.active)
     if life.journal.active:
-        _must_agree(patch, life, {name: request.options[name] for name in asked})
+        for name in asked:
+            if life.options[name] != (value := request.options[name]):
+                raise AlreadyApplied(
+                    f"{patch.name} is applied with {name}={life.options[name]}; "
+                    f"unapply it before applying it with {name}={value}"
+                )
         return status(patch, request)
     life.failure, life.reverted, life.notes = None, False, ()
     verdict = None
@@ -114,8 +119,15 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     """
     life = lives[patch.name]
     wrapper_states = life.wrapper_states()
-    if wrapper_states:
-        state, reason = _live_state(wrapper_states)
+    shadows = [
+        f"{key} is {where.value} by {origin}"
+        for key, (where, origin) in wrapper_states.items()
+        if where is not WrapperState.ON_TOP
+    ]
+    if shadows:
+        state, reason = State.SHADOWED, "; ".join(shadows)
+    elif count := len(wrapper_states):
+        state, reason = State.APPLIED, f"{count} of {count} wrappers in place"
     elif isinstance(life.failure, BrokenPatch):
         state, reason = State.BROKEN, str(life.failure)
     elif life.failure is not None:
@@ -173,23 +185,3 @@ def _deactivate(patch: Patch) -> tuple[str, ...]:
 def _warn(patch: Patch, notes: tuple[str, ...]) -> None:
     for note in notes:
         log.warning("%s: %s", patch.name, note)
-
-
-def _must_agree(patch: Patch, life: Life, asked: Mapping[str, str]) -> None:
-    for name, value in asked.items():
-        if life.options[name] != value:
-            raise AlreadyApplied(
-                f"{patch.name} is applied with {name}={life.options[name]}; "
-                f"unapply it before applying it with {name}={value}"
-            )
-
-
-def _live_state(wrapper_states: Mapping[str, tuple[WrapperState, str]]) -> tuple[State, str]:
-    shadows = [
-        f"{key} is {state.value} by {origin}"
-        for key, (state, origin) in wrapper_states.items()
-        if state is not WrapperState.ON_TOP
-    ]
-    if shadows:
-        return State.SHADOWED, "; ".join(shadows)
-    return State.APPLIED, f"{len(wrapper_states)} of {len(wrapper_states)} wrappers in place"

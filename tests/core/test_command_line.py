@@ -37,14 +37,6 @@ def test_status_is_one_line_per_patch(place: fake.Place) -> None:
     assert [line.split()[0] for line in lines] == sorted([*ds_patches.names(), "sample"])
     assert line_of_sample(done).split(maxsplit=2)[1:] == ["ready", "not applied in this process"]
     assert "https://" not in done.stdout
-    assert "\033" not in done.stdout, "no colour into a pipe"
-
-
-def test_status_says_what_was_chosen(bare: fake.Place) -> None:
-    done = bare.command("status", bare=True, DS_PATCHES_SAMPLE_MODE="hard")
-    assert line_of_sample(done).endswith("  DeepSpeed is not installed  mode=hard")
-    assert done.stdout.count("=hard") == 1
-    assert "mode=" not in bare.command("status", bare=True).stdout
 
 
 SAMPLE = """\
