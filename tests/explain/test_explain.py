@@ -17,7 +17,7 @@ from ds_patches.symptoms import CURED, NOT_CURED, SYMPTOMS, TESTED, Symptom
 from tests.core import fake
 from tests.explain import SAID
 
-#: What each script in `crashes` is about, by the anchor of the section.
+#: What each script in `said` is about, by the anchor of the section.
 CRASHES = {
     "two_backwards": "size-of-tensor",
     "gradient_penalty": "gradient-penalty",
