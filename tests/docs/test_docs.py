@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from ds_patches import __main__ as command_line
-from ds_patches.core import flags, registry, release
+from ds_patches.core import flags, registry
 from ds_patches.core.state import State
 from ds_patches.symptoms import SYMPTOMS
-from tests import shell
 from tests.core import fake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,38 +192,6 @@ def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
     for found in (flags_page, page):
         assert "one or more of up, down (default), all: which moves are said" in found
         assert "whatever the lists say; one or more of up, down, all: apply it so" in found
-
-
-@pytest.mark.exhaustive
-def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
-    """The page's files, command and test, and the tests that a patch gets without a line."""
-    copy = copy_of(("ds_patches", "tests", "pyproject.toml"), tmp_path)
-    write_sample(copy)
-    installed = release.installed()
-    assert installed is not None
-    (copy / ".releases").mkdir()
-    (copy / ".releases" / str(installed.version)).symlink_to(installed.folder.parent)
-    record = ("-m", "ds_patches", "record-shapes", "loud_scale", "--releases", ".releases")
-    recorded = _python(copy, *record)
-    assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
-    tests = (
-        "tests/loud_scale",
-        "tests/core/test_lifecycle.py::test_every_patch_in_telling_orderings[loud_scale]",
-    )
-    assert "4 passed" in _python(copy, "-m", "pytest", "-p", "no:cacheprovider", *tests)
-
-
-def _python(repository: Path, *arguments: str) -> str:
-    path = os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=repository,
-        env=shell.environment(PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class _Page(HTMLParser):
