@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import log
 
 from packaging.version import Version
@@ -55,17 +55,15 @@ def answers(
 
 def sections(text: str) -> list[tuple[Section, str]]:
     """Return the sections whose messages stand in a text; else the one that it is most about."""
-    known = [(section, message) for section in page.sections() for message in _messages(section)]
+    known = [
+        (section, message)
+        for section in page.sections()
+        for message in (*section.messages, *chain.from_iterable(map(_told, _of(section))))
+    ]
     found: dict[Section, str] = {}
     for section, said in page.hits(text, known):
         found.setdefault(section, said)
     return [*found.items()][:_MOST] or [(one, "") for one in _about(text)]
-
-
-def _messages(section: Section) -> Iterator[str]:
-    yield from section.messages
-    for one in _of(section):
-        yield from _told(one)
 
 
 def _told(one: Symptom) -> tuple[str, ...]:

@@ -48,10 +48,6 @@ class Holdings(NamedTuple):
     live: dict[str, str]
     not_live: dict[str, str]
 
-    def of(self, thing: str) -> str:
-        """Say what there is of a package or a patch."""
-        return (self.versions | self.not_live | self.live).get(thing, "unknown to ds_patches")
-
 
 def prepare(statuses: Iterable[PatchStatus]) -> None:
     """Take in what has just come of applying patches, and the flags as they are now."""
@@ -105,7 +101,8 @@ def differences(everyone: Mapping[int, Holdings]) -> Iterator[str]:
     for thing in dict.fromkeys(name for one in held for name in (*one.versions, *one.live)):
         ranks: dict[str, list[int]] = {}
         for rank, one in sorted(everyone.items()):
-            ranks.setdefault(one.of(thing), []).append(rank)
+            all_ = one.versions | one.not_live | one.live
+            ranks.setdefault(all_.get(thing, "unknown to ds_patches"), []).append(rank)
         if len(ranks) > 1:
             yield f"{thing} is " + ", ".join(
                 f"{what} on {_named(who)}" for what, who in ranks.items()

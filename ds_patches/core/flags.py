@@ -133,10 +133,8 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
             guess = nearest(name, valid, PREFIX)
             raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
     for suffix, words in _LISTS.items():
-        _must_be_a_list(env.get(PREFIX + suffix), patches, PREFIX + suffix, words)
-    listed = {*values.split(env.get(PREFIX, ""))}
-    if len(listed) > 1 and listed & {"all", "none"}:
-        raise FlagError(f"{PREFIX} is {env[PREFIX]!r}: all and none stand alone")
+        variable = PREFIX + suffix
+        _must_be_known(values.split(env.get(variable, "")), patches, variable, words)
     return env
 
 
@@ -214,15 +212,6 @@ def _options(patch: Patch, asked: Mapping[str, Value], env: Mapping[str, str]) -
 def _variable(patch: Patch, option: Option | None = None) -> str:
     words = [PREFIX, patch.name.replace(".", "_"), *([option.name] if option else [])]
     return "_".join(words).upper()
-
-
-def _must_be_a_list(
-    text: str | None, patches: Mapping[str, Patch], where: str, words: tuple[str, ...]
-) -> None:
-    names = values.split(text or "")
-    if text is not None and not names:
-        raise values.no_choice(where, text, (*words, *patches))
-    _must_be_known(names, patches, where, words)
 
 
 def _must_be_known(

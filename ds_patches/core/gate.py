@@ -216,7 +216,9 @@ class _Found:
 def _judge(
     patch: Patch, installed: Release, version: Version, drift: tuple[Drift, ...], force: Force
 ) -> tuple[State, str]:
-    name = _named(installed, version)
+    name = f"DeepSpeed {version}"
+    if installed.version != version:
+        name += f" (by its source; it is said to be {installed.text})"
     if patch.fixed_in is not None and version >= Version(patch.fixed_in):
         return State.FIXED_UPSTREAM, f"DeepSpeed {patch.fixed_in} and later need no patch"
     in_range = release.covers(patch.supported, version)
@@ -235,12 +237,6 @@ def _judge(
     if drift or not in_range:
         return State.READY, "forced: " + (_listed(drift) if drift else name)
     return State.READY, f"{name} is in {patch.supported}, every shape is known"
-
-
-def _named(installed: Release, version: Version) -> str:
-    if installed.version == version:
-        return f"DeepSpeed {version}"
-    return f"DeepSpeed {version} (by its source; it is said to be {installed.text})"
 
 
 def _listed(drift: Sequence[Drift]) -> str:

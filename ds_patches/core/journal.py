@@ -51,9 +51,9 @@ class Journal:
     def left_behind(self) -> list[str]:
         """Name the inert wrappers that are still in a call path, and what lies over them."""
         return [
-            f"{w.target.key}: an inert wrapper stays beneath {live.origin(_top(w))}"
+            f"{w.target.key}: an inert wrapper stays beneath {live.origin(path[0])}"
             for w in self.wrappers
-            if not w.on and _path_to(w)
+            if not w.on and (path := _path_to(w))
         ]
 
     def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
@@ -126,21 +126,17 @@ def _splice(wrapper: Wrapper, path: list[Any]) -> None:
             ours.rest_on(wrapper.original)
 
 
-def _top(wrapper: Wrapper) -> Any:
-    return live.raw(wrapper.owner, wrapper.name)
-
-
 def _path_to(wrapper: Wrapper) -> list[Any]:
     """Return the layers from the owner's present value down to the wrapper; empty if replaced."""
     if live.site(wrapper.target) != (wrapper.owner, wrapper.name):
         return []  # the module was imported anew: its classes are others
-    return live.path_to(_top(wrapper), wrapper.installed)
+    return live.path_to(live.raw(wrapper.owner, wrapper.name), wrapper.installed)
 
 
 def _state_of(wrapper: Wrapper) -> tuple[WrapperState, str]:
     path = _path_to(wrapper)
     if not path:
-        return WrapperState.REPLACED, live.origin(_top(wrapper))
+        return WrapperState.REPLACED, live.origin(live.raw(wrapper.owner, wrapper.name))
     ours = {id(w.installed) for w in _made}
     foreign = [layer for layer in path if id(layer) not in ours]
     if foreign:
