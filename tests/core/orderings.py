@@ -40,6 +40,7 @@ from ds_patches.core.patch import Target
 from ds_patches.core.state import PatchStatus, State, WrapperState
 from tests.core import fake
 from tests.core.model import Model
+from tests.quick.sampling import cover
 
 SECOND = "FCXP"
 #: Second libraries whose wrapper does not say what it wraps: the gate refuses beneath them.
@@ -72,16 +73,7 @@ def telling() -> list[str]:
     Without the hook, whose waiting takes one import of DeepSpeed more for each way to end it.
     """
     words = [word for word in orderings() if "H" not in word]
-    left = set().union(*map(_successions, words))
-    chosen: list[str] = []
-    while left:
-        chosen.append(max(words, key=lambda word: len(left & _successions(word))))
-        left -= _successions(chosen[-1])
-    return chosen
-
-
-def _successions(word: str) -> set[str]:
-    return set(map("".join, itertools.pairwise(f"^{word}$")))
+    return [words[at] for at in cover([tuple(itertools.pairwise(f"^{word}$")) for word in words])]
 
 
 WHICH = {"all": orderings, "telling": telling}

@@ -226,43 +226,6 @@ def test_a_compiled_training_step_passes_every_wrapper(stage: int) -> None:
     assert eager["deepspeed.runtime.engine:DeepSpeedEngine.backward"] >= 3
 
 
-def gathered_in_compiled_code(patched: bool) -> list[float]:
-    """Losses of compiled steps whose own code reads a gathered parameter; how often around it."""
-    import deepspeed
-
-    if patched:
-        ds_patches.apply_all()
-    engine = build_engine(stage=3)
-    (first, *_) = engine.module.parameters()
-
-    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
-    def step(inputs: Any) -> Any:
-        with deepspeed.zero.GatheredParameters([first]):
-            shown = first.detach().sum()
-        loss = engine(inputs).pow(2).mean()
-        return loss, shown
-
-    found = []
-    torch._dynamo.reset()
-    for k in range(3):
-        loss, shown = step(torch.full((1, 4), float(k)))
-        engine.backward(loss)
-        engine.step()
-        found += [loss.item(), shown.item()]
-    ds_patches.unapply_all()
-    return found
-
-
-def test_parameters_gathered_in_compiled_code() -> None:
-    found = []
-    for patched in (False, True):
-        with World() as ranks:
-            found.append(ranks.run(gathered_in_compiled_code, patched))
-    stock, patched_ = found
-    assert patched_ == stock
-    assert len({*stock[0]}) > 3, "something was trained, and shown"
-
-
 def test_a_wrapper_costs_less_than_two_microseconds(sample: ModuleType) -> None:
     # Short and many: some of them meet no other process on the core.
     plain = min(timeit.repeat(lambda: sample.layer.method(1), number=1_000, repeat=100))
