@@ -69,9 +69,6 @@ HERE = "ds_patches.sample.around"
 PATCH = Patch(
     name="sample",
     summary="Marks what the fake engine returns",
-    why="to test",
-    how="by wrapping",
-    remove_when="never",
     upstream=(Link("#1", "https://example.org/1"),),
     supported=">=0.16.0,<=0.19.8",
     fixed_in={fixed_in!r},

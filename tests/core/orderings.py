@@ -6,8 +6,8 @@ An ordering is a word of these letters, one for each event:
 
     I import the targets   A apply   H apply by the start-up hook, in the place of A
     U unapply   R apply again
-    F C X P  a second library wraps every target: by functools.wraps, by a bare closure, by wrapt,
-             or it puts a plain function in its place
+    F C P  a second library wraps every target, by functools.wraps or by a bare closure, or it puts
+           a plain function in its place
 
 The walk forks before every event, so that each ordering has a fresh interpreter's history of
 exactly its own events, while DeepSpeed is imported once per way of importing it. After every
@@ -42,7 +42,7 @@ from tests.core import fake
 from tests.core.model import Model
 from tests.quick.sampling import cover
 
-SECOND = "FCXP"
+SECOND = "FCP"
 #: Second libraries whose wrapper does not say what it wraps: the gate refuses beneath them.
 OPAQUE = "CP"
 #: The patch of which the walk may also call the targets.
@@ -240,16 +240,9 @@ def _bare(raw: Any) -> Any:
     return lambda *args, **kwargs: raw(*args, **kwargs)
 
 
-def _by_wrapt(raw: Any) -> Any:
-    import wrapt
-
-    return wrapt.FunctionWrapper(raw, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs))
-
-
 _STYLES: dict[str, Callable[[Any], Any]] = {
     "F": lambda raw: wraps(raw)(_bare(raw)),
     "C": _bare,
-    "X": _by_wrapt,
     "P": lambda raw: lambda *args, **kwargs: ("second",),
 }
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_patches.core import release
 from tests.core import fake
-from tests.distribution.test_distribution import NAME, built, environment, run
+from tests.distribution.test_distribution import NAME, built, environment, link_deepspeed, run
 
 __all__ = ["built"]
 PAGE = (fake.REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
@@ -35,14 +34,10 @@ def test_an_image(built: Path, tmp_path: Path) -> None:
     assert install.startswith("pip install ")
     assert others == ["python -m ds_patches enable", "python -m ds_patches doctor"]
     command, site = environment(tmp_path / "env", built)
-    libraries = Path(str(release.installed().folder)).parent  # type: ignore[union-attr]
-    for part in ("wrapt", "packaging"):
-        (site / part).symlink_to(libraries / part)
     run("-m", "ds_patches", "enable", cwd=tmp_path, python=command)
     doctor = [command, "-m", "ds_patches", "doctor"]
     assert subprocess.run(doctor, capture_output=True).returncode == 2, "there is no DeepSpeed"
-    for part in (libraries / "deepspeed", *libraries.glob("deepspeed-*.dist-info")):
-        (site / part.name).symlink_to(part)
+    link_deepspeed(site)
     assert subprocess.run(doctor, capture_output=True).returncode == 0
 
     pip = [sys.executable, "-m", "pip", "--python", command, "uninstall", "-q", "-y", "ds_patches"]
