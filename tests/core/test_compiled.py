@@ -69,6 +69,7 @@ CALLS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "of the class": ("Layer.method", lambda sample, x: sample.Layer.method(sample.layer, x)),
     "of the dict": ("Layer.method", lambda s, x: vars(s.Layer)["method"](s.layer, x)),
     "partial": ("Layer.method", lambda s, x: functools.partial(s.layer.method, x)()),
+    # as PyTorch's learning rate schedulers take the step of an optimizer apart
     "of its function": ("Layer.method", lambda s, x: s.layer.method.__func__(s.layer, x)),
     "super": ("Layer.method", lambda sample, x: sample.sub.method(x)),
     "foreign": ("Layer.method", with_a_foreign_wrapper),
@@ -129,28 +130,6 @@ def test_without_the_instance_it_is_the_error_that_it_was(sample: ModuleType) ->
     wrapped(sample, "Layer.method")
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         sample.Layer.method()
-
-
-def test_a_scheduler_of_pytorch_steps_an_optimizer_by_way_of_the_wrapper() -> None:
-    """It takes the method apart, and puts a function of its own in its place."""
-
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    sys.modules["stepped_sample"] = made = ModuleType("stepped_sample")
-    vars(made)["Optimizer"] = Optimizer
-    steps: list[Any] = []
-    target = Target(made.__name__, "Optimizer.step", "")
-    around = lambda wrapped, instance, args, kwargs: steps.append(instance)  # noqa: E731
-    Optimizer.step = build(  # type: ignore[method-assign]
-        target, Optimizer, "step", vars(Optimizer)["step"], around
-    ).installed
-    optimizer = Optimizer([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    scheduler.step()
-    assert steps == [optimizer]
 
 
 def test_what_lies_beneath_is_bound_as_it_would_be(sample: ModuleType) -> None:

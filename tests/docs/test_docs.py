@@ -139,7 +139,6 @@ def test_the_search_works_from_the_disk(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "text", "complaint"),
     [
-        ("using.md", "[there](nowhere.md)", "nowhere.md"),
         ("using.md", "[there](flags.md#nowhere)", "#nowhere"),
         ("using.md", "[there](../nowhere.py)", "nowhere.py"),
         ("using.md", "<!-- generated: nothing -->", "no table is called 'nothing'"),
