@@ -157,12 +157,9 @@ def test_what_is_added_says_what_it_is(sample: ModuleType) -> None:
     assert said == ("added", "Layer.added", "Does nothing.")
 
 
-COUNTS = collections.Counter[str]
-
-
-def train(stage: int, how: str) -> COUNTS:
+def train(stage: int, how: str) -> collections.Counter[str]:
     """Three steps with every patch, the whole step compiled or not; how often wrappers ran."""
-    counts: COUNTS = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
 
     def counting(target: Target, *rest: Any) -> Wrapper:
         *place, around = rest

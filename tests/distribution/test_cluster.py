@@ -22,10 +22,6 @@ def block(words: str) -> str:
     return str(found)
 
 
-def python(command: str, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([command, "-c", code], env=variables, capture_output=True, text=True)
-
-
 @pytest.mark.exhaustive
 def test_an_image(built: Path, tmp_path: Path) -> None:
     """The commands of its last line, and then one who uninstalls without a thought."""
@@ -44,7 +40,8 @@ def test_an_image(built: Path, tmp_path: Path) -> None:
     subprocess.run(pip, check=True)
     assert (site / "ds_patches.pth").exists(), NAME
     for variables in ({}, {"DS_PATCHES": "all"}, {"DS_PATCHES": "all", "DS_PATCHES_STRICT": "1"}):
-        done = python(command, "print(42)", **variables)
+        words = [command, "-c", "print(42)"]
+        done = subprocess.run(words, env=variables, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
 
 

@@ -115,7 +115,8 @@ def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None
 def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path: Path) -> None:
     """With the page's files, command and test, and nothing of this project but the wheel."""
     python, site = environment(tmp_path / "env", built)
-    others = [one for one in sys.path if Path(one).is_dir() and not _has_ours(Path(one))]
+    folders = (Path(one) for one in sys.path)
+    others = [str(one) for one in folders if not (one / "ds_patches/__init__.py").is_file()]
     (site / "others.pth").write_text("\n".join(others))
     own = tmp_path / "own"
     for path, text in files_on("writing-a-patch.md").items():
@@ -138,7 +139,3 @@ def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path
     run("-m", "pip", "wheel", *pip[3:], "-w", str(tmp_path), str(own), cwd=own, python=python)
     with zipfile.ZipFile(tmp_path / "our_patches-1.0-py3-none-any.whl") as wheel:
         assert "our_patches/loud_scale/shapes.json" in wheel.namelist()
-
-
-def _has_ours(folder: Path) -> bool:
-    return (folder / "ds_patches" / "__init__.py").is_file()
