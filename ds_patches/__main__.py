@@ -66,7 +66,7 @@ def _status(chosen: argparse.Namespace) -> None:
     elif chosen.verbose or chosen.name is not None:
         print("\n\n".join(map(status.in_full, statuses.values())))
     else:
-        print(status.in_short(statuses.values(), colour=sys.stdout.isatty()))
+        print(statuses)
 
 
 def _doctor(chosen: argparse.Namespace) -> int:

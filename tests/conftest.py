@@ -79,16 +79,12 @@ def _leave_out_of_the_core(item: pytest.Item) -> None:
     ]
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    found = importlib.util.find_spec("deepspeed")
+    version = importlib.metadata.version("deepspeed")
     turns = config.getoption("--turn-of")
-    return "\n".join([_deepspeed(), *([f"exhaustive: {turn.this(turns)}"] if turns else [])])
-
-
-def _deepspeed() -> str:
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None:
-        return "deepspeed: not installed"
-    return f"deepspeed: {importlib.metadata.version('deepspeed')} ({spec.origin})"
+    said = [f"exhaustive: {turn.this(turns)}"] if turns else []
+    return [f"deepspeed: {version} ({found.origin})", *said]
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""What the commands print. Plain aligned text; colour only on a terminal."""
+"""What the commands print. Plain aligned text."""

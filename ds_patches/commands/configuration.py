@@ -85,20 +85,14 @@ def _switch(value: Any) -> bool | None:
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else _yaml(text)
-    except (OSError, ValueError) as error:
+        if file.suffix == ".json":
+            found = json.loads(text)
+        else:
+            import yaml
+
+            found = yaml.safe_load(text)
+    except Exception as error:  # also where PyYAML is not installed, or raises one of its own
         raise FlagError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise FlagError(f"{file} has no configuration of DeepSpeed")
     return found
-
-
-def _yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError("PyYAML is not installed; give the JSON file of DeepSpeed") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error

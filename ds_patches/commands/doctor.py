@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,8 @@ def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _environment() -> dict[str, str]:
     facts = {"python": platform.python_version(), "platform": platform.platform()}
-    facts |= {release.PACKAGE: release.told(), **{name: _version(name) for name in _PACKAGES}}
+    facts |= {release.PACKAGE: release.told(), **dict.fromkeys(_PACKAGES, "not installed")}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
     return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith(flags.PREFIX)}
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import log
 
 from packaging.version import Version
@@ -32,7 +32,8 @@ def explain(text: str, asked: Version | None, *, as_json: bool) -> bool:
         print(json.dumps(found, indent=2))
     else:
         unknown = [{"what": "not known", "do": _REPORT}]
-        print("\n\n".join(map(_as_text, found or unknown)))
+        texts = ("\n".join(columns.aligned([*one.items()])) for one in found or unknown)
+        print("\n\n".join(texts))
     return bool(found)
 
 
@@ -54,17 +55,15 @@ def answers(
 
 def sections(text: str) -> list[tuple[Section, str]]:
     """Return the sections whose messages stand in a text; else the one that it is most about."""
-    known = [(section, message) for section in page.sections() for message in _messages(section)]
+    known = [
+        (section, message)
+        for section in page.sections()
+        for message in (*section.messages, *chain.from_iterable(map(_told, _of(section))))
+    ]
     found: dict[Section, str] = {}
     for section, said in page.hits(text, known):
         found.setdefault(section, said)
     return [*found.items()][:_MOST] or [(one, "") for one in _about(text)]
-
-
-def _messages(section: Section) -> Iterator[str]:
-    yield from section.messages
-    for one in _of(section):
-        yield from _told(one)
 
 
 def _told(one: Symptom) -> tuple[str, ...]:
@@ -138,7 +137,3 @@ def _first(body: str) -> str:
     sentences = re.split(r"(?<=[.:]) ", symptoms.plain(body.partition("\n\n")[0]))
     ends = accumulate(sentences, "{} {}".format)
     return [end for end in ends if len(end) < 300 or end == sentences[0]][-1]
-
-
-def _as_text(answer: dict[str, str]) -> str:
-    return "\n".join(columns.aligned([*answer.items()]))

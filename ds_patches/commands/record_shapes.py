@@ -6,12 +6,11 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
-from itertools import groupby
 from pathlib import Path
 
 from packaging.version import Version
 
-from ds_patches.core import gate, release, shape
+from ds_patches.core import columns, gate, release, shape
 from ds_patches.core.errors import FlagError
 from ds_patches.core.patch import Patch, Target
 
@@ -33,11 +32,12 @@ def record(patch: Patch, folder: Path) -> bool:
         print(*missing, sep="\n", file=sys.stderr)
         return False
     new = {
-        key: {digest: _spans(some, [*sources]) for digest, some in found[key].items()}
+        key: {digest: columns.spans(some, [*sources]) for digest, some in found[key].items()}
         for key in sorted(found)
     }
     path = shape.recorded_at(patch)
-    print(*list(_changes(_before(path), _lines(new))) or ["no drift"], sep="\n")
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    print(*list(_changes(_lines(old), _lines(new))) or ["no drift"], sep="\n")
     path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
     for beyond in _beyond(patch.supported, [*sources]):
         print(f"warning: {folder} has no DeepSpeed in {beyond}", file=sys.stderr)
@@ -61,29 +61,12 @@ def _found(patch: Patch, sources: Mapping[Version, Path]) -> tuple[Found, list[s
     found: Found = {}
     missing = []
     for version, package in sources.items():
-        for place in (*gate.targets(patch, version), *gate.dependencies(patch, version)):
+        for place in gate.places(patch, version):
             digest = shape.of_source(place, package)
             if digest == shape.ABSENT and not (isinstance(place, Target) and place.adds):
                 missing.append(f"{place.key} does not exist in {version}")
             found.setdefault(place.key, {}).setdefault(digest, []).append(version)
     return found, missing
-
-
-def _spans(some: list[Version], every: list[Version]) -> str:
-    """Write versions as spans over the releases that exist: "0.16.0-0.16.4, 0.16.6"."""
-    ordered = groupby(some, lambda one: every.index(one) - some.index(one))
-    runs = [[*run] for _, run in ordered]
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-def _before(path: Path) -> dict[str, str]:
-    try:
-        return _lines(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, AttributeError) as error:
-        print(f"{path} cannot be read ({error}) and is written anew", file=sys.stderr)
-        return {}
 
 
 def _lines(shapes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -83,14 +83,10 @@ def here() -> dict[str, str]:
 def _row(one: Symptom, page: str, patches: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})" if page else one.script
     patch = f"[{one.patch}]({patches.format(one.patch)})" if patches else one.patch
-    cure = " and ".join(filter(None, (patch * bool(one.patch), one.add))) + _offered(one)
+    cure = " and ".join(filter(None, (patch * bool(one.patch), one.add)))
+    cure += f", on {floor} and later" if (floor := _floor(one)) else ""
     stages = ", ".join(map(str, one.stages))
     return script, one.outcome, stages, one.first, one.right or "none", cure
-
-
-def _offered(one: Symptom) -> str:
-    floor = _floor(one)
-    return f", on {floor} and later" if floor else ""
 
 
 def _floor(one: Symptom) -> str:

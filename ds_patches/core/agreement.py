@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_patches import __version__
-from ds_patches.core import flags, lifecycle, registry, release
+from ds_patches.core import columns, flags, lifecycle, registry, release
 from ds_patches.core.errors import RanksDisagree
 from ds_patches.core.state import PatchStatus
 
@@ -47,11 +47,6 @@ class Holdings(NamedTuple):
     versions: dict[str, str]
     live: dict[str, str]
     not_live: dict[str, str]
-
-    def of(self, thing: str) -> str:
-        """Say what there is of a package or a patch."""
-        others = self.versions | self.not_live
-        return self.live.get(thing) or others.get(thing, "unknown to ds_patches")
 
 
 def prepare(statuses: Iterable[PatchStatus]) -> None:
@@ -106,7 +101,8 @@ def differences(everyone: Mapping[int, Holdings]) -> Iterator[str]:
     for thing in dict.fromkeys(name for one in held for name in (*one.versions, *one.live)):
         ranks: dict[str, list[int]] = {}
         for rank, one in sorted(everyone.items()):
-            ranks.setdefault(one.of(thing), []).append(rank)
+            all_ = one.versions | one.not_live | one.live
+            ranks.setdefault(all_.get(thing, "unknown to ds_patches"), []).append(rank)
         if len(ranks) > 1:
             yield f"{thing} is " + ", ".join(
                 f"{what} on {_named(who)}" for what, who in ranks.items()
@@ -215,12 +211,11 @@ def _leave(ranks: int, trouble: str) -> None:
         return
     patches = registry.patches()
     requests = flags.read(patches).of
-    found = {name: lifecycle.status(one, requests[name]) for name, one in patches.items()}
     told = {
         "versions": holdings().versions,
         "ranks": ranks,
         "trouble": trouble,
-        "patches": {name: status.as_json() for name, status in found.items()},
+        "patches": {n: lifecycle.status(p, requests[n]).as_json() for n, p in patches.items()},
     }
     try:
         part = Path(f"{file}.{os.getpid()}")
@@ -231,12 +226,4 @@ def _leave(ranks: int, trouble: str) -> None:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Name ranks, with spans for neighbours: "ranks 0, 2-7"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {columns.spans(sorted(ranks), range(max(ranks) + 1))}"

@@ -1,4 +1,4 @@
-"""Applying by environment: once DeepSpeed, or the part of it that a patch wraps, is imported.
+"""Applying by environment, once DeepSpeed is imported.
 
 A failure is open: the program runs on unpatched, with one warning for each patch. In strict mode
 it ends the program. Nothing here raises into the import it runs in.
@@ -7,15 +7,12 @@ it ends the program. Nothing here raises into the import it runs in.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from ds_patches.core import api, flags, gate, imports, lifecycle, log, registry, release
+from ds_patches.core import api, flags, lifecycle, log, registry, release
 from ds_patches.core.errors import PatchNotApplied
-from ds_patches.core.patch import Patch
 
 _logger = logging.getLogger("ds_patches")
 
@@ -26,47 +23,14 @@ def begin() -> None:
 
 
 def _begin() -> None:
-    """A patch none of whose modules DeepSpeed has imported waits for the first of them."""
     log.say()  # also of flags that mean nothing, which are read next
     with _open():
         patches = registry.patches()
         requests = flags.read(patches)
-        wanted = [patch for name, patch in patches.items() if requests.of[name].wanted]
-        if wanted and all(lifecycle.lives[patch.name].reverted for patch in wanted):
-            return  # the program took them back already
-        due = {}
-        for name, patch in patches.items():
-            request = requests.of[name]
-            if (life := lifecycle.lives[name]).reverted:
-                continue
-            if not (modules := _absent_modules(patch, request.force) if request.wanted else []):
-                due[name] = patch
-                continue
-            life.waits_for = modules
-            for module in modules:
-                imports.add_post_import_hook(
-                    module, partial(api.after_the_call, partial(_apply_late, patch))
-                )
-        api.apply_wanted(due, requests, {})
-
-
-def _apply_late(patch: Patch) -> None:
-    """Apply a patch that has waited, unless another of its modules is just being imported."""
-    modules = {target.module for target in patch.targets} & set(sys.modules)
-    if lifecycle.lives[patch.name].reverted or not all(map(imports.is_whole, modules)):
-        return
-    with _open():
-        api.apply_wanted({patch.name: patch}, flags.read(registry.patches()), {})
-
-
-def _absent_modules(patch: Patch, force: gate.Force) -> list[str]:
-    """Return the modules the patch may wait for; none if it can be applied, or refused, now."""
-    if any(target.module in sys.modules for target in patch.targets):
-        return []  # most patches: nothing is asked of the gate that applying will not ask again
-    verdict = gate.check(patch, force)
-    if not verdict.may_apply or verdict.release is None:
-        return []
-    return list(dict.fromkeys(target.module for target in gate.targets(patch, verdict.release)))
+        wanted = {name for name in patches if requests.of[name].wanted}
+        due = {n: patch for n, patch in patches.items() if not lifecycle.lives[n].reverted}
+        if not wanted or wanted & due.keys():  # else the program took them back already
+            api.apply_wanted(due, requests, {})
 
 
 @contextmanager

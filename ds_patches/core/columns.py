@@ -1,8 +1,10 @@
-"""Text in columns."""
+"""Text in columns, and spans of what is listed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -10,3 +12,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (zip(row, widths, strict=True) for row in rows)
     return ["  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
+
+
+def spans(some: Sequence[Any], every: Sequence[Any]) -> str:
+    """Name some of an ordered whole, neighbours in it by the first and the last: "0, 2-7"."""
+    ordered = groupby(some, lambda one: every.index(one) - some.index(one))
+    runs = [[*run] for _, run in ordered]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -14,7 +14,7 @@ import tokenize
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,9 @@ def _parsed_from(lines: list[str], start: int) -> Definition | None:
     indentation = _indentation(lines[start])
     # Under a condition, and not dedented, which would alter the strings of several lines.
     above = ["if 1:"] if indentation else []
-    ends = (
-        end
-        for end in range(start + 1, len(lines) + 1)
-        if end == len(lines) or _may_begin_a_statement(lines[end], indentation)
-    )
+    may_begin = re.compile(rf"\s{{0,{indentation}}}[^\s#]").match
+    later = range(start + 1, len(lines))
+    ends = chain((end for end in later if may_begin(lines[end])), [len(lines)])
     for _, end in zip(range(_TRIES), ends, strict=False):
         try:
             body = _parse("\n".join([*above, *lines[start:end], ""])).body
@@ -123,11 +121,6 @@ def _parsed_from(lines: list[str], start: int) -> Definition | None:
             return only
         return None
     return None
-
-
-def _may_begin_a_statement(line: str, indentation: int) -> bool:
-    text = line.strip()
-    return bool(text) and not text.startswith("#") and _indentation(line) <= indentation
 
 
 def _indentation(line: str) -> int:
@@ -150,30 +143,20 @@ def _with_decorators(lines: list[str], head: int) -> int | None:
 
 
 def _in_tree(scope: list[ast.stmt], names: list[str]) -> Definition | None:
-    found: Definition | None = None
-    for name in names:
-        # The last definition wins, as it does when the module runs.
-        found = next((d for d in reversed(list(_definitions(scope))) if d.name == name), None)
-        if found is None:
-            return None
-        scope = found.body
-    return found
+    # The last definition wins, as it does when the module runs.
+    found = next((d for d in reversed([*_definitions(scope)]) if d.name == names[0]), None)
+    return _in_tree(found.body, names[1:]) if found and names[1:] else found
 
 
 def _definitions(scope: list[ast.stmt]) -> Iterator[Definition]:
     for statement in scope:
         if isinstance(statement, Definition):
-            if not _is_accessor(statement):
+            marks = {d.attr for d in statement.decorator_list if isinstance(d, ast.Attribute)}
+            if not marks & {"setter", "deleter"}:  # of a property: its getter carries the shape
                 yield statement
             continue
         for block in ("body", "handlers", "orelse", "finalbody"):
             yield from _definitions(getattr(statement, block, []))
-
-
-def _is_accessor(node: Definition) -> bool:
-    """Whether this is the setter or deleter of a property; its getter carries the shape."""
-    marks = (d.attr for d in node.decorator_list if isinstance(d, ast.Attribute))
-    return any(mark in ("setter", "deleter") for mark in marks)
 
 
 def _canonical(node: Any) -> str:

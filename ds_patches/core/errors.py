@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,7 @@ class DsPatchesError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By the message: Exception's own would call the class with it in place of its arguments.
-        return _raised_again, (type(self), self.args, vars(self))
-
-
-def _raised_again(
-    kind: type[DsPatchesError], args: tuple[Any, ...], state: dict[str, Any]
-) -> DsPatchesError:
-    error = kind.__new__(kind, *args)
-    vars(error).update(state)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class BrokenPatch(DsPatchesError):

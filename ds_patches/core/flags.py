@@ -78,7 +78,10 @@ def read(
         )
     if strict is None:
         strict = values.switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
-    _say(env.get(f"{PREFIX}_LOG"))
+    level = env.get(f"{PREFIX}_LOG")
+    if level is not None and level.lower() not in log.LEVELS:
+        raise values.no_choice(f"{PREFIX}_LOG", level, log.LEVELS)
+    log.say(level)
     rank_timeout()
     return Requests(strict, requests)
 
@@ -130,10 +133,8 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
             guess = nearest(name, valid, PREFIX)
             raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
     for suffix, words in _LISTS.items():
-        _must_be_a_list(env.get(PREFIX + suffix), patches, PREFIX + suffix, words)
-    listed = {*values.split(env.get(PREFIX, ""))}
-    if len(listed) > 1 and listed & {"all", "none"}:
-        raise FlagError(f"{PREFIX} is {env[PREFIX]!r}: all and none stand alone")
+        variable = PREFIX + suffix
+        _must_be_known(values.split(env.get(variable, "")), patches, variable, words)
     return env
 
 
@@ -213,15 +214,6 @@ def _variable(patch: Patch, option: Option | None = None) -> str:
     return "_".join(words).upper()
 
 
-def _must_be_a_list(
-    text: str | None, patches: Mapping[str, Patch], where: str, words: tuple[str, ...]
-) -> None:
-    names = values.split(text or "")
-    if text is not None and not names:
-        raise values.no_choice(where, text, (*words, *patches))
-    _must_be_known(names, patches, where, words)
-
-
 def _must_be_known(
     names: Iterable[str], patches: Mapping[str, Patch], where: str, words: tuple[str, ...]
 ) -> None:
@@ -234,9 +226,3 @@ def _listed(names: Names | None) -> tuple[str, ...] | None:
     if isinstance(names, str):
         return values.split(names) or (names,)  # no name at all is an error, like a wrong one
     return None if names is None else tuple(names)
-
-
-def _say(level: str | None) -> None:
-    if level is not None and level.lower() not in log.LEVELS:
-        raise values.no_choice(f"{PREFIX}_LOG", level, log.LEVELS)
-    log.say(level)

@@ -146,9 +146,10 @@ def targets(patch: Patch, version: Version) -> tuple[Target, ...]:
     return tuple(t for t in patch.targets if release.covers(t.releases, version))
 
 
-def dependencies(patch: Patch, version: Version) -> tuple[Dependency, ...]:
-    """Return what the patch relies on in this release."""
-    return tuple(d for d in patch.dependencies if release.covers(d.releases, version))
+def places(patch: Patch, version: Version) -> tuple[Place, ...]:
+    """Return these, and what the patch relies on besides."""
+    relied_on = (d for d in patch.dependencies if release.covers(d.releases, version))
+    return (*targets(patch, version), *relied_on)
 
 
 def _releases(patch: Patch, recorded: Recorded) -> list[Version]:
@@ -156,8 +157,8 @@ def _releases(patch: Patch, recorded: Recorded) -> list[Version]:
     ends = {
         end for of in recorded.values() for spans in of.values() for span in spans for end in span
     }
-    places: tuple[Target | Dependency, ...] = (*patch.targets, *patch.dependencies)
-    bounds = (SpecifierSet(place.releases) for place in places)
+    every: tuple[Target | Dependency, ...] = (*patch.targets, *patch.dependencies)
+    bounds = (SpecifierSet(place.releases) for place in every)
     ends |= {Version(bound.version) for specifier in bounds for bound in specifier}
     return sorted(end for end in ends if release.covers(patch.supported, end))
 
@@ -190,9 +191,8 @@ class _Found:
 
         A place that the other release does not have may be as any has it.
         """
-        places = (*targets(self.patch, version), *dependencies(self.patch, version))
         # Module by module: few source files are held at a time.
-        for place in sorted(places, key=lambda place: place.module):
+        for place in sorted(places(self.patch, version), key=lambda place: place.module):
             of = self.recorded.get(place.key, {})
             spans = of.get(self._shape(place))
             is_new = version != like and not any(shape.is_within(like, one) for one in of.values())
@@ -201,11 +201,10 @@ class _Found:
 
     def drift_of(self, place: Place) -> Drift:
         found = self._shape(place)
-        if found == shape.ABSENT:  # or not seen: the source may be no Python from somewhere on
-            with importing(place.module):
-                shape.must_parse(place, self._folder)
         known = shape.known(self.patch).get(place.key, {}).get(found, "")
-        return Drift(place, found, known, _live_origin(place))
+        where = live.site(place) if imports.is_whole(place.module) else None
+        origin = live.origin(journal.beneath_ours(live.raw(*where))) if where else ""
+        return Drift(place, found, known, origin)
 
     def _shape(self, place: Place) -> str:
         if place.key not in self._shapes:
@@ -217,7 +216,9 @@ class _Found:
 def _judge(
     patch: Patch, installed: Release, version: Version, drift: tuple[Drift, ...], force: Force
 ) -> tuple[State, str]:
-    name = _named(installed, version)
+    name = f"DeepSpeed {version}"
+    if installed.version != version:
+        name += f" (by its source; it is said to be {installed.text})"
     if patch.fixed_in is not None and version >= Version(patch.fixed_in):
         return State.FIXED_UPSTREAM, f"DeepSpeed {patch.fixed_in} and later need no patch"
     in_range = release.covers(patch.supported, version)
@@ -238,19 +239,7 @@ def _judge(
     return State.READY, f"{name} is in {patch.supported}, every shape is known"
 
 
-def _named(installed: Release, version: Version) -> str:
-    if installed.version == version:
-        return f"DeepSpeed {version}"
-    return f"DeepSpeed {version} (by its source; it is said to be {installed.text})"
-
-
 def _listed(drift: Sequence[Drift]) -> str:
     """Name the first; `doctor` has room for the others."""
     more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
     return f"{drift[0]}{more}"
-
-
-def _live_origin(place: Place) -> str:
-    if not imports.is_whole(place.module) or (where := live.site(place)) is None:
-        return ""
-    return live.origin(journal.beneath_ours(live.raw(*where)))

@@ -51,9 +51,9 @@ class Journal:
     def left_behind(self) -> list[str]:
         """Name the inert wrappers that are still in a call path, and what lies over them."""
         return [
-            f"{w.target.key}: an inert wrapper stays beneath {live.origin(_top(w))}"
+            f"{w.target.key}: an inert wrapper stays beneath {live.origin(path[0])}"
             for w in self.wrappers
-            if not w.on and _path_to(w)
+            if not w.on and (path := _path_to(w))
         ]
 
     def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
@@ -120,36 +120,23 @@ def _take_out(wrapper: Wrapper) -> None:
 
 
 def _splice(wrapper: Wrapper, path: list[Any]) -> None:
-    """Take a wrapper out from beneath the one directly above, where that one allows it."""
-    import wrapt
-
-    for layer in path:
-        for ours in _made:
-            if layer is ours.installed and ours.original is wrapper.installed:
-                ours.rest_on(wrapper.original)
-                return
-        is_proxy = issubclass(type(layer), wrapt.BaseObjectProxy)
-        beneath = layer.__wrapped__ if is_proxy else None
-        if beneath is wrapper.installed and wrapper.original is not live.MISSING:
-            layer.__wrapped__ = wrapper.original
-            return
-
-
-def _top(wrapper: Wrapper) -> Any:
-    return live.raw(wrapper.owner, wrapper.name)
+    """Take a wrapper out from beneath the one directly above, where that one is ours."""
+    for ours in _made:
+        if ours.original is wrapper.installed and any(layer is ours.installed for layer in path):
+            ours.rest_on(wrapper.original)
 
 
 def _path_to(wrapper: Wrapper) -> list[Any]:
     """Return the layers from the owner's present value down to the wrapper; empty if replaced."""
     if live.site(wrapper.target) != (wrapper.owner, wrapper.name):
         return []  # the module was imported anew: its classes are others
-    return live.path_to(_top(wrapper), wrapper.installed)
+    return live.path_to(live.raw(wrapper.owner, wrapper.name), wrapper.installed)
 
 
 def _state_of(wrapper: Wrapper) -> tuple[WrapperState, str]:
     path = _path_to(wrapper)
     if not path:
-        return WrapperState.REPLACED, live.origin(_top(wrapper))
+        return WrapperState.REPLACED, live.origin(live.raw(wrapper.owner, wrapper.name))
     ours = {id(w.installed) for w in _made}
     foreign = [layer for layer in path if id(layer) not in ours]
     if foreign:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import resolve_name
@@ -35,8 +35,6 @@ class Life:
     for_others: bool = False
     #: Of wrapped functions that are replaced at an engine or in its class: by whom, and where.
     replaced: dict[str, str] = field(default_factory=dict)
-    #: Modules of which auto-apply waits for the first, beyond DeepSpeed itself.
-    waits_for: Sequence[str] = ()
 
     @property
     def live(self) -> bool:
@@ -66,7 +64,12 @@ def apply(
     life = lives[patch.name]
     life.for_others = for_others and (life.for_others or not life.journal.active)
     if life.journal.active:
-        _must_agree(patch, life, {name: request.options[name] for name in asked})
+        for name in asked:
+            if life.options[name] != (value := request.options[name]):
+                raise AlreadyApplied(
+                    f"{patch.name} is applied with {name}={life.options[name]}; "
+                    f"unapply it before applying it with {name}={value}"
+                )
         return status(patch, request)
     life.failure, life.reverted, life.notes = None, False, ()
     verdict = None
@@ -105,7 +108,7 @@ def unapply(patch: Patch, request: Request) -> PatchStatus:
 def decline(patch: Patch) -> None:
     """Keep a pending patch from being applied by itself."""
     life = lives[patch.name]
-    if _awaited(patch) and not life.journal.active:
+    if imports.awaited([release.PACKAGE]) and not life.journal.active:
         life.reverted = True
 
 
@@ -116,8 +119,15 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     """
     life = lives[patch.name]
     wrapper_states = life.wrapper_states()
-    if wrapper_states:
-        state, reason = _live_state(wrapper_states)
+    shadows = [
+        f"{key} is {where.value} by {origin}"
+        for key, (where, origin) in wrapper_states.items()
+        if where is not WrapperState.ON_TOP
+    ]
+    if shadows:
+        state, reason = State.SHADOWED, "; ".join(shadows)
+    elif count := len(wrapper_states):
+        state, reason = State.APPLIED, f"{count} of {count} wrappers in place"
     elif isinstance(life.failure, BrokenPatch):
         state, reason = State.BROKEN, str(life.failure)
     elif life.failure is not None:
@@ -130,8 +140,8 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
     else:
         verdict = verdict or gate.check(patch, request.force)
         state, reason = verdict.state, verdict.reason
-        if verdict.may_apply and (modules := _awaited(patch)):
-            state, reason = State.PENDING, f"would apply at the import of {' or '.join(modules)}"
+        if verdict.may_apply and imports.awaited([release.PACKAGE]):
+            state, reason = State.PENDING, f"would apply at the import of {release.PACKAGE}"
     installed = release.installed()
     return PatchStatus(
         name=patch.name,
@@ -168,11 +178,6 @@ def _put_in_place(
     _warn(patch, life.notes)
 
 
-def _awaited(patch: Patch) -> list[str]:
-    """Return the modules that auto-apply waits for to apply this patch."""
-    return imports.awaited([release.PACKAGE, *lives[patch.name].waits_for])
-
-
 def _deactivate(patch: Patch) -> tuple[str, ...]:
     return tuple(resolve_name(patch.deactivate)()) if patch.deactivate else ()
 
@@ -180,23 +185,3 @@ def _deactivate(patch: Patch) -> tuple[str, ...]:
 def _warn(patch: Patch, notes: tuple[str, ...]) -> None:
     for note in notes:
         log.warning("%s: %s", patch.name, note)
-
-
-def _must_agree(patch: Patch, life: Life, asked: Mapping[str, str]) -> None:
-    for name, value in asked.items():
-        if life.options[name] != value:
-            raise AlreadyApplied(
-                f"{patch.name} is applied with {name}={life.options[name]}; "
-                f"unapply it before applying it with {name}={value}"
-            )
-
-
-def _live_state(wrapper_states: Mapping[str, tuple[WrapperState, str]]) -> tuple[State, str]:
-    shadows = [
-        f"{key} is {state.value} by {origin}"
-        for key, (state, origin) in wrapper_states.items()
-        if state is not WrapperState.ON_TOP
-    ]
-    if shadows:
-        return State.SHADOWED, "; ".join(shadows)
-    return State.APPLIED, f"{len(wrapper_states)} of {len(wrapper_states)} wrappers in place"

@@ -142,8 +142,6 @@ def _layers_beneath(value: Any) -> Iterator[Any]:
     kind = type(value)
     if issubclass(kind, (*CARRIERS, MethodType)):
         yield value.__func__
-    elif issubclass(kind, property):
-        yield value.fget
     elif issubclass(kind, functools.partial):
         yield value.func
     elif kind is FunctionType:
@@ -153,15 +151,11 @@ def _layers_beneath(value: Any) -> Iterator[Any]:
         for name in ("_self_wrapper", "_self_parent", "__wrapped__"):  # wrapt's proxies
             if (beneath := getattr(value, name, None)) is not None:
                 yield beneath
-        spoken_of = _attributes_spoken_of(kind)
+        # The names that the methods of a class of callables read or write.
+        methods = (m for one in kind.__mro__ for m in vars(one).values() if type(m) is FunctionType)
+        spoken_of = {name for method in methods for name in method.__code__.co_names}
         own = getattr(value, "__dict__", {}) if callable(value) else {}
         yield from (v for name, v in own.items() if name in spoken_of and _may_wrap(v))
-
-
-def _attributes_spoken_of(kind: type) -> set[str]:
-    """Return the names that the methods of a class of callables read or write."""
-    methods = [m for one in kind.__mro__ for m in vars(one).values() if type(m) is FunctionType]
-    return {name for method in methods for name in method.__code__.co_names}
 
 
 def _may_wrap(value: Any) -> bool:

@@ -117,8 +117,8 @@ class Patch:
     activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
         after all wrappers are in place; returns notes for the user. If it raises, all is undone.
     deactivate: reference to `() -> Sequence[str]`, run after the wrappers are gone.
-    requires: names of patches that have to be live for this one: who asks for it gets them too, and
-        who takes one of them back takes this one back first.
+    requires: names of patches that have to be live for this one, and require none: who asks for it
+        gets them too, and who takes one of them back takes this one back first.
     package: import name of the patch's folder, where its shapes lie; the registry knows it.
     broken: what is wrong with it, where the registry found that it cannot be used.
     """

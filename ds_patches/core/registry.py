@@ -40,10 +40,9 @@ def patches() -> dict[str, Patch]:
         else:
             found[name] = _load(name, package)
     for name, one in found.items():
-        lacking = [required for required in one.requires if required not in found]
-        if lacking or name in _all_required(one, found):
-            why = f"{', '.join(lacking)}, no such patch" if lacking else "itself"
-            found[name] = replace(one, requires=(), broken=f"{one.package} requires {why}")
+        if unfit := [r for r in one.requires if r not in found or found[r].requires]:
+            why = f"{one.package} requires {', '.join(unfit)}: no patch, or it requires another"
+            found[name] = replace(one, requires=(), broken=why)
     return found
 
 
@@ -96,11 +95,3 @@ def _must_be_typed(found: Patch) -> None:
 
 def _broken(name: str, package: str, why: str) -> Patch:
     return Patch(name, "(broken)", supported="", targets=(), package=package, broken=why)
-
-
-def _all_required(one: Patch, found: dict[str, Patch]) -> list[str]:
-    """Return the names of what a patch requires, of what that requires, and so on."""
-    names = [*one.requires]
-    for name in names:  # it grows
-        names += [n for n in found[name].requires if n not in names] if name in found else []
-    return names

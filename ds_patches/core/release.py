@@ -6,8 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +39,10 @@ def installed() -> Release | None:
     `deepspeed.__version__` is of no use here: it would need the import, and it does not exist yet
     while DeepSpeed's own submodules are being imported.
     """
-    spec = _spec()
+    try:
+        spec = find_spec(PACKAGE)
+    except ValueError:  # in sys.modules without a spec: someone's stand-in, not an installation
+        return None
     if spec is None or spec.origin is None:  # absent, or a bare folder of that name on the path
         return None
     init = Path(spec.origin)
@@ -72,13 +74,6 @@ def is_newer(specifier: str, version: Version) -> bool:
     return not covers(specifier, version) and covers(",".join(floor), version)
 
 
-def _spec() -> ModuleSpec | None:
-    try:
-        return find_spec(PACKAGE)
-    except ValueError:  # in sys.modules without a spec: someone's stand-in, not an installation
-        return None
-
-
 def _told_version(init: Path) -> str:
     """Return what the metadata beside the package says, or a checkout's own file.
 
@@ -90,15 +85,11 @@ def _told_version(init: Path) -> str:
         beside = str(one.locate_file(f"{PACKAGE}/__init__.py"))
         if os.path.realpath(beside) == os.path.realpath(init):
             return one.version
-        if _is_editable(one):
+        origin = json.loads(one.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
             told = one.version
             break
     checkout = init.parent.with_name("version.txt")
     present = checkout.read_text(encoding="utf-8").strip() if checkout.is_file() else ""
     # The metadata has the commit besides, where it is still that of this version.
     return told if told.startswith(f"{present}+") else present or told
-
-
-def _is_editable(distribution: Distribution) -> bool:
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    return bool(origin.get("dir_info", {}).get("editable"))

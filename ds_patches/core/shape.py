@@ -60,24 +60,16 @@ def of(place: Place, folder: Path) -> str:
 
 def of_source(place: Place, folder: Path) -> str:
     """Return the shape of a place as the source under `folder` has it."""
-    return _of_source(place.module, place.qualname, folder)
-
-
-def _of_source(module: str, qualname: str, folder: Path) -> str:
-    path = _source_file(module, folder)
+    inside = folder.joinpath(*place.module.split(".")[1:])
+    candidates = (inside.with_suffix(".py"), inside / "__init__.py")
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         return ABSENT
     file = definitions.stamp(path)
-    digest, _ = _found(file, qualname)
-    if digest == ABSENT and (origin := definitions.imported_from(file, qualname)):
-        return _of_source(origin, qualname, folder)
+    digest, _ = _found(file, place.qualname)
+    if digest == ABSENT and (origin := definitions.imported_from(file, place.qualname)):
+        return of_source(Place(origin, place.qualname), folder)
     return digest
-
-
-def must_parse(place: Place, folder: Path) -> None:
-    """Raise SyntaxError if the source that a place would be in is none."""
-    if path := _source_file(place.module, folder):
-        definitions.tree(definitions.stamp(path))
 
 
 def of_live(place: Place) -> str:
@@ -104,12 +96,6 @@ def _parsed(text: str) -> Spans:
     """Read "0.16.0-0.16.4, 0.16.6"."""
     ends = (span.strip().partition("-") for span in text.split(","))
     return tuple((Version(first), Version(last or first)) for first, _, last in ends)
-
-
-def _source_file(module: str, folder: Path) -> Path | None:
-    inside = folder.joinpath(*module.split(".")[1:])
-    candidates = (inside.with_suffix(".py"), inside / "__init__.py")
-    return next((path for path in candidates if path.is_file()), None)
 
 
 @cache

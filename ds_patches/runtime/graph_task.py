@@ -16,8 +16,6 @@ from weakref import ref
 import torch
 
 NO_TASK = -1
-
-
 #: Id of the graph task that is running on this thread, or :data:`NO_TASK`.
 current_task_id: Callable[[], int] = torch._C._current_graph_task_id
 

@@ -97,9 +97,9 @@ class Handshake:
         return total
 
     def _all_left(self, total: int) -> bool:
-        if _count(total, _RAISED):
+        if total // _RAISED & _FIELD:
             raise self._other_failed()
-        return _count(total, _LEFT) == self._size
+        return total // _LEFT & _FIELD == self._size
 
     # --- The counter ------------------------------------------------------------------------------
 
@@ -123,8 +123,3 @@ class Handshake:
                 else StoreCounters(store(), key)
             )
         return self._counters
-
-
-def _count(total: int, word: int) -> int:
-    """How many ranks have added `word`."""
-    return total // word & _FIELD

@@ -11,7 +11,7 @@ import textwrap
 from importlib import import_module
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.shell import REPOSITORY, environment
 
 #: A small DeepSpeed: targets of every kind, and what the patch only relies on.
 ENGINE = '''
@@ -69,9 +69,6 @@ HERE = "ds_patches.sample.around"
 PATCH = Patch(
     name="sample",
     summary="Marks what the fake engine returns",
-    why="to test",
-    how="by wrapping",
-    remove_when="never",
     upstream=(Link("#1", "https://example.org/1"),),
     supported=">=0.16.0,<=0.19.8",
     fixed_in={fixed_in!r},
@@ -186,14 +183,10 @@ def run(
 
     bare: without site-packages; `path` has to bring everything.
     """
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
-    inherited = () if bare else os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    clean["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (*map(str, path), str(REPOSITORY), *inherited))
-    )
+    folders = [*map(str, path), str(REPOSITORY), "" if bare else os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *(("-S",) if bare else ()), *(arguments or ("-c", textwrap.dedent(code)))],
-        env=clean | variables,
+        env=environment(PYTHONPATH=os.pathsep.join(filter(None, folders))) | variables,
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -25,11 +25,9 @@ class Model:
         """The hook found nothing to apply: the core wraps its own, as other ranks may have it."""
         self.layers += [part for part in self.parts if part == "watch"]
 
-    def unapply(self, style: str) -> None:
+    def unapply(self) -> None:
         for part in self.parts if self.on else {"watch"} & {*self.layers}:
-            above = self._above(part)[:1]
-            # Out of a wrapt proxy a wrapper can be taken, if there is something to put there.
-            if above in ([], ["watch"]) or (above == ["second"] and style == "X" and self.exists):
+            if self._above(part)[:1] in ([], ["watch"]):
                 self.layers.remove(part)
         self.on = False
 

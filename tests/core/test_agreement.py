@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -178,21 +178,3 @@ def test_patches_that_change_no_collective_may_differ(
         monkeypatch.undo()
         ds_patches.unapply(name)
     assert not agreement.holdings().live
-
-
-def left_behind(name: str) -> tuple[bool, bool]:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    def raws() -> list[Any]:
-        return [vars(DeepSpeedEngine)["__init__"], vars(DeepSpeedEngine)["step"]]
-
-    stock = raws()
-    ds_patches.apply(name)
-    wrapped = raws()
-    ds_patches.unapply(name)
-    return wrapped[0] is stock[0], raws() == stock
-
-
-@pytest.mark.core_case
-def test_nothing_is_left_after_unapply(world: World, name: str) -> None:
-    assert world.run(left_behind, name) == [(False, True), (False, True)]

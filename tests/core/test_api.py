@@ -90,40 +90,30 @@ def test_each_call_sees_what_is_installed_now(place: fake.Place) -> None:
     place.output(code)
 
 
-def test_several_choices_reach_activate_in_one_spelling(place: fake.Place) -> None:
+def test_options_reach_activate_in_one_spelling_and_cannot_change_under_way(
+    place: fake.Place,
+) -> None:
     place.edit("sample/binding.py", '"soft", (', '("soft",), (')
     code = """
         ds_patches.apply("sample", mode="hard,soft")
         from ds_patches.sample import around
         assert around.log == [("activate", "0.19.8", {"mode": "soft,hard"})]
+        ds_patches.apply("sample")
         for mode in ("soft,hard", "hard+soft", "all", ["hard", "soft"]):
             ds_patches.apply("sample", mode=mode)
             ds_patches.apply_all(options={"sample": {"mode": mode}}, only="sample")
         told = "with mode=soft,hard; unapply it before applying it with mode=hard"
         with pytest.raises(ds_patches.AlreadyApplied, match=told):
             ds_patches.apply("sample", mode="hard")
-    """
-    place.output(code)
-
-
-def test_options_reach_activate_and_cannot_change_under_way(place: fake.Place) -> None:
-    code = """
-        ds_patches.apply("sample", mode="hard")
-        from ds_patches.sample import around
-        assert around.log == [("activate", "0.19.8", {"mode": "hard"})]
-        ds_patches.apply("sample")
-        ds_patches.apply("sample", mode="hard")
-        with pytest.raises(ds_patches.AlreadyApplied, match="unapply it"):
-            ds_patches.apply("sample", mode="soft")
-        with pytest.raises(ds_patches.AlreadyApplied, match="unapply it"):
-            ds_patches.apply_all(options={"sample": {"mode": "soft"}}, only="sample")
-        assert ds_patches.status()["sample"].options == {"mode": "hard"}
+        with pytest.raises(ds_patches.AlreadyApplied, match=told):
+            ds_patches.apply_all(options={"sample": {"mode": "hard"}}, only="sample")
+        assert ds_patches.status()["sample"].options == {"mode": "soft,hard"}
         ds_patches.unapply("sample")
         assert ds_patches.status()["sample"].options == {"mode": "soft"}
         ds_patches.unapply("sample")
         assert around.log[1:] == [("deactivate",)]
-        ds_patches.apply("sample", mode="soft")
-        assert around.log[-1][2] == {"mode": "soft"}
+        ds_patches.apply("sample", mode="hard")
+        assert around.log[-1][2] == {"mode": "hard"}
     """
     place.output(code)
 

@@ -69,6 +69,7 @@ CALLS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "of the class": ("Layer.method", lambda sample, x: sample.Layer.method(sample.layer, x)),
     "of the dict": ("Layer.method", lambda s, x: vars(s.Layer)["method"](s.layer, x)),
     "partial": ("Layer.method", lambda s, x: functools.partial(s.layer.method, x)()),
+    # as PyTorch's learning rate schedulers take the step of an optimizer apart
     "of its function": ("Layer.method", lambda s, x: s.layer.method.__func__(s.layer, x)),
     "super": ("Layer.method", lambda sample, x: sample.sub.method(x)),
     "foreign": ("Layer.method", with_a_foreign_wrapper),
@@ -131,28 +132,6 @@ def test_without_the_instance_it_is_the_error_that_it_was(sample: ModuleType) ->
         sample.Layer.method()
 
 
-def test_a_scheduler_of_pytorch_steps_an_optimizer_by_way_of_the_wrapper() -> None:
-    """It takes the method apart, and puts a function of its own in its place."""
-
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    sys.modules["stepped_sample"] = made = ModuleType("stepped_sample")
-    vars(made)["Optimizer"] = Optimizer
-    steps: list[Any] = []
-    target = Target(made.__name__, "Optimizer.step", "")
-    around = lambda wrapped, instance, args, kwargs: steps.append(instance)  # noqa: E731
-    Optimizer.step = build(  # type: ignore[method-assign]
-        target, Optimizer, "step", vars(Optimizer)["step"], around
-    ).installed
-    optimizer = Optimizer([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    scheduler.step()
-    assert steps == [optimizer]
-
-
 def test_what_lies_beneath_is_bound_as_it_would_be(sample: ModuleType) -> None:
     """A second library's wrapt proxy is told the instance."""
     seen: list[Any] = []
@@ -178,12 +157,9 @@ def test_what_is_added_says_what_it_is(sample: ModuleType) -> None:
     assert said == ("added", "Layer.added", "Does nothing.")
 
 
-COUNTS = collections.Counter[str]
-
-
-def train(stage: int, how: str) -> COUNTS:
+def train(stage: int, how: str) -> collections.Counter[str]:
     """Three steps with every patch, the whole step compiled or not; how often wrappers ran."""
-    counts: COUNTS = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
 
     def counting(target: Target, *rest: Any) -> Wrapper:
         *place, around = rest
@@ -224,43 +200,6 @@ def test_a_compiled_training_step_passes_every_wrapper(stage: int) -> None:
     eager, compiled = found
     assert compiled == eager
     assert eager["deepspeed.runtime.engine:DeepSpeedEngine.backward"] >= 3
-
-
-def gathered_in_compiled_code(patched: bool) -> list[float]:
-    """Losses of compiled steps whose own code reads a gathered parameter; how often around it."""
-    import deepspeed
-
-    if patched:
-        ds_patches.apply_all()
-    engine = build_engine(stage=3)
-    (first, *_) = engine.module.parameters()
-
-    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
-    def step(inputs: Any) -> Any:
-        with deepspeed.zero.GatheredParameters([first]):
-            shown = first.detach().sum()
-        loss = engine(inputs).pow(2).mean()
-        return loss, shown
-
-    found = []
-    torch._dynamo.reset()
-    for k in range(3):
-        loss, shown = step(torch.full((1, 4), float(k)))
-        engine.backward(loss)
-        engine.step()
-        found += [loss.item(), shown.item()]
-    ds_patches.unapply_all()
-    return found
-
-
-def test_parameters_gathered_in_compiled_code() -> None:
-    found = []
-    for patched in (False, True):
-        with World() as ranks:
-            found.append(ranks.run(gathered_in_compiled_code, patched))
-    stock, patched_ = found
-    assert patched_ == stock
-    assert len({*stock[0]}) > 3, "something was trained, and shown"
 
 
 def test_a_wrapper_costs_less_than_two_microseconds(sample: ModuleType) -> None:

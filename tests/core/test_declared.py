@@ -42,7 +42,6 @@ def test_it_is_a_patch_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ("our_patches.simple", "No module named 'our_patches.simple'"),
         ("elsewhere", "No module named 'elsewhere'"),
         ("", "TypeError: the 'package' argument"),
     ],

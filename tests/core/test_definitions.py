@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ds_patches
-from ds_patches.core import definitions, registry, release
+from ds_patches.core import definitions, gate, registry, release, shape
 from ds_patches.core.definitions import Definition
 
 TROUBLE = '''
@@ -79,14 +79,13 @@ def every(scope: list[ast.stmt], above: str = "") -> Iterator[tuple[str, Definit
 def check(file: Path) -> int:
     """Compare what is found of each definition with the tree; how many there are."""
     tree, stamp = ast.parse(file.read_bytes()), definitions.stamp(file)
-    count = 0
-    for qualname, definition in every(tree.body):
+    all_ = [*every(tree.body)]
+    for qualname, definition in all_:
         found = definitions.by_name(stamp, qualname)
         assert found is not None, qualname
         assert ast.dump(found) == ast.dump(definition), qualname
         assert definitions.first_line(found) == definitions.first_line(definition), qualname
-        count += 1
-    return count
+    return len(all_)
 
 
 def test_what_is_hard_to_see_in_a_text(tmp_path: Path) -> None:
@@ -112,8 +111,6 @@ def test_in_every_file_that_a_patch_looks_into() -> None:
 @pytest.mark.parametrize("name", ds_patches.names())
 def test_few_files_are_parsed_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is what makes `apply_all()` take a third of a second instead of two."""
-    from ds_patches.core import gate, shape
-
     whole: list[str] = []
     tree = definitions.tree.__wrapped__
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,17 +20,20 @@ def patch(name: str, *options: Option) -> Patch:
 PATCHES = {
     "one": patch("one", Option("mode", "soft", ("soft", "hard"), "how")),
     "two_words": patch("two_words"),
+    "three": patch(
+        "three",
+        Option("parts", ("top", "left"), ("left", "right", "top"), "which"),
+        Option("side", "a", ("a", "b"), "which"),
+    ),
+    "four": patch(
+        "four",
+        Option("loud", "off", ("off", "on"), "whether"),
+        Option("size", "8", ("8", "4"), "how many"),
+        Option("way", "on", ("on", "store", "off"), "how"),
+    ),
 }
-SWITCH = Option("loud", "off", ("off", "on"), "whether")
-SIZES = {
-    "four": patch("four", SWITCH, Option("size", "8", ("8", "4"), "how many")),
-    "three_ways": patch("three_ways", Option("way", "on", ("on", "store", "off"), "how")),
-}
-PARTS = Option("parts", ("top", "left"), ("left", "right", "top"), "which")
-OF_PARTS = {
-    "three": patch("three", PARTS, Option("side", "a", ("a", "b"), "which")),
-    "other": patch("other"),
-}
+#: Of a test's environment, and of its call.
+Env, Call = dict[str, str], dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -40,115 +42,98 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def wanted(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **call: Any) -> str:
-    _set(monkeypatch, env)
-    return " ".join(n for n, request in flags.read(PATCHES, **call).of.items() if request.wanted)
-
-
-def _set(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+def read(monkeypatch: pytest.MonkeyPatch, env: Env, **call: Any) -> flags.Requests:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    return flags.read(PATCHES, **call)
 
 
-BOTH = "one two_words"
-ORDER: list[tuple[dict[str, str], dict[str, Any], str]] = [
+BOTH = ("one", "two_words")
+ORDER: list[tuple[Env, Call, tuple[str, ...]]] = [
     ({}, {}, BOTH),
     ({"DS_PATCHES": "all"}, {}, BOTH),
     ({"DS_PATCHES": ""}, {}, BOTH),
-    ({"DS_PATCHES": "none"}, {}, ""),
-    ({"DS_PATCHES": "one"}, {}, "one"),
+    ({"DS_PATCHES": "none"}, {}, ()),
+    ({"DS_PATCHES": "one"}, {}, ("one",)),
     ({"DS_PATCHES": " one , two_words "}, {}, BOTH),
-    ({"DS_PATCHES_SKIP": "one"}, {}, "two_words"),
-    ({"DS_PATCHES": "all", "DS_PATCHES_SKIP": "one"}, {}, "two_words"),
+    ({"DS_PATCHES_SKIP": "one"}, {}, ("two_words",)),
+    ({"DS_PATCHES": "all", "DS_PATCHES_SKIP": "one"}, {}, ("two_words",)),
     # the patch's own variable beats the lists
-    ({"DS_PATCHES": "none", "DS_PATCHES_ONE": "1"}, {}, "one"),
-    ({"DS_PATCHES": "all", "DS_PATCHES_TWO_WORDS": "0"}, {}, "one"),
+    ({"DS_PATCHES": "none", "DS_PATCHES_ONE": "1"}, {}, ("one",)),
+    ({"DS_PATCHES": "all", "DS_PATCHES_TWO_WORDS": "0"}, {}, ("one",)),
     ({"DS_PATCHES_SKIP": "one", "DS_PATCHES_ONE": "1"}, {}, BOTH),
     # the call beats everything
-    ({"DS_PATCHES": "none"}, {"only": ["one"]}, "one"),
-    ({"DS_PATCHES_ONE": "0"}, {"only": "one"}, "one"),
-    ({"DS_PATCHES_SKIP": "one"}, {"only": ["one"]}, "one"),
-    ({}, {"only": []}, ""),
+    ({"DS_PATCHES": "none"}, {"only": ["one"]}, ("one",)),
+    ({"DS_PATCHES_ONE": "0"}, {"only": "one"}, ("one",)),
+    ({"DS_PATCHES_SKIP": "one"}, {"only": ["one"]}, ("one",)),
+    ({}, {"only": []}, ()),
     ({}, {"only": "one, two_words"}, BOTH),
-    ({}, {"skip": "two_words+one"}, ""),
-    ({"DS_PATCHES_ONE": "1"}, {"skip": ["one"]}, "two_words"),
-    ({}, {"only": ["one", "two_words"], "skip": "one"}, "two_words"),
+    ({}, {"skip": "two_words+one"}, ()),
+    ({"DS_PATCHES_ONE": "1"}, {"skip": ["one"]}, ("two_words",)),
+    ({}, {"only": ["one", "two_words"], "skip": "one"}, ("two_words",)),
 ]
 
 
 @pytest.mark.parametrize(("env", "call", "expected"), ORDER)
 def test_order(
-    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], expected: str
+    monkeypatch: pytest.MonkeyPatch, env: Env, call: Call, expected: tuple[str, ...]
 ) -> None:
-    assert wanted(monkeypatch, env, **call) == expected
+    requests = read(monkeypatch, env, **call)
+    assert tuple(name for name in BOTH if requests.of[name].wanted) == expected
+
+
+#: By patch: variables, the options of a call, and what comes of both, beside the defaults.
+OPTIONS: dict[str, list[tuple[Env, Call, Env]]] = {
+    "one": [
+        ({}, {}, {"mode": "soft"}),
+        ({"DS_PATCHES_ONE_MODE": "hard"}, {}, {"mode": "hard"}),
+        ({"DS_PATCHES_ONE_MODE": "hard"}, {"mode": "soft"}, {"mode": "soft"}),
+        ({"DS_PATCHES_ONE": "1"}, {}, {"mode": "soft"}),
+    ],
+    "three": [
+        ({}, {}, {"parts": "left,top", "side": "a"}),
+        ({"DS_PATCHES_THREE_PARTS": "right"}, {}, {"parts": "right"}),
+        ({"DS_PATCHES_THREE_PARTS": " top , left "}, {}, {"parts": "left,top"}),
+        ({"DS_PATCHES_THREE_PARTS": "top+left+top"}, {}, {"parts": "left,top"}),
+        ({"DS_PATCHES_THREE_PARTS": "all"}, {}, {"parts": "left,right,top"}),
+        ({"DS_PATCHES_THREE_PARTS": "top,all"}, {}, {"parts": "left,right,top"}),
+        ({"DS_PATCHES_THREE_PARTS": "top"}, {"parts": "right,left"}, {"parts": "left,right"}),
+        ({}, {"parts": ("right", "left")}, {"parts": "left,right"}),
+        ({}, {"parts": ["all"]}, {"parts": "left,right,top"}),
+        # the patch's own variable
+        ({"DS_PATCHES_THREE": "1"}, {}, {"parts": "left,top"}),
+        ({"DS_PATCHES_THREE": "all"}, {}, {"parts": "left,right,top"}),
+        ({"DS_PATCHES_THREE": "right,left"}, {}, {"parts": "left,right"}),
+        ({"DS_PATCHES_THREE": "right+left"}, {"parts": "top"}, {"parts": "top"}),
+        (
+            {"DS_PATCHES_THREE": "right", "DS_PATCHES_THREE_PARTS": "top,left"},
+            {},
+            {"parts": "left,top"},
+        ),
+    ],
+    "four": [
+        *(({}, {"loud": v}, {"loud": "on"}) for v in (True, 1, "1", "true", "Yes", "on")),
+        *(({}, {"loud": v}, {"loud": "off"}) for v in (False, 0, "0", "False", "no", "off")),
+        ({"DS_PATCHES_FOUR_LOUD": "Yes"}, {}, {"loud": "on"}),
+        ({}, {"size": 4}, {"size": "4"}),
+        ({"DS_PATCHES_FOUR_SIZE": "4"}, {}, {"size": "4"}),
+        # beside other choices
+        ({}, {"way": False}, {"way": "off"}),
+        ({}, {"way": "store"}, {"way": "store"}),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("env", "call", "expected"),
-    [
-        ({}, {}, "soft"),
-        ({"DS_PATCHES_ONE_MODE": "hard"}, {}, "hard"),
-        ({"DS_PATCHES_ONE_MODE": "hard"}, {"options": {"one": {"mode": "soft"}}}, "soft"),
-        ({"DS_PATCHES_ONE": "1"}, {}, "soft"),
-    ],
+    ("name", "env", "asked", "expected"),
+    [(name, *row) for name, rows in OPTIONS.items() for row in rows],
 )
 def test_options(
-    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], expected: str
+    monkeypatch: pytest.MonkeyPatch, name: str, env: Env, asked: Call, expected: Env
 ) -> None:
-    _set(monkeypatch, env)
-    assert flags.read(PATCHES, **call).of["one"].options == {"mode": expected}
-
-
-SEVERAL: list[tuple[dict[str, str], dict[str, Any], str]] = [
-    ({}, {}, "left,top"),
-    ({"DS_PATCHES_THREE_PARTS": "right"}, {}, "right"),
-    ({"DS_PATCHES_THREE_PARTS": " top , left "}, {}, "left,top"),
-    ({"DS_PATCHES_THREE_PARTS": "top+left+top"}, {}, "left,top"),
-    ({"DS_PATCHES_THREE_PARTS": "all"}, {}, "left,right,top"),
-    ({"DS_PATCHES_THREE_PARTS": "top,all"}, {}, "left,right,top"),
-    ({"DS_PATCHES_THREE_PARTS": "top"}, {"parts": "right,left"}, "left,right"),
-    ({}, {"parts": ("right", "left")}, "left,right"),
-    ({}, {"parts": ["all"]}, "left,right,top"),
-    # the patch's own variable
-    ({"DS_PATCHES_THREE": "1"}, {}, "left,top"),
-    ({"DS_PATCHES_THREE": "all"}, {}, "left,right,top"),
-    ({"DS_PATCHES_THREE": "right,left"}, {}, "left,right"),
-    ({"DS_PATCHES_THREE": "right+left"}, {"parts": "top"}, "top"),
-    ({"DS_PATCHES_THREE": "right", "DS_PATCHES_THREE_PARTS": "top,left"}, {}, "left,top"),
-]
-
-
-@pytest.mark.parametrize(("env", "asked", "expected"), SEVERAL)
-def test_several_choices_have_one_spelling(
-    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], asked: dict[str, Any], expected: str
-) -> None:
-    _set(monkeypatch, {"DS_PATCHES": "other"} | env)
-    request = flags.read(OF_PARTS, options={"three": asked}).of["three"]
-    assert request.options == {"parts": expected, "side": "a"}
-    assert request.wanted == ("DS_PATCHES_THREE" in env), "choices are a yes"
-
-
-NO_SELECTION = (",", "rigth", "left,rigth", "left,1", "Left")
-
-
-@pytest.mark.parametrize("variable", ["DS_PATCHES_THREE_PARTS", "DS_PATCHES_THREE"])
-@pytest.mark.parametrize("value", NO_SELECTION)
-def test_a_variable_that_is_no_selection_is_an_error_that_lists_the_choices(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(FlagError, match=f"{variable} is {value!r}.*; .*left, right, top, all$"):
-        flags.read(OF_PARTS)
-
-
-@pytest.mark.parametrize(
-    "value", ["", *NO_SELECTION, (), ["rigth"], ("left,top",), True, None, {"left": False}]
-)
-def test_an_argument_that_is_no_selection_is_an_error_that_lists_the_choices(value: Any) -> None:
-    with pytest.raises(
-        FlagError, match=r"three\(parts=...\) is .*; .* are: left, right, top, all$"
-    ):
-        flags.read(OF_PARTS, options={"three": {"parts": value}})
+    request = read(monkeypatch, {"DS_PATCHES": "none"} | env, options={name: asked}).of[name]
+    assert request.options == {**flags.defaults(PATCHES[name]), **expected}
+    assert request.wanted == (f"DS_PATCHES_{name.upper()}" in env), "choices are a yes"
 
 
 def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,15 +150,16 @@ def test_a_changed_shape_is_forced_by_name_only(
     def forced(text: str) -> list[Force]:
         monkeypatch.setenv("DS_PATCHES_FORCE", "" if by_call else text)
         requests = flags.read(PATCHES, force=text.split(",") if by_call else None)
-        return [request.force for request in requests.of.values()]
+        return [requests.of[name].force for name in BOTH]
 
     assert forced("all") == [Force.VERSION, Force.VERSION]
     assert forced("one") == [Force.SHAPE, Force.NO]
     assert forced("all,two_words") == [Force.VERSION, Force.SHAPE]
 
 
-NAMES = "no patch is named .*; the patches are: one, two_words$"
-NO_SECONDS = ("2m", "nan", "inf", "-1")
+NAMES = "no patch is named .*; the patches are: one, two_words, three, four$"
+#: What is no selection of parts, nor a yes or no.
+NO_PARTS = (",", "rigth", "left,rigth", "left,1", "Left")
 
 
 def near(meant: str) -> str:
@@ -181,7 +167,11 @@ def near(meant: str) -> str:
     return rf"\(did you mean '{meant}'\?\); .* are: ."
 
 
-MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
+def four(**asked: Any) -> Call:
+    return {"options": {"four": asked}}
+
+
+MEANINGLESS: list[tuple[Env, Call, str]] = [
     ({"DS_PATCHES": "one,thre"}, {}, NAMES),
     ({"DS_PATCHES_SKIP": "thre"}, {}, NAMES),
     ({"DS_PATCHES_SKIP": "all"}, {}, NAMES),
@@ -192,17 +182,12 @@ MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"skip": "thre"}, NAMES),
     ({}, {"force": ["thre"]}, NAMES),
     ({}, {"options": {"thre": {}}}, NAMES),
-    ({"DS_PATCHES_THREE": "1"}, {}, "DS_PATCHES_ONE_MODE"),
+    ({"DS_PATCHES_FIVE": "1"}, {}, "DS_PATCHES_ONE_MODE"),
     ({"DS_PATCHES_ONE": "hard"}, {}, "0, 1$"),
     ({"DS_PATCHES_TWO_WORDS": "hard"}, {}, "0, 1$"),
     ({"DS_PATCHES_STRICT": "very"}, {}, "0, 1"),
     ({"DS_PATCHES_LOG": "loud"}, {}, "debug, info, warning"),
-    *(({"DS_PATCHES_RANK_TIMEOUT": t}, {}, "number of seconds") for t in NO_SECONDS),
-    ({"DS_PATCHES": "all,none"}, {}, "'all,none': all and none stand alone"),
-    ({"DS_PATCHES": "one+none"}, {}, "all and none stand alone"),
-    ({"DS_PATCHES": "all,one"}, {}, "all and none stand alone"),
-    ({"DS_PATCHES": ","}, {}, "all, none, one, two_words"),
-    ({"DS_PATCHES_SKIP": "+"}, {}, "one, two_words"),
+    *(({"DS_PATCHES_RANK_TIMEOUT": t}, {}, "number of secon") for t in ("2m", "nan", "inf", "-1")),
     ({"DS_PATCHES_ONE_MODE": "medium"}, {}, "soft, hard"),
     ({}, {"options": {"one": {"mode": "medium"}}}, "soft, hard"),
     ({}, {"options": {"one": {"mode": "soft,hard"}}}, "soft, hard"),
@@ -217,80 +202,37 @@ MEANINGLESS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"DS_PATCHES_LOG": "inof"}, {}, near("info")),
     ({}, {"options": {"one": {"mode": "Hard"}}}, near("hard")),
     ({}, {"options": {"one": {"mod": "hard"}}}, near("mode")),
+    ({}, {"options": {"three": {"parts": "left,rigth"}}}, near("right")),
+    # far from all that means something
+    ({"DS_PATCHES_ZZZ": "zzz"}, {}, "means nothing; the variables are"),
+    ({"DS_PATCHES_STRICT": "zzz"}, {}, "is 'zzz'; the choices are"),
+    # several choices
+    *(
+        ({name: value}, {}, f"{name} is {value!r}.*; .*left, right, top, all$")
+        for name in ("DS_PATCHES_THREE_PARTS", "DS_PATCHES_THREE")
+        for value in NO_PARTS
+    ),
+    *(
+        ({}, {"options": {"three": {"parts": value}}}, r"\(parts=...\) is .*left, right, top, all$")
+        for value in ("", *NO_PARTS, (), ["rigth"], ("left,top",), True, None, {"left": False})
+    ),
+    # numbers and bools
+    ({}, four(loud=2), r"four\(loud=...\) is 2; the choices are: off, on$"),
+    *(({}, four(size=v), f"is {v!r}; the choices are: 8, 4$") for v in (3, True, 4.0, None)),
 ]
 
 
 @pytest.mark.parametrize(("env", "call", "told"), MEANINGLESS)
 def test_what_means_nothing_is_an_error_that_lists_what_does(
-    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], call: dict[str, Any], told: str
+    monkeypatch: pytest.MonkeyPatch, env: Env, call: Call, told: str
 ) -> None:
     with pytest.raises(FlagError, match=told):
-        wanted(monkeypatch, env, **call)
-
-
-def test_of_several_choices_the_wrong_one_is_told_what_is_near() -> None:
-    with pytest.raises(FlagError, match=r"is 'left,rigth' \(did you mean 'right'\?\)"):
-        flags.read(OF_PARTS, options={"three": {"parts": "left,rigth"}})
-
-
-def test_what_is_far_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("DS_PATCHES_ZZZ", "DS_PATCHES_STRICT"):
-        monkeypatch.setenv(variable, "zzz")
-        with pytest.raises(FlagError) as error:
-            flags.read(PATCHES)
-        assert "did you mean" not in str(error.value)
-        monkeypatch.delenv(variable)
+        read(monkeypatch, env, **call)
 
 
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    unset = flags.read(OF_PARTS)
-    for variable in (*flags.variables(OF_PARTS), "DS_PATCHES_OF_NOBODY"):
-        monkeypatch.setenv(variable, "")
-    assert flags.read(OF_PARTS) == unset
+    unset = flags.read(PATCHES)
+    empty = dict.fromkeys((*flags.variables(PATCHES), "DS_PATCHES_OF_NOBODY"), "")
+    assert read(monkeypatch, empty) == unset
     assert flags.rank_timeout() == flags.RANK_TIMEOUT
     assert not flags.is_strict()
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        *(({"loud": value}, {"loud": "on"}) for value in (True, 1, "1", "true", "Yes", "on")),
-        *(({"loud": value}, {"loud": "off"}) for value in (False, 0, "0", "False", "no", "off")),
-        ({"size": 4}, {"size": "4"}),
-        ({"size": "4"}, {"size": "4"}),
-    ],
-)
-def test_numbers_and_bools_are_what_they_mean(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], expected: dict[str, str]
-) -> None:
-    def found(**call: Any) -> Mapping[str, str]:
-        return flags.read(SIZES, **call).of["four"].options
-
-    whole = {"loud": "off", "size": "8"} | expected
-    assert found(options={"four": asked}) == whole
-    ((name, value),) = asked.items()
-    monkeypatch.setenv(f"DS_PATCHES_FOUR_{name.upper()}", str(value))
-    assert found() == whole
-
-
-def test_yes_and_no_are_on_and_off_beside_other_choices() -> None:
-    for value, expected in ((True, "on"), (False, "off"), ("store", "store")):
-        read = flags.read(SIZES, options={"three_ways": {"way": value}})
-        assert read.of["three_ways"].options == {"way": expected}
-
-
-@pytest.mark.parametrize(
-    ("asked", "choices"),
-    [
-        ({"loud": 2}, "off, on"),
-        ({"size": 3}, "8, 4"),
-        ({"size": True}, "8, 4"),
-        ({"size": 4.0}, "8, 4"),
-        ({"size": None}, "8, 4"),
-    ],
-)
-def test_other_numbers_and_bools_are_errors(asked: dict[str, Any], choices: str) -> None:
-    ((name, value),) = asked.items()
-    expected = rf"four\({name}=...\) is {value!r}; the choices are: {choices}$"
-    with pytest.raises(FlagError, match=expected):
-        flags.read(SIZES, options={"four": asked})

@@ -74,62 +74,39 @@ def by_source(judge: Judge, tmp_path: Path) -> Judge:
     return judge
 
 
+HERE = "0.19.8"
+NEWER = ("0.19.9", "0.19.8.post1", "0.19.9.dev0", "0.19.10+abc1234")
+OLDER = ("0.15.4", "0.16.0rc1", "0.16.0.dev1", "0.15.9+abc1234")
+TESTED = ("0.16.0", "0.17.3", HERE, "0.19.8rc1", "0.18.0.dev3", "0.19.8+abc1234")
+READY, OUT, CHANGED = "ready", "out of range", "shape changed"
+
+
 @pytest.mark.parametrize(
-    "version",
-    ["0.16.0", "0.17.3", "0.19.8", "0.19.8rc1", "0.18.0.dev3", "0.19.8+abc1234"],
+    ("version", "engine", "force", "state", "told"),
+    [
+        *((version, fake.ENGINE, 0, READY, "") for version in TESTED),
+        *((version, fake.ENGINE, force, OUT, "") for version in OLDER for force in (0, 2)),
+        # every shape is known
+        *((v, fake.ENGINE, 0, "unknown version", "DS_PATCHES_FORCE=sample") for v in NEWER),
+        *((version, fake.ENGINE, 1, READY, "") for version in NEWER),
+        # which the sample has as a target from there on
+        ("0.20.0", fake.ENGINE, 1, CHANGED, "Engine.later is absent"),
+        # forced by name only
+        *((v, RESHAPED, f, CHANGED, "ne:Engine.forward") for v in (HERE, "0.19.9") for f in (0, 1)),
+        *((version, RESHAPED, 2, READY, "forced") for version in (HERE, "0.19.9")),
+        # a fact is gated like a target
+        (HERE, FACT_CHANGED, 0, CHANGED, "Relied"),
+        *((HERE, NO_NORM, force, CHANGED, "Engine.norm is absent") for force in (0, 1, 2)),
+        # words are no structure
+        (HERE, REWORDED, 0, READY, ""),
+    ],
 )
-def test_supported_releases_are_ready(verdict: Judge, version: str) -> None:
-    assert verdict(version)[0] == "ready"
-
-
-@pytest.mark.parametrize("version", ["0.15.4", "0.16.0rc1", "0.16.0.dev1", "0.15.9+abc1234"])
-def test_older_is_out_of_range_and_no_force_helps(verdict: Judge, version: str) -> None:
-    assert verdict(version)[0] == "out of range"
-    assert verdict(version, force=2)[0] == "out of range"
-
-
-@pytest.mark.parametrize("version", ["0.19.9", "0.19.8.post1", "0.19.9.dev0", "0.19.10+abc1234"])
-def test_newer_with_known_shapes_is_an_unknown_version(verdict: Judge, version: str) -> None:
-    state, reason, _ = verdict(version)
-    assert state == "unknown version"
-    assert "DS_PATCHES_FORCE=sample" in reason
-    assert verdict(version, force=1)[0] == "ready"
-
-
-def test_a_target_of_later_releases_is_asked_for_there(verdict: Judge) -> None:
-    # The sample has a target `Engine.later` from 0.20 on; the fake tree does not have it.
-    assert verdict("0.19.9", force=1)[0] == "ready"
-    state, reason, _ = verdict("0.20.0", force=1)
-    assert state == "shape changed"
-    assert "Engine.later is absent" in reason
-
-
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.9"])
-def test_a_changed_shape_is_refused_unless_forced_by_name(verdict: Judge, version: str) -> None:
-    for force in (0, 1):
-        state, reason, _ = verdict(version, RESHAPED, force=force)
-        assert state == "shape changed"
-        assert "deepspeed.runtime.engine:Engine.forward" in reason
-    state, reason, _ = verdict(version, RESHAPED, force=2)
-    assert state == "ready"
-    assert "forced" in reason
-
-
-def test_a_fact_is_gated_like_a_target(verdict: Judge) -> None:
-    state, reason, _ = verdict(engine=FACT_CHANGED)
-    assert state == "shape changed"
-    assert "Relied" in reason
-
-
-def test_a_missing_target_is_named_and_cannot_be_forced(verdict: Judge) -> None:
-    for force in (0, 1, 2):
-        state, reason, _ = verdict(engine=NO_NORM, force=force)
-        assert state == "shape changed"
-        assert "Engine.norm is absent" in reason
-
-
-def test_words_are_no_structure(verdict: Judge) -> None:
-    assert verdict(engine=REWORDED)[0] == "ready"
+def test_version_and_structure(
+    verdict: Judge, version: str, engine: str, force: int, state: str, told: str
+) -> None:
+    found, reason, _ = verdict(version, engine, force)
+    assert found == state
+    assert told in reason
 
 
 def test_fixed_upstream(verdict: Judge, tmp_path: Path) -> None:

@@ -60,22 +60,6 @@ def test_spans_and_drift(tmp_path: Path, site: Path, shapes: Path) -> None:
     assert sorted(record(site, folder)[1].splitlines()) == sorted(expected)
 
 
-@pytest.mark.parametrize("broken", ["", "{", "[]", '{"place": "shape"}', "\udcff"])
-def test_a_record_that_cannot_be_read_is_written_anew(
-    tmp_path: Path, site: Path, shapes: Path, broken: str
-) -> None:
-    folder = releases(tmp_path / "releases", "0.16.0", "0.19.8")
-    assert record(site, folder)[0] == 0
-    whole = shapes.read_text()
-    shapes.write_text(broken, errors="surrogateescape")
-    code, printed, said = record(site, folder)
-    assert code == 0
-    assert said.startswith(f"{shapes} cannot be read (")
-    assert said.endswith(") and is written anew\n")
-    assert f"+ {ENGINE}.forward" in printed
-    assert shapes.read_text() == whole
-
-
 def test_a_folder_that_is_no_module_has_its_record(
     tmp_path: Path, site: Path, shapes: Path
 ) -> None:

@@ -89,10 +89,3 @@ def test_a_required_one_that_may_not_be_applied_blocks(two: fake.Place) -> None:
     code = f'{STATES}print(states(), ds_patches.status()["upper"].reason)'
     told = "unknown version blocked needs base, which is unknown version: "
     assert two.output(code).startswith(told)
-
-
-def test_those_that_require_each_other(two: fake.Place) -> None:
-    two.edit("base/binding.py", "fixed_in=None,", 'fixed_in=None, requires=("upper",),')
-    code = f'{STATES}print(states(), ds_patches.status()["upper"].reason)'
-    told = "broken blocked needs base, which is broken: ds_patches.base requires itself\n"
-    assert two.output(code) == told

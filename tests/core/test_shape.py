@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import shutil
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import ds_patches
 from ds_patches.core import definitions, gate, registry, release, shape
 from ds_patches.core.state import State
+from tests import shell
 from tests.core import fake
 
 BASE = """
@@ -89,6 +91,7 @@ def test_a_property_is_its_getter_and_the_last_definition_wins(tmp_path: Path) -
 
 EVERY_DIGEST = """
 import ast, hashlib, sys
+from functools import cache
 from pathlib import Path
 from ds_patches.core import definitions
 lines = []
@@ -109,36 +112,24 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def runtime_folder() -> str:
-    installed = release.installed()
-    return str(installed.folder / "runtime")
-
-
-@pytest.fixture(scope="module")
-def ours() -> str:
-    """The digest of digests, by the running Python."""
-    arguments = ("-W", "ignore", "-c", EVERY_DIGEST, runtime_folder())
-    done = fake.run("", arguments=arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@cache
+def digest_by(python: str) -> str:
+    """The digest of digests."""
+    words = [python, "-W", "ignore", "-c", EVERY_DIGEST, release.installed().folder / "runtime"]
+    clean = shell.environment(PYTHONPATH=str(shell.REPOSITORY))
+    return subprocess.run(words, env=clean, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
-def test_every_python_gives_the_same_digests(ours: str, version: str) -> None:
+def test_every_python_gives_the_same_digests(version: str) -> None:
     """Over every function and class of the installed DeepSpeed, against the running Python."""
     other = interpreter(version)
     if other is None:
         pytest.skip(f"no Python {version} on this machine")
-    theirs = subprocess.run(
-        [other, "-W", "ignore", "-c", EVERY_DIGEST, runtime_folder()],
-        env=os.environ | {"PYTHONPATH": str(fake.REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    theirs = digest_by(other)
     assert int(theirs.split()[0]) > 1000
-    assert theirs == ours
+    assert theirs == digest_by(sys.executable)
 
 
 Digests = dict[str, str]
@@ -160,7 +151,7 @@ def digests() -> tuple[dict[str, Digests], dict[str, Digests]]:
         installed, places = release.installed(), {{}}
         for name in {[name for name in ds_patches.names() if not no_business(name)]}:
             of = registry.patch(name), installed.version
-            places[name] = (*gate.targets(*of), *gate.dependencies(*of))
+            places[name] = gate.places(*of)
         def digests(look):
             return {{n: {{p.key: look(p, installed.folder) for p in places[n]}} for n in places}}
         before = digests(shape.of_source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,10 @@ from types import MethodType
 from typing import Any
 
 import pytest
+import wrapt
 
 import ds_patches
-from ds_patches.core import gate, live, registry
+from ds_patches.core import gate, live, registry, watch
 from tests.core.engines import build
 from tests.listening import listening
 from tests.world import World
@@ -49,14 +51,14 @@ def train(engine: Any, steps: int) -> None:
 
 def theirs(original: Any, *, calls: bool) -> Any:
     @functools.wraps(original)
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if calls else None
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
 
     @functools.wraps(original)
-    def none(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def bare(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None
 
-    return zero_grad if calls else none
+    return calling if calls else bare
 
 
 @contextmanager
@@ -142,26 +144,13 @@ def test_a_wrapper_that_calls_ours_is_none(world: World, name: str, place: Any) 
 
 def calls_of_a_step(name: str) -> int:
     """Python calls of the look at a step where nothing was replaced."""
-    import sys
-
-    from ds_patches.core import watch
-
     ds_patches.apply(name)
     try:
         engine = build(stage=1)
         train(engine, 2)
-        calls = 0
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
-            watch._look(engine)
-        finally:
-            sys.setprofile(None)
-        return calls
+        profile = cProfile.Profile(builtins=False)
+        profile.runcall(watch._look, engine)
+        return sum(entry.callcount for entry in profile.getstats())
     finally:
         ds_patches.unapply(name)
 
@@ -211,6 +200,8 @@ def keeping() -> Any:
         (functools.partial(Functor(ours, None)), True),
         (keeping(), False),
         (functools.lru_cache(ours), True),
+        (wrapt.ObjectProxy(ours), True),
+        (wrapt.FunctionWrapper(ours, lambda wrapped, _, args, kwargs: wrapped(*args)), True),
         (lambda *args: None, False),
     ],
 )

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_patches.core import release
 from tests.core import fake
-from tests.distribution.test_distribution import NAME, built, environment, run
+from tests.distribution.test_distribution import NAME, built, environment, link_deepspeed, run
 
 __all__ = ["built"]
 PAGE = (fake.REPOSITORY / "docs/cluster.md").read_text(encoding="utf-8")
@@ -23,10 +22,6 @@ def block(words: str) -> str:
     return str(found)
 
 
-def python(command: str, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([command, "-c", code], env=variables, capture_output=True, text=True)
-
-
 @pytest.mark.exhaustive
 def test_an_image(built: Path, tmp_path: Path) -> None:
     """The commands of its last line, and then one who uninstalls without a thought."""
@@ -35,21 +30,18 @@ def test_an_image(built: Path, tmp_path: Path) -> None:
     assert install.startswith("pip install ")
     assert others == ["python -m ds_patches enable", "python -m ds_patches doctor"]
     command, site = environment(tmp_path / "env", built)
-    libraries = Path(str(release.installed().folder)).parent  # type: ignore[union-attr]
-    for part in ("wrapt", "packaging"):
-        (site / part).symlink_to(libraries / part)
     run("-m", "ds_patches", "enable", cwd=tmp_path, python=command)
     doctor = [command, "-m", "ds_patches", "doctor"]
     assert subprocess.run(doctor, capture_output=True).returncode == 2, "there is no DeepSpeed"
-    for part in (libraries / "deepspeed", *libraries.glob("deepspeed-*.dist-info")):
-        (site / part.name).symlink_to(part)
+    link_deepspeed(site)
     assert subprocess.run(doctor, capture_output=True).returncode == 0
 
     pip = [sys.executable, "-m", "pip", "--python", command, "uninstall", "-q", "-y", "ds_patches"]
     subprocess.run(pip, check=True)
     assert (site / "ds_patches.pth").exists(), NAME
     for variables in ({}, {"DS_PATCHES": "all"}, {"DS_PATCHES": "all", "DS_PATCHES_STRICT": "1"}):
-        done = python(command, "print(42)", **variables)
+        words = [command, "-c", "print(42)"]
+        done = subprocess.run(words, env=variables, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
 
 

@@ -78,29 +78,36 @@ def test_the_metadata_names_licence_and_authors(built: Path) -> None:
 
 
 def environment(folder: Path, built: Path) -> tuple[str, Path]:
-    """Make an environment that has the wheel alone; return its Python and its site-packages."""
+    """Make one that has the wheel and what it requires; return its Python and site-packages."""
     run("-m", "venv", "--without-pip", str(folder), cwd=built)
     (site,) = (folder / "lib").glob("python*/site-packages")
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site))
     run(*pip, str(built / f"{NAME}-py3-none-any.whl"), cwd=built)
+    here = Path(str(packaging.__file__)).parents[1]
+    link(site, *here.glob("wrapt*"), *here.glob("packaging*"))
     return str(folder / "bin/python"), site
+
+
+def link(site: Path, *parts: Path) -> None:
+    for part in parts:
+        (site / part.name).symlink_to(part)
+
+
+def link_deepspeed(site: Path) -> None:
+    package = release.installed().folder
+    link(site, package, *package.parent.glob("deepspeed-*.dist-info"))
 
 
 def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None:
     """A bare environment: its own Python, the wheel, what that requires, and DeepSpeed."""
     python, site = environment(tmp_path / "env", built)
-    here = Path(str(packaging.__file__)).parents[1]
-    installed = release.installed()
-    for required in (*here.glob("wrapt*"), *here.glob("packaging*")):
-        (site / required.name).symlink_to(required)
-    for part in (installed.folder, *installed.folder.parent.glob("deepspeed-*.dist-info")):
-        (site / part.name).symlink_to(part)
+    link_deepspeed(site)
     assert find_spec("torch"), "which the environment below has not"
     said = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python)
     assert "torch       not installed" in said
     told = run("-m", "ds_patches", "explain", "mat2 must be a matrix", cwd=tmp_path, python=python)
     assert f"{site}/ds_patches/troubleshooting.md#gradient-penalty" in told
-    assert f"what DeepSpeed {installed.version} gets wrong" in said
+    assert f"what DeepSpeed {release.installed().version} gets wrong" in said
     for name in registry.patches():
         assert re.search(f"^  {name} +would apply$", said, re.MULTILINE)
 
@@ -108,7 +115,8 @@ def test_doctor_runs_beside_deepspeed_alone(built: Path, tmp_path: Path) -> None
 def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path: Path) -> None:
     """With the page's files, command and test, and nothing of this project but the wheel."""
     python, site = environment(tmp_path / "env", built)
-    others = [one for one in sys.path if Path(one).is_dir() and not _has_ours(Path(one))]
+    folders = (Path(one) for one in sys.path)
+    others = [str(one) for one in folders if not (one / "ds_patches/__init__.py").is_file()]
     (site / "others.pth").write_text("\n".join(others))
     own = tmp_path / "own"
     for path, text in files_on("writing-a-patch.md").items():
@@ -131,7 +139,3 @@ def test_a_patch_of_another_package_is_written_by_its_page(built: Path, tmp_path
     run("-m", "pip", "wheel", *pip[3:], "-w", str(tmp_path), str(own), cwd=own, python=python)
     with zipfile.ZipFile(tmp_path / "our_patches-1.0-py3-none-any.whl") as wheel:
         assert "our_patches/loud_scale/shapes.json" in wheel.namelist()
-
-
-def _has_ours(folder: Path) -> bool:
-    return (folder / "ds_patches" / "__init__.py").is_file()

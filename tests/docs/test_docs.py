@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from ds_patches import __main__ as command_line
-from ds_patches.core import flags, registry, release
+from ds_patches.core import flags, registry
 from ds_patches.core.state import State
 from ds_patches.symptoms import SYMPTOMS
-from tests import shell
 from tests.core import fake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,28 +36,22 @@ def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def copy_of(names: tuple[str, ...], folder: Path) -> Path:
-    for name in names:
-        source = ROOT / name
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A repository of what the site is built of."""
+    for source in (ROOT / name for name in SOURCES):
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, tmp_path / source.name, ignore=ignore)
         else:
-            shutil.copy(source, folder / name)
-    return folder
+            shutil.copy(source, tmp_path)
+    return tmp_path
 
 
 def files_on(page: str) -> dict[str, str]:
     """The files that a page shows whole, by the path it gives them."""
     fence = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
     return dict(fence.findall((DOCS / page).read_text(encoding="utf-8")))
-
-
-def write_sample(repository: Path) -> None:
-    """Write the patch of the page, which is another package's, as one of this project."""
-    for path, text in files_on("writing-a-patch.md").items():
-        if path != "pyproject.toml":
-            file = repository / path.replace("our_patches", "ds_patches")
-            fake.write(file, text.replace("our_patches", "ds_patches"))
 
 
 @pytest.fixture(scope="module")
@@ -146,20 +139,16 @@ def test_the_search_works_from_the_disk(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "text", "complaint"),
     [
-        ("using.md", "[there](nowhere.md)", "nowhere.md"),
         ("using.md", "[there](flags.md#nowhere)", "#nowhere"),
         ("using.md", "[there](../nowhere.py)", "nowhere.py"),
         ("using.md", "<!-- generated: nothing -->", "no table is called 'nothing'"),
         ("orphan.md", "# In no navigation", "orphan.md"),
     ],
 )
-def test_what_is_broken_fails_the_build(
-    tmp_path: Path, page: str, text: str, complaint: str
-) -> None:
-    copy = copy_of(SOURCES, tmp_path)
+def test_what_is_broken_fails_the_build(copy: Path, page: str, text: str, complaint: str) -> None:
     with (copy / "docs" / page).open("a", encoding="utf-8") as file:
         file.write(f"\n{text}\n")
-    done = build(copy, tmp_path / "site")
+    done = build(copy, copy / "site")
     assert done.returncode != 0
     assert complaint in done.stdout + done.stderr
 
@@ -173,58 +162,28 @@ def test_a_link_out_of_docs_becomes_a_path(site: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_new_patch_has_its_page_without_an_edit(tmp_path: Path) -> None:
+def test_a_new_patch_has_its_page_without_an_edit(copy: Path) -> None:
     """And of its option's choices it may have several."""
-    copy = copy_of(SOURCES, tmp_path)
-    write_sample(copy)
+    for path, text in files_on("writing-a-patch.md").items():
+        if path != "pyproject.toml":  # which makes it another package's
+            file = copy / path.replace("our_patches", "ds_patches")
+            fake.write(file, text.replace("our_patches", "ds_patches"))
     binding = copy / "ds_patches/loud_scale/binding.py"
     text = fake.edited(binding.read_text(encoding="utf-8"), '"both", (', '("down",), (')
     binding.write_text(fake.edited(text, '("both", "down")', '("up", "down")'), encoding="utf-8")
-    done = build(copy, tmp_path / "site")
+    done = build(copy, copy / "site")
     assert done.returncode == 0, done.stderr
-    page = _Page(tmp_path / "site/patches/loud_scale.html").text
+    page = _Page(copy / "site/patches/loud_scale.html").text
     assert "A warning whenever DynamicLossScaler has raised" in page, "its docstring's section"
     assert "a higher one not at all" in page, "its binding's, where the docstring has none"
     for unsaid in ("How", "Remove it when", "Upstream"):
         assert unsaid not in page
-    assert "patches/loud_scale.html" in _Page(tmp_path / "site/using.html").links
-    flags_page = _Page(tmp_path / "site/flags.html").text
+    assert "patches/loud_scale.html" in _Page(copy / "site/using.html").links
+    flags_page = _Page(copy / "site/flags.html").text
     assert "DS_PATCHES_LOUD_SCALE_MOVES" in flags_page
     for found in (flags_page, page):
         assert "one or more of up, down (default), all: which moves are said" in found
         assert "whatever the lists say; one or more of up, down, all: apply it so" in found
-
-
-@pytest.mark.exhaustive
-def test_the_sample_patch_is_a_whole_one(tmp_path: Path) -> None:
-    """The page's files, command and test, and the tests that a patch gets without a line."""
-    copy = copy_of(("ds_patches", "tests", "pyproject.toml"), tmp_path)
-    write_sample(copy)
-    installed = release.installed()
-    assert installed is not None
-    (copy / ".releases").mkdir()
-    (copy / ".releases" / str(installed.version)).symlink_to(installed.folder.parent)
-    record = ("-m", "ds_patches", "record-shapes", "loud_scale", "--releases", ".releases")
-    recorded = _python(copy, *record)
-    assert "+ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale" in recorded
-    tests = (
-        "tests/loud_scale",
-        "tests/core/test_lifecycle.py::test_every_patch_in_telling_orderings[loud_scale]",
-    )
-    assert "4 passed" in _python(copy, "-m", "pytest", "-p", "no:cacheprovider", *tests)
-
-
-def _python(repository: Path, *arguments: str) -> str:
-    path = os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=repository,
-        env=shell.environment(PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class _Page(HTMLParser):

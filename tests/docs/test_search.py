@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import ROOT, build
+from tests.docs.test_docs import site
 from tests.explain.test_explain import TYPED
 
+__all__ = ["site"]
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic"),
@@ -21,13 +22,10 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT, folder)
-    assert done.returncode == 0, done.stderr
-    # Typed as a user does: the search's own script hears of it.
-    page = (folder / "index.html").read_text(encoding="utf-8")
-    typed = """<script>addEventListener("load", () => {
+def typed(site: Path) -> Path:
+    """A page where what the address ends in is typed as a user does: the search hears of it."""
+    page = (site / "index.html").read_text(encoding="utf-8")
+    script = """<script>addEventListener("load", () => {
   const field = document.querySelector(".md-search__input");
   document.querySelector("#__search").click();
   field.focus();
@@ -35,15 +33,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
   const type = () => field.dispatchEvent(new Event("keyup", {bubbles: true}));
   for (let at = 0; at < 15000; at += 500) setTimeout(type, at);
 });</script></body>"""
-    (folder / "typed.html").write_text(page.replace("</body>", typed), encoding="utf-8")
-    return folder
+    file = site / "typed.html"
+    file.write_text(page.replace("</body>", script), encoding="utf-8")
+    return file
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium")
 @pytest.mark.parametrize(("text", "anchor"), TYPED.items(), ids=lambda value: value[:30])
-def test_the_top_hit_is_right(site: Path, tmp_path: Path, text: str, anchor: str) -> None:
-    address = f"file://{site}/typed.html#{text.replace(' ', '%20')}"
+def test_the_top_hit_is_right(typed: Path, tmp_path: Path, text: str, anchor: str) -> None:
+    address = f"file://{typed}#{text.replace(' ', '%20')}"
     command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = done.stdout.partition('class="md-search-result__list"')[2]

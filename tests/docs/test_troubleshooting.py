@@ -124,19 +124,3 @@ def test_every_quoted_message_is_one(message: str) -> None:
     assert of_weight, "a heading that would match anything"
     for part in of_weight:
         assert any(part in text for text in spoken), part
-
-
-def test_messages_are_found_where_they_hide() -> None:
-    """An f-string, a log line, a program in a text; not a docstring, not an info."""
-    code = '''
-def f(x):
-    """Not this one."""
-    log.info("nor this one")
-    log.warning("first words of %s and last ones", x)
-    program = f"code: {x}" + """import sys
-sys.stderr.write("said by a program")
-"""
-    raise ValueError(f"middle of {x!r} the road")
-'''
-    expected = ["first words of", "and last ones", "said by a program", "middle of", "the road"]
-    assert list(fixed_parts(ast.parse(code))) == expected

@@ -1,8 +1,5 @@
 """`ds-patches explain`: every text that people meet leads to its answer.
 
-`said/` has what real scripts printed: `<release>-<script>.txt`, of the scripts in `crashes.py`.
+`said/` has what real scripts printed on stock: `<anchor of the answer>/<release>.txt`, as it was
+printed but for the folders of the machine.
 """
-
-from pathlib import Path
-
-SAID = Path(__file__).with_name("said")

@@ -11,15 +11,11 @@ from ds_patches.core import live
 from ds_patches.runtime.attributes import Shadow, meanwhile
 
 
-def test_they_are_put_back() -> None:
+def test_they_are_put_back_also_after_an_exception() -> None:
     thing = SimpleNamespace(one=1, two=2)
     with meanwhile(thing, one=None, two=3):
         assert vars(thing) == {"one": None, "two": 3}
     assert vars(thing) == {"one": 1, "two": 2}
-
-
-def test_they_are_put_back_after_an_exception() -> None:
-    thing = SimpleNamespace(one=1)
     with pytest.raises(KeyError), meanwhile(thing, one=2):
         raise KeyError
     assert thing.one == 1
@@ -45,50 +41,32 @@ def longer(wrapped: Any, *args: Any, **kwargs: Any) -> str:
     return f"{wrapped(*args, **kwargs)} dong"
 
 
-def test_a_shadow_is_around_the_method_of_one_object() -> None:
+def test_shadows_are_around_the_method_of_one_object_and_come_off_from_the_top() -> None:
     bell = Bell()
-    shadow = Shadow(bell, "ring", louder)
+    inner = Shadow(bell, "ring", louder)
     assert bell.ring(2) == bell.ring(times=2) == "DING DING"
     assert Bell().ring() == "ding"
-    shadow.remove()
-    assert bell.ring() == "ding"
-    assert not vars(bell)
-    shadow.remove()  # again, which changes nothing
-    assert not vars(bell)
-
-
-def test_shadows_come_off_from_the_top() -> None:
-    bell = Bell()
-    inner, outer = Shadow(bell, "ring", louder), Shadow(bell, "ring", longer)
+    outer = Shadow(bell, "ring", longer)
     assert bell.ring() == "DING dong"
+    assert live.leads_to(bell.ring, Bell.ring), "as the watch over replaced methods looks for it"
     outer.remove()
     assert bell.ring() == "DING"
-    inner.remove()
-    assert not vars(bell)
+    for _ in range(2):  # the second time changes nothing
+        inner.remove()
+        assert bell.ring() == "ding"
+        assert not vars(bell)
 
 
-def test_a_function_in_its_place_stays() -> None:
+def test_a_function_in_its_place_stays_and_what_was_there_comes_back() -> None:
     bell = Bell()
-    shadow = Shadow(bell, "ring", louder)
-    bell.ring = lambda: "gong"  # type: ignore[method-assign]
-    shadow.remove()
-    assert bell.ring() == "gong"
-
-
-def test_what_was_at_the_object_comes_back() -> None:
-    bell = Bell()
-    before = bell.ring = lambda: "gong"  # type: ignore[method-assign]
+    gong = bell.ring = lambda: "gong"  # type: ignore[method-assign]
     shadow = Shadow(bell, "ring", louder)
     assert bell.ring() == "GONG"
-    shadow.remove()
-    assert vars(bell) == {"ring": before}
-
-
-def test_the_method_is_found_through_it() -> None:
-    """As the watch over replaced methods looks for it."""
-    bell = Bell()
-    Shadow(bell, "ring", louder)
-    Shadow(bell, "ring", longer)
-    assert live.leads_to(bell.ring, Bell.ring)
-    bell.ring = lambda: "gong"  # type: ignore[method-assign]
+    ours = vars(bell)["ring"]
+    bell.ring = lambda: "clang"  # type: ignore[method-assign]
     assert not live.leads_to(bell.ring, Bell.ring)
+    assert not shadow.remove()
+    assert bell.ring() == "clang"
+    bell.ring = ours  # type: ignore[method-assign]
+    assert shadow.remove()
+    assert vars(bell) == {"ring": gong}

@@ -53,49 +53,31 @@ def ready() -> Tensor:
     return torch.ones(2, requires_grad=True)
 
 
-def test_no_task_outside_a_backward() -> None:
-    assert current_task_id() == NO_TASK
-
-
-def test_one_backward_begins_once() -> None:
-    watched = Watched()
-    middle = watched.at(ready() * 2)
+def test_one_backward_begins_once_and_runs_until_it_ends() -> None:
+    watched, leaf = Watched(), ready()
+    seen: list[tuple[bool, bool]] = []
+    leaf.register_hook(lambda grad: seen.append((watched.watch.running, watched.watch.raised)))
+    middle = watched.at(leaf * 2)
     for _ in range(2):
+        assert current_task_id() == NO_TASK
         watched.at(middle.sum()).backward(retain_graph=True)
         assert watched.met == [Entry.BEGINS, Entry.RUNS]
         assert not watched.watch.running
         assert not watched.watch.raised
         watched.met.clear()
-
-
-def test_it_runs_until_it_ends() -> None:
-    watched = Watched()
-    leaf, seen = ready(), []
-    leaf.register_hook(lambda grad: seen.append((watched.watch.running, watched.watch.raised)))
-    watched.at((leaf * 2).sum()).backward()
-    assert seen == [(True, False)]
-    assert not watched.watch.running
+    assert seen == [(True, False)] * 2
 
 
 def test_backward_that_raises_is_told_at_once() -> None:
+    """The exception that a user keeps, with its traceback, must not keep the graph task alive."""
     watched = Watched()
-    with pytest.raises(RuntimeError, match="half way"):
+    with pytest.raises(RuntimeError, match="half way") as kept:
         watched.loss(raises=True).backward()
+    assert kept.tb is not None
     assert watched.watch.raised
     assert not watched.watch.running
     watched.watch.forget()
     assert not watched.watch.raised
-
-
-def test_failure_shows_through_a_kept_exception() -> None:
-    """The traceback that a user keeps must not keep the graph task alive."""
-    watched = Watched()
-    try:
-        watched.loss(raises=True).backward()
-    except RuntimeError as error:
-        kept = error
-    assert kept.__traceback__ is not None
-    assert watched.watch.raised
 
 
 def test_the_one_after_a_failure_meets_it_until_it_is_dealt_with() -> None:

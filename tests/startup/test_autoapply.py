@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from subprocess import CompletedProcess
 
 import pytest
 
-from ds_patches.core import shape
-from ds_patches.core.patch import Place
 from tests.core import fake
 from tests.startup.environment import Environment
 
@@ -39,31 +35,6 @@ def holds(here: Environment, code: str, **variables: str) -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def lazy(here: Environment) -> Environment:
-    """Let its DeepSpeed import nothing of itself."""
-    fake.write(here.site / "deepspeed/__init__.py", "answer = 42")
-    return here
-
-
-def with_a_second_module(here: Environment) -> Environment:
-    """Let the sample wrap a function of another module too, which the engine imports."""
-    lazy(here)
-    fake.write(here.site / "deepspeed/runtime/zero.py", "def gather(x):\n    return x\n")
-    engine = here.site / "deepspeed/runtime/engine.py"
-    engine.write_text(f"import sys\nfrom deepspeed.runtime import zero\n{engine.read_text()}")
-    with engine.open("a") as text:
-        text.write("if getattr(sys, 'broken', False):\n    raise ValueError('not yet')\n")
-    binding = here.package / "sample/binding.py"
-    gather = 'Target("deepspeed.runtime.zero", "gather", HERE + ":mark")'
-    target = f"targets=(\n        {gather},"
-    binding.write_text(fake.edited(binding.read_text(), "targets=(", target))
-    recorded = here.package / "sample/shapes.json"
-    place = Place("deepspeed.runtime.zero", "gather")
-    found = {shape.of_source(place, here.site / "deepspeed"): "0.16.0-0.19.8"}
-    recorded.write_text(json.dumps(json.loads(recorded.read_text()) | {place.key: found}))
-    return here
-
-
 def test_it_waits_and_then_applies_once(environment: Environment) -> None:
     code = """
 status = ds_patches.status()["sample"]
@@ -79,59 +50,10 @@ assert activations() == [("activate", "0.19.8", {"mode": "hard"})]
     holds(environment, code, DS_PATCHES_SAMPLE_MODE="hard")
 
 
-def test_a_module_that_is_imported_late_is_waited_for(own: Environment) -> None:
+def test_taken_back_before_it_was_applied(environment: Environment) -> None:
     code = """
-import deepspeed
-status = ds_patches.status()["sample"]
-assert status.state is ds_patches.State.PENDING
-assert status.reason == "would apply at the import of deepspeed.runtime.engine"
-assert "deepspeed.runtime" not in sys.modules, "auto-apply imports nothing of its own accord"
-assert not activations()
-import deepspeed.runtime.engine as engine
-assert state() == "applied"
-assert engine.scale(1)[0] == "marked"
-assert len(activations()) == 1
-"""
-    holds(lazy(own), code)
-
-
-def test_a_half_imported_target_is_waited_for(own: Environment) -> None:
-    code = """
-import deepspeed
-sys.broken = True
-try:
-    import deepspeed.runtime.engine
-except ValueError:
-    pass
-assert state() == "pending", "zero was whole while the engine was half imported"
-assert not activations()
-sys.broken = False
-import deepspeed.runtime.engine as engine
-assert state() == "applied"
-assert engine.scale(1)[0] == engine.zero.gather(1)[0] == "marked"
-assert len(activations()) == 1
-"""
-    holds(with_a_second_module(own), code)
-
-
-def test_the_first_of_its_modules_is_enough(own: Environment) -> None:
-    code = """
-import deepspeed.runtime.zero
-assert state() == "applied"
-import deepspeed.runtime.engine
-assert len(activations()) == 1
-"""
-    holds(with_a_second_module(own), code)
-
-
-@pytest.mark.parametrize("until", ["deepspeed", "deepspeed.runtime.engine"])
-def test_taken_back_before_it_was_applied(own: Environment, until: str) -> None:
-    code = f"""
-import importlib
-{"import deepspeed" if until != "deepspeed" else ""}
 assert state() == "pending"
 assert ds_patches.unapply("sample").state is ds_patches.State.REVERTED
-importlib.import_module({until!r})
 import deepspeed.runtime.engine as engine
 assert state() == "reverted"
 assert engine.scale(1)[0] == "scale"
@@ -139,17 +61,14 @@ assert not activations()
 ds_patches.apply("sample")
 assert engine.scale(1)[0] == "marked"
 """
-    holds(lazy(own) if until != "deepspeed" else own, code)
+    holds(environment, code)
 
 
 @pytest.mark.parametrize(
     "call",
     ['apply("sample", mode="hard")', 'apply_all(options={"sample": {"mode": "hard"}})'],
 )
-@pytest.mark.parametrize("make", [lambda own: own, lazy], ids=["eager", "lazy"])
-def test_a_call_comes_before_the_environment(
-    own: Environment, call: str, make: Callable[[Environment], Environment]
-) -> None:
+def test_a_call_comes_before_the_environment(environment: Environment, call: str) -> None:
     code = f"""
 assert state() == "pending"
 ds_patches.{call}
@@ -161,7 +80,7 @@ assert activations() == [("activate", "0.19.8", {{"mode": "hard"}})]
 ds_patches.unapply("sample")
 assert deepspeed.runtime.engine.scale(1)[0] == "scale"
 """
-    holds(make(own), code, DS_PATCHES_SAMPLE_MODE="soft")
+    holds(environment, code, DS_PATCHES_SAMPLE_MODE="soft")
 
 
 @pytest.mark.parametrize("choice", ['skip="sample"', "only=[]"])
