@@ -6,6 +6,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -18,11 +19,48 @@ from ds_patches.core.state import State
 from tests import releases
 from tests.releases import columns, page, record
 from tests.releases.at_once import each, say
-from tests.releases.cell import Answer, Cell, of_patch, of_tests
 from tests.releases.columns import CORE
 from tests.releases.install import install_one
-from tests.releases.record import Record, Records
+from tests.releases.record import Cell, Record, Records
 from tests.releases.run import WHOLE, Case, Outcome, count, pytest, python
+
+#: What the gate's refusals are to a reader. Any other state but READY says nothing about a release.
+_REFUSALS = {
+    State.FIXED_UPSTREAM: Cell.FIXED_UPSTREAM,
+    State.OUT_OF_RANGE: Cell.NOT_APPLICABLE,
+    State.SHAPE_CHANGED: Cell.REFUSED,
+    State.BLOCKED: Cell.REFUSED,
+    State.UNKNOWN_VERSION: Cell.REFUSED,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process with the release on its path says of a patch; see probe.py.
+
+    state, reason: the gate's, before anything was imported.
+    live: whether the patch was in the call path after `apply_all()`.
+    after: why it was, or was not.
+    """
+
+    state: State
+    reason: str
+    live: bool = False
+    after: str = ""
+
+
+def judge(answer: Answer | None, outcome: Outcome) -> tuple[Cell, str]:
+    """A column's cell, and why it is no pass. Tests of a refused patch do not count.
+
+    answer: a patch's; the core has none.
+    """
+    if answer and answer.state is not State.READY:
+        return _REFUSALS.get(answer.state, Cell.UNKNOWN), answer.reason
+    if answer and not answer.live:
+        return Cell.FAILED, answer.after
+    if outcome.trouble:
+        return (Cell.FAILED if outcome.failed else Cell.UNKNOWN), outcome.trouble
+    return Cell.PASS, ""
 
 
 class NoAnswer(Exception):
@@ -141,7 +179,7 @@ def recorded(
 ) -> Record:
     """What is kept of a column; the core has no answer, an untested patch no outcome."""
     outcome = outcome or Outcome(version, trouble="no test ran")
-    cell, why = of_patch(answer, outcome) if answer else of_tests(outcome)
+    cell, why = judge(answer, outcome)
     patch = registry.patches().get(column)
     return Record(
         release=version,

@@ -21,8 +21,8 @@ from ds_patches.core.state import State
 from tests import releases
 from tests.releases import index, matrix, record
 from tests.releases.at_once import say
-from tests.releases.cell import Answer
 from tests.releases.install import install
+from tests.releases.matrix import Answer
 
 _RANGE = re.compile(r'(\bsupported="[^"]*<=)[^",]+(")')
 

@@ -10,7 +10,7 @@ import pytest
 from ds_patches.core import registry
 from ds_patches.core.state import State
 from tests.releases import record, support
-from tests.releases.cell import Answer
+from tests.releases.matrix import Answer
 
 NEWEST = record.load().releases[-1]
 BINDING = 'fixed_in=None,\nsupported=">=0.16.0,<=0.19.8",\nreleases="<=0.19.7",\n'

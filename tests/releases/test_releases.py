@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.core import fake
-from tests.releases import at_once, columns, git, record, turn
+from tests.releases import at_once, columns, record, turn
 from tests.releases.__main__ import main
 from tests.releases.run import Outcome, chosen, count, run
 from tests.releases.run import pytest as run_pytest
@@ -169,7 +169,7 @@ def test_a_turn_says_why_it_is_this_one(
     monkeypatch: pytest.MonkeyPatch, shallow: str, number: int, why: str
 ) -> None:
     answers = {"rev-parse": shallow, "rev-list": "604"}
-    monkeypatch.setattr(git, "says", lambda command, *rest: answers[command])
+    monkeypatch.setattr(columns, "git", lambda command, *rest: answers[command])
     assert str(turn.this(6)) == f"turn {number} of 0 to 5 ({why})"
 
 
