@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tests import releases
 from tests.releases import index, matrix, record
 from tests.releases.at_once import say
 from tests.releases.install import install
-from tests.releases.matrix import Answer
 
 _RANGE = re.compile(r'(\bsupported="[^"]*<=)[^",]+(")')
 
@@ -35,25 +33,15 @@ Left to you, for {version}:
 """
 
 
-def support(
-    version: str,
-    look: Callable[[], int] = index.look,
-    put: Callable[[Sequence[str]], int] = install,
-    ask: Callable[[str], dict[str, Answer]] = matrix.ask,
-    python: Callable[..., int] | None = None,
-) -> int:
-    """Do all of it for one release; 1 if a patch was refused or a test failed.
-
-    look, put, ask, python: what asks the index, installs, asks the gate, and runs a Python.
-    """
-    python = python or _python
-    look()
+def support(version: str) -> int:
+    """Do all of it for one release; 1 if a patch was refused or a test failed."""
+    index.look()
     known = record.load().releases
     if version not in known:
         raise ValueError(f"the package index has no release {version}")
-    if put(known):
+    if install(known):
         return 1
-    refused = [n for n, answer in ask(version).items() if not _takes(n, version, answer, python)]
+    refused = [n for n, answer in matrix.ask(version).items() if not _takes(n, version, answer)]
     failed = python("-m", "tests.releases", "record", version)
     # A range that has moved is a claim about every release.
     failed = failed or python("-m", "tests.releases", "record")
@@ -63,7 +51,7 @@ def support(
     return int(bool(failed or refused))
 
 
-def _takes(name: str, version: str, answer: Answer, python: Callable[..., int]) -> bool:
+def _takes(name: str, version: str, answer: matrix.Answer) -> bool:
     """Raise a patch's range to a release whose every shape it knows, and record the shapes."""
     if answer.state not in (State.UNKNOWN_VERSION, State.READY):
         return answer.state is State.FIXED_UPSTREAM
@@ -90,6 +78,6 @@ def binding_of(patch: Patch) -> Path:
     return Path(str(import_module(f"{patch.package}.binding").__file__))
 
 
-def _python(*arguments: str) -> int:
+def python(*arguments: str) -> int:
     """A process of its own: this one has read the bindings as they were."""
     return subprocess.run([sys.executable, *arguments], cwd=releases.ROOT).returncode
