@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.engines import around, batches, config, mlp
-from benchmarks.gradients import Forward
 from benchmarks.harness import main
-from benchmarks.probes import held_mib
+from benchmarks.probes import Forward, held_mib
 from benchmarks.rows import Row, find, ratios
 from benchmarks.tables import Bar, Table, error, number, over, phases, value
 from benchmarks.timing import Mark, Step

@@ -17,18 +17,18 @@ import tempfile
 import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import NamedTuple
 
 import torch
 
 import ds_patches
 from benchmarks.options import positive
-from benchmarks.provenance import provenance
+from benchmarks.provenance import ROOT, provenance
 from benchmarks.tables import markdown
 from benchmarks.timing import quartiles
 from ds_patches.startup import variables
 
-_ROOT = Path(__file__).resolve().parents[1]
 #: What a hook may add to the start of an interpreter.
 _UNSET_BAR, _SET_BAR = 2.0, 10.0
 _ALL = {"DS_PATCHES": "all"}
@@ -44,14 +44,13 @@ _TIMED = """
 import json, time
 import deepspeed, ds_patches
 
-def timed(name, live):
+taken = []
+for name, live in (("apply_all", True), ("unapply_all", False), ("apply_all", True)):
     cpu = time.process_time()
     statuses = getattr(ds_patches, name)()
-    cpu = time.process_time() - cpu
+    taken.append(1e3 * (time.process_time() - cpu))
     assert any(status.live for status in statuses.values()) is live, statuses
-    return cpu * 1e3
-
-print(json.dumps([timed("apply_all", True), timed("unapply_all", False), timed("apply_all", True)]))
+print(json.dumps(taken))
 """
 
 
@@ -69,15 +68,14 @@ class Start(NamedTuple):
     check: str
     bar: float | None = None
 
-    def once(self) -> float:
+    def once(self, check: str = "") -> float:
         """Start it and wait for its end; its CPU time."""
-        quiet = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
-        words = [str(self.python), "-c", self.code]
-        child = os.posix_spawn(words[0], words, self.variables, file_actions=quiet)
-        _, status, usage = os.wait4(child, 0)
-        if status:
-            raise RuntimeError(f"{self.name}: exit code {os.waitstatus_to_exitcode(status)}")
-        return 1e3 * (usage.ru_utime + usage.ru_stime)
+        before = getrusage(RUSAGE_CHILDREN)
+        words = [str(self.python), "-c", f"{self.code}\n{check}"]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": None if check else subprocess.DEVNULL}
+        subprocess.run(words, env=self.variables, check=True, **streams)
+        after = getrusage(RUSAGE_CHILDREN)
+        return 1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
 def main() -> None:
@@ -101,22 +99,14 @@ def _bare_starts(folder: Path) -> list[Start]:
     enable = "from ds_patches.startup import site_packages; site_packages.enable()"
     subprocess.run([enabled, "-c", enable], env=_variables(), check=True)
     hook = {"PYTHONPATH": str(plain_site / "ds_patches/startup/hook")}
+    unset, armed = _HOOKED.format(False), _HOOKED.format(True)
+    here, on_path = _variables(), _variables() | hook
     return [
-        Start(
-            name,
-            python,
-            _variables() | chosen,
-            "pass",
-            _HOOKED.format(_ALL.items() <= chosen.items()),
-            bar,
-        )
-        for name, python, chosen, bar in (
-            ("no hook", plain, {}, None),
-            ("PYTHONPATH, DS_PATCHES unset", plain, hook, _UNSET_BAR),
-            ("PYTHONPATH, DS_PATCHES=all", plain, hook | _ALL, _SET_BAR),
-            (".pth, DS_PATCHES unset", enabled, {}, _UNSET_BAR),
-            (".pth, DS_PATCHES=all", enabled, _ALL, _SET_BAR),
-        )
+        Start("no hook", plain, here, "pass", unset),
+        Start("PYTHONPATH, DS_PATCHES unset", plain, on_path, "pass", unset, _UNSET_BAR),
+        Start("PYTHONPATH, DS_PATCHES=all", plain, on_path | _ALL, "pass", armed, _SET_BAR),
+        Start(".pth, DS_PATCHES unset", enabled, here, "pass", unset, _UNSET_BAR),
+        Start(".pth, DS_PATCHES=all", enabled, here | _ALL, "pass", armed, _SET_BAR),
     ]
 
 
@@ -148,7 +138,7 @@ def _variables() -> dict[str, str]:
 def _path(*first: Path) -> str:
     """This project, and what this shell has on its path, after these."""
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(filter(None, [*map(str, first), str(_ROOT), *inherited]))
+    return os.pathsep.join(filter(None, [*map(str, first), str(ROOT), *inherited]))
 
 
 def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
@@ -157,8 +147,7 @@ def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
     Prints what each took, and what it took beyond the first one's in the same round.
     """
     for start in starts:  # which also compiles what is not compiled yet
-        words = [start.python, "-c", f"{start.code}\n{start.check}"]
-        subprocess.run(words, env=start.variables, check=True, stdout=subprocess.DEVNULL)
+        start.once(start.check)
     taken: dict[str, list[float]] = {start.name: [] for start in starts}
     turn = list(starts)
     for _ in range(rounds):

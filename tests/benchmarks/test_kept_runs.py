@@ -13,7 +13,7 @@ from benchmarks.provenance import p2p
 from benchmarks.rows import Row, Run, like
 from benchmarks.tables import middle, number
 from benchmarks.workload import Workload
-from tests.benchmarks.outcome import ROOT
+from tests.benchmarks import ROOT
 
 DOCS = ROOT / "docs"
 KEPT = sorted(DOCS.glob("*-20??-??-??.json"))

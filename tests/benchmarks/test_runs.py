@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from benchmarks import show
 from benchmarks.rows import Run
 from benchmarks.workload import Workload
-from tests.benchmarks.outcome import ROOT, table
+from tests.benchmarks import ROOT, table
 
 pytestmark = pytest.mark.exhaustive
 
@@ -30,22 +31,15 @@ COMMANDS = {
     "at_rest": f"{TORCHRUN}-m benchmarks.at_rest --stages 1 3 --micro-steps 1 --width 32",
     "dc_fallback": "-m benchmarks.dc_fallback --skipped nothing half --width 16 --tokens 4",
 }
-WAYS = ["multi", "native", "ours"]
 MODES = ("stock", "patched")
 #: What tells the rows of a run apart, in their order.
 ROWS: dict[str, list[tuple[Any, ...]]] = {
     "retain": [(number,) for number in (1, 2, 4, 5, 6, 7, 8, 9, 10, 3)],
-    "coalesce": [(stage, 4, 4, way) for stage in (1, 2, 3) for way in WAYS]
-    + [(3, 4, 4, "ours, gather_once")],
-    "stream_safety": [
-        (s, o, m, 4, bucket, 2)
-        for bucket in (2500, 500)
-        for s in (1, 2)
-        for o in (False, True)
-        for m in MODES
-    ],
-    "at_rest": [(s, 1, 8, mode) for s in (1, 3) for mode in ("patched", "stock", "stock again")],
-    "dc_fallback": [("eager", "nothing"), ("eager", "half")],
+    "coalesce": [(stage, 4, 4, way) for stage in (1, 2, 3) for way in ("multi", "native", "ours")]
+    + [(3, 4, 4, "ours, default"), (3, 4, 4, "ours, gather_once")],
+    "stream_safety": [*product((2,), (4,), (2500, 500), (1, 2), (False, True), MODES)],
+    "at_rest": [*product((1, 3), (1,), (8,), ("patched", "stock", "stock again"))],
+    "dc_fallback": [("nothing", "eager"), ("half", "eager")],
 }
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.benchmarks.outcome import ROOT, table
+from tests.benchmarks import ROOT, table
 
 HOOKED = {
     "PYTHONPATH, DS_PATCHES unset": "< 2",
