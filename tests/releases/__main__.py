@@ -9,7 +9,7 @@ import sys
 from packaging.version import Version
 
 from tests import releases
-from tests.releases import at_once, index, matrix, page, pairs, record, support, turn
+from tests.releases import at_once, matrix, page, pairs, record, support, turn
 from tests.releases.install import install
 from tests.releases.run import run
 
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     supporting.set_defaults(work=lambda given: support.support(given.release))
     supporting.add_argument("release", type=_release)
     asking = commands.add_parser("index", help="ask the package index for new releases")
-    asking.set_defaults(work=lambda given: index.look())
+    asking.set_defaults(work=lambda given: support.look())
     paging = commands.add_parser("page", help="write docs/compatibility.md again, from the records")
     paging.set_defaults(work=lambda given: page.rewrite(record.load()))
     return parser

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version as version_of
@@ -14,7 +17,7 @@ from pathlib import Path
 from packaging.version import Version
 
 import ds_patches
-from ds_patches.core import registry
+from ds_patches.core import gate, registry, release
 from ds_patches.core.state import State
 from tests import releases
 from tests.releases import columns, page, record
@@ -36,7 +39,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process with the release on its path says of a patch; see probe.py.
+    """What a process with the release on its path says of a patch.
 
     state, reason: the gate's, before anything was imported.
     live: whether the patch was in the call path after `apply_all()`.
@@ -129,7 +132,7 @@ def ask(version: str) -> dict[str, Answer]:
     """What a process of that release's own says of each patch; raises NoAnswer."""
     with tempfile.TemporaryDirectory() as scratch:
         answers = Path(scratch, "answers.json")
-        done = python(version, "-m", "tests.releases.probe", str(answers))
+        done = python(version, "-m", "tests.releases.matrix", str(answers))
         if done.returncode:
             raise NoAnswer(done.stdout)
         # Reasons name files; where they lie on this machine is nobody's business.
@@ -199,3 +202,30 @@ def recorded(
         sources=sources,
         commit=commit,
     )
+
+
+def answer(into: Path) -> None:
+    """What the DeepSpeed that is first on this path lets each patch do: the fields of `Answer`.
+
+    Into a file, because DeepSpeed prints to standard output while it is imported.
+    """
+    wanted, found = os.environ["DEEPSPEED_TEST_RELEASE"], release.installed()
+    if found is None or found.text != wanted:
+        sys.exit(f"DeepSpeed {wanted} was asked for, {found and found.text} is first on the path")
+    verdicts = {name: gate.check(patch) for name, patch in registry.patches().items()}
+    with suppress(ds_patches.PatchNotApplied):  # the statuses say which, and why
+        ds_patches.apply_all()
+    answers = {
+        name: {
+            "state": verdicts[name].state.value,
+            "reason": verdicts[name].reason,
+            "live": status.live,
+            "after": status.reason,
+        }
+        for name, status in ds_patches.status().items()
+    }
+    into.write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    answer(Path(sys.argv[1]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -18,10 +20,12 @@ from ds_patches.core import registry
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import State
 from tests import releases
-from tests.releases import index, matrix, record
+from tests.releases import matrix, page, record
 from tests.releases.at_once import say
 from tests.releases.install import install
 
+FIRST = Version("0.16.0")
+_LINE = "Available versions:"
 _RANGE = re.compile(r'(\bsupported="[^"]*<=)[^",]+(")')
 
 _REST = """
@@ -35,7 +39,7 @@ Left to you, for {version}:
 
 def support(version: str) -> int:
     """Do all of it for one release; 1 if a patch was refused or a test failed."""
-    index.look()
+    look()
     known = record.load().releases
     if version not in known:
         raise ValueError(f"the package index has no release {version}")
@@ -81,3 +85,31 @@ def binding_of(patch: Patch) -> Path:
 def python(*arguments: str) -> int:
     """A process of its own: this one has read the bindings as they were."""
     return subprocess.run([sys.executable, *arguments], cwd=releases.ROOT).returncode
+
+
+def look(into: Path = record.FILE) -> int:
+    """Record which releases there are; 1 when one has an unknown cell."""
+    found = on_index()
+    records = record.load(into).knowing(found, date.today().isoformat())
+    record.save(records, into)
+    page.rewrite(records, into.with_suffix(".md"))
+    print(f"{len(found)} releases on the index, {found[-1]} to {found[0]}")
+    if untested := records.untested():
+        print(f"not tested: {', '.join(untested)}. To look closer:\n\n    {closer(untested)}")
+    return int(bool(untested))
+
+
+def on_index() -> list[str]:
+    """The releases from `FIRST` on, newest first, no pre-releases; raises ValueError."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_LINE)]
+    if done.returncode or not lines:
+        raise ValueError(done.stderr.strip() or f"pip stopped with code {done.returncode}")
+    versions = map(Version, lines[0].removeprefix(_LINE).split(","))
+    return [str(v) for v in versions if v >= FIRST and not v.is_prerelease]
+
+
+def closer(versions: Sequence[str]) -> str:
+    """The command that tests these releases."""
+    return f".venv/bin/python -m tests.releases record {' '.join(versions)}"

@@ -12,7 +12,7 @@ from packaging.version import Version
 from ds_patches.core import registry, release
 from ds_patches.core.state import State
 from tests.core import fake
-from tests.releases import at_once, columns, index, matrix, page, record
+from tests.releases import at_once, columns, matrix, page, record, support
 from tests.releases.columns import CORE
 from tests.releases.matrix import Answer, judge
 from tests.releases.record import Cell, Record, Records
@@ -28,8 +28,8 @@ INSTALLED = version_of("deepspeed")
 
 
 def test_every_release_was_tested_with_every_patch() -> None:
-    assert COMMITTED.releases[0] == str(index.FIRST)
-    assert not (untested := COMMITTED.untested()), index.closer(untested)
+    assert COMMITTED.releases[0] == str(support.FIRST)
+    assert not (untested := COMMITTED.untested()), support.closer(untested)
 
 
 @pytest.mark.parametrize("name", PATCHES)
@@ -204,7 +204,7 @@ def test_another_patch_is_no_part_of_the_sources(
     assert columns.sources(PATCH) != after[1], "a patch is applied by the core"
 
 
-# A release that appears on the index.
+# A release that appears on the support.
 
 
 def test_a_new_release_is_an_unknown_row_and_one_command(
@@ -215,14 +215,14 @@ def test_a_new_release_is_an_unknown_row_and_one_command(
 ) -> None:
     into = tmp_path / "c.json"
     with pytest.raises(ValueError, match="deepspeed"):
-        index.look(into)
+        support.look(into)
     assert not into.exists(), "an index that does not answer changes nothing"
 
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     record.save(recorded("0.19.7", "0.19.8"), into)
     for version in ("0.15.4", "0.19.8", "0.19.10", "0.20.0rc1"):
         (tmp_path / f"deepspeed-{version}.tar.gz").touch()
-    assert index.look(into) == 1
+    assert support.look(into) == 1
     assert capsys.readouterr().out.rstrip().endswith("record 0.19.10")
     found = record.load(into)
     assert found.releases == ("0.19.7", "0.19.8", "0.19.10"), "none that was known is forgotten"
@@ -230,4 +230,4 @@ def test_a_new_release_is_an_unknown_row_and_one_command(
     assert f"\n| 0.19.10 | {unknown} |\n" in into.with_suffix(".md").read_text()
 
     record.save(found.adding(a_record("0.19.10", c) for c in columns.columns()), into)
-    assert index.look(into) == 0
+    assert support.look(into) == 0

@@ -26,7 +26,7 @@ class Steps:
         patching.setattr(support, "binding_of", lambda patch: binding)
         patching.setattr(support, "python", self.python)
         patching.setattr(support, "install", lambda wanted: 0)
-        patching.setattr(support.index, "look", lambda: 0)
+        patching.setattr(support, "look", lambda: 0)
         patching.setattr(support.matrix, "ask", self.ask)
 
     def python(self, *arguments: str) -> int:
