@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,7 +20,7 @@ from benchmarks.engines import around, batches, blocks, config, loss_of, ready
 from benchmarks.harness import main
 from benchmarks.probes import Forward, plain_backwards
 from benchmarks.rows import Row
-from benchmarks.timing import Mark, Step, StepTimes
+from benchmarks.timing import Block, Mark, Step
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
 AGAIN = "stock again"
@@ -96,12 +95,12 @@ class AtRest(MicroSteps):
     def zero(self, row: Row) -> dict[str, Any]:
         return {"reduce_bucket_size": self.options.width**2}
 
-    def time(self, at: Standing) -> list[StepTimes]:
+    def time(self, at: Standing) -> Block:
         """By the slowest rank: the others wait for it somewhere."""
         block = super().time(at)
-        ms = torch.tensor([step.total for step in block], device=self.device)
+        ms = torch.tensor(block.ms, device=self.device)
         dist.all_reduce(ms, dist.ReduceOp.MAX)
-        return [replace(step, total=one) for step, one in zip(block, ms.tolist(), strict=True)]
+        return block._replace(ms=ms.tolist())
 
     def label(self, row: Row) -> tuple[str, str]:
         steps = f"{row['micro_steps']} micro step" + "s" * (row["micro_steps"] > 1)

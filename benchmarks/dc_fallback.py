@@ -24,7 +24,7 @@ from benchmarks.engines import SEED, config, free
 from benchmarks.harness import main
 from benchmarks.rows import Row, find, like, ratios
 from benchmarks.tables import Bar, Table, middle, number, off_by, over, phases
-from benchmarks.timing import Mark, Step, StepTimes, ignore, time_block
+from benchmarks.timing import Block, Mark, Step, ignore, time_block
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
 EAGER = "eager"
@@ -122,7 +122,7 @@ class DcFallback(Workload):
         at.row.found["differences"] = [compiled.differences(now, self.options.reference)]
         free(self.device)
 
-    def time(self, at: Standing) -> list[StepTimes]:
+    def time(self, at: Standing) -> Block:
         found = at.row.found
         block = time_block(at.step, self.device, _SETTLE, self.options.steps)
         found["peak"] = [{"whole": probes.peak_mib(at.step, self.device, at.before)}]

@@ -9,12 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
@@ -22,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-import ds_patches
 from benchmarks.options import positive
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.tables import markdown
@@ -31,7 +27,6 @@ from ds_patches.startup import variables
 
 #: What a hook may add to the start of an interpreter.
 _UNSET_BAR, _SET_BAR = 2.0, 10.0
-_ALL = {"DS_PATCHES": "all"}
 #: Calls in one process, in their order, and what each may take.
 _CALLS = {"apply_all()": 350.0, "unapply_all()": None, "apply_all(), the second time": 150.0}
 
@@ -55,14 +50,13 @@ print(json.dumps(taken))
 
 
 class Start(NamedTuple):
-    """One way to start an interpreter.
+    """One way to start this interpreter, with the hook on its path or without.
 
     check: what holds there, an assertion.
     bar: what it may add to the first start of its table.
     """
 
     name: str
-    python: Path
     variables: Mapping[str, str]
     code: str
     check: str
@@ -71,7 +65,7 @@ class Start(NamedTuple):
     def once(self, check: str = "") -> float:
         """Start it and wait for its end; its CPU time."""
         before = getrusage(RUSAGE_CHILDREN)
-        words = [str(self.python), "-c", f"{self.code}\n{check}"]
+        words = [sys.executable, "-c", f"{self.code}\n{check}"]
         streams = {"stdout": subprocess.DEVNULL, "stderr": None if check else subprocess.DEVNULL}
         subprocess.run(words, env=self.variables, check=True, **streams)
         after = getrusage(RUSAGE_CHILDREN)
@@ -86,59 +80,31 @@ def main() -> None:
     options = parser.parse_args()
     origin = provenance(torch.device("cpu"), None)
     print(", ".join(f"{key} {value}" for key, value in origin.items()), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        _compare("python -c pass", _bare_starts(Path(folder)), options.rounds)
-    _compare(f"python -c '{_IMPORT}'", _imports(), options.imports)
+    bare, hooked, wanted = _variables(), _variables(variables.HOOK), {"DS_PATCHES": "all"}
+    starts = [
+        Start("no hook", bare, "pass", _HOOKED.format(False)),
+        Start("DS_PATCHES unset", hooked, "pass", _HOOKED.format(False), _UNSET_BAR),
+        Start("DS_PATCHES=all", hooked | wanted, "pass", _HOOKED.format(True), _SET_BAR),
+    ]
+    _compare("python -c pass", starts, options.rounds)
+    starts = [
+        Start("DS_PATCHES unset", hooked, _IMPORT, _LIVE.format(False)),
+        Start("DS_PATCHES=all", hooked | wanted, _IMPORT, _LIVE.format(True)),
+        Start("unset, apply_all() in the script", hooked, _CALL, _LIVE.format(True)),
+    ]
+    _compare(f"python -c '{_IMPORT}'", starts, options.imports)
     _calls(options.imports)
 
 
-def _bare_starts(folder: Path) -> list[Start]:
-    """Of an interpreter that has ds_patches, and a program that does nothing."""
-    plain, plain_site = _environment(folder / "plain")
-    enabled, _ = _environment(folder / "enabled")
-    enable = "from ds_patches.startup import site_packages; site_packages.enable()"
-    subprocess.run([enabled, "-c", enable], env=_variables(), check=True)
-    hook = {"PYTHONPATH": str(plain_site / "ds_patches/startup/hook")}
-    unset, armed = _HOOKED.format(False), _HOOKED.format(True)
-    here, on_path = _variables(), _variables() | hook
-    return [
-        Start("no hook", plain, here, "pass", unset),
-        Start("PYTHONPATH, DS_PATCHES unset", plain, on_path, "pass", unset, _UNSET_BAR),
-        Start("PYTHONPATH, DS_PATCHES=all", plain, on_path | _ALL, "pass", armed, _SET_BAR),
-        Start(".pth, DS_PATCHES unset", enabled, here, "pass", unset, _UNSET_BAR),
-        Start(".pth, DS_PATCHES=all", enabled, here | _ALL, "pass", armed, _SET_BAR),
-    ]
+def _variables(*first: Path) -> dict[str, str]:
+    """This shell's, but for those that change what Python does, or what we do.
 
-
-def _imports() -> list[Start]:
-    """Of this interpreter and its DeepSpeed; auto-apply finds what patches there are."""
-    hooked = _variables() | {"PYTHONPATH": _path(variables.HOOK)}
-    python = Path(sys.executable)
-    return [
-        Start("DS_PATCHES unset", python, hooked, _IMPORT, _LIVE.format(False)),
-        Start("DS_PATCHES=all", python, hooked | _ALL, _IMPORT, _LIVE.format(True)),
-        Start("unset, apply_all() in the script", python, hooked, _CALL, _LIVE.format(True)),
-    ]
-
-
-def _environment(root: Path) -> tuple[Path, Path]:
-    """Make a venv with ds_patches alone; returns its interpreter and its site-packages."""
-    venv.create(root, symlinks=True)
-    (site,) = root.glob("lib/python*/site-packages")
-    shutil.copytree(Path(ds_patches.__file__).parent, site / "ds_patches")
-    return root / "bin/python", site
-
-
-def _variables() -> dict[str, str]:
-    """This shell's variables, but for those that change what Python does, or what we do."""
+    first: on the path before this project, and what this shell has on its path.
+    """
     ours = ("PYTHON", "DS_PATCHES")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-
-
-def _path(*first: Path) -> str:
-    """This project, and what this shell has on its path, after these."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(filter(None, [*map(str, first), str(ROOT), *inherited]))
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = [*map(str, first), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return plain | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
@@ -168,10 +134,11 @@ def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
 def _calls(processes: int) -> None:
     """What each call takes; the first process has compiled what was not compiled yet."""
     words = [sys.executable, "-c", _TIMED]
-    here = _variables() | {"PYTHONPATH": _path()}
     taken = []
     for _ in range(processes + 1):
-        done = subprocess.run(words, env=here, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            words, env=_variables(), stdout=subprocess.PIPE, text=True, check=True
+        )
         taken.append(json.loads(done.stdout.splitlines()[-1]))
     by_call = zip(_CALLS.items(), zip(*taken[1:], strict=True), strict=True)
     body = [[name, *_cells(ms, bar)] for (name, bar), ms in by_call]

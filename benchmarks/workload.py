@@ -19,7 +19,7 @@ from benchmarks.probes import Forward
 from benchmarks.provenance import p2p, sentence
 from benchmarks.rows import Row, Run, groups, like, ratios
 from benchmarks.tables import Bar, Column, Table, by_round, cell, markdown, middle, number
-from benchmarks.timing import Step, StepTimes, ignore, time_block
+from benchmarks.timing import Block, Step, ignore, time_block
 
 STOCK, PATCHED = "stock", "patched"
 # bf16 rounds to 4e-3; a lost or doubled gradient is off by its own size.
@@ -93,7 +93,7 @@ class Workload:
         at.row.found["gradient_error"] = error
         at.row.found["peak_mib"] = probes.peak_mib(at.step, self.device, at.before)
 
-    def time(self, at: Standing) -> list[StepTimes]:
+    def time(self, at: Standing) -> Block:
         """One round."""
         return time_block(at.step, self.device, self.options.warmup, self.options.steps)
 

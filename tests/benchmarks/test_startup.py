@@ -9,12 +9,7 @@ import pytest
 
 from tests.benchmarks import ROOT, table
 
-HOOKED = {
-    "PYTHONPATH, DS_PATCHES unset": "< 2",
-    "PYTHONPATH, DS_PATCHES=all": "< 10",
-    ".pth, DS_PATCHES unset": "< 2",
-    ".pth, DS_PATCHES=all": "< 10",
-}
+BARS = [("no hook", "-"), ("DS_PATCHES unset", "< 2"), ("DS_PATCHES=all", "< 10")]
 
 
 @pytest.mark.exhaustive
@@ -23,7 +18,7 @@ def test_startup_prints_every_start_call_and_bar() -> None:
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     bare = table(done.stdout, "python -c pass")
     assert all(float(cells[1]) > 0 for cells in bare)
-    assert [(cells[0], cells[4]) for cells in bare] == [("no hook", "-"), *HOOKED.items()]
+    assert [(cells[0], cells[4]) for cells in bare] == BARS
     imports = table(done.stdout, "python -c 'import deepspeed'")
     assert [cells[0] for cells in imports][:2] == ["DS_PATCHES unset", "DS_PATCHES=all"]
     assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"

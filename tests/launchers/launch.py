@@ -1,10 +1,11 @@
-"""One launch: a line of a shell, its output, what its ranks reported, and its end."""
+"""One launch: a line of docs/launchers.md, its output, what its ranks reported, and its end."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,13 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from tests import shell
+from tests.launchers.user import model
 
 #: A launch takes 5 to 15 s on two idle cores.
 SECONDS = 150.0
 TAIL_LINES = 120
 REPORTS = "reports"
+_PAGE = shell.REPOSITORY / "docs" / "launchers.md"
+RANKS = 2
+CRASH = "The size of tensor a (0) must match the size of tensor b"
+#: Of rank 0, with a launcher's prefix or without.
+_LIVE = re.compile(rf"ds_patches: .*zero3_retain.* live on all {RANKS} ranks of this engine$", re.M)
 
 
 def location(package: str) -> Path:
@@ -92,14 +100,12 @@ class Launch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
         # What is killed may just be starting others.
         while left := working_in(self._folder):
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+            self._process.poll()
             time.sleep(0.01)
 
     def result(self) -> Run:
@@ -137,3 +143,60 @@ def run(line: str, folder: Path, environment: Mapping[str, str]) -> Run:
     """Launch a line, and wait for its end."""
     with Launch(line, folder, environment) as launch:
         return launch.result()
+
+
+def assert_patched(*runs: Run) -> None:
+    """Every rank came to its end with the patch live and PyTorch's gradients; rank 0 says so.
+
+    runs: of one job, one for each host that it was launched on.
+    """
+    text = "\n".join(map(str, runs))
+    assert not any(run.code for run in runs), text
+    assert len(_LIVE.findall("\n".join(run.output for run in runs))) == 1, text
+    reports = runs[0].reports
+    assert [(report["rank"], report["world"]) for report in reports] == [(0, 2), (1, 2)], text
+    expected = gradients()
+    for report in reports:
+        assert "zero3_retain" in report["live"], text
+        assert report["gradients"].keys() == expected.keys()
+        for name, found in report["gradients"].items():
+            torch.testing.assert_close(torch.tensor(found), expected[name], msg=f"{name}\n{text}")
+
+
+def assert_stock(run: Run) -> None:
+    """Stock crashed, and nobody said a word of ds_patches: a single patched rank would have."""
+    assert run.code, run
+    assert CRASH in run.output, run
+    assert "ds_patches: " not in run.output, run
+    assert not run.reports, run
+
+
+def gradients() -> dict[str, torch.Tensor]:
+    """Of the same losses in plain PyTorch, averaged over the ranks' batches."""
+    network = model.build()
+    for rank in range(RANKS):
+        tokens = model.batch(rank)
+        (sum(model.losses(network(tokens), tokens)) / RANKS).backward()
+    return {name: param.grad for name, param in network.named_parameters()}
+
+
+# What is tested is what is written on the page.
+
+
+def line_with(words: str) -> str:
+    """The one line in the page's shell blocks with these words in it."""
+    found = [line for block in _blocks("bash") for line in block.splitlines() if words in line]
+    assert len(found) == 1, f"{words!r} is in {len(found)} lines of {_PAGE}"
+    return found[0].partition("  # ")[0]
+
+
+def block(language: str, words: str) -> str:
+    """The one code block in `language` with these words in it."""
+    found = [block for block in _blocks(language) if words in block]
+    assert len(found) == 1, f"{words!r} is in {len(found)} blocks of {_PAGE}"
+    return found[0]
+
+
+def _blocks(language: str) -> list[str]:
+    text = _PAGE.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)

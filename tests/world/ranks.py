@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.world import wire, zygote
-from tests.world.errors import RankError, WorldTimeout
 from tests.world.zygote import Forked
 
 __tracebackhide__ = True  # pytest shows the test and the ranks' words, not this machinery
@@ -30,6 +29,23 @@ LEAVE_SECONDS = 10.0
 TAIL_LINES = 60
 #: Set in the environment, ranks are forked where that is possible; see `zygote`.
 FORK = "TEST_RANKS_FORK"
+
+
+class WorldError(Exception):
+    """The ranks did not all return; the message holds what each of them had to say."""
+
+
+class WorldTimeout(WorldError):
+    """No rank failed, but not all returned before the deadline."""
+
+
+class RankError(WorldError):
+    """A rank raised or died. `rank` failed first, `text` is its traceback or its exit code."""
+
+    def __init__(self, rank: int, text: str, others: str = "") -> None:
+        self.rank = rank
+        self.text = text
+        super().__init__("\n".join(filter(None, [f"rank {rank} failed: {text}", others])))
 
 
 def environment(
