@@ -17,10 +17,8 @@ from tests.releases.__main__ import main
 from tests.releases.run import Outcome, chosen, count, run
 from tests.releases.run import pytest as run_pytest
 
-TODAY = date.today()
 KNOWN = tuple(f"0.16.{patch}" for patch in range(10))
-
-
+BY_DAY = (date.today().toordinal() % 6, f"{date.today()}, as there is no history to count")
 MIXED = """
 import pytest
 def test_good(): pass
@@ -69,11 +67,6 @@ def test_what_no_case_says_is_said_by_pytests_code() -> None:
 # What is run, and how much of it at a time.
 
 
-@pytest.fixture
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_once, "AT_ONCE", 1)
-
-
 def test_one_bad_release_is_an_error_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     def one(version: str, arguments: Sequence[str]) -> Outcome:
         return Outcome(version, passed=1, trouble="a::b" if version == KNOWN[0] else "")
@@ -83,19 +76,20 @@ def test_one_bad_release_is_an_error_and_the_others_run(capsys: pytest.CaptureFi
     assert [row.split()[1] for row in rows] == list(KNOWN[:3]), "in the order they were asked for"
 
 
-@pytest.mark.usefixtures("one_at_a_time")
-def test_what_was_not_begun_in_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_begun_in_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def slow(version: str, arguments: Sequence[str]) -> Outcome:
         threading.Event().wait(0.3)
         return Outcome(version, passed=1)
 
+    monkeypatch.setattr(at_once, "AT_ONCE", 1)
     assert run(KNOWN[:3], within=0.2, one=slow) == 0
     printed = capsys.readouterr().out
     assert f"left out, as not begun within 0.2 s: {KNOWN[1]} {KNOWN[2]}\n" in printed
     assert run(KNOWN[:1], within=0.0, one=slow) == 1, "nothing ran"
 
 
-@pytest.mark.usefixtures("one_at_a_time")
 def test_an_interrupt_begins_no_more() -> None:
     begun = []
 
@@ -116,10 +110,9 @@ def test_only_files_with_a_core_case_are_collected(
 ) -> None:
     monkeypatch.setattr(columns, "ROOT", tmp_path)
     marked = "import pytest\n@pytest.mark.core_case\ndef test_a(): pass\n"
-    fake.write(tmp_path / "tests/a/test_a.py", marked)
-    fake.write(tmp_path / "tests/test_b.py", marked)
+    for path in ("a/test_a.py", "test_b.py", "conftest.py"):
+        fake.write(tmp_path / "tests" / path, marked)
     fake.write(tmp_path / "tests/test_c.py", "def test_c(): 'core_case'\n")
-    fake.write(tmp_path / "tests/conftest.py", marked)
     assert chosen(whole=False) == ["-m", "core_case", "tests/a/test_a.py", "tests/test_b.py"]
     assert columns.marked_files(["tests/a"]) == ["tests/a/test_a.py"]
 
@@ -158,11 +151,7 @@ def test_the_turns_together_have_every_release_but_the_installed_one(
 
 @pytest.mark.parametrize(
     ("shallow", "number", "why"),
-    [
-        ("false", 4, "604 commits"),
-        ("true", TODAY.toordinal() % 6, f"{TODAY}, as there is no history to count"),
-        ("", TODAY.toordinal() % 6, f"{TODAY}, as there is no history to count"),
-    ],
+    [("false", 4, "604 commits"), ("true", *BY_DAY), ("", *BY_DAY)],
     ids=["a clone", "a shallow clone", "no clone"],
 )
 def test_a_turn_says_why_it_is_this_one(
