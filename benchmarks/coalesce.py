@@ -20,7 +20,7 @@ from benchmarks.engines import around, batches, config, loss_of, mlp
 from benchmarks.harness import main
 from benchmarks.probes import Forward, plain_backwards
 from benchmarks.rows import Row, find, ratios
-from benchmarks.tables import Bar, Table, error, over, phases, value
+from benchmarks.tables import Bar, Column, error, over, phases, value
 from benchmarks.timing import Mark, Step
 from benchmarks.workload import Standing, Workload
 
@@ -128,15 +128,14 @@ class Coalesce(Workload):
         """Some kept runs have a row of no stage, plain PyTorch's."""
         return "-" if row["stage"] is None else f"Z{row['stage']}", row["mode"]
 
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        columns = [
+    def columns(self, rows: Sequence[Row]) -> list[Column]:
+        return [
             *self.times(rows),
             (f"host ms: {', '.join(PHASES)}", lambda row: phases(row.host_ms_by_phase, PHASES)),
             ("MiB in the block", value("window_mib")),
             ("peak MiB", value("peak_mib")),
             ("gradient error", error("gradient_error")),
         ]
-        yield Table("", columns)
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """Of the rows with four backwards at stage 3, each a ratio to native."""

@@ -23,7 +23,7 @@ from benchmarks.compiled import ALL, HALF, NOTHING, SKIPPED, graphs, model
 from benchmarks.engines import SEED, config, free
 from benchmarks.harness import main
 from benchmarks.rows import Row, find, like, ratios
-from benchmarks.tables import Bar, Table, middle, number, off_by, over, phases
+from benchmarks.tables import Bar, Column, middle, number, off_by, over, phases
 from benchmarks.timing import Block, Mark, Step, ignore, time_block
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
@@ -135,24 +135,19 @@ class DcFallback(Workload):
     def named(self, row: Row) -> str:
         return f"{row['mode']}, {row['skipped']} skipped"
 
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        ms, over_eager, by_round = self.times(rows)
-
+    def columns(self, rows: Sequence[Row]) -> list[Column]:
         def over_stock(row: Row) -> str:
             return "-" if row["mode"] == STOCK else middle(ratios(row, like(rows, row, mode=STOCK)))
 
-        times = [
+        ms, over_eager, by_round = self.times(rows)
+        return [
             *(ms, over_eager, ("/ stock", over_stock), by_round),
-            ("ms: forward, backward, step", lambda row: phases(row.ms_by_phase, PHASES)),
-            ("trains", _trains),
-        ]
-        yield Table("", times)
-        others = [
+            (f"ms: {', '.join(PHASES)}", lambda row: phases(row.ms_by_phase, PHASES)),
             ("peak MiB", lambda row: number(_peak(row), 0)),
             ("graphs", lambda row: number(_graphs(row), 0)),
             ("gradients off by", lambda row: off_by(_worst(row))),
+            ("trains", _trains),
         ]
-        yield Table("memory and training", others, lambda row: row.error is None)
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         def both(skipped: str, base: str) -> tuple[Row | None, Row | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.rows import Row
 from benchmarks.timing import median_phases, quartiles
@@ -15,14 +15,6 @@ Column = tuple[str, Callable[[Row], str]]
 
 _MANY = 5  # rounds whose quartiles say something
 _LENGTH = 160  # of an error
-
-
-class Table(NamedTuple):
-    """One of a benchmark's tables; the rows that are `shown` are in it."""
-
-    title: str
-    columns: Sequence[Column]
-    shown: Callable[[Row], Any] = lambda row: True
 
 
 @dataclass(frozen=True)

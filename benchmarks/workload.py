@@ -18,7 +18,7 @@ from benchmarks.options import kept
 from benchmarks.probes import Forward
 from benchmarks.provenance import p2p, sentence
 from benchmarks.rows import Row, Run, groups, like, ratios
-from benchmarks.tables import Bar, Column, Table, by_round, cell, markdown, middle, number
+from benchmarks.tables import Bar, Column, by_round, cell, markdown, middle, number
 from benchmarks.timing import Block, Step, ignore, time_block
 
 STOCK, PATCHED = "stock", "patched"
@@ -115,8 +115,8 @@ class Workload:
         """What `row` is compared with; it may be itself."""
         return like(rows, row, mode=self.against)
 
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        yield Table("", self.times(rows))
+    def columns(self, rows: Sequence[Row]) -> list[Column]:
+        return self.times(rows)
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """`p2p`: whether the GPUs copy directly between each other."""
@@ -167,15 +167,9 @@ class Workload:
         sizes = ", ".join(f"{name} {value}" for name, value in kept(self.options).items())
         parts = [f"{sentence(origin)} {sizes}."]
         for where, group in groups(rows, self.where):
-            for table in self.tables(rows):
-                title = ": ".join(filter(None, (where, table.title))) or self.heads[0]
-                header = (title, self.heads[1], *(name for name, _ in table.columns))
-                body = [
-                    (*self.label(row), *(show(row) for _, show in table.columns))
-                    for row in group
-                    if table.shown(row)
-                ]
-                parts += [markdown(header, body)] if body else []
+            names, cells = zip(*self.columns(rows), strict=True)
+            body = [(*self.label(row), *(show(row) for show in cells)) for row in group]
+            parts.append(markdown((where or self.heads[0], self.heads[1], *names), body))
         if bars := [bar.cells() for bar in self.bars(rows, p2p(origin))]:
             parts.append(markdown(("ratio or count", "measured", "bar", "held"), bars))
         return "\n\n".join(parts)
