@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ __tracebackhide__ = True
 CASE_SECONDS = 120.0
 
 
+@dataclass(eq=False)
 class World:
     """`size` ranks, started by the first case, replaced after one that failed; a block ends them.
 
@@ -23,18 +24,11 @@ class World:
     variables: the ranks' interpreters start with these beside pytest's own.
     """
 
-    def __init__(
-        self,
-        size: int = 2,
-        path: Path | None = None,
-        accelerator: str = "cpu",
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        self.size = size
-        self.path = path
-        self.accelerator = accelerator
-        self.variables = variables or {}
-        self._ranks: Ranks | None = None
+    size: int = 2
+    path: Path | None = None
+    accelerator: str = "cpu"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    _ranks: Ranks | None = field(default=None, init=False)
 
     def __enter__(self) -> World:
         return self
@@ -60,13 +54,10 @@ class World:
         if ranks is not None:
             ranks.leave()
 
-    def _start(self) -> Ranks:
-        return Ranks(self.size, self.path, self.accelerator, self.variables)
-
     def _run(self, call: wire.Call, seconds: float) -> list[Any]:
         # Taken off for the time of the call: ranks that failed a case are ended, and the next
         # case finds none and starts new ones.
-        ranks, self._ranks = self._ranks or self._start(), None
+        ranks, self._ranks = self._ranks or Ranks(self), None
         results = ranks.run(call, seconds)
         self._ranks = ranks
         return results
