@@ -25,7 +25,7 @@ examples:
   ds-patches doctor --json --config ds_config.json
   ds-patches run -- torchrun train.py
 
-for maintainers: table, record-shapes
+for maintainers: record-shapes
 all errors and what helps: {page}
 """
 
@@ -76,12 +76,6 @@ def _doctor(chosen: argparse.Namespace) -> int:
     if chosen.train_check and not doctor.trains(chosen.timeout):
         return status or doctor.WRONG
     return status
-
-
-def _table(chosen: argparse.Namespace) -> None:
-    from ds_patches.commands import symptoms
-
-    print(symptoms.markdown())
 
 
 def _explain(chosen: argparse.Namespace) -> int:
@@ -147,7 +141,6 @@ _COMMANDS = {
     "enable": _enable,
     "disable": _disable,
     "env": _env,
-    "table": _table,
     "record-shapes": _record_shapes,
 }
 
@@ -198,10 +191,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             metavar="FILE",
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
-    commands.add_parser("table", description="The scripts that releases get wrong, as markdown.")
-    record = commands.add_parser(
-        "record-shapes", description="Write the shapes.json of a patch that you write."
-    )
+    record = commands.add_parser("record-shapes", description="Write the shapes.json of a patch.")
     record.add_argument("name", metavar="NAME", help="the patch")
     record.add_argument(
         "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"

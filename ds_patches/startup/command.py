@@ -21,8 +21,7 @@ _DEAF_TO_PATH, _DEAF_TO_SITE = frozenset("EIS"), frozenset("S")
 def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Become the command: its signals and its exit code are the caller's.
 
-    words: a program and its arguments, or a Python script and its arguments.
-
+    words: a program or a Python script, and its arguments.
     Raises StartupError if there is no such command or, in strict mode, if it would run unpatched.
     """
     command = _command(words)
