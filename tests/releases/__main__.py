@@ -9,7 +9,7 @@ import sys
 from packaging.version import Version
 
 from tests import releases
-from tests.releases import at_once, matrix, page, pairs, record, support, turn
+from tests.releases import matrix, page, pairs, record, support, turn
 from tests.releases.install import install
 from tests.releases.run import run
 
@@ -34,7 +34,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.turn_of is not None:
         now = turn.this(given.turn_of)
         mine = turn.releases(now)
-        at_once.say(f"{now}: {' '.join(mine)}")
+        releases.say(f"{now}: {' '.join(mine)}")
         wanted = list(dict.fromkeys([*wanted, *mine]))
     elif not wanted:
         raise ValueError("no release was named, and no --turn-of")

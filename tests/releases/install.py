@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests import releases
-from tests.releases.at_once import each, say
+from tests.releases import each, say
 
 
 def install(wanted: Iterable[str]) -> int:

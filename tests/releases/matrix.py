@@ -20,8 +20,7 @@ import ds_patches
 from ds_patches.core import gate, registry, release
 from ds_patches.core.state import State
 from tests import releases
-from tests.releases import columns, page, record
-from tests.releases.at_once import each, say
+from tests.releases import columns, each, page, record, say
 from tests.releases.columns import CORE
 from tests.releases.install import install_one
 from tests.releases.record import Cell, Record, Records

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tests.releases import ROOT, pairs
-from tests.releases.at_once import markdown
+from tests.releases import ROOT, markdown, pairs
 from tests.releases.columns import columns
 from tests.releases.record import TORCH, Cell, Record, Records, write
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from tests import releases
-from tests.releases import page, record
-from tests.releases.at_once import say
+from tests.releases import page, record, say
 from tests.releases.install import install_one
 
 #: What the suite, its command line and DeepSpeed's compiled ops need besides.

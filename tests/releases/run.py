@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ds_patches.core import registry
 from tests import releases
-from tests.releases.at_once import each, markdown, say
+from tests.releases import each, markdown, say
 from tests.releases.columns import marked_files, tests_of
 from tests.releases.install import install_one
 

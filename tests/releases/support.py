@@ -20,8 +20,7 @@ from ds_patches.core import registry
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import State
 from tests import releases
-from tests.releases import matrix, page, record
-from tests.releases.at_once import say
+from tests.releases import matrix, page, record, say
 from tests.releases.install import install
 
 FIRST = Version("0.16.0")

@@ -11,8 +11,9 @@ from packaging.version import Version
 
 from ds_patches.core import registry, release
 from ds_patches.core.state import State
+from tests import releases
 from tests.core import fake
-from tests.releases import at_once, columns, matrix, page, record, support
+from tests.releases import columns, matrix, page, record, support
 from tests.releases.columns import CORE
 from tests.releases.matrix import Answer, judge
 from tests.releases.record import Cell, Record, Records
@@ -168,7 +169,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 ) -> None:
     into, rest = tmp_path / "c.json", Measured()
     record.save(Records().knowing(["0.16.0", "0.16.1"], "2026-01-01"), into)
-    monkeypatch.setattr(at_once, "AT_ONCE", 1)
+    monkeypatch.setattr(releases, "AT_ONCE", 1)
     with pytest.raises(KeyboardInterrupt):
         matrix.run([], into=into, measure=Measured(stop_at="0.16.1"))
     assert into.with_suffix(".md").read_text() == page.render(record.load(into))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import releases
 from tests.core import fake
-from tests.releases import at_once, columns, record, turn
+from tests.releases import columns, record, turn
 from tests.releases.__main__ import main
 from tests.releases.run import Outcome, chosen, count, run
 from tests.releases.run import pytest as run_pytest
@@ -83,7 +84,7 @@ def test_what_was_not_begun_in_time_is_named(
         threading.Event().wait(0.3)
         return Outcome(version, passed=1)
 
-    monkeypatch.setattr(at_once, "AT_ONCE", 1)
+    monkeypatch.setattr(releases, "AT_ONCE", 1)
     assert run(KNOWN[:3], within=0.2, one=slow) == 0
     printed = capsys.readouterr().out
     assert f"left out, as not begun within 0.2 s: {KNOWN[1]} {KNOWN[2]}\n" in printed
@@ -98,7 +99,7 @@ def test_an_interrupt_begins_no_more() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(at_once.each(interrupted, KNOWN))
+        list(releases.each(interrupted, KNOWN))
     assert len(begun) < len(KNOWN)
 
 
