@@ -6,13 +6,12 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,55 +76,43 @@ class Run:
         return f"$ {self.line}\n{tail}\nexit code {self.code}, reports of ranks {ended}"
 
 
-class Launch:
-    """A line of a shell, run in `folder`; leaving the block ends all that works there."""
-
-    def __init__(self, line: str, folder: Path, environment: Mapping[str, str]) -> None:
-        self.line = f"{line} {REPORTS}"
-        self._folder = folder
-        self._deadline = time.monotonic() + SECONDS
-        self._output = folder / f"output-{time.monotonic_ns()}"
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                ["bash", "-c", self.line],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> Launch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # What is killed may just be starting others.
-        while left := working_in(self._folder):
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self._process.poll()
-            time.sleep(0.01)
-
-    def result(self) -> Run:
-        """Wait for the end; fails after SECONDS."""
-        try:
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = self._run(-signal.SIGKILL)
-            raise AssertionError(f"still running after {SECONDS:g} s: {late}") from None
-        return self._run(self._process.returncode)
-
-    def _run(self, code: int) -> Run:
-        files = (self._folder / REPORTS).glob("*.json")
-        reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        return Run(
-            self.line,
-            code,
-            self._output.read_text(encoding="utf-8", errors="replace"),
-            sorted(reports, key=lambda report: report["rank"]),
+@contextmanager
+def launched(line: str, folder: Path, environment: Mapping[str, str]) -> Iterator[Any]:
+    """Launch a line in `folder`: what waits for its end; leaving the block ends all there."""
+    line, output = f"{line} {REPORTS}", folder / f"output-{time.monotonic_ns()}"
+    deadline = time.monotonic() + SECONDS
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+
+    def result() -> Run:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        code = process.poll()
+        files = (folder / REPORTS).glob("*.json")
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        text = output.read_text(encoding="utf-8", errors="replace")
+        run = Run(line, code or 0, text, sorted(reports, key=lambda report: report["rank"]))
+        assert code is not None, f"still running after {SECONDS:g} s: {run}"
+        return run
+
+    try:
+        yield result
+    finally:
+        # What is killed may just be starting others.
+        while left := working_in(folder):
+            for other in left:
+                with suppress(psutil.NoSuchProcess):
+                    other.kill()
+            process.poll()
+            time.sleep(0.01)
 
 
 def working_in(folder: Path) -> list[psutil.Process]:
@@ -141,8 +128,8 @@ def working_in(folder: Path) -> list[psutil.Process]:
 
 def run(line: str, folder: Path, environment: Mapping[str, str]) -> Run:
     """Launch a line, and wait for its end."""
-    with Launch(line, folder, environment) as launch:
-        return launch.result()
+    with launched(line, folder, environment) as result:
+        return result()
 
 
 def assert_patched(*runs: Run) -> None:

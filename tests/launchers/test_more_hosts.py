@@ -12,7 +12,7 @@ import pytest
 
 from tests.core import fake
 from tests.launchers import launch
-from tests.launchers.launch import Launch, Run, assert_patched, assert_stock, block, line_with
+from tests.launchers.launch import Run, assert_patched, assert_stock, block, launched, line_with
 
 #: Five launches of two ranks each; `make test` has two of one host.
 pytestmark = pytest.mark.exhaustive
@@ -61,8 +61,8 @@ def on_each(folder: Path, before: str, **more: str) -> list[Run]:
     line = fake.edited(line, "host-a:29500", f"127.0.0.1:{launch.free_port()}")
     lines = [line, before + line.partition("-- ")[2]]
     with ExitStack() as running:
-        launches = [running.enter_context(Launch(one, folder, environment)) for one in lines]
-        return [one.result() for one in launches]
+        results = [running.enter_context(launched(one, folder, environment)) for one in lines]
+        return [result() for result in results]
 
 
 def test_a_line_on_each_host(folder: Path) -> None:
