@@ -68,11 +68,14 @@ def test_what_no_case_says_is_said_by_pytests_code() -> None:
 # What is run, and how much of it at a time.
 
 
-def test_one_bad_release_is_an_error_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bad_release_is_an_error_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def one(version: str, arguments: Sequence[str]) -> Outcome:
         return Outcome(version, passed=1, trouble="a::b" if version == KNOWN[0] else "")
 
-    assert run(KNOWN[:3], one=one) == 1
+    monkeypatch.setattr("tests.releases.run.run_one", one)
+    assert run(KNOWN[:3]) == 1
     rows = capsys.readouterr().out.strip().splitlines()[2:]
     assert [row.split()[1] for row in rows] == list(KNOWN[:3]), "in the order they were asked for"
 
@@ -85,10 +88,11 @@ def test_what_was_not_begun_in_time_is_named(
         return Outcome(version, passed=1)
 
     monkeypatch.setattr(releases, "AT_ONCE", 1)
-    assert run(KNOWN[:3], within=0.2, one=slow) == 0
+    monkeypatch.setattr("tests.releases.run.run_one", slow)
+    assert run(KNOWN[:3], within=0.2) == 0
     printed = capsys.readouterr().out
     assert f"left out, as not begun within 0.2 s: {KNOWN[1]} {KNOWN[2]}\n" in printed
-    assert run(KNOWN[:1], within=0.0, one=slow) == 1, "nothing ran"
+    assert run(KNOWN[:1], within=0.0) == 1, "nothing ran"
 
 
 def test_an_interrupt_begins_no_more() -> None:
