@@ -39,7 +39,6 @@ _FULL: dict[str, Any] = {
 }
 _SMOKE = _FULL | {"batches": [8], "layers": 6, "width": 64, "steps": 2, "rounds": 2}
 
-PHASES = ("forward", "backward", "step")
 MicroBatches = tuple[Tensor, ...]
 
 

@@ -20,11 +20,10 @@ from benchmarks.engines import around, batches, config, loss_of, mlp
 from benchmarks.harness import main
 from benchmarks.probes import Forward, plain_backwards
 from benchmarks.rows import Row, find, ratios
-from benchmarks.tables import Bar, Column, error, over, phases, value
+from benchmarks.tables import Bar, mib, over, phases
 from benchmarks.timing import Mark, Step
 from benchmarks.workload import Standing, Workload
 
-PHASES = ("enter", "backwards", "exit", "step")
 MULTI, NATIVE = "multi", "native"
 # At stage 3 they gather as native does; once, where all fits; once, whatever fits.
 OURS, DEFAULT, GATHER_ONCE = "ours", "ours, default", "ours, gather_once"
@@ -87,6 +86,10 @@ class Coalesce(Workload):
     name, patches = "coalesce", ("coalesce",)
     keys, against = ("stage", "backwards", "batch", "mode"), NATIVE
     full, smoke = _FULL, _SMOKE
+    more = (
+        ("host ms", lambda row: phases(row.host_ms_by_phase)),
+        ("MiB in the block", mib("window_mib")),
+    )
 
     def standing_together(self) -> Iterator[list[Row]]:
         of = self.options
@@ -127,15 +130,6 @@ class Coalesce(Workload):
     def label(self, row: Row) -> tuple[str, str]:
         """Some kept runs have a row of no stage, plain PyTorch's."""
         return "-" if row["stage"] is None else f"Z{row['stage']}", row["mode"]
-
-    def columns(self, rows: Sequence[Row]) -> list[Column]:
-        return [
-            *self.times(rows),
-            (f"host ms: {', '.join(PHASES)}", lambda row: phases(row.host_ms_by_phase, PHASES)),
-            ("MiB in the block", value("window_mib")),
-            ("peak MiB", value("peak_mib")),
-            ("gradient error", error("gradient_error")),
-        ]
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """Of the rows with four backwards at stage 3, each a ratio to native."""

@@ -18,7 +18,7 @@ from benchmarks.engines import around, batches, config, mlp
 from benchmarks.harness import main
 from benchmarks.probes import Forward, held_mib
 from benchmarks.rows import Row, find, ratios
-from benchmarks.tables import Bar, Column, error, number, over, phases, value
+from benchmarks.tables import Bar, number, over
 from benchmarks.timing import Mark, Step
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
@@ -139,6 +139,7 @@ class Retain(Workload):
     name, patches = "retain", ("zero3_retain",)
     keys, heads, against = ("number", "title"), ("#", "row"), "reference"
     full, smoke = _FULL, _SMOKE
+    more = (("MiB after each backward", lambda row: _mib(row)),)
 
     def standing_together(self) -> Iterator[list[Row]]:
         for numbers in _TOGETHER:
@@ -192,15 +193,6 @@ class Retain(Workload):
     def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
         """The other one with which it shares an engine."""
         return find(rows, number=_PERSISTENT if _kind(row).holds_all else _ORDINARY)
-
-    def columns(self, rows: Sequence[Row]) -> list[Column]:
-        return [
-            *self.times(rows),
-            ("MiB after each backward", _mib),
-            ("peak MiB", value("peak_mib")),
-            ("gradient error", error("gradient_error")),
-            ("ms per phase", lambda row: phases(row.ms_by_phase)),
-        ]
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         alike = "the same, kept graphs against a kept graph"

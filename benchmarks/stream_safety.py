@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.at_rest import PHASES, MicroSteps
+from benchmarks.at_rest import MicroSteps
 from benchmarks.harness import main
 from benchmarks.rows import Row
-from benchmarks.tables import Bar, Column, error, phases, value
+from benchmarks.tables import Bar
 from benchmarks.workload import PATCHED, STOCK
 
 # Where the GPUs cannot copy directly between each other, so that communication is what takes long.
@@ -57,14 +57,6 @@ class StreamSafety(MicroSteps):
 
     def label(self, row: Row) -> tuple[str, str]:
         return f"Z{row['stage']}{' overlap' * row['overlap']}", row["mode"]
-
-    def columns(self, rows: Sequence[Row]) -> list[Column]:
-        return [
-            *self.times(rows),
-            (f"ms: {', '.join(PHASES)}", lambda row: phases(row.ms_by_phase, PHASES)),
-            ("peak MiB", value("peak_mib")),
-            ("gradient error", error("gradient_error")),
-        ]
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """Of the patched rows with overlap_comm."""

@@ -71,22 +71,14 @@ def off_by(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}"
 
 
-def value(name: str, digits: int = 0) -> Callable[[Row], str]:
-    return lambda row: number(row.get(name), digits)
+def mib(name: str) -> Callable[[Row], str]:
+    return lambda row: number(row.get(name), 0)
 
 
-def error(name: str) -> Callable[[Row], str]:
-    return lambda row: off_by(row.get(name))
-
-
-def phases(blocks: Sequence[dict[str, float]], names: Sequence[str] = ()) -> str:
-    """Medians of the rounds' medians, ms: of these phases, or of all, with their names."""
-    if not blocks:
-        return "-"
-    ms = median_phases(blocks)
-    if names:
-        return ", ".join(number(ms.get(name), 2) for name in names)
-    return ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
+def phases(blocks: Sequence[dict[str, float]]) -> str:
+    """Medians of the rounds' medians, ms."""
+    ms = median_phases(blocks) if blocks else {}
+    return ", ".join(f"{name} {one:.2f}" for name, one in ms.items()) or "-"
 
 
 def cell(text: str) -> str:

@@ -18,7 +18,18 @@ from benchmarks.options import kept
 from benchmarks.probes import Forward
 from benchmarks.provenance import p2p, sentence
 from benchmarks.rows import Row, Run, groups, like, ratios
-from benchmarks.tables import Bar, Column, by_round, cell, markdown, middle, number
+from benchmarks.tables import (
+    Bar,
+    Column,
+    by_round,
+    cell,
+    markdown,
+    mib,
+    middle,
+    number,
+    off_by,
+    phases,
+)
 from benchmarks.timing import Block, Step, ignore, time_block
 
 STOCK, PATCHED = "stock", "patched"
@@ -48,6 +59,7 @@ class Workload:
     full: Mapping[str, Any]  # options and their defaults, on CUDA
     smoke: Mapping[str, Any]  # on CPU
     named_by_words: tuple[str, ...] = ()  # options that are no numbers
+    more: Sequence[Column] = ()  # what it looks at beside what all do
     own_processes = False  # a group of processes for each row in each round
 
     # What each says of itself.
@@ -116,7 +128,13 @@ class Workload:
         return like(rows, row, mode=self.against)
 
     def columns(self, rows: Sequence[Row]) -> list[Column]:
-        return self.times(rows)
+        return [
+            *self.times(rows),
+            ("ms per phase", lambda row: phases(row.ms_by_phase)),
+            *self.more,
+            ("peak MiB", mib("peak_mib")),
+            ("gradient error", lambda row: off_by(row.get("gradient_error"))),
+        ]
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """`p2p`: whether the GPUs copy directly between each other."""
