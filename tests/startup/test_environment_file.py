@@ -50,17 +50,6 @@ def test_lists_hold_no_comma(environment: Environment) -> None:
     assert of_an_option == ["DS_PATCHES_A_B=c+d"], "which may take several"
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_nothing_is_written_with_a_flag_that_means_nothing(
-    environment: Environment, tmp_path: Path, write: bool
-) -> None:
-    file = tmp_path / "some.env"
-    told = environment.refuses("env", *["--write", file][: 2 * write], DS_PATCHES="smaple")
-    assert "no patch is named 'smaple' (did you mean 'sample'?)" in told
-    assert not file.exists()
-    assert environment.ds_patches("env", "--remove", file, DS_PATCHES="smaple").returncode == 0
-
-
 OTHERS = {
     "nothing": b"",
     "a few": b"NCCL_DEBUG=INFO\nEMPTY=\n  SPACED = a b \n",
@@ -84,7 +73,7 @@ def test_written_and_removed(environment: Environment, tmp_path: Path, others: b
     done = environment.ds_patches("env", "--remove", file)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert file.read_bytes() == ended if others else not file.exists()
-    assert environment.ds_patches("env", "--remove", file).returncode == 0
+    assert environment.ds_patches("env", "--remove", file, DS_PATCHES="smaple").returncode == 0
 
 
 def test_lines_that_launchers_do_not_take_as_they_stand(own: Environment) -> None:

@@ -66,12 +66,13 @@ def test_what_cannot_be_run(
 
 
 @pytest.mark.parametrize("variable", ["DS_PATCHES", "DS_PATCHES_SKIP", "DS_PATCHES_SAMPEL"])
-def test_nothing_is_started_with_a_flag_that_means_nothing(
-    environment: Environment, variable: str
+@pytest.mark.parametrize("words", ["run -- echo started", "env", "env --write some.env"])
+def test_nothing_is_done_with_a_flag_that_means_nothing(
+    environment: Environment, tmp_path: Path, words: str, variable: str
 ) -> None:
-    words = ("run", "--", environment.python, "-c", "print('started')")
-    told = environment.refuses(*words, **{variable: "smaple"})
+    told = environment.refuses(*words.split(), cwd=tmp_path, **{variable: "smaple"})
     assert told.startswith(f"ds_patches: {variable}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_signals_are_the_programs(environment: Environment) -> None:
