@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,9 @@ def connect(port: int, is_master: bool = False) -> Any:
     return TCPStore("127.0.0.1", port, None, is_master, timeout, wait_for_workers=False)
 
 
-def some_ranks(port: int, mine: range, ranks: int, begin: Any, times: Any) -> None:
+def some_ranks(port: int, mine: range, ranks: int, begin: Any) -> float:
+    """When the last of these has its verdict."""
+
     def compare(rank: int, store: Any) -> str:
         return Exchange(store, "here", tuple(range(ranks)), 120.0).compare(rank, HOLDINGS)
 
@@ -42,27 +44,20 @@ def some_ranks(port: int, mine: range, ranks: int, begin: Any, times: Any) -> No
         begin.wait()
         verdicts = list(pool.map(compare, mine, stores))
     assert not any(verdicts), verdicts
-    times.put(time.monotonic())
+    return time.monotonic()
 
 
 def seconds(ranks: int, processes: int) -> float:
     """From when all ranks are connected until the last one has its verdict."""
-    context = multiprocessing.get_context("spawn")
     store = connect(0, is_master=True)
-    begin, times = context.Barrier(processes + 1), context.Queue()
+    spawn = multiprocessing.get_context("spawn")
     shares = [range(ranks * k // processes, ranks * (k + 1) // processes) for k in range(processes)]
-    children = [
-        context.Process(target=some_ranks, args=(store.port, share, ranks, begin, times))
-        for share in shares
-    ]
-    for child in children:
-        child.start()
-    begin.wait()
-    start = time.monotonic()
-    end = max(times.get() for _ in children)
-    for child in children:
-        child.join()
-    return end - start
+    with spawn.Manager() as manager, ProcessPoolExecutor(processes, spawn) as pool:
+        begin = manager.Barrier(processes + 1)
+        ends = [pool.submit(some_ranks, store.port, share, ranks, begin) for share in shares]
+        begin.wait()
+        start = time.monotonic()
+        return max(end.result() for end in ends) - start
 
 
 def main() -> None:

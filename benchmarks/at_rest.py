@@ -6,20 +6,22 @@ worth: four blocks of a Transformer's shapes of width 2048, in bf16, AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.engines import ready
+from benchmarks.engines import around, batches, blocks, config, loss_of, ready
 from benchmarks.harness import main
-from benchmarks.micro_steps import MicroSteps
+from benchmarks.probes import Forward, plain_backwards
 from benchmarks.rows import Row
-from benchmarks.timing import StepTimes
-from benchmarks.workload import PATCHED, STOCK, Standing
+from benchmarks.timing import Block, Mark, Step
+from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
 AGAIN = "stock again"
 # Each of the others beside stock, whichever way the order turns.
@@ -37,6 +39,42 @@ _FULL: dict[str, Any] = {
 }
 _SMOKE = _FULL | {"batches": [8], "layers": 6, "width": 64, "steps": 2, "rounds": 2}
 
+MicroBatches = tuple[Tensor, ...]
+
+
+def one_step(engine: Any, micro_batches: MicroBatches, mark: Mark) -> None:
+    """Every micro step; all that comes before the last backward counts as forward."""
+    *others, last = micro_batches
+    for inputs in others:
+        engine.backward(loss_of(engine(inputs)))
+        engine.step()
+    loss = loss_of(engine(last))
+    mark("forward")
+    engine.backward(loss)
+    mark("backward")
+    engine.step()
+    mark("step")
+
+
+class MicroSteps(Workload):
+    """A row has a stage, a batch size, a number of micro steps, and a mode, one of them stock."""
+
+    #: A row's configuration of ZeRO.
+    zero: Callable[[Row], dict[str, Any]]
+
+    def data(self, row: Row) -> MicroBatches:
+        return batches(row["micro_steps"], row["batch"], self.options.width, self.device)
+
+    def engine(self, row: Row) -> AbstractContextManager[Any]:
+        settings = config(row["batch"], row["micro_steps"], stage=row["stage"], **self.zero(row))
+        return around(blocks(self.options.layers, self.options.width, self.device), settings)
+
+    def step(self, row: Row, engine: Any, data: MicroBatches) -> Step:
+        return partial(one_step, engine, data)
+
+    def plain(self, row: Row, data: MicroBatches) -> Callable[[Forward], None]:
+        return partial(plain_backwards, data, len(data))
+
 
 class AtRest(MicroSteps):
     __doc__ = __doc__
@@ -51,17 +89,17 @@ class AtRest(MicroSteps):
     def standing_together(self) -> Iterator[list[Row]]:
         of = self.options
         for sizes in product(of.stages, of.micro_steps, of.batches):
-            yield [Row(dict(zip(self.keys, (*sizes, mode), strict=True))) for mode in _MODES]
+            yield self.rows(*sizes, modes=_MODES)
 
     def zero(self, row: Row) -> dict[str, Any]:
         return {"reduce_bucket_size": self.options.width**2}
 
-    def time(self, at: Standing) -> list[StepTimes]:
+    def time(self, at: Standing) -> Block:
         """By the slowest rank: the others wait for it somewhere."""
         block = super().time(at)
-        ms = torch.tensor([step.total for step in block], device=self.device)
+        ms = torch.tensor(block.ms, device=self.device)
         dist.all_reduce(ms, dist.ReduceOp.MAX)
-        return [replace(step, total=one) for step, one in zip(block, ms.tolist(), strict=True)]
+        return block._replace(ms=ms.tolist())
 
     def label(self, row: Row) -> tuple[str, str]:
         steps = f"{row['micro_steps']} micro step" + "s" * (row["micro_steps"] > 1)

@@ -17,17 +17,18 @@ from torch import Tensor
 
 from benchmarks import probes
 from benchmarks.engines import around, batches, config, loss_of, mlp
-from benchmarks.gradients import Forward, plain_backwards
 from benchmarks.harness import main
-from benchmarks.rows import Row, like, ratios
-from benchmarks.tables import Bar, Table, error, over, phases, value
+from benchmarks.probes import Forward, plain_backwards
+from benchmarks.rows import Row, find, ratios
+from benchmarks.tables import Bar, mib, over, phases
 from benchmarks.timing import Mark, Step
 from benchmarks.workload import Standing, Workload
 
-PHASES = ("enter", "backwards", "exit", "step")
-MULTI, NATIVE, OURS, GATHER_ONCE = "multi", "native", "ours", "ours, gather_once"
+MULTI, NATIVE = "multi", "native"
+# At stage 3 they gather as native does; once, where all fits; once, whatever fits.
+OURS, DEFAULT, GATHER_ONCE = "ours", "ours, default", "ours, gather_once"
 AT = 4  # backwards, that the bars are about
-_DEFAULT, _MEMORY = 1.0, 1.0
+_PLAIN, _MEMORY = 1.0, 1.0
 _GATHERED_ONCE = {True: 0.75, False: 0.65}  # with and without peer-to-peer copies
 
 MicroBatches = tuple[Tensor, ...]
@@ -74,7 +75,8 @@ def _block(engine: Any, micro_batches: MicroBatches, mark: Mark, **arguments: An
 WAYS: dict[str, Callable[[Any, MicroBatches, Mark], None]] = {
     MULTI: _boundaries,
     NATIVE: _block,
-    OURS: _block,
+    OURS: partial(_block, gather_once=False),
+    DEFAULT: _block,
     GATHER_ONCE: partial(_block, gather_once=True),
 }
 
@@ -84,15 +86,19 @@ class Coalesce(Workload):
     name, patches = "coalesce", ("coalesce",)
     keys, against = ("stage", "backwards", "batch", "mode"), NATIVE
     full, smoke = _FULL, _SMOKE
+    more = (
+        ("host ms", lambda row: phases(row.host_ms_by_phase)),
+        ("MiB in the block", mib("window_mib")),
+    )
 
     def standing_together(self) -> Iterator[list[Row]]:
         of = self.options
         for sizes in product(of.batches, of.backwards, of.stages):
-            ways = [way for way in WAYS if way != GATHER_ONCE or sizes[-1] == 3]
-            yield [Row(dict(zip(self.keys, (*sizes[::-1], way), strict=True))) for way in ways]
+            ways = [way for way in WAYS if sizes[-1] == 3 or way in (MULTI, NATIVE, OURS)]
+            yield self.rows(*sizes[::-1], modes=ways)
 
     def is_patched(self, row: Row) -> bool:
-        return bool(row["mode"] in (OURS, GATHER_ONCE))
+        return bool(row["mode"] not in (MULTI, NATIVE))
 
     def data(self, row: Row) -> MicroBatches:
         return batches(row["backwards"], row["batch"], self.options.width, self.device)
@@ -125,36 +131,17 @@ class Coalesce(Workload):
         """Some kept runs have a row of no stage, plain PyTorch's."""
         return "-" if row["stage"] is None else f"Z{row['stage']}", row["mode"]
 
-    def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
-        return like(rows, row, mode=NATIVE)
-
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        yield Table(
-            "",
-            [
-                *self.times(rows),
-                (f"host ms: {', '.join(PHASES)}", lambda row: phases(row.host_ms_by_phase, PHASES)),
-                ("MiB in the block", value("window_mib")),
-                ("peak MiB", value("peak_mib")),
-                ("gradient error", error("gradient_error")),
-            ],
-        )
-
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """Of the rows with four backwards at stage 3, each a ratio to native."""
         for batch in self.options.batches:
             of = {"stage": 3, "backwards": AT, "batch": batch}
-            native, ours, gathered = (
-                like(rows, Row(of), mode=mode) for mode in (NATIVE, OURS, GATHER_ONCE)
-            )
+            native, plain = (find(rows, **of, mode=mode) for mode in (NATIVE, OURS))
             where = f"batch {batch}"
-            for row, name, bar in (
-                (gathered, GATHER_ONCE, _GATHERED_ONCE[p2p]),
-                (ours, OURS, _DEFAULT),
-            ):
-                yield Bar.of_rounds(f"step, Z3 {name}, {where}", ratios(row, native), bar)
+            for name, bar in ((GATHER_ONCE, _GATHERED_ONCE[p2p]), (OURS, _PLAIN)):
+                found = ratios(find(rows, **of, mode=name), native)
+                yield Bar.of_rounds(f"step, Z3 {name}, {where}", found, bar)
             for what in ("window", "peak"):
-                mib = (one.get(f"{what}_mib") if one else None for one in (ours, native))
+                mib = (one.get(f"{what}_mib") if one else None for one in (plain, native))
                 yield Bar(f"{what} memory, Z3 {OURS}, {where}", over(*mib), _MEMORY)
 
 

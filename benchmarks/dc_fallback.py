@@ -11,24 +11,24 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import probes, trained
+from benchmarks import compiled, probes
+from benchmarks.compiled import ALL, HALF, NOTHING, SKIPPED, graphs, model
 from benchmarks.engines import SEED, config, free
 from benchmarks.harness import main
 from benchmarks.rows import Row, find, like, ratios
-from benchmarks.skipping import ALL, HALF, NOTHING, SKIPPED, graphs, model
-from benchmarks.tables import Bar, Table, middle, number, over, phases
-from benchmarks.timing import Mark, Step, StepTimes, ignore, time_block
+from benchmarks.tables import Bar, Column, middle, number, off_by, over, phases
+from benchmarks.timing import Block, Mark, Step, ignore, time_block
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
 EAGER = "eager"
 MODES = (EAGER, STOCK, PATCHED)  # eager first: what the others are compared with
-PHASES = ("forward", "backward", "step")
 _LEARNING_RATE = 1e-4
 _SETTLE = 3  # steps: the comparison has emptied the allocator's cache
 _IDLE, _HALF, _PEAK, _COMPILATIONS = 1.01, 1.0, 1.10, 1.0
@@ -54,7 +54,7 @@ _SMOKE |= {"warmup": 3, "steps": 2, "rounds": 1}
 class DcFallback(Workload):
     __doc__ = __doc__
     name, patches = "dc_fallback", ("dc_fallback",)
-    keys, heads, against = ("mode", "skipped"), ("skipped", "mode"), EAGER
+    keys, heads, against = ("skipped", "mode"), ("skipped", "mode"), EAGER
     own_processes = True
     full, smoke, named_by_words = _FULL, _SMOKE, ("modes", "skipped")
 
@@ -70,10 +70,9 @@ class DcFallback(Workload):
 
     def standing_together(self) -> Iterator[list[Row]]:
         # In an order of ours: whatever is compared with eager has to come after it.
-        for skipped in SKIPPED:
-            for mode in MODES:
-                if skipped in self.options.skipped and mode in self.options.modes:
-                    yield [Row({"mode": mode, "skipped": skipped})]
+        for skipped, mode in product(SKIPPED, MODES):
+            if skipped in self.options.skipped and mode in self.options.modes:
+                yield self.rows(skipped, modes=[mode])
 
     def data(self, row: Row) -> tuple[Tensor, Tensor]:
         """This rank's tokens and targets; every rank has its own."""
@@ -88,16 +87,15 @@ class DcFallback(Workload):
         """A ``DeepSpeedEngine``, compiled unless eager."""
         import deepspeed
 
-        of, compiled = self.options, row["mode"] != EAGER
+        of, compiling = self.options, row["mode"] != EAGER
         made = model(row["skipped"], of.layers, of.width, of.words, self.device)
-        self._starts = trained.starts(made)
         optimizer = torch.optim.AdamW(made.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
         # DeepSpeed's default of 1 GB is more than all the rest of this model takes.
         settings = config(of.batch, stage=3, reduce_bucket_size=of.width * max(of.width, of.words))
-        settings |= {"compile": {"deepcompile": True}} if compiled else {}
+        settings |= {"compile": {"deepcompile": True}} if compiling else {}
         with self.patched(row):
             engine, *_ = deepspeed.initialize(model=made, optimizer=optimizer, config=settings)
-            if compiled:
+            if compiling:
                 engine.compile()
             yield engine
             engine.destroy()
@@ -119,11 +117,11 @@ class DcFallback(Workload):
         for _ in range(self.options.warmup):
             at.step(ignore)
         at.row.found["compilations"] = [{"graphs": graphs()}]
-        now = trained.trained(at.engine, self._starts)
-        at.row.found["differences"] = [trained.differences(now, self.options.reference)]
+        now = compiled.averages(at.engine)
+        at.row.found["differences"] = [compiled.differences(now, self.options.reference)]
         free(self.device)
 
-    def time(self, at: Standing) -> list[StepTimes]:
+    def time(self, at: Standing) -> Block:
         found = at.row.found
         block = time_block(at.step, self.device, _SETTLE, self.options.steps)
         found["peak"] = [{"whole": probes.peak_mib(at.step, self.device, at.before)}]
@@ -136,28 +134,19 @@ class DcFallback(Workload):
     def named(self, row: Row) -> str:
         return f"{row['mode']}, {row['skipped']} skipped"
 
-    def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
-        return like(rows, row, mode=EAGER)
-
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        ms, over_eager, by_round = self.times(rows)
-
+    def columns(self, rows: Sequence[Row]) -> list[Column]:
         def over_stock(row: Row) -> str:
             return "-" if row["mode"] == STOCK else middle(ratios(row, like(rows, row, mode=STOCK)))
 
-        times = [
+        ms, over_eager, by_round = self.times(rows)
+        return [
             *(ms, over_eager, ("/ stock", over_stock), by_round),
-            ("ms: forward, backward, step", lambda row: phases(row.ms_by_phase, PHASES)),
-            ("trains", _trains),
-        ]
-        yield Table("", times)
-        others = [
+            ("ms per phase", lambda row: phases(row.ms_by_phase)),
             ("peak MiB", lambda row: number(_peak(row), 0)),
             ("graphs", lambda row: number(_graphs(row), 0)),
-            ("update norm off by", trained.worst("norm")),
-            ("gradients off by", trained.worst("gradient")),
+            ("gradients off by", lambda row: off_by(_worst(row))),
+            ("trains", _trains),
         ]
-        yield Table("memory and training", others, lambda row: row.error is None)
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         def both(skipped: str, base: str) -> tuple[Row | None, Row | None]:
@@ -175,9 +164,9 @@ class DcFallback(Workload):
         mib = (_peak(row) if row else None for row in both(ALL, EAGER))
         yield Bar("peak, all skipped: patched / eager", over(*mib), _PEAK)
         for skipped in (NOTHING, HALF):
-            compiled = (_graphs(row) if row else None for row in both(skipped, STOCK))
+            counts = (_graphs(row) if row else None for row in both(skipped, STOCK))
             name = f"compilations, {skipped} skipped: patched / stock"
-            yield Bar(name, over(*compiled), _COMPILATIONS)
+            yield Bar(name, over(*counts), _COMPILATIONS)
 
     def may_fail(self, row: Row) -> bool:
         """Stock raises or trains wrong where a frame is skipped: what the patch is for."""
@@ -188,12 +177,9 @@ class DcFallback(Workload):
             return
         if row.error is not None:
             yield row.error
-        elif trained.of_row(row) is None:
-            if row["mode"] != EAGER:
-                yield "not compared with eager ZeRO-3"
-        elif lost := trained.off(row, "norm"):
-            yield f"does not train {', '.join(lost)} as eager ZeRO-3 does"
-        elif lost := trained.off(row, "gradient"):
+        elif compiled.off_by(row) is None and row["mode"] != EAGER:
+            yield "not compared with eager ZeRO-3"
+        elif lost := compiled.lost(row):
             yield f"has other gradients of {', '.join(lost)}"
 
 
@@ -212,10 +198,16 @@ def _graphs(row: Row) -> int | None:
 def _trains(row: Row) -> str:
     if row.error:
         return "-"
-    if (found := trained.of_row(row)) is None:
+    if (found := compiled.off_by(row)) is None:
         return "reference" if row["mode"] == EAGER else "not compared"
-    lost = len(trained.off(row, "norm"))
+    lost = len(compiled.lost(row))
     return f"NO: not {lost} of {len(found)} parameters" if lost else "yes"
+
+
+def _worst(row: Row) -> float | None:
+    """Of all parameters; NaN if any is."""
+    found = (compiled.off_by(row) or {}).values()
+    return max(found, key=lambda off: (off != off, off), default=None)
 
 
 if __name__ == "__main__":

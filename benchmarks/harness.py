@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks import probes
 from benchmarks.engines import free
 from benchmarks.options import kept, parsed, words, write
-from benchmarks.provenance import p2p, provenance
-from benchmarks.ranks import join, leave, say
+from benchmarks.provenance import ROOT, p2p, provenance
 from benchmarks.rows import Row
 from benchmarks.workload import Standing, Workload
 
-_ROOT = Path(__file__).resolve().parents[1]
+# A rank that waits longer has lost the others: end with a message, not at a job's time limit.
+_PATIENCE = timedelta(minutes=2)
 # DeepSpeed's builder asks the GPU what it is where the first is not set, and cannot read all that
 # torch can where it is. The others would change what is measured.
 _LEFT_OUT = ("TORCH_CUDA_ARCH_LIST", "DS_PATCHES")
@@ -45,9 +49,9 @@ def main(kind: type[Workload]) -> int:
 
 
 def _under_torchrun(kind: type[Workload], options: argparse.Namespace) -> int:
-    device = join(options.device)
+    device = _join(options.device)
     book = Book(kind(options, device), provenance(device, options.commit))
-    say(", ".join(f"{key} {value}" for key, value in book.provenance.items()))
+    _say(", ".join(f"{key} {value}" for key, value in book.provenance.items()))
     for group in book.workload.standing_together():
         book.rows += group
         try:
@@ -62,7 +66,34 @@ def _under_torchrun(kind: type[Workload], options: argparse.Namespace) -> int:
         free(device)
         dist.barrier()
         book.keep(group)
-    return leave(() if kind.own_processes else book.end())
+    code = 0 if kind.own_processes else book.end()
+    dist.destroy_process_group()
+    return code
+
+
+def _join(kind: str) -> torch.device:
+    """Bring the process group up; `kind`: cuda or cpu. Nothing of DeepSpeed is compiled."""
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+
+    # On CPU it would build a shared-memory all-reduce with g++; this table is its own switch.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    upstream = logging.getLogger("DeepSpeed")
+    upstream.setLevel(logging.WARNING)
+    # Said of torch's own optimizers, by every engine.
+    upstream.addFilter(lambda record: "untested optimizer" not in record.getMessage())
+    # The patch comes and goes with every block: what applying has to note is no news here.
+    logging.getLogger("ds_patches").addFilter(lambda record: record.levelno > logging.WARNING)
+    # DeepSpeed calls collectives by names that newer torch deprecates, with a warning per call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed("gloo" if kind == "cpu" else "nccl", timeout=_PATIENCE)
+    return device
 
 
 def _measure(workload: Workload, rows: Sequence[Row]) -> None:
@@ -95,7 +126,7 @@ def _with_processes_of_their_own(workload: Workload) -> int:
                     book.provenance = book.provenance or run.get("provenance", {})
                     book.keep([row])
             turn.reverse()
-    return leave(book.end())
+    return book.end()
 
 
 def _in_processes(workload: Workload, row: Row, folder: Path) -> dict[str, Any]:
@@ -120,7 +151,7 @@ def _run(command: Sequence[str], log: Path, seconds: int) -> str | None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_LEFT_OUT)}
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=_ROOT, env=clean, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=clean, stdout=output, stderr=subprocess.STDOUT
         )
     try:
         code = process.wait(seconds)
@@ -147,18 +178,19 @@ class Book:
         """After every piece of work: what was measured stays, whatever comes next."""
         for row in news:
             done = "not timed" if row.median is None else f"{row.median:.2f} ms"
-            say(f"{self.workload.named(row)}: {row.error or done}")
-        if not dist.is_initialized() or dist.get_rank() == 0:
+            _say(f"{self.workload.named(row)}: {row.error or done}")
+        if _is_first():
             write(self.workload.options.json, self._document())
 
-    def end(self) -> Iterator[str]:
-        """Show it; what failed."""
-        say("", self.workload.section(self._document()), "")
+    def end(self) -> int:
+        """Show it, and what failed; the exit status."""
+        _say("", self.workload.section(self._document()), "")
         if self.workload.options.device == "cpu":
-            say("On CPU these times mean nothing; on GPUs the bars do.")
-        for row in self.rows:
-            for wrong in self.workload.wrong(row):
-                yield f"{self.workload.named(row)}: {wrong}"
+            _say("On CPU these times mean nothing; on GPUs the bars do.")
+        failures = [(row, wrong) for row in self.rows for wrong in self.workload.wrong(row)]
+        for row, wrong in failures:
+            _say(f"FAILED: {self.workload.named(row)}: {wrong}")
+        return int(bool(failures))
 
     def _document(self) -> dict[str, Any]:
         bars = self.workload.bars(self.rows, p2p(self.provenance))
@@ -168,3 +200,13 @@ class Book:
             "bars": [bar.plain() for bar in bars],
             "rows": [row.plain() for row in self.rows],
         }
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _say(*lines: str) -> None:
+    """Print on one rank."""
+    if _is_first():
+        print(*lines, sep="\n", flush=True)

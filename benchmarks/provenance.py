@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance(device: torch.device, commit: str | None) -> dict[str, str]:
@@ -73,7 +73,7 @@ def _cpu() -> str:
 
 def _git_commit() -> str:
     """The commit of this checkout, marked if it was edited since."""
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

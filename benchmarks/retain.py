@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.engines import around, batches, config, mlp
-from benchmarks.gradients import Forward
 from benchmarks.harness import main
-from benchmarks.probes import held_mib
+from benchmarks.probes import Forward, held_mib
 from benchmarks.rows import Row, find, ratios
-from benchmarks.tables import Bar, Table, error, number, over, phases, value
+from benchmarks.tables import Bar, number, over
 from benchmarks.timing import Mark, Step
 from benchmarks.workload import PATCHED, STOCK, Standing, Workload
 
@@ -52,36 +51,32 @@ def _by_tensor(engine: Any, loss: Tensor, keep_graph: bool) -> None:
 # a mark may read memory or gradients.
 
 
-def _ordinary(engine: Any, batch: Batch, mark: Mark, *, keep_graph: bool = False) -> None:
-    """One forward, one backward. `keep_graph`: what it would hold if a second one followed."""
+def _one_forward(
+    engine: Any,
+    batch: Batch,
+    mark: Mark,
+    *,
+    count: int = LOSSES,
+    backward: Backward = _by_engine,
+    zero_grad: bool = True,
+    keep_graph: bool = False,
+) -> None:
+    """A backward for each loss. `keep_graph`: what it would hold if one more followed."""
     outputs = engine(batch[0])
-    loss = _loss(batch, outputs, 0)
+    losses = [_loss(batch, outputs, index) for index in range(count)]
     mark("forward")
-    _by_engine(engine, loss, keep_graph)
-    mark("backward 1")
-    del loss, outputs
+    for number_, loss in enumerate(losses, start=1):
+        if number_ > 1 and zero_grad:
+            engine.zero_grad()
+            mark("zero_grad")
+        backward(engine, loss, keep_graph or number_ < count)
+        mark(f"backward {number_}")
+    del loss, losses, outputs
     engine.step()
     mark("step")
 
 
-def _one_forward(backward: Backward, *, zero_grad: bool = True) -> Way:
-    """One forward, a backward for each loss, called in one style."""
-
-    def step(engine: Any, batch: Batch, mark: Mark) -> None:
-        outputs = engine(batch[0])
-        losses = [_loss(batch, outputs, index) for index in range(LOSSES)]
-        mark("forward")
-        for count, loss in enumerate(losses, start=1):
-            if count > 1 and zero_grad:
-                engine.zero_grad()
-                mark("zero_grad")
-            backward(engine, loss, count < len(losses))
-            mark(f"backward {count}")
-        del loss, losses, outputs
-        engine.step()
-        mark("step")
-
-    return step
+_ordinary = partial(_one_forward, count=1)
 
 
 def _a_forward_each(engine: Any, batch: Batch, mark: Mark) -> None:
@@ -115,28 +110,25 @@ class Kind:
 
 _FIRST, _ALL = (0,), tuple(range(LOSSES))
 _CRASH = "The size of tensor a (0) must match"
-_TWICE = _one_forward(_by_engine)
+_BY_SCALE, _BY_TENSOR = (partial(_one_forward, backward=by) for by in (_by_scale, _by_tensor))
+_SUM = partial(_one_forward, zero_grad=False)
 
 KINDS = {
     1: Kind("stock, ordinary step, K=1", STOCK, _ordinary, _FIRST),
     2: Kind("patched, ordinary step, K=1", PATCHED, _ordinary, _FIRST),
-    3: Kind("stock, K=2", STOCK, _TWICE, crash=_CRASH),
-    4: Kind("patched, K=2, engine.backward", PATCHED, _TWICE),
-    5: Kind("patched, K=2, engine.scale(l).backward", PATCHED, _one_forward(_by_scale)),
-    6: Kind("patched, K=2, l.backward", PATCHED, _one_forward(_by_tensor)),
-    7: Kind(
-        "patched, K=2, sum without zero_grad",
-        PATCHED,
-        _one_forward(_by_engine, zero_grad=False),
-        _ALL,
-    ),
+    3: Kind("stock, K=2", STOCK, _one_forward, crash=_CRASH),
+    4: Kind("patched, K=2, engine.backward", PATCHED, _one_forward),
+    5: Kind("patched, K=2, engine.scale(l).backward", PATCHED, _BY_SCALE),
+    6: Kind("patched, K=2, l.backward", PATCHED, _BY_TENSOR),
+    7: Kind("patched, K=2, sum without zero_grad", PATCHED, _SUM, _ALL),
     8: Kind("stock, K=2 by two forwards, sum", STOCK, _a_forward_each, _ALL),
     9: Kind("stock, all persistent, K=1", STOCK, _ordinary, _FIRST, holds_all=True),
-    10: Kind("stock, all persistent, K=2", STOCK, _TWICE, holds_all=True),
+    10: Kind("stock, all persistent, K=2", STOCK, _one_forward, holds_all=True),
 }
 _ORDINARY, _PATCHED_ORDINARY, _RETAINED, _PERSISTENT = 1, 2, 4, 9
 #: On one engine each; the crash last, for whatever it leaves behind.
 _TOGETHER = ((1, 2, 4, 5, 6, 7, 8), (9, 10), (3,))
+
 
 _FULL = {"layers": 16, "width": 4096, "batch": 512, "warmup": 5, "steps": 20, "rounds": 10}
 _SMOKE = {"layers": 2, "width": 64, "batch": 8, "warmup": 3, "steps": 2, "rounds": 2}
@@ -147,6 +139,7 @@ class Retain(Workload):
     name, patches = "retain", ("zero3_retain",)
     keys, heads, against = ("number", "title"), ("#", "row"), "reference"
     full, smoke = _FULL, _SMOKE
+    more = (("MiB after each backward", lambda row: _mib(row)),)
 
     def standing_together(self) -> Iterator[list[Row]]:
         for numbers in _TOGETHER:
@@ -200,17 +193,6 @@ class Retain(Workload):
     def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
         """The other one with which it shares an engine."""
         return find(rows, number=_PERSISTENT if _kind(row).holds_all else _ORDINARY)
-
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        columns = [
-            *self.times(rows),
-            ("MiB after each backward", _mib),
-            ("peak MiB", value("peak_mib")),
-            ("gradient error", error("gradient_error")),
-        ]
-        yield Table("", columns)
-        ms = ("ms per phase", lambda row: phases(row.ms_by_phase))
-        yield Table("phases", [ms], lambda row: row.ms)
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         alike = "the same, kept graphs against a kept graph"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.timing import StepTimes, median_phases
+from benchmarks.timing import Block
 
 #: As a benchmark keeps it.
 Run = Mapping[str, Any]
 
-_TIMES = ("ms", "ms_by_phase", "host_ms_by_phase")
+_TIMES = Block._fields
 
 
 @dataclass
@@ -44,11 +44,10 @@ class Row:
         """The median of each round."""
         return [statistics.median(block) for block in self.ms]
 
-    def take(self, block: Sequence[StepTimes]) -> None:
+    def take(self, block: Block) -> None:
         """The steps of one round."""
-        self.ms.append([step.total for step in block])
-        self.ms_by_phase.append(median_phases([step.phases for step in block]))
-        self.host_ms_by_phase.append(median_phases([step.host for step in block]))
+        for name in _TIMES:
+            getattr(self, name).append(getattr(block, name))
 
     def add(self, process: Mapping[str, Any]) -> None:
         """What a process kept of this row: lists, with a value for its one round."""

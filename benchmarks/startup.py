@@ -9,29 +9,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import NamedTuple
 
 import torch
 
-import ds_patches
 from benchmarks.options import positive
-from benchmarks.provenance import provenance
+from benchmarks.provenance import ROOT, provenance
 from benchmarks.tables import markdown
 from benchmarks.timing import quartiles
 from ds_patches.startup import variables
 
-_ROOT = Path(__file__).resolve().parents[1]
 #: What a hook may add to the start of an interpreter.
 _UNSET_BAR, _SET_BAR = 2.0, 10.0
-_ALL = {"DS_PATCHES": "all"}
 #: Calls in one process, in their order, and what each may take.
 _CALLS = {"apply_all()": 350.0, "unapply_all()": None, "apply_all(), the second time": 150.0}
 
@@ -44,40 +39,37 @@ _TIMED = """
 import json, time
 import deepspeed, ds_patches
 
-def timed(name, live):
+taken = []
+for name, live in (("apply_all", True), ("unapply_all", False), ("apply_all", True)):
     cpu = time.process_time()
     statuses = getattr(ds_patches, name)()
-    cpu = time.process_time() - cpu
+    taken.append(1e3 * (time.process_time() - cpu))
     assert any(status.live for status in statuses.values()) is live, statuses
-    return cpu * 1e3
-
-print(json.dumps([timed("apply_all", True), timed("unapply_all", False), timed("apply_all", True)]))
+print(json.dumps(taken))
 """
 
 
 class Start(NamedTuple):
-    """One way to start an interpreter.
+    """One way to start this interpreter, with the hook on its path or without.
 
     check: what holds there, an assertion.
     bar: what it may add to the first start of its table.
     """
 
     name: str
-    python: Path
     variables: Mapping[str, str]
     code: str
     check: str
     bar: float | None = None
 
-    def once(self) -> float:
+    def once(self, check: str = "") -> float:
         """Start it and wait for its end; its CPU time."""
-        quiet = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
-        words = [str(self.python), "-c", self.code]
-        child = os.posix_spawn(words[0], words, self.variables, file_actions=quiet)
-        _, status, usage = os.wait4(child, 0)
-        if status:
-            raise RuntimeError(f"{self.name}: exit code {os.waitstatus_to_exitcode(status)}")
-        return 1e3 * (usage.ru_utime + usage.ru_stime)
+        before = getrusage(RUSAGE_CHILDREN)
+        words = [sys.executable, "-c", f"{self.code}\n{check}"]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": None if check else subprocess.DEVNULL}
+        subprocess.run(words, env=self.variables, check=True, **streams)
+        after = getrusage(RUSAGE_CHILDREN)
+        return 1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
 def main() -> None:
@@ -88,67 +80,31 @@ def main() -> None:
     options = parser.parse_args()
     origin = provenance(torch.device("cpu"), None)
     print(", ".join(f"{key} {value}" for key, value in origin.items()), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        _compare("python -c pass", _bare_starts(Path(folder)), options.rounds)
-    _compare(f"python -c '{_IMPORT}'", _imports(), options.imports)
+    bare, hooked, wanted = _variables(), _variables(variables.HOOK), {"DS_PATCHES": "all"}
+    starts = [
+        Start("no hook", bare, "pass", _HOOKED.format(False)),
+        Start("DS_PATCHES unset", hooked, "pass", _HOOKED.format(False), _UNSET_BAR),
+        Start("DS_PATCHES=all", hooked | wanted, "pass", _HOOKED.format(True), _SET_BAR),
+    ]
+    _compare("python -c pass", starts, options.rounds)
+    starts = [
+        Start("DS_PATCHES unset", hooked, _IMPORT, _LIVE.format(False)),
+        Start("DS_PATCHES=all", hooked | wanted, _IMPORT, _LIVE.format(True)),
+        Start("unset, apply_all() in the script", hooked, _CALL, _LIVE.format(True)),
+    ]
+    _compare(f"python -c '{_IMPORT}'", starts, options.imports)
     _calls(options.imports)
 
 
-def _bare_starts(folder: Path) -> list[Start]:
-    """Of an interpreter that has ds_patches, and a program that does nothing."""
-    plain, plain_site = _environment(folder / "plain")
-    enabled, _ = _environment(folder / "enabled")
-    enable = "from ds_patches.startup import site_packages; site_packages.enable()"
-    subprocess.run([enabled, "-c", enable], env=_variables(), check=True)
-    hook = {"PYTHONPATH": str(plain_site / "ds_patches/startup/hook")}
-    return [
-        Start(
-            name,
-            python,
-            _variables() | chosen,
-            "pass",
-            _HOOKED.format(_ALL.items() <= chosen.items()),
-            bar,
-        )
-        for name, python, chosen, bar in (
-            ("no hook", plain, {}, None),
-            ("PYTHONPATH, DS_PATCHES unset", plain, hook, _UNSET_BAR),
-            ("PYTHONPATH, DS_PATCHES=all", plain, hook | _ALL, _SET_BAR),
-            (".pth, DS_PATCHES unset", enabled, {}, _UNSET_BAR),
-            (".pth, DS_PATCHES=all", enabled, _ALL, _SET_BAR),
-        )
-    ]
+def _variables(*first: Path) -> dict[str, str]:
+    """This shell's, but for those that change what Python does, or what we do.
 
-
-def _imports() -> list[Start]:
-    """Of this interpreter and its DeepSpeed; auto-apply finds what patches there are."""
-    hooked = _variables() | {"PYTHONPATH": _path(variables.HOOK)}
-    python = Path(sys.executable)
-    return [
-        Start("DS_PATCHES unset", python, hooked, _IMPORT, _LIVE.format(False)),
-        Start("DS_PATCHES=all", python, hooked | _ALL, _IMPORT, _LIVE.format(True)),
-        Start("unset, apply_all() in the script", python, hooked, _CALL, _LIVE.format(True)),
-    ]
-
-
-def _environment(root: Path) -> tuple[Path, Path]:
-    """Make a venv with ds_patches alone; returns its interpreter and its site-packages."""
-    venv.create(root, symlinks=True)
-    (site,) = root.glob("lib/python*/site-packages")
-    shutil.copytree(Path(ds_patches.__file__).parent, site / "ds_patches")
-    return root / "bin/python", site
-
-
-def _variables() -> dict[str, str]:
-    """This shell's variables, but for those that change what Python does, or what we do."""
+    first: on the path before this project, and what this shell has on its path.
+    """
     ours = ("PYTHON", "DS_PATCHES")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-
-
-def _path(*first: Path) -> str:
-    """This project, and what this shell has on its path, after these."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(filter(None, [*map(str, first), str(_ROOT), *inherited]))
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = [*map(str, first), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return plain | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
@@ -157,8 +113,7 @@ def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
     Prints what each took, and what it took beyond the first one's in the same round.
     """
     for start in starts:  # which also compiles what is not compiled yet
-        words = [start.python, "-c", f"{start.code}\n{start.check}"]
-        subprocess.run(words, env=start.variables, check=True, stdout=subprocess.DEVNULL)
+        start.once(start.check)
     taken: dict[str, list[float]] = {start.name: [] for start in starts}
     turn = list(starts)
     for _ in range(rounds):
@@ -179,10 +134,11 @@ def _compare(what: str, starts: Sequence[Start], rounds: int) -> None:
 def _calls(processes: int) -> None:
     """What each call takes; the first process has compiled what was not compiled yet."""
     words = [sys.executable, "-c", _TIMED]
-    here = _variables() | {"PYTHONPATH": _path()}
     taken = []
     for _ in range(processes + 1):
-        done = subprocess.run(words, env=here, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            words, env=_variables(), stdout=subprocess.PIPE, text=True, check=True
+        )
         taken.append(json.loads(done.stdout.splitlines()[-1]))
     by_call = zip(_CALLS.items(), zip(*taken[1:], strict=True), strict=True)
     body = [[name, *_cells(ms, bar)] for (name, bar), ms in by_call]

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
+from benchmarks.at_rest import MicroSteps
 from benchmarks.harness import main
-from benchmarks.micro_steps import PHASES, MicroSteps
 from benchmarks.rows import Row
-from benchmarks.tables import Bar, Table, error, phases, value
+from benchmarks.tables import Bar
 from benchmarks.workload import PATCHED, STOCK
 
 # Where the GPUs cannot copy directly between each other, so that communication is what takes long.
@@ -38,17 +38,14 @@ _SMOKE |= {"layers": 6, "width": 64, "warmup": 1, "steps": 1, "rounds": 2}
 class StreamSafety(MicroSteps):
     __doc__ = __doc__
     name, patches = "stream_safety", ("stream_safety",)
-    keys = ("stage", "overlap", "mode", "batch", "reduce_bucket_size", "micro_steps")
+    keys = ("micro_steps", "batch", "reduce_bucket_size", "stage", "overlap", "mode")
     full, smoke = _FULL, _SMOKE
 
     def standing_together(self) -> Iterator[list[Row]]:
         of = self.options
-        sizes = product(of.micro_steps, of.batches, of.reduce_bucket_sizes)
-        for (count, *rest), stage, overlap in product(sizes, of.stages, (False, True)):
-            yield [
-                Row(dict(zip(self.keys, (stage, overlap, mode, *rest, count), strict=True)))
-                for mode in (STOCK, PATCHED)
-            ]
+        sizes = (of.micro_steps, of.batches, of.reduce_bucket_sizes, of.stages, (False, True))
+        for size in product(*sizes):
+            yield self.rows(*size, modes=(STOCK, PATCHED))
 
     def zero(self, row: Row) -> dict[str, Any]:
         bucket = row["reduce_bucket_size"]
@@ -59,16 +56,7 @@ class StreamSafety(MicroSteps):
         return one if row["micro_steps"] == 1 else f"{one}, {row['micro_steps']} micro steps"
 
     def label(self, row: Row) -> tuple[str, str]:
-        return f"Z{row['stage']} overlap" if row["overlap"] else f"Z{row['stage']}", row["mode"]
-
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        columns = [
-            *self.times(rows),
-            (f"ms: {', '.join(PHASES)}", lambda row: phases(row.ms_by_phase, PHASES)),
-            ("peak MiB", value("peak_mib")),
-            ("gradient error", error("gradient_error")),
-        ]
-        yield Table("", columns)
+        return f"Z{row['stage']}{' overlap' * row['overlap']}", row["mode"]
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """Of the patched rows with overlap_comm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.rows import Row
 from benchmarks.timing import median_phases, quartiles
@@ -15,14 +15,6 @@ Column = tuple[str, Callable[[Row], str]]
 
 _MANY = 5  # rounds whose quartiles say something
 _LENGTH = 160  # of an error
-
-
-class Table(NamedTuple):
-    """One of a benchmark's tables; the rows that are `shown` are in it."""
-
-    title: str
-    columns: Sequence[Column]
-    shown: Callable[[Row], Any] = lambda row: True
 
 
 @dataclass(frozen=True)
@@ -79,22 +71,14 @@ def off_by(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}"
 
 
-def value(name: str, digits: int = 0) -> Callable[[Row], str]:
-    return lambda row: number(row.get(name), digits)
+def mib(name: str) -> Callable[[Row], str]:
+    return lambda row: number(row.get(name), 0)
 
 
-def error(name: str) -> Callable[[Row], str]:
-    return lambda row: off_by(row.get(name))
-
-
-def phases(blocks: Sequence[dict[str, float]], names: Sequence[str] = ()) -> str:
-    """Medians of the rounds' medians, ms: of these phases, or of all, with their names."""
-    if not blocks:
-        return "-"
-    ms = median_phases(blocks)
-    if names:
-        return ", ".join(number(ms.get(name), 2) for name in names)
-    return ", ".join(f"{name} {one:.2f}" for name, one in ms.items())
+def phases(blocks: Sequence[dict[str, float]]) -> str:
+    """Medians of the rounds' medians, ms."""
+    ms = median_phases(blocks) if blocks else {}
+    return ", ".join(f"{name} {one:.2f}" for name, one in ms.items()) or "-"
 
 
 def cell(text: str) -> str:

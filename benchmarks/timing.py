@@ -9,9 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +20,17 @@ Mark = Callable[[str], None]
 Step = Callable[[Mark], None]
 #: A phase that has ended: its name, the CUDA event then if there is a GPU, and the host's clock.
 _Mark = tuple[str, Any, float]
+
+
+class Block(NamedTuple):
+    """Milliseconds of the steps of one round, and the medians of their phases.
+
+    `host_ms_by_phase`: what the phases took the host, which on a GPU runs ahead.
+    """
+
+    ms: list[float]
+    ms_by_phase: dict[str, float]
+    host_ms_by_phase: dict[str, float]
 
 
 def ignore(phase: str) -> None:
@@ -33,31 +43,22 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """One step: milliseconds in all, and per phase in the order they ran.
-
-    `host`: what the phases took the host, which on a GPU runs ahead.
-    """
-
-    total: float
-    phases: dict[str, float]
-    host: dict[str, float]
-
-
 def quartiles(values: Sequence[float]) -> tuple[float, ...]:
     """The first, the median and the third of one value or more."""
     several = values if len(values) > 1 else [*values] * 2
     return tuple(statistics.quantiles(several, n=4, method="inclusive"))
 
 
-def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> list[StepTimes]:
+def time_block(step: Step, device: torch.device, warmup: int, steps: int) -> Block:
     """Run `warmup` steps, then time each of `steps`."""
     for _ in range(warmup):
         step(ignore)
     recorded = [_record(step, device) for _ in range(steps)]
     wait_for(device)
-    return [_read(marks) for marks in recorded]
+    whole = [_ms(marks[0], marks[-1]) for marks in recorded]
+    phases = [{end[0]: _ms(begin, end) for begin, end in pairwise(marks)} for marks in recorded]
+    host = [{end[0]: _host_ms(begin, end) for begin, end in pairwise(marks)} for marks in recorded]
+    return Block(whole, median_phases(phases), median_phases(host))
 
 
 def median_phases(phases: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -81,9 +82,11 @@ def _record(step: Step, device: torch.device) -> list[_Mark]:
     return marks
 
 
-def _read(marks: Sequence[_Mark]) -> StepTimes:
-    host = {end[0]: 1e3 * (end[2] - begin[2]) for begin, end in pairwise(marks)}
-    if marks[0][1] is None:
-        return StepTimes(1e3 * (marks[-1][2] - marks[0][2]), host, host)
-    phases = {end[0]: begin[1].elapsed_time(end[1]) for begin, end in pairwise(marks)}
-    return StepTimes(marks[0][1].elapsed_time(marks[-1][1]), phases, host)
+def _ms(begin: _Mark, end: _Mark) -> float:
+    if begin[1] is None:
+        return _host_ms(begin, end)
+    return float(begin[1].elapsed_time(end[1]))
+
+
+def _host_ms(begin: _Mark, end: _Mark) -> float:
+    return 1e3 * (end[2] - begin[2])

@@ -6,7 +6,6 @@ A file for each says what is its own; what they share is here, and ``harness`` r
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -15,21 +14,23 @@ import torch
 
 from benchmarks import probes
 from benchmarks.engines import applied
-from benchmarks.gradients import Forward, full_weights, plain_gradients
 from benchmarks.options import kept
+from benchmarks.probes import Forward
 from benchmarks.provenance import p2p, sentence
-from benchmarks.rows import Row, Run, groups, ratios
+from benchmarks.rows import Row, Run, groups, like, ratios
 from benchmarks.tables import (
     Bar,
     Column,
-    Table,
     by_round,
     cell,
     markdown,
+    mib,
     middle,
     number,
+    off_by,
+    phases,
 )
-from benchmarks.timing import Step, StepTimes, ignore, time_block
+from benchmarks.timing import Block, Step, ignore, time_block
 
 STOCK, PATCHED = "stock", "patched"
 # bf16 rounds to 4e-3; a lost or doubled gradient is off by its own size.
@@ -58,7 +59,21 @@ class Workload:
     full: Mapping[str, Any]  # options and their defaults, on CUDA
     smoke: Mapping[str, Any]  # on CPU
     named_by_words: tuple[str, ...] = ()  # options that are no numbers
+    more: Sequence[Column] = ()  # what it looks at beside what all do
     own_processes = False  # a group of processes for each row in each round
+
+    # What each says of itself.
+
+    #: Rows that take turns on one engine.
+    standing_together: Callable[[], Iterator[list[Row]]]
+    #: What this rank trains on, in a row and those that stand with it.
+    data: Callable[[Row], Any]
+    engine: Callable[[Row], AbstractContextManager[Any]]
+    #: Of a row with its engine and its data.
+    step: Callable[[Row, Any, Any], Step]
+    #: The backwards of one step in plain PyTorch, of a row and its data.
+    plain: Callable[[Row, Any], Callable[[Forward], None]]
+    label: Callable[[Row], tuple[str, str]]
 
     def __init__(self, options: argparse.Namespace, device: torch.device = _CPU) -> None:
         self.options = options
@@ -70,13 +85,9 @@ class Workload:
 
     # What is measured.
 
-    def standing_together(self) -> Iterator[list[Row]]:
-        """Rows that take turns on one engine."""
-        raise NotImplementedError
-
-    def chosen(self, row: Row) -> dict[str, Any]:
-        """The options that choose `row` alone, for a process of its own."""
-        raise NotImplementedError
+    def rows(self, *values: Any, modes: Sequence[str]) -> list[Row]:
+        """One for each mode, which is the last of what they are told by."""
+        return [Row(dict(zip(self.keys, (*values, mode), strict=True))) for mode in modes]
 
     def is_patched(self, row: Row) -> bool:
         return bool(row["mode"] == PATCHED)
@@ -85,37 +96,18 @@ class Workload:
         """DeepSpeed inside as `row` has it."""
         return applied(self.patches if self.is_patched(row) else ())
 
-    def data(self, row: Row) -> Any:
-        """What this rank trains on, in this row and those that stand with it."""
-        raise NotImplementedError
-
-    def engine(self, row: Row) -> AbstractContextManager[Any]:
-        raise NotImplementedError
-
-    def step(self, row: Row, engine: Any, data: Any) -> Step:
-        raise NotImplementedError
-
-    def plain(self, row: Row, data: Any) -> Callable[[Forward], None]:
-        """The backwards of one step in plain PyTorch."""
-        raise NotImplementedError
-
     def look(self, at: Standing) -> None:
         """Find out what no timed step can tell, in steps of their own."""
         for _ in range(self.options.warmup):
             at.step(ignore)
-        self._check_gradients(at)
+        plain, phase = self.plain(at.row, at.data), self.reduced_after(at.row)
+        error = probes.gradient_error(at.step, at.engine, plain, phase, self.device)
+        at.row.found["gradient_error"] = error
         at.row.found["peak_mib"] = probes.peak_mib(at.step, self.device, at.before)
 
-    def time(self, at: Standing) -> list[StepTimes]:
+    def time(self, at: Standing) -> Block:
         """One round."""
         return time_block(at.step, self.device, self.options.warmup, self.options.steps)
-
-    def _check_gradients(self, at: Standing) -> None:
-        """What this needs is let go before anything else is read."""
-        reference = plain_gradients(full_weights(at.engine), self.plain(at.row, at.data))
-        at.row.found["gradient_error"] = probes.gradient_error(
-            at.step, at.engine, reference, self.reduced_after(at.row), self.device
-        )
 
     def reduced_after(self, row: Row) -> str:
         """The phase at whose end the gradients of a step are."""
@@ -127,19 +119,22 @@ class Workload:
         """Of the rows that share a table."""
         return ""
 
-    def label(self, row: Row) -> tuple[str, str]:
-        raise NotImplementedError
-
     def named(self, row: Row) -> str:
         where = self.where(row)
         return " ".join(self.label(row)) + (f", {where}" if where else "")
 
     def reference(self, row: Row, rows: Sequence[Row]) -> Row | None:
         """What `row` is compared with; it may be itself."""
-        raise NotImplementedError
+        return like(rows, row, mode=self.against)
 
-    def tables(self, rows: Sequence[Row]) -> Iterator[Table]:
-        yield Table("", self.times(rows))
+    def columns(self, rows: Sequence[Row]) -> list[Column]:
+        return [
+            *self.times(rows),
+            ("ms per phase", lambda row: phases(row.ms_by_phase)),
+            *self.more,
+            ("peak MiB", mib("peak_mib")),
+            ("gradient error", lambda row: off_by(row.get("gradient_error"))),
+        ]
 
     def bars(self, rows: Sequence[Row], p2p: bool) -> Iterator[Bar]:
         """`p2p`: whether the GPUs copy directly between each other."""
@@ -154,7 +149,9 @@ class Workload:
         if row.error is not None:
             if not self.may_fail(row):
                 yield row.error
-        elif is_off(error := row.get("gradient_error")):
+            return
+        error = row.get("gradient_error")
+        if error is None or not error <= TOLERANCE:  # nor NaN
             yield f"gradients are off by {error}"
 
     # What all of them say alike.
@@ -188,19 +185,9 @@ class Workload:
         sizes = ", ".join(f"{name} {value}" for name, value in kept(self.options).items())
         parts = [f"{sentence(origin)} {sizes}."]
         for where, group in groups(rows, self.where):
-            for table in self.tables(rows):
-                title = ": ".join(filter(None, (where, table.title))) or self.heads[0]
-                header = (title, self.heads[1], *(name for name, _ in table.columns))
-                body = [
-                    (*self.label(row), *(show(row) for _, show in table.columns))
-                    for row in group
-                    if table.shown(row)
-                ]
-                parts += [markdown(header, body)] if body else []
+            names, cells = zip(*self.columns(rows), strict=True)
+            body = [(*self.label(row), *(show(row) for show in cells)) for row in group]
+            parts.append(markdown((where or self.heads[0], self.heads[1], *names), body))
         if bars := [bar.cells() for bar in self.bars(rows, p2p(origin))]:
             parts.append(markdown(("ratio or count", "measured", "bar", "held"), bars))
         return "\n\n".join(parts)
-
-
-def is_off(error: float | None) -> bool:
-    return error is None or math.isnan(error) or error > TOLERANCE

@@ -25,7 +25,7 @@ examples:
   ds-patches doctor --json --config ds_config.json
   ds-patches run -- torchrun train.py
 
-for maintainers: table, record-shapes
+for maintainers: record-shapes
 all errors and what helps: {page}
 """
 
@@ -78,12 +78,6 @@ def _doctor(chosen: argparse.Namespace) -> int:
     return status
 
 
-def _table(chosen: argparse.Namespace) -> None:
-    from ds_patches.commands import symptoms
-
-    print(symptoms.markdown())
-
-
 def _explain(chosen: argparse.Namespace) -> int:
     from ds_patches.commands import explain
 
@@ -96,7 +90,7 @@ def _explain(chosen: argparse.Namespace) -> int:
 def _run(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import command
 
-    _must_mean_something()
+    flags.read(registry.patches())  # one that means nothing: a program would run on unpatched
     words = chosen.words[1:] if chosen.words[:1] == ["--"] else chosen.words
     command.run(words, os.environ)
 
@@ -117,15 +111,18 @@ def _disable(chosen: argparse.Namespace) -> None:
 
 def _env(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import variables
+    from ds_patches.startup.site_packages import StartupError
 
-    if chosen.remove:
-        if not variables.remove(chosen.remove):
-            print(f"ds_patches: there is no file {chosen.remove}")
-        return
-    _must_mean_something()
-    if chosen.write:
-        variables.write(chosen.write, os.environ)
-    else:
+    if not chosen.remove:
+        flags.read(registry.patches())
+    try:
+        if chosen.remove:
+            variables.remove(chosen.remove)
+        elif chosen.write:
+            variables.write(chosen.write, os.environ)
+    except OSError as error:
+        raise StartupError(f"{error.filename} cannot be written: {error.strerror}") from error
+    if not (chosen.remove or chosen.write):
         print(*variables.lines(os.environ), sep="\n")
 
 
@@ -136,11 +133,6 @@ def _record_shapes(chosen: argparse.Namespace) -> int:
     return int(not record_shapes.record(patch, chosen.releases))
 
 
-def _must_mean_something() -> None:
-    """Raise FlagError for a variable that does not: a program would run on unpatched with it."""
-    flags.read(registry.patches())
-
-
 _COMMANDS = {
     "explain": _explain,
     "doctor": _doctor,
@@ -149,7 +141,6 @@ _COMMANDS = {
     "enable": _enable,
     "disable": _disable,
     "env": _env,
-    "table": _table,
     "record-shapes": _record_shapes,
 }
 
@@ -166,9 +157,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     explain = commands.add_parser("explain", help="what an error is, and what helps")
     explain.add_argument("text", nargs="?", metavar="TEXT", help="the error; else stdin, as a log")
-    explain.add_argument(
-        "--release", type=Version, metavar="X.Y.Z", help="of DeepSpeed (default: the installed)"
-    )
+    explain.add_argument("--release", type=Version, metavar="X.Y.Z", help="default: the installed")
     explain.add_argument("--json", action="store_true", help="the same as JSON")
     doctor = commands.add_parser("doctor", help="what is wrong here, what would be applied")
     doctor.add_argument(
@@ -179,20 +168,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     doctor.add_argument(
         "--train-check", action="store_true", help="train a small model too: what does not train?"
     )
+    timeout = "for each training of --train-check (default: %(default)s)"
     doctor.add_argument(
-        "--timeout",
-        type=values.seconds,
-        default=120,
-        metavar="SECONDS",
-        help="for each training of --train-check (default: %(default)s)",
+        "--timeout", type=values.seconds, default=120, metavar="SECONDS", help=timeout
     )
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     status = commands.add_parser("status", help="one line per patch: name, state, why")
     status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
-    status.add_argument(
-        "-v", "--verbose", action="store_true", help="all that is to say of every patch"
-    )
+    status.add_argument("-v", "--verbose", action="store_true", help="the same of every patch")
     status.add_argument("--json", action="store_true", help="the same as JSON")
     commands.add_parser("enable", help="let DS_PATCHES patch every program of this environment")
     commands.add_parser("disable", help="take that back")
@@ -207,10 +191,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             metavar="FILE",
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
-    commands.add_parser("table", description="The scripts that releases get wrong, as markdown.")
-    record = commands.add_parser(
-        "record-shapes", description="Write the shapes.json of a patch that you write."
-    )
+    record = commands.add_parser("record-shapes", description="Write the shapes.json of a patch.")
     record.add_argument("name", metavar="NAME", help="the patch")
     record.add_argument(
         "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"

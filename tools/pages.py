@@ -12,7 +12,7 @@ import inspect
 import itertools
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri.startswith("benchmarks"):
         page.meta["search"] = {"exclude": True}  # tables of numbers, with every patch's words
     repository = Path(config.docs_dir).parent
-    with_tables = _MARKER.sub(lambda found: _table(found[1], repository), markdown)
+    with_tables = _MARKER.sub(lambda found: _table(found[1]), markdown)
     here = posixpath.dirname(page.file.src_uri)
     return _LINK.sub(lambda found: _link(found, here, repository), with_tables)
 
@@ -175,18 +175,18 @@ def _place(place: Any) -> str:
     )
 
 
-def _table(name: str, repository: Path) -> str:
+def _table(name: str) -> str:
     if name not in _TABLES:
         raise PluginError(f"no table is called {name!r}; the tables are: {', '.join(_TABLES)}")
-    return _TABLES[name](repository)
+    return _TABLES[name]()
 
 
-def _symptoms(repository: Path) -> str:
+def _symptoms() -> str:
     """The table of the README, with links to the pages."""
     return symptoms.markdown("troubleshooting.md", f"{_FOLDER}/{{}}.md")
 
 
-def _patches(repository: Path) -> str:
+def _patches() -> str:
     """A row for each patch, with its page."""
     titles = ("patch", "what it does", "DeepSpeed", "upstream", "remove it when")
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -197,7 +197,7 @@ def _patches(repository: Path) -> str:
     return "\n".join(rows)
 
 
-def _options(repository: Path) -> str:
+def _options() -> str:
     """A row for each variable that belongs to a patch."""
     rows = ["| variable | patch | meaning |", "|---|---|---|"]
     for name, patch in registry.patches().items():
@@ -207,11 +207,7 @@ def _options(repository: Path) -> str:
     return "\n".join(rows)
 
 
-_TABLES: dict[str, Callable[[Path], str]] = {
-    "symptoms": _symptoms,
-    "patches": _patches,
-    "options": _options,
-}
+_TABLES = {"symptoms": _symptoms, "patches": _patches, "options": _options}
 
 
 def _link(found: re.Match[str], here: str, repository: Path) -> str:

@@ -12,12 +12,11 @@ from ds_patches.startup import site_packages, variables
 def lines() -> list[str]:
     """Say whether patches are applied by themselves here, and what stands in the way."""
     wanted = os.environ.get("DS_PATCHES", "")
-    on_path = str(variables.HOOK) in sys.path
-    here = []
-    if site_packages.is_enabled():
-        here.append(f"enabled by {site_packages.file()}")
-    if on_path:
-        here.append(f"on PYTHONPATH: {variables.HOOK}")
+    hooks = {
+        f"enabled by {site_packages.file()}": site_packages.is_enabled(),
+        f"on PYTHONPATH: {variables.HOOK}": str(variables.HOOK) in sys.path,
+    }
+    here = [hook for hook, is_there in hooks.items() if is_there]
     found = [f"hook: {', '.join(here) or 'none (python -m ds_patches enable, or run)'}"]
     found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
     if wanted and here:

@@ -11,7 +11,7 @@ import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
-from ds_patches.startup.errors import CannotEnable
+from ds_patches.core.errors import DsPatchesError
 
 _NAME = "ds_patches.pth"
 
@@ -37,6 +37,10 @@ except Exception as error:
 """
 
 
+class StartupError(DsPatchesError):
+    """A start-up command cannot do what it is for."""
+
+
 def file() -> Path:
     """Return where the start-up hook of this environment lies, or would lie."""
     return Path(sysconfig.get_path("purelib"), _NAME)
@@ -50,7 +54,7 @@ def is_enabled() -> bool:
 def enable() -> Path:
     """Give this environment the start-up hook, and return its file.
 
-    Raises CannotEnable where the environment cannot be written to.
+    Raises StartupError where the environment cannot be written to.
     """
     code = f"path = {str(file())!r}{_APPLY_LATER}"
     line = f'import os; os.environ.get("DS_PATCHES") and exec({code!r}, {{"os": os}})\n'
@@ -61,7 +65,7 @@ def enable() -> Path:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise CannotEnable(
+        raise StartupError(
             f"{file()} cannot be written ({error.strerror}); "
             "`python -m ds_patches run -- COMMAND` needs no such file"
         ) from error
@@ -71,12 +75,12 @@ def enable() -> Path:
 def disable() -> Path | None:
     """Take the start-up hook away; returns its file, or None if there was none.
 
-    Raises CannotEnable where the environment cannot be written to.
+    Raises StartupError where the environment cannot be written to.
     """
     if not is_enabled():
         return None
     try:
         file().unlink()
     except OSError as error:
-        raise CannotEnable(f"{file()} cannot be removed: {error.strerror}") from error
+        raise StartupError(f"{file()} cannot be removed: {error.strerror}") from error
     return file()

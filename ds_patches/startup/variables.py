@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from ds_patches.core import flags
 from ds_patches.startup import site_packages
-from ds_patches.startup.errors import CannotWrite
 
 #: The folder with the sitecustomize.py.
 HOOK = Path(__file__).with_name("hook")
@@ -52,26 +50,16 @@ def lines(environment: Mapping[str, str]) -> list[str]:
 
 
 def write(file: Path, environment: Mapping[str, str]) -> None:
-    """Put the lines into a `.deepspeed_env`; what else it holds stays.
-
-    Raises CannotWrite where the file cannot be written.
-    """
-    with _named(file):
-        others = _others(file)
-        # Of two lines the launchers take the last, so ours has to hold what the other one holds.
-        path = {k: v for k, v in map(_parted, others) if k == "PYTHONPATH"}
-        _put(file, [*others, *lines({**environment, **path})])
+    """Put the lines into a `.deepspeed_env`; what else it holds stays."""
+    others = _others(file)
+    # Of two lines the launchers take the last, so ours has to hold what the other one holds.
+    path = {k: v for k, v in map(_parted, others) if k == "PYTHONPATH"}
+    _put(file, [*others, *lines({**environment, **path})])
 
 
-def remove(file: Path) -> bool:
-    """Take our lines out of a `.deepspeed_env`; the file goes with its last line.
-
-    Returns whether there was a file. Raises CannotWrite where it cannot be written.
-    """
-    there = file.exists()
-    with _named(file):
-        _put(file, _others(file))
-    return there
+def remove(file: Path) -> None:
+    """Take our lines out of a `.deepspeed_env`; the file goes with its last line."""
+    _put(file, _others(file))
 
 
 def _others(file: Path) -> list[str]:
@@ -106,11 +94,3 @@ def _put(file: Path, content: list[str]) -> None:
         file.write_bytes(text.encode(errors="surrogateescape"))
     else:
         file.unlink(missing_ok=True)
-
-
-@contextmanager
-def _named(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CannotWrite(f"{file} cannot be written: {error.strerror}") from error

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from benchmarks import show
 from benchmarks.rows import Run
 from benchmarks.workload import Workload
-from tests.benchmarks.outcome import ROOT, table
+from tests.benchmarks import ROOT, table
 
 pytestmark = pytest.mark.exhaustive
 
@@ -30,22 +31,15 @@ COMMANDS = {
     "at_rest": f"{TORCHRUN}-m benchmarks.at_rest --stages 1 3 --micro-steps 1 --width 32",
     "dc_fallback": "-m benchmarks.dc_fallback --skipped nothing half --width 16 --tokens 4",
 }
-WAYS = ["multi", "native", "ours"]
 MODES = ("stock", "patched")
 #: What tells the rows of a run apart, in their order.
 ROWS: dict[str, list[tuple[Any, ...]]] = {
     "retain": [(number,) for number in (1, 2, 4, 5, 6, 7, 8, 9, 10, 3)],
-    "coalesce": [(stage, 4, 4, way) for stage in (1, 2, 3) for way in WAYS]
-    + [(3, 4, 4, "ours, gather_once")],
-    "stream_safety": [
-        (s, o, m, 4, bucket, 2)
-        for bucket in (2500, 500)
-        for s in (1, 2)
-        for o in (False, True)
-        for m in MODES
-    ],
-    "at_rest": [(s, 1, 8, mode) for s in (1, 3) for mode in ("patched", "stock", "stock again")],
-    "dc_fallback": [("eager", "nothing"), ("eager", "half")],
+    "coalesce": [(stage, 4, 4, way) for stage in (1, 2, 3) for way in ("multi", "native", "ours")]
+    + [(3, 4, 4, "ours, default"), (3, 4, 4, "ours, gather_once")],
+    "stream_safety": [*product((2,), (4,), (2500, 500), (1, 2), (False, True), MODES)],
+    "at_rest": [*product((1, 3), (1,), (8,), ("patched", "stock", "stock again"))],
+    "dc_fallback": [("nothing", "eager"), ("half", "eager")],
 }
 
 
@@ -141,3 +135,20 @@ def test_what_cannot_run_is_said_at_once(command: str, complaint: str) -> None:
     done = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert complaint in done.stderr
+
+
+def test_startup_prints_every_start_call_and_bar() -> None:
+    command = [sys.executable, "-m", "benchmarks.startup", "--rounds", "3", "--imports", "1"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    bare = table(done.stdout, "python -c pass")
+    assert all(float(cells[1]) > 0 for cells in bare)
+    bars = [("no hook", "-"), ("DS_PATCHES unset", "< 2"), ("DS_PATCHES=all", "< 10")]
+    assert [(cells[0], cells[4]) for cells in bare] == bars
+    imports = table(done.stdout, "python -c 'import deepspeed'")
+    assert [cells[0] for cells in imports][:2] == ["DS_PATCHES unset", "DS_PATCHES=all"]
+    assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"
+    calls = table(done.stdout, "import deepspeed, then")
+    names = [cells[0].partition("()")[0] for cells in calls]
+    assert names == ["apply_all", "unapply_all", "apply_all"]
+    assert [cells[3] for cells in calls] == ["< 350", "-", "< 150"]
+    assert float(calls[0][1]) > float(calls[2][1]), "the shapes are known, nothing is imported"

@@ -120,7 +120,6 @@ def test_the_commands_go_on(place: fake.Place, why: str) -> None:
     assert (done.returncode, line.split()[1]) == (0, "broken")
     assert reason in line
     assert place.command("status", "--verbose", **BOTH).returncode == 0
-    assert place.command("table", **BOTH).returncode == 0
     shown = place.command("status", "--json", **BOTH).stdout
     assert json.loads(shown)["sample"]["state"] == "broken"
     done = place.command("doctor", **BOTH)

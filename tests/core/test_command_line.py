@@ -11,7 +11,6 @@ import pytest
 
 import ds_patches
 from ds_patches import __main__ as command_line
-from ds_patches.commands import symptoms
 from ds_patches.core import registry, values
 from ds_patches.core.patch import ALL
 from tests.core import fake
@@ -115,12 +114,6 @@ def test_a_word_that_means_nothing_is_an_error(
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_module_runs() -> None:
-    done = fake.run("", arguments=("-m", "ds_patches", "table"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == symptoms.markdown()
 
 
 def test_the_script_is_the_module() -> None:

@@ -16,11 +16,11 @@ from ds_patches.core.errors import (
     RanksDisagree,
     UnknownPatch,
 )
-from ds_patches.startup.errors import CannotEnable, CannotRun, CannotWrite
+from ds_patches.startup.site_packages import StartupError
 from ds_patches.traincheck.report import NotChecked, NotTrained, TrainReport, Untrained
 
 PLAIN = [AlreadyApplied, BrokenPatch, FlagError, OtherRankFailed, RanksDisagree]
-PLAIN += [CannotEnable, CannotRun, CannotWrite, NotChecked]
+PLAIN += [StartupError, NotChecked]
 REPORT = TrainReport(1, 0, 2, (Untrained("head.weight", "Linear"),))
 ERRORS = [kind("what was wrong") for kind in PLAIN]
 ERRORS += [UnknownPatch("on", ["one", "two"], "apply"), NotTrained(REPORT)]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.core import fake
-from tests.launchers import launch, page
-from tests.launchers.launch import Launch, Run
-from tests.launchers.outcome import assert_patched, assert_stock
+from tests.launchers import launch
+from tests.launchers.launch import Run, assert_patched, assert_stock, block, launched, line_with
 
 #: Five launches of two ranks each; `make test` has two of one host.
 pytestmark = pytest.mark.exhaustive
@@ -24,7 +23,7 @@ def remote(folder: Path) -> dict[str, str]:
 
     What the ranks of this machine need beyond that stands in the user's own .deepspeed_env.
     """
-    (folder / "hostfile").write_text(page.block("text", "slots="), encoding="utf-8")
+    (folder / "hostfile").write_text(block("text", "slots="), encoding="utf-8")
     own = "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n"
     (folder / ".deepspeed_env").write_text(own, encoding="utf-8")
     environment = launch.environment(folder)
@@ -34,7 +33,7 @@ def remote(folder: Path) -> dict[str, str]:
 
 def deepspeed_line() -> str:
     port = launch.free_port()
-    line = page.line("deepspeed --hostfile")
+    line = line_with("deepspeed --hostfile")
     return fake.edited(line, "--hostfile", f"--master_port {port} --hostfile")
 
 
@@ -45,30 +44,30 @@ def test_deepspeed_hands_no_flag_to_other_hosts(folder: Path) -> None:
 
 def test_deepspeed_hands_over_what_env_has_written(folder: Path) -> None:
     environment = remote(folder)
-    write = page.line("env --write")
+    write = line_with("env --write")
     subprocess.run(["bash", "-c", write], cwd=folder, env=environment, check=True, timeout=60)
     assert_patched(launch.run(deepspeed_line(), folder, environment))
 
 
 def test_accelerate_writes_the_file_itself(folder: Path) -> None:
-    line = fake.edited(page.line("--deepspeed_hostfile"), "29500", launch.free_port())
+    line = fake.edited(line_with("--deepspeed_hostfile"), "29500", launch.free_port())
     assert_patched(launch.run(line, folder, remote(folder)))
 
 
 def on_each(folder: Path, before: str, **more: str) -> list[Run]:
     """Launch the page's line for each host, and the same with `before` in the place of `run`."""
     environment = launch.environment(folder, **more)
-    line = page.line("torchrun --nnodes 2")
+    line = line_with("torchrun --nnodes 2")
     line = fake.edited(line, "host-a:29500", f"127.0.0.1:{launch.free_port()}")
     lines = [line, before + line.partition("-- ")[2]]
     with ExitStack() as running:
-        launches = [running.enter_context(Launch(one, folder, environment)) for one in lines]
-        return [one.result() for one in launches]
+        results = [running.enter_context(launched(one, folder, environment)) for one in lines]
+        return [result() for result in results]
 
 
 def test_a_line_on_each_host(folder: Path) -> None:
     """One is patched by `run`, the other by variables that were exported, as srun does."""
-    assert_patched(*on_each(folder, f"{page.line('export $')} && "))
+    assert_patched(*on_each(folder, f"{line_with('export $')} && "))
 
 
 def test_a_host_that_lacks_the_patches(folder: Path) -> None:

@@ -14,32 +14,32 @@ import pytest
 
 from tests import shell
 from tests.core import fake
-from tests.launchers import launch, page
-from tests.launchers.outcome import assert_patched, assert_stock
+from tests.launchers import launch
+from tests.launchers.launch import assert_patched, assert_stock, block, line_with
 
 
 def test_torchrun(folder: Path) -> None:
-    line = page.line("run -- torchrun --standalone")
+    line = line_with("run -- torchrun --standalone")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
 @pytest.mark.exhaustive
 def test_deepspeed(folder: Path) -> None:
-    line = page.line("run -- deepspeed --num_gpus")
+    line = line_with("run -- deepspeed --num_gpus")
     line = fake.edited(line, "--num_gpus", f"--master_port {launch.free_port()} --num_gpus")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
 @pytest.mark.exhaustive
 def test_accelerate(folder: Path) -> None:
-    line = page.line("accelerate launch --use_deepspeed --deepspeed_config_file")
+    line = line_with("accelerate launch --use_deepspeed --deepspeed_config_file")
     line = fake.edited(line, "launch", f"launch --main_process_port {launch.free_port()}")
     assert_patched(launch.run(line, folder, launch.environment(folder)))
 
 
 @pytest.mark.exhaustive
 def test_spawn(folder: Path) -> None:
-    line = page.line("run -- python spawn.py")
+    line = line_with("run -- python spawn.py")
     assert_patched(launch.run(line, folder, meeting(folder)))
 
 
@@ -50,7 +50,7 @@ def test_spawn(folder: Path) -> None:
 def test_ray(folder: Path) -> None:
     """The driver's own environment has no wish: the actors have theirs from Ray."""
     script = (folder / "actors.py").read_text(encoding="utf-8").splitlines()
-    assert set(page.block("python", "ray.init").splitlines()) <= set(script)
+    assert set(block("python", "ray.init").splitlines()) <= set(script)
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # its sockets have their names there
         environment = meeting(folder) | {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
         assert_patched(launch.run("python actors.py", folder, environment))
@@ -62,10 +62,10 @@ def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
     venv = borrowing_environment(tmp_path / "venv")
     path = f"{venv / 'bin'}:{launch.environment(folder)['PATH']}"
     environment = launch.environment(folder, PATH=path, PYTHONPATH="")
-    line = page.line("DS_PATCHES=all torchrun")
+    line = line_with("DS_PATCHES=all torchrun")
 
     def ds_patches(command: str) -> None:
-        words = page.line(f"ds_patches {command}").split()
+        words = line_with(f"ds_patches {command}").split()
         subprocess.run(words, env=environment, check=True, timeout=launch.SECONDS)
 
     ds_patches("enable")
@@ -79,7 +79,7 @@ def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
 
 def test_ranks_that_differ(folder: Path) -> None:
     """Every rank says which ranks have what, whichever is the first."""
-    line = page.line("run -- torchrun --standalone")
+    line = line_with("run -- torchrun --standalone")
     line = fake.edited(line, "train.py", "--no-python sh uneven.sh")
     run = launch.run(line, folder, launch.environment(folder))
     assert run.code, run

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ds_patches.core import registry
-from tests.releases import ROOT, git
+from tests.releases import ROOT
 
 CORE = "core"
 _CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/world")
@@ -50,9 +51,18 @@ def commit(column: str) -> str:
 
     Empty where git does not say.
     """
-    head = git.says("rev-parse", "--short", "HEAD")
-    changed = git.says("status", "--porcelain", "--", "ds_patches", *tests_of(column))
+    head = git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "--", "ds_patches", *tests_of(column))
     return f"{head}+" if head and changed else head
+
+
+def git(*arguments: str) -> str:
+    """What git says of the checkout; nothing where there is no git, no repository or no answer."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _files(*roots: str) -> Iterator[Path]:

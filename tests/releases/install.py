@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from tests import releases
-from tests.releases.at_once import each, say
+from tests.releases import each, say
 
 
 def install(wanted: Iterable[str]) -> int:
@@ -33,20 +32,12 @@ def install_one(wanted: str) -> str:
     if whole.is_dir():
         say(f"{requirement}: already there")
         return ""
-    start = time.monotonic()
-    trouble = _pip(requirement, whole)
-    took = f"{time.monotonic() - start:.1f} s"
-    say(f"{requirement}: failed\n{trouble}" if trouble else f"{requirement}: installed in {took}")
-    return trouble
-
-
-def _pip(requirement: str, whole: Path) -> str:
-    """What pip said when it failed, else nothing."""
     # Renamed only when pip is done: a folder of that name is a whole install.
     whole.parent.mkdir(parents=True, exist_ok=True)
     part = whole.with_name(f".part-{whole.name}")
     shutil.rmtree(part, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+    start = time.monotonic()
     done = subprocess.run(
         [*command, "--target", str(part), requirement],
         env=os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"},
@@ -54,7 +45,9 @@ def _pip(requirement: str, whole: Path) -> str:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode == 0:
-        part.rename(whole)
-        return ""
-    return done.stdout
+    if done.returncode:
+        say(f"{requirement}: failed\n{done.stdout}")
+        return done.stdout
+    part.rename(whole)
+    say(f"{requirement}: installed in {time.monotonic() - start:.1f} s")
+    return ""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -13,16 +17,52 @@ from pathlib import Path
 from packaging.version import Version
 
 import ds_patches
-from ds_patches.core import registry
+from ds_patches.core import gate, registry, release
 from ds_patches.core.state import State
 from tests import releases
-from tests.releases import columns, page, record
-from tests.releases.at_once import each, say
-from tests.releases.cell import Answer, Cell, of_patch, of_tests
+from tests.releases import columns, each, page, record, say
 from tests.releases.columns import CORE
 from tests.releases.install import install_one
-from tests.releases.record import Record, Records
+from tests.releases.record import Cell, Record, Records
 from tests.releases.run import WHOLE, Case, Outcome, count, pytest, python
+
+#: What the gate's refusals are to a reader. Any other state but READY says nothing about a release.
+_REFUSALS = {
+    State.FIXED_UPSTREAM: Cell.FIXED_UPSTREAM,
+    State.OUT_OF_RANGE: Cell.NOT_APPLICABLE,
+    State.SHAPE_CHANGED: Cell.REFUSED,
+    State.BLOCKED: Cell.REFUSED,
+    State.UNKNOWN_VERSION: Cell.REFUSED,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process with the release on its path says of a patch.
+
+    state, reason: the gate's, before anything was imported.
+    live: whether the patch was in the call path after `apply_all()`.
+    after: why it was, or was not.
+    """
+
+    state: State
+    reason: str
+    live: bool = False
+    after: str = ""
+
+
+def judge(answer: Answer | None, outcome: Outcome) -> tuple[Cell, str]:
+    """A column's cell, and why it is no pass. Tests of a refused patch do not count.
+
+    answer: a patch's; the core has none.
+    """
+    if answer and answer.state is not State.READY:
+        return _REFUSALS.get(answer.state, Cell.UNKNOWN), answer.reason
+    if answer and not answer.live:
+        return Cell.FAILED, answer.after
+    if outcome.trouble:
+        return (Cell.FAILED if outcome.failed else Cell.UNKNOWN), outcome.trouble
+    return Cell.PASS, ""
 
 
 class NoAnswer(Exception):
@@ -91,7 +131,7 @@ def ask(version: str) -> dict[str, Answer]:
     """What a process of that release's own says of each patch; raises NoAnswer."""
     with tempfile.TemporaryDirectory() as scratch:
         answers = Path(scratch, "answers.json")
-        done = python(version, "-m", "tests.releases.probe", str(answers))
+        done = python(version, "-m", "tests.releases.matrix", str(answers))
         if done.returncode:
             raise NoAnswer(done.stdout)
         # Reasons name files; where they lie on this machine is nobody's business.
@@ -141,7 +181,7 @@ def recorded(
 ) -> Record:
     """What is kept of a column; the core has no answer, an untested patch no outcome."""
     outcome = outcome or Outcome(version, trouble="no test ran")
-    cell, why = of_patch(answer, outcome) if answer else of_tests(outcome)
+    cell, why = judge(answer, outcome)
     patch = registry.patches().get(column)
     return Record(
         release=version,
@@ -161,3 +201,30 @@ def recorded(
         sources=sources,
         commit=commit,
     )
+
+
+def answer(into: Path) -> None:
+    """What the DeepSpeed that is first on this path lets each patch do: the fields of `Answer`.
+
+    Into a file, because DeepSpeed prints to standard output while it is imported.
+    """
+    wanted, found = os.environ["DEEPSPEED_TEST_RELEASE"], release.installed()
+    if found is None or found.text != wanted:
+        sys.exit(f"DeepSpeed {wanted} was asked for, {found and found.text} is first on the path")
+    verdicts = {name: gate.check(patch) for name, patch in registry.patches().items()}
+    with suppress(ds_patches.PatchNotApplied):  # the statuses say which, and why
+        ds_patches.apply_all()
+    answers = {
+        name: {
+            "state": verdicts[name].state.value,
+            "reason": verdicts[name].reason,
+            "live": status.live,
+            "after": status.reason,
+        }
+        for name, status in ds_patches.status().items()
+    }
+    into.write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    answer(Path(sys.argv[1]))

@@ -13,15 +13,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
 from tests import releases
-from tests.releases import page, record
-from tests.releases.at_once import say
+from tests.releases import page, record, say
 from tests.releases.install import install_one
 
 #: What the suite, its command line and DeepSpeed's compiled ops need besides.
@@ -31,8 +31,7 @@ _TOOLS = ("numpy", "packaging>=22", "pytest>=8", "setuptools", "wheel", "wrapt>=
 _GIGABYTES = 12
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A release and a torch."""
 
     release: str
@@ -58,18 +57,18 @@ def parse(text: str) -> Pair:
 
 def run(wanted: Sequence[Pair], again: bool = False) -> int:
     """Record these pairs, or all that are outstanding, one after the other; 1 when one is left."""
-    outstanding = [pair for pair in wanted or known() if again or _outstanding(pair)]
+    outstanding = [pair for pair in wanted or known() if again or record.load().outstanding(*pair)]
     for pair in outstanding:
         say(f"== DeepSpeed {pair.release} with torch {pair.torch}")
-        if trouble := in_its_environment(pair, record_in, again):
+        if trouble := in_its_environment(pair, partial(_record, pair, again)):
             say(trouble)
     page.rewrite(record.load())
-    left = [str(pair) for pair in outstanding if _outstanding(pair)]
+    left = [str(pair) for pair in outstanding if record.load().outstanding(*pair)]
     say(f"left to look into: {' '.join(left)}" if left else "all of them are recorded")
     return int(bool(left))
 
 
-def in_its_environment(pair: Pair, work: Callable[[Path, Pair, bool], str], again: bool) -> str:
+def in_its_environment(pair: Pair, work: Callable[[Path], str]) -> str:
     """Make the environment, let `work` use its Python, remove it; what went wrong, if anything."""
     if install_one(pair.release):
         return f"DeepSpeed {pair.release} could not be installed"
@@ -78,12 +77,12 @@ def in_its_environment(pair: Pair, work: Callable[[Path, Pair, bool], str], agai
     if (free := shutil.disk_usage(releases.folder()).free / 1e9) < _GIGABYTES:
         return f"{free:.0f} GB are free; an environment may take {_GIGABYTES}"
     try:
-        return _make(folder, pair) or work(folder / "bin" / "python", pair, again)
+        return _make(folder, pair) or work(folder / "bin" / "python")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def record_in(python: Path, pair: Pair, again: bool) -> str:
+def _record(pair: Pair, again: bool, python: Path) -> str:
     """Record the release with that Python: it is the torch there that the records name."""
     command = [str(python), "-m", "tests.releases", "record", pair.release]
     code = subprocess.run([*command, *["--again"][: int(again)]], cwd=releases.ROOT).returncode
@@ -101,19 +100,12 @@ def requirements(pair: Pair) -> list[str]:
 def _make(folder: Path, pair: Pair) -> str:
     """An environment for the pair; what pip or venv said if it failed, else nothing."""
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--prefer-binary"]
+    # The caller's path may hold another torch.
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for command in [sys.executable, "-m", "venv", str(folder)], [*pip, *requirements(pair)]:
         done = subprocess.run(
-            command, env=_plain(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         if done.returncode:
             return done.stdout
     return ""
-
-
-def _plain() -> dict[str, str]:
-    """Without the caller's path, which may hold another torch."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-
-def _outstanding(pair: Pair) -> list[str]:
-    return record.load().outstanding(pair.release, pair.torch)

@@ -10,13 +10,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from tests.releases import ROOT
-from tests.releases.cell import Cell
 from tests.releases.columns import columns, sources
 
 FILE = ROOT / "docs" / "compatibility.json"
@@ -25,6 +25,22 @@ TORCH = "2.13.0"
 
 #: A release, a torch without its local part (+cpu), and a column.
 Key = tuple[str, str, str]
+
+
+class Cell(Enum):
+    """One patch, or the core, on one DeepSpeed release."""
+
+    PASS = "pass"
+    FIXED_UPSTREAM = "fixed upstream"
+    NOT_APPLICABLE = "not applicable"
+    REFUSED = "refused"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to look into."""
+        return self not in (Cell.FAILED, Cell.UNKNOWN)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from ds_patches.core import registry
 from tests import releases
-from tests.releases.at_once import each, markdown, say
+from tests.releases import each, markdown, say
 from tests.releases.columns import marked_files, tests_of
 from tests.releases.install import install_one
 
@@ -41,15 +41,13 @@ def run(
     versions: Sequence[str],
     whole: bool = False,
     within: float | None = None,
-    one: Callable[[str, Sequence[str]], Outcome] | None = None,
 ) -> int:
     """The core cases on each of `versions`, installed where missing; 1 when one was not good.
 
     whole: every test of every patch instead.
     within: seconds; what was not begun by then is named as left out, which is no error.
-    one: does it for a release; `run_one` if not given.
     """
-    ended = dict(each(lambda version: (one or run_one)(version, chosen(whole)), versions, within))
+    ended = dict(each(lambda version: run_one(version, chosen(whole)), versions, within))
     outcomes = [outcome for version in versions if (outcome := ended[version])]
     say(f"\n{table(outcomes)}")
     if late := [version for version in versions if not ended[version]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from ds_patches.core import registry
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import State
 from tests import releases
-from tests.releases import index, matrix, record
-from tests.releases.at_once import say
-from tests.releases.cell import Answer
+from tests.releases import matrix, page, record, say
 from tests.releases.install import install
 
+FIRST = Version("0.16.0")
+_LINE = "Available versions:"
 _RANGE = re.compile(r'(\bsupported="[^"]*<=)[^",]+(")')
 
 _REST = """
@@ -35,25 +36,15 @@ Left to you, for {version}:
 """
 
 
-def support(
-    version: str,
-    look: Callable[[], int] = index.look,
-    put: Callable[[Sequence[str]], int] = install,
-    ask: Callable[[str], dict[str, Answer]] = matrix.ask,
-    python: Callable[..., int] | None = None,
-) -> int:
-    """Do all of it for one release; 1 if a patch was refused or a test failed.
-
-    look, put, ask, python: what asks the index, installs, asks the gate, and runs a Python.
-    """
-    python = python or _python
+def support(version: str) -> int:
+    """Do all of it for one release; 1 if a patch was refused or a test failed."""
     look()
     known = record.load().releases
     if version not in known:
         raise ValueError(f"the package index has no release {version}")
-    if put(known):
+    if install(known):
         return 1
-    refused = [n for n, answer in ask(version).items() if not _takes(n, version, answer, python)]
+    refused = [n for n, answer in matrix.ask(version).items() if not _takes(n, version, answer)]
     failed = python("-m", "tests.releases", "record", version)
     # A range that has moved is a claim about every release.
     failed = failed or python("-m", "tests.releases", "record")
@@ -63,7 +54,7 @@ def support(
     return int(bool(failed or refused))
 
 
-def _takes(name: str, version: str, answer: Answer, python: Callable[..., int]) -> bool:
+def _takes(name: str, version: str, answer: matrix.Answer) -> bool:
     """Raise a patch's range to a release whose every shape it knows, and record the shapes."""
     if answer.state not in (State.UNKNOWN_VERSION, State.READY):
         return answer.state is State.FIXED_UPSTREAM
@@ -90,6 +81,34 @@ def binding_of(patch: Patch) -> Path:
     return Path(str(import_module(f"{patch.package}.binding").__file__))
 
 
-def _python(*arguments: str) -> int:
+def python(*arguments: str) -> int:
     """A process of its own: this one has read the bindings as they were."""
     return subprocess.run([sys.executable, *arguments], cwd=releases.ROOT).returncode
+
+
+def look(into: Path = record.FILE) -> int:
+    """Record which releases there are; 1 when one has an unknown cell."""
+    found = on_index()
+    records = record.load(into).knowing(found, date.today().isoformat())
+    record.save(records, into)
+    page.rewrite(records, into.with_suffix(".md"))
+    print(f"{len(found)} releases on the index, {found[-1]} to {found[0]}")
+    if untested := records.untested():
+        print(f"not tested: {', '.join(untested)}. To look closer:\n\n    {closer(untested)}")
+    return int(bool(untested))
+
+
+def on_index() -> list[str]:
+    """The releases from `FIRST` on, newest first, no pre-releases; raises ValueError."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_LINE)]
+    if done.returncode or not lines:
+        raise ValueError(done.stderr.strip() or f"pip stopped with code {done.returncode}")
+    versions = map(Version, lines[0].removeprefix(_LINE).split(","))
+    return [str(v) for v in versions if v >= FIRST and not v.is_prerelease]
+
+
+def closer(versions: Sequence[str]) -> str:
+    """The command that tests these releases."""
+    return f".venv/bin/python -m tests.releases record {' '.join(versions)}"

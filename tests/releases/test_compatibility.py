@@ -1,61 +1,44 @@
-"""docs/compatibility.md says what was recorded, and what was recorded covers what is claimed."""
+"""What docs/compatibility.json has covers what is claimed; what a cell says, and what is run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-import ds_patches
 from ds_patches.core import registry, release
 from ds_patches.core.state import State
+from tests import releases
 from tests.core import fake
-from tests.releases import at_once, columns, index, matrix, page, record
-from tests.releases.cell import Answer, Cell, of_patch, of_tests
+from tests.releases import columns, matrix, page, record, support
 from tests.releases.columns import CORE
-from tests.releases.made_up import BAD, a_record, recorded
-from tests.releases.record import TORCH, Record, Records
+from tests.releases.matrix import Answer, judge
+from tests.releases.record import Cell, Record, Records
 from tests.releases.run import Outcome, count
 from tests.releases.run import pytest as run_pytest
+from tests.releases.test_compatibility_page import BAD, COMMITTED, PATCH, a_record, recorded
 
-COMMITTED = record.load()
 PATCHES = registry.patches()
-PATCH = ds_patches.names()[0]
 INSTALLED = version_of("deepspeed")
 
 
 # What is committed.
 
 
-def test_the_page_is_what_the_records_give() -> None:
-    written = page.FILE.read_text(encoding="utf-8")
-    assert written == page.render(COMMITTED), "python -m tests.releases page"
-
-
-def test_the_main_table_is_of_the_torch_that_is_installed() -> None:
-    assert f"\nTORCH := {TORCH}\n" in (fake.REPOSITORY / "Makefile").read_text(encoding="utf-8")
-
-
 def test_every_release_was_tested_with_every_patch() -> None:
-    assert COMMITTED.releases[0] == str(index.FIRST)
-    assert not (untested := COMMITTED.untested()), index.closer(untested)
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_what_a_patch_claims_is_what_was_recorded(name: str) -> None:
-    """Whoever moves a range runs the releases again."""
-    patch = PATCHES[name]
-    claims = {(r.supported, r.fixed_in) for r in COMMITTED.of.values() if r.column == name}
-    assert claims == {(patch.supported, patch.fixed_in)}, "make compatibility"
+    assert COMMITTED.releases[0] == str(support.FIRST)
+    assert not (untested := COMMITTED.untested()), support.closer(untested)
 
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_supports_releases_that_it_passed_on(name: str) -> None:
+    """Whoever moves a range runs the releases again."""
     patch = PATCHES[name]
+    claims = {(r.supported, r.fixed_in) for r in COMMITTED.of.values() if r.column == name}
+    assert claims == {(patch.supported, patch.fixed_in)}, "make compatibility"
     for version in COMMITTED.releases:
         cell = COMMITTED.cell(version, name)
         if patch.fixed_in and Version(version) >= Version(patch.fixed_in):
@@ -72,28 +55,27 @@ GOOD = Outcome("0.19.9", passed=3)
 NONE = Outcome("0.19.9", skipped=2, trouble="no test ran")
 
 
-@pytest.mark.parametrize("state", State)
-def test_the_gate_speaks_before_the_tests(state: State) -> None:
-    expected = {
-        State.READY: Cell.PASS,
-        State.FIXED_UPSTREAM: Cell.FIXED_UPSTREAM,
-        State.OUT_OF_RANGE: Cell.NOT_APPLICABLE,
-        State.SHAPE_CHANGED: Cell.REFUSED,
-        State.BLOCKED: Cell.REFUSED,
-        State.UNKNOWN_VERSION: Cell.REFUSED,
-    }
-    cell, why = of_patch(Answer(state, "because", live=True), GOOD)
-    assert cell is expected.get(state, Cell.UNKNOWN)
-    assert why == ("" if cell is Cell.PASS else "because")
-
-
-def test_a_pass_takes_a_live_patch_and_a_test_that_ran() -> None:
-    ready = Answer(State.READY, "in range", live=True)
-    assert of_patch(ready, BAD) == (Cell.FAILED, "tests.a::b")
-    assert of_patch(ready, NONE) == (Cell.UNKNOWN, "no test ran")
-    dead = replace(ready, live=False, after="failed: ImportError: no")
-    assert of_patch(dead, GOOD) == (Cell.FAILED, "failed: ImportError: no")
-    assert [of_tests(o)[0] for o in (GOOD, BAD, NONE)] == [Cell.PASS, Cell.FAILED, Cell.UNKNOWN]
+@pytest.mark.parametrize(
+    ("state", "live", "outcome", "expected"),
+    [
+        (State.FIXED_UPSTREAM, False, GOOD, (Cell.FIXED_UPSTREAM, "the gate's")),
+        (State.OUT_OF_RANGE, False, GOOD, (Cell.NOT_APPLICABLE, "the gate's")),
+        (State.SHAPE_CHANGED, False, GOOD, (Cell.REFUSED, "the gate's")),
+        (State.BLOCKED, False, GOOD, (Cell.REFUSED, "the gate's")),
+        (State.BROKEN, False, GOOD, (Cell.UNKNOWN, "the gate's")),
+        (State.READY, False, GOOD, (Cell.FAILED, "ImportError: no")),
+        (State.READY, True, BAD, (Cell.FAILED, "tests.a::b")),
+        (State.READY, True, NONE, (Cell.UNKNOWN, "no test ran")),
+        (State.READY, True, GOOD, (Cell.PASS, "")),
+    ],
+)
+def test_the_gate_speaks_before_the_tests(
+    state: State, live: bool, outcome: Outcome, expected: tuple[Cell, str]
+) -> None:
+    """A pass takes a live patch and a test that ran; the core is tests alone."""
+    assert judge(Answer(state, "the gate's", live, "ImportError: no"), outcome) == expected
+    if live:
+        assert judge(None, outcome) == expected
 
 
 def test_an_installed_release_answers_for_itself() -> None:
@@ -113,12 +95,8 @@ def test_a_release_with_other_code_is_refused(
     newer = f"{Version(INSTALLED).major + 1}.0.0"
     fake.deepspeed(tmp_path / newer, newer)
     answer = matrix.ask(newer)[PATCH]
-    assert of_patch(answer, NONE)[0] is Cell.REFUSED
+    assert judge(answer, NONE)[0] is Cell.REFUSED
     assert not answer.live
-
-
-def test_another_release_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
     with pytest.raises(matrix.NoAnswer, match=r"DeepSpeed 0\.0\.1 was asked for"):
         matrix.ask("0.0.1")
 
@@ -167,13 +145,13 @@ class Measured:
 def test_what_is_recorded_is_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    into, measured = tmp_path / "c.json", Measured()
+    into, measured, named = tmp_path / "c.json", Measured(), Measured()
     but = [
+        a_record("0.16.0", CORE, torch="2.6.0"),
         a_record("0.16.1", CORE, sources="of yesterday"),
         a_record("0.16.2", PATCH, Cell.FAILED),
         a_record("0.16.3", PATCH, Cell.REFUSED),
     ]
-    but.append(a_record("0.16.0", CORE, torch="2.6.0"))
     records = recorded("0.16.0", "0.16.1", "0.16.2", "0.16.3", but=but)
     record.save(records, into)
     assert record.load(into) == records
@@ -182,8 +160,6 @@ def test_what_is_recorded_is_not_run_again(
     printed = capsys.readouterr().out
     assert "0.16.0: recorded already" in printed
     assert f"0.16.1: {CORE}\n" in printed
-
-    named = Measured()
     assert matrix.run(["0.16.3"], again=True, into=into, measure=named) == 0
     assert named.asked == [("0.16.3", columns.columns())]
 
@@ -193,7 +169,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 ) -> None:
     into, rest = tmp_path / "c.json", Measured()
     record.save(Records().knowing(["0.16.0", "0.16.1"], "2026-01-01"), into)
-    monkeypatch.setattr(at_once, "AT_ONCE", 1)
+    monkeypatch.setattr(releases, "AT_ONCE", 1)
     with pytest.raises(KeyboardInterrupt):
         matrix.run([], into=into, measure=Measured(stop_at="0.16.1"))
     assert into.with_suffix(".md").read_text() == page.render(record.load(into))
@@ -217,41 +193,37 @@ def test_another_patch_is_no_part_of_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(columns, "ROOT", tmp_path)
-    for path in ("ds_patches/core/a.py", f"ds_patches/{PATCH}/a.py", f"tests/{PATCH}/a.py"):
+    edited = ("ds_patches/core/a.py", f"ds_patches/{PATCH}/a.py", f"tests/{PATCH}/a.py")
+    for path in (*edited, "tests/world/test_world.py"):
         fake.write(tmp_path / path, "one\n")
-    fake.write(tmp_path / "tests/world/test_world.py", "one\n")
-    core, patch = columns.sources(CORE), columns.sources(PATCH)
-    fake.write(tmp_path / f"tests/{PATCH}/a.py", "two\n")
-    assert columns.sources(CORE) == core
-    assert columns.sources(PATCH) != patch
-    core, patch = columns.sources(CORE), columns.sources(PATCH)
-    fake.write(tmp_path / "ds_patches/core/a.py", "two\n")
-    assert columns.sources(CORE) != core
-    assert columns.sources(PATCH) != patch, "a patch is applied by the core"
+    before = columns.sources(CORE), columns.sources(PATCH)
+    fake.write(tmp_path / edited[2], "two\n")
+    after = columns.sources(CORE), columns.sources(PATCH)
+    assert (before[0] == after[0], before[1] == after[1]) == (True, False)
+    fake.write(tmp_path / edited[0], "two\n")
+    assert columns.sources(CORE) != after[0]
+    assert columns.sources(PATCH) != after[1], "a patch is applied by the core"
 
 
-# A release that appears on the index.
-
-
-@pytest.fixture
-def package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of pip's index."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return folder
+# A release that appears on the support.
 
 
 def test_a_new_release_is_an_unknown_row_and_one_command(
-    tmp_path: Path, package_index: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    no_package_index: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     into = tmp_path / "c.json"
+    with pytest.raises(ValueError, match="deepspeed"):
+        support.look(into)
+    assert not into.exists(), "an index that does not answer changes nothing"
+
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     record.save(recorded("0.19.7", "0.19.8"), into)
     for version in ("0.15.4", "0.19.8", "0.19.10", "0.20.0rc1"):
-        (package_index / f"deepspeed-{version}.tar.gz").touch()
-    assert index.look(into) == 1
+        (tmp_path / f"deepspeed-{version}.tar.gz").touch()
+    assert support.look(into) == 1
     assert capsys.readouterr().out.rstrip().endswith("record 0.19.10")
     found = record.load(into)
     assert found.releases == ("0.19.7", "0.19.8", "0.19.10"), "none that was known is forgotten"
@@ -259,10 +231,4 @@ def test_a_new_release_is_an_unknown_row_and_one_command(
     assert f"\n| 0.19.10 | {unknown} |\n" in into.with_suffix(".md").read_text()
 
     record.save(found.adding(a_record("0.19.10", c) for c in columns.columns()), into)
-    assert index.look(into) == 0
-
-
-def test_an_index_that_does_not_answer_changes_nothing(tmp_path: Path, package_index: Path) -> None:
-    with pytest.raises(ValueError, match="deepspeed"):
-        index.look(tmp_path / "c.json")
-    assert not (tmp_path / "c.json").exists()
+    assert support.look(into) == 0

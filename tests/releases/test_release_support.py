@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,45 +9,41 @@ import pytest
 from ds_patches.core import registry
 from ds_patches.core.state import State
 from tests.releases import record, support
-from tests.releases.cell import Answer
+from tests.releases.matrix import Answer
 
 NEWEST = record.load().releases[-1]
 BINDING = 'fixed_in=None,\nsupported=">=0.16.0,<=0.19.8",\nreleases="<=0.19.7",\n'
 
 
 class Steps:
-    """Stands for the processes that are started; notes them. One that begins so fails."""
+    """Stands for what is asked and started: notes the processes. One that begins so fails."""
 
-    def __init__(self, failing: str = "nothing") -> None:
+    def __init__(self, binding: Path, patching: pytest.MonkeyPatch) -> None:
+        self.binding = binding
         self.done: list[str] = []
-        self.failing = failing
+        self.state = State.UNKNOWN_VERSION
+        self.failing = "nothing"
+        patching.setattr(support, "binding_of", lambda patch: binding)
+        patching.setattr(support, "python", self.python)
+        patching.setattr(support, "install", lambda wanted: 0)
+        patching.setattr(support, "look", lambda: 0)
+        patching.setattr(support.matrix, "ask", self.ask)
 
-    def __call__(self, *arguments: str) -> int:
+    def python(self, *arguments: str) -> int:
         self.done.append(" ".join(arguments))
         return int(self.done[-1].startswith(self.failing))
 
-
-def nothing(wanted: Sequence[str] = ()) -> int:
-    return 0
+    def ask(self, version: str) -> dict[str, Answer]:
+        """What the gate says of one patch; the others are fixed upstream."""
+        fixed = dict.fromkeys(registry.patches(), Answer(State.FIXED_UPSTREAM, ""))
+        return fixed | {"coalesce": Answer(self.state, "")}
 
 
 @pytest.fixture
-def binding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for every patch's binding."""
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steps:
     file = tmp_path / "binding.py"
     file.write_text(BINDING, encoding="utf-8")
-    monkeypatch.setattr(support, "binding_of", lambda patch: file)
-    return file
-
-
-def answers(state: State) -> dict[str, Answer]:
-    """What the gate says of one patch; the others are fixed upstream."""
-    ready = dict.fromkeys(registry.patches(), Answer(State.FIXED_UPSTREAM, "", live=False))
-    return ready | {"coalesce": Answer(state, "", live=False)}
-
-
-def supported(state: State, steps: Steps) -> int:
-    return support.support(NEWEST, nothing, nothing, lambda version: answers(state), steps)
+    return Steps(file, monkeypatch)
 
 
 def test_only_the_range_of_the_patch_is_raised() -> None:
@@ -60,39 +55,41 @@ def test_only_the_range_of_the_patch_is_raised() -> None:
 
 
 @pytest.mark.parametrize("state", [State.UNKNOWN_VERSION, State.READY])
-def test_a_release_whose_shapes_are_known_is_recorded(binding: Path, state: State) -> None:
+def test_a_release_whose_shapes_are_known_is_recorded(steps: Steps, state: State) -> None:
     """Ready is what it is where the same call was stopped before."""
-    binding.write_text(BINDING.replace("0.19.8", "0.19.6"), encoding="utf-8")
-    steps = Steps()
-    assert supported(state, steps) == 0
-    assert f'supported=">=0.16.0,<={NEWEST}"' in binding.read_text(encoding="utf-8")
+    steps.binding.write_text(BINDING.replace("0.19.8", "0.19.6"), encoding="utf-8")
+    steps.state = state
+    assert support.support(NEWEST) == 0
+    assert f'supported=">=0.16.0,<={NEWEST}"' in steps.binding.read_text(encoding="utf-8")
     shapes, one, every = steps.done
     assert shapes.startswith("-m ds_patches record-shapes coalesce --releases ")
     assert one == f"-m tests.releases record {NEWEST}"
     assert every == "-m tests.releases record"
 
 
-def test_a_release_with_other_code_is_left_to_a_person(
-    binding: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("state", "failing"),
+    [(State.SHAPE_CHANGED, "nothing"), (State.UNKNOWN_VERSION, "-m ds_patches")],
+    ids=["other code", "no shapes"],
+)
+def test_what_cannot_be_taken_is_left_to_a_person(
+    steps: Steps, capsys: pytest.CaptureFixture[str], state: State, failing: str
 ) -> None:
-    assert supported(State.SHAPE_CHANGED, Steps()) == 1
-    assert binding.read_text(encoding="utf-8") == BINDING
-    assert "refused, because its code there is not what was tested: coalesce" in (
-        capsys.readouterr().out
-    )
+    steps.state, steps.failing = state, failing
+    assert support.support(NEWEST) == 1
+    assert steps.binding.read_text(encoding="utf-8") == BINDING
+    refused = "refused, because its code there is not what was tested: coalesce"
+    assert refused in capsys.readouterr().out
 
 
-def test_a_range_whose_shapes_cannot_be_recorded_is_taken_back(binding: Path) -> None:
-    assert supported(State.UNKNOWN_VERSION, Steps(failing="-m ds_patches")) == 1
-    assert binding.read_text(encoding="utf-8") == BINDING
+def test_a_failure_there_ends_it(steps: Steps) -> None:
+    steps.state = State.FIXED_UPSTREAM
+    steps.failing = f"-m tests.releases record {NEWEST}"
+    assert support.support(NEWEST) == 1
+    assert steps.done == [steps.failing]
 
 
-def test_a_failure_there_ends_it(binding: Path) -> None:
-    steps = Steps(failing=f"-m tests.releases record {NEWEST}")
-    assert supported(State.FIXED_UPSTREAM, steps) == 1
-    assert steps.done == [f"-m tests.releases record {NEWEST}"]
-
-
+@pytest.mark.usefixtures("steps")
 def test_a_release_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no release 99\.0"):
-        support.support("99.0", nothing, nothing)
+        support.support("99.0")

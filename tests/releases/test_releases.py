@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import releases
 from tests.core import fake
-from tests.releases import at_once, columns, git, record, turn
+from tests.releases import columns, record, turn
 from tests.releases.__main__ import main
 from tests.releases.run import Outcome, chosen, count, run
 from tests.releases.run import pytest as run_pytest
 
-TODAY = date.today()
 KNOWN = tuple(f"0.16.{patch}" for patch in range(10))
-
-
+BY_DAY = (date.today().toordinal() % 6, f"{date.today()}, as there is no history to count")
 MIXED = """
 import pytest
 def test_good(): pass
@@ -69,33 +68,33 @@ def test_what_no_case_says_is_said_by_pytests_code() -> None:
 # What is run, and how much of it at a time.
 
 
-@pytest.fixture
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_once, "AT_ONCE", 1)
-
-
-def test_one_bad_release_is_an_error_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bad_release_is_an_error_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def one(version: str, arguments: Sequence[str]) -> Outcome:
         return Outcome(version, passed=1, trouble="a::b" if version == KNOWN[0] else "")
 
-    assert run(KNOWN[:3], one=one) == 1
+    monkeypatch.setattr("tests.releases.run.run_one", one)
+    assert run(KNOWN[:3]) == 1
     rows = capsys.readouterr().out.strip().splitlines()[2:]
     assert [row.split()[1] for row in rows] == list(KNOWN[:3]), "in the order they were asked for"
 
 
-@pytest.mark.usefixtures("one_at_a_time")
-def test_what_was_not_begun_in_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_begun_in_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def slow(version: str, arguments: Sequence[str]) -> Outcome:
         threading.Event().wait(0.3)
         return Outcome(version, passed=1)
 
-    assert run(KNOWN[:3], within=0.2, one=slow) == 0
+    monkeypatch.setattr(releases, "AT_ONCE", 1)
+    monkeypatch.setattr("tests.releases.run.run_one", slow)
+    assert run(KNOWN[:3], within=0.2) == 0
     printed = capsys.readouterr().out
     assert f"left out, as not begun within 0.2 s: {KNOWN[1]} {KNOWN[2]}\n" in printed
-    assert run(KNOWN[:1], within=0.0, one=slow) == 1, "nothing ran"
+    assert run(KNOWN[:1], within=0.0) == 1, "nothing ran"
 
 
-@pytest.mark.usefixtures("one_at_a_time")
 def test_an_interrupt_begins_no_more() -> None:
     begun = []
 
@@ -104,7 +103,7 @@ def test_an_interrupt_begins_no_more() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(at_once.each(interrupted, KNOWN))
+        list(releases.each(interrupted, KNOWN))
     assert len(begun) < len(KNOWN)
 
 
@@ -116,10 +115,9 @@ def test_only_files_with_a_core_case_are_collected(
 ) -> None:
     monkeypatch.setattr(columns, "ROOT", tmp_path)
     marked = "import pytest\n@pytest.mark.core_case\ndef test_a(): pass\n"
-    fake.write(tmp_path / "tests/a/test_a.py", marked)
-    fake.write(tmp_path / "tests/test_b.py", marked)
+    for path in ("a/test_a.py", "test_b.py", "conftest.py"):
+        fake.write(tmp_path / "tests" / path, marked)
     fake.write(tmp_path / "tests/test_c.py", "def test_c(): 'core_case'\n")
-    fake.write(tmp_path / "tests/conftest.py", marked)
     assert chosen(whole=False) == ["-m", "core_case", "tests/a/test_a.py", "tests/test_b.py"]
     assert columns.marked_files(["tests/a"]) == ["tests/a/test_a.py"]
 
@@ -158,18 +156,14 @@ def test_the_turns_together_have_every_release_but_the_installed_one(
 
 @pytest.mark.parametrize(
     ("shallow", "number", "why"),
-    [
-        ("false", 4, "604 commits"),
-        ("true", TODAY.toordinal() % 6, f"{TODAY}, as there is no history to count"),
-        ("", TODAY.toordinal() % 6, f"{TODAY}, as there is no history to count"),
-    ],
+    [("false", 4, "604 commits"), ("true", *BY_DAY), ("", *BY_DAY)],
     ids=["a clone", "a shallow clone", "no clone"],
 )
 def test_a_turn_says_why_it_is_this_one(
     monkeypatch: pytest.MonkeyPatch, shallow: str, number: int, why: str
 ) -> None:
     answers = {"rev-parse": shallow, "rev-list": "604"}
-    monkeypatch.setattr(git, "says", lambda command, *rest: answers[command])
+    monkeypatch.setattr(columns, "git", lambda command, *rest: answers[command])
     assert str(turn.this(6)) == f"turn {number} of 0 to 5 ({why})"
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version as version_of
+from typing import NamedTuple
 
-from tests.releases import git, record
+from tests.releases import columns, record
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One of several turns, and who says that it is this one's."""
 
     number: int
@@ -26,8 +25,8 @@ def this(of: int) -> Turn:
 
     A clone without its history has too few commits to count.
     """
-    if git.says("rev-parse", "--is-shallow-repository") == "false":
-        commits = int(git.says("rev-list", "--count", "HEAD") or 0)
+    if columns.git("rev-parse", "--is-shallow-repository") == "false":
+        commits = int(columns.git("rev-list", "--count", "HEAD") or 0)
         return Turn(commits % of, of, f"{commits} commits")
     today = date.today()
     return Turn(today.toordinal() % of, of, f"{today}, as there is no history to count")

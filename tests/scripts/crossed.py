@@ -18,7 +18,7 @@ from tests.scripts.worlds import STOCK, Worlds
 from tests.training.options import Options
 from tests.training.run import Outcome
 from tests.training.surroundings import EAGER
-from tests.world.errors import RankError, WorldTimeout
+from tests.world import RankError, WorldTimeout
 
 #: Rows that are tried for each that is taken.
 TRIES = 40

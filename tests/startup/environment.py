@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import ds_patches
 from tests.core import fake
@@ -24,6 +25,8 @@ import deepspeed
 print(before, state(), sep=", ")
 """
 LIVE, NOT_LIVE = "pending, applied\n", "ready, ready\n"
+
+Done = subprocess.CompletedProcess[str]
 
 
 class Environment:
@@ -46,28 +49,22 @@ class Environment:
         shutil.copytree(ours, made.package, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ds_patches.names():  # DS_PATCHES=all is then the sample alone
             shutil.rmtree(made.package / name)
-        sample = fake.patch_folder(root / "patches") / "sample"
-        shutil.copytree(sample, made.package / "sample")
+        made.add_patch("sample")
         for part in (fake.deepspeed(root / "deepspeed"), fake.dependencies(root / "libraries")):
             shutil.copytree(part, made.site, symlinks=True, dirs_exist_ok=True)
         # So that Python itself reads such a file at every start, also where ours is not enabled.
         fake.write(made.site / "another.pth", "# of another package\n")
         return made
 
+    def add_patch(self, name: str) -> None:
+        """Install another one like the sample."""
+        patch = fake.patch_folder(self.root / "patches", name) / name
+        shutil.copytree(patch, self.package / name)
+
     def copy(self, root: Path) -> Environment:
         """Return another environment like this one."""
         shutil.copytree(self.root, root, symlinks=True)
         return Environment(root)
-
-    def start(
-        self,
-        *arguments: str | Path,
-        path: tuple[Path, ...] = (),
-        cwd: Path | None = None,
-        **variables: str,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run an interpreter of this environment with these folders as its PYTHONPATH."""
-        return self.execute(self.python, *arguments, path=path, cwd=cwd, **variables)
 
     def execute(
         self,
@@ -75,8 +72,8 @@ class Environment:
         path: tuple[Path, ...] = (),
         cwd: Path | None = None,
         **variables: str,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run any command as `start` runs an interpreter."""
+    ) -> Done:
+        """Run a command with these folders as its PYTHONPATH, and these variables."""
         return subprocess.run(
             [str(word) for word in words],
             env=self.variables(*path) | variables,
@@ -93,8 +90,17 @@ class Environment:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("DS_PATCHES", "PYTHON"))}
         return clean | ({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {})
 
-    def ds_patches(
-        self, *arguments: str | Path, path: tuple[Path, ...] = (), **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def start(self, *arguments: str | Path, **more: Any) -> Done:
+        """Run an interpreter of this environment."""
+        return self.execute(self.python, *arguments, **more)
+
+    def ds_patches(self, *arguments: str | Path, **more: Any) -> Done:
         """Run the command line."""
-        return self.start("-m", "ds_patches", *arguments, path=path, **variables)
+        return self.start("-m", "ds_patches", *arguments, **more)
+
+    def refuses(self, *arguments: str | Path, **more: Any) -> str:
+        """Run the command line, which has to fail with one line; return that."""
+        done = self.ds_patches(*arguments, **more)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith("ds_patches: ")
+        return done.stderr

@@ -50,19 +50,6 @@ def test_lists_hold_no_comma(environment: Environment) -> None:
     assert of_an_option == ["DS_PATCHES_A_B=c+d"], "which may take several"
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_nothing_is_written_with_a_flag_that_means_nothing(
-    environment: Environment, tmp_path: Path, write: bool
-) -> None:
-    file = tmp_path / "some.env"
-    arguments = ("--write", file) if write else ()
-    done = environment.ds_patches("env", *arguments, DS_PATCHES="smaple")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "no patch is named 'smaple' (did you mean 'sample'?)" in done.stderr
-    assert not file.exists()
-    assert environment.ds_patches("env", "--remove", file, DS_PATCHES="smaple").returncode == 0
-
-
 OTHERS = {
     "nothing": b"",
     "a few": b"NCCL_DEBUG=INFO\nEMPTY=\n  SPACED = a b \n",
@@ -86,54 +73,30 @@ def test_written_and_removed(environment: Environment, tmp_path: Path, others: b
     done = environment.ds_patches("env", "--remove", file)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert file.read_bytes() == ended if others else not file.exists()
-    assert environment.ds_patches("env", "--remove", file).returncode == 0
+    assert environment.ds_patches("env", "--remove", file, DS_PATCHES="smaple").returncode == 0
 
 
-def test_blank_lines_are_left_out(environment: Environment, tmp_path: Path) -> None:
-    """DeepSpeed's launchers stop at them."""
-    file = fake.write(tmp_path / "some.env", "A=1\n\n \nB=2\n\n")
-    environment.ds_patches("env", "--write", file)
-    assert list(as_launched(file.read_text()))[:2] == ["A", "B"]
-    environment.ds_patches("env", "--remove", file)
-    assert file.read_text() == "A=1\nB=2\n"
-
-
-def test_a_path_of_the_users_own_is_kept_in_ours(environment: Environment, tmp_path: Path) -> None:
-    """Of two lines of one name the launchers take the last."""
-    file = fake.write(tmp_path / "some.env", "PYTHONPATH=/data/code:/data/more\n")
+def test_lines_that_launchers_do_not_take_as_they_stand(own: Environment) -> None:
+    """They stop at blank ones, and of two of one name take the last; the file is theirs."""
+    gone = "PYTHONPATH=/gone/lib/ds_patches/startup/hook:/work\nDS_PATCHES=none\n"
+    theirs = "A=1\nPYTHONPATH=/data/code:/data/more\n"
+    file = fake.write(own.root / ".deepspeed_env", f"A=1\n\n \n{gone}{theirs[4:]}\n")
     for _ in range(2):
-        environment.ds_patches("env", "--write", file, path=(tmp_path,))
-        path = as_launched(file.read_text())["PYTHONPATH"]
-        expected = [str(environment.hook), str(environment.root), "/data/code", "/data/more"]
-        assert path.split(":") == expected
-    environment.ds_patches("env", "--remove", file)
-    assert file.read_text() == "PYTHONPATH=/data/code:/data/more\n"
-
-
-def test_the_line_of_another_copy_is_ours(environment: Environment, tmp_path: Path) -> None:
-    gone = "PYTHONPATH=/gone/lib/ds_patches/startup/hook:/work\nDS_PATCHES=all\n"
-    file = fake.write(tmp_path / "some.env", gone)
-    environment.ds_patches("env", "--write", file)
-    assert "/gone" not in file.read_text()
-
-
-def test_by_default_the_file_of_the_working_directory(own: Environment) -> None:
-    file = own.root / ".deepspeed_env"
-    own.ds_patches("env", "--write")
-    assert as_launched(file.read_text())["DS_PATCHES"] == "all"
+        own.ds_patches("env", "--write", path=(own.site,))
+        found = as_launched(file.read_text())
+        assert (next(iter(found)), found["DS_PATCHES"]) == ("A", "all")
+        expected = [str(own.hook), str(own.root), "/data/code", "/data/more"]
+        assert found["PYTHONPATH"].split(":") == expected
     own.ds_patches("env", "--remove")
-    assert not file.exists()
+    assert file.read_text() == theirs
 
 
-@pytest.mark.parametrize("option", ["--write", "--remove"])
-@pytest.mark.parametrize("place", ["missing/some.env", "."])
+@pytest.mark.parametrize(
+    ("option", "place"), [("--write", "missing/some.env"), ("--write", "."), ("--remove", ".")]
+)
 def test_a_file_that_cannot_be_written(
     environment: Environment, tmp_path: Path, option: str, place: str
 ) -> None:
-    done = environment.ds_patches("env", option, tmp_path / place)
-    if (option, place) == ("--remove", "missing/some.env"):
-        assert (done.returncode, done.stderr) == (0, "")
-    else:
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert f"ds_patches: {tmp_path / place} cannot be written: " in done.stderr
+    told = environment.refuses("env", option, tmp_path / place)
+    assert told.startswith(f"ds_patches: {tmp_path / place} cannot be written: ")
     assert not list(tmp_path.iterdir())

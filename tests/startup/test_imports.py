@@ -10,6 +10,7 @@ import threading
 import types
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -165,61 +166,44 @@ def test_in_a_zip_file_where_all_modules_share_a_loader(folder: Path, calls: lis
     assert "exec_module" not in vars(other.__loader__)
 
 
-def test_a_bare_folder_of_that_name_is_not_it(folder: Path, calls: list[str]) -> None:
+def test_a_bare_folder_of_that_name_is_not_it(folder: Path, whole: list[str]) -> None:
     """Such as a checkout's, beside the script."""
+    (folder / f"{ONE}.py").unlink()
     (folder / ONE).mkdir()
-    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
     importlib.import_module(ONE)
-    assert not calls
+    assert not whole
     del sys.modules[ONE]
     fake.write(folder / ONE / "__init__.py", "answer = 42")
     importlib.invalidate_caches()
     importlib.import_module(ONE)
-    assert calls == ["whole"]
+    assert whole == ["whole"]
 
 
-class Finder:
-    """Another library's: it asks Python, or its own path finder, and hands on what it got."""
+ASK, LOOK = importlib.util.find_spec, PathFinder.find_spec
 
-    def __init__(self, find: Callable[..., object], calls: list[str]) -> None:
-        self._find, self._calls, self._under_way = find, calls, False
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name not in NAMES or self._under_way:
+@pytest.mark.parametrize(("find", "first"), [(ASK, True), (ASK, False), (LOOK, True)])
+def test_beside_other_finders(
+    folder: Path, calls: list[str], find: Callable[[str], object], first: bool
+) -> None:
+    """One asks Python, or looks on the path, and hands on what it got; one is of Python 3.3."""
+    under_way: list[str] = []
+
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        if name not in NAMES or under_way:
             return None
-        self._under_way = True
-        try:
-            self._calls.append("found")
-            return self._find(name)
-        finally:
-            self._under_way = False
+        under_way.append(name)
+        return find(under_way[0])
 
-
-@pytest.mark.parametrize("first", [True, False])
-def test_beside_a_finder_that_asks_python(folder: Path, calls: list[str], first: bool) -> None:
     module(folder)
     arm = partial(imports.add_post_import_hook, ONE, lambda: calls.append("whole"))
-    finder = Finder(importlib.util.find_spec, calls)
-    add = partial(sys.meta_path.insert, 0, finder)
+    of_old = types.SimpleNamespace(find_module=lambda name, path=None: None)
+    others = [of_old, types.SimpleNamespace(find_spec=find_spec)]
+    add = partial(sys.meta_path.__setitem__, slice(0, 0), others)
     for step in (add, arm) if first else (arm, add):
         step()
     importlib.import_module(ONE)
-    assert calls == ["found", "whole"]
-
-
-class FinderOfOld:
-    """As of Python 3.3: it has no find_spec, and Python passes over it."""
-
-    def find_module(self, name: str, path: object = None) -> None:
-        return None
-
-
-def test_before_finders_that_have_their_own(folder: Path, calls: list[str]) -> None:
-    module(folder)
-    sys.meta_path[:0] = [FinderOfOld(), Finder(PathFinder.find_spec, calls)]
-    imports.add_post_import_hook(ONE, lambda: calls.append("whole"))
-    importlib.import_module(ONE)
-    assert calls == ["found", "whole"]
+    assert (under_way, calls) == ([ONE], ["whole"])
 
 
 WRAPT = """
@@ -269,15 +253,13 @@ def test_another_importer_waits_for_the_action(folder: Path, calls: list[str]) -
         importlib.import_module(ONE)
         calls.append("second")
 
-    threads = [threading.Thread(target=partial(importlib.import_module, ONE), daemon=True)]
-    threads[0].start()
-    assert sys.started.wait(10)
-    threads.append(threading.Thread(target=second, daemon=True))
-    threads[1].start()
-    threads[1].join(0.05)
-    sys.go_on.set()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(importlib.import_module, ONE)]
+        assert sys.started.wait(10)
+        ended.append(pool.submit(second))
+        wait(ended, timeout=0.05)
+        sys.go_on.set()
+        for one in ended:
+            one.result(10)
     del sys.started, sys.go_on
     assert calls == ["whole", "second"]

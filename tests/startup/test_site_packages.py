@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -47,36 +46,26 @@ def test_enabled_again_after_an_upgrade(own: Environment) -> None:
     assert own.start("-c", BEFORE_AND_AFTER, DS_PATCHES="sample").stdout == LIVE
 
 
-@pytest.mark.parametrize("occupied", [False, True])
+@pytest.mark.parametrize(
+    ("command", "folder"), [("enable", "missing"), ("enable", "full"), ("disable", "full")]
+)
 def test_where_nothing_can_be_written(
-    environment: Environment, tmp_path: Path, occupied: bool
+    environment: Environment, tmp_path: Path, command: str, folder: str
 ) -> None:
     """Not by root either: there is no such folder, or another has the file's name."""
-    site = tmp_path / "site"
-    if occupied:
-        (site / "ds_patches.pth/full").mkdir(parents=True)
-    before = listing(tmp_path)
-    done = command(environment, site, "enable")
-    assert listing(tmp_path) == before
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    told = f"ds_patches: {site / 'ds_patches.pth'} cannot be written ("
-    assert done.stderr.startswith(told)
-    assert "`python -m ds_patches run -- COMMAND` needs no such file" in done.stderr
-
-
-def test_where_nothing_can_be_removed(environment: Environment, tmp_path: Path) -> None:
-    (tmp_path / "ds_patches.pth/full").mkdir(parents=True)
-    done = command(environment, tmp_path, "disable")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f"ds_patches: {tmp_path / 'ds_patches.pth'} cannot be removed: " in done.stderr
-
-
-def command(environment: Environment, site: Path, name: str) -> CompletedProcess[str]:
-    """Run the command where Python says that its site-packages are in `site`."""
+    file = tmp_path / folder / "ds_patches.pth"
     code = f"""if True:
         import sysconfig
-        sysconfig.get_path = {{"purelib": {str(site)!r}}}.__getitem__
+        sysconfig.get_path = {{"purelib": {str(file.parent)!r}}}.__getitem__
         from ds_patches.__main__ import main
-        raise SystemExit(main([{name!r}]))
+        raise SystemExit(main([{command!r}]))
     """
-    return environment.start("-c", code)
+    (tmp_path / "full/ds_patches.pth/some").mkdir(parents=True)
+    before = listing(tmp_path)
+    done = environment.start("-c", code)
+    assert listing(tmp_path) == before
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    effect = "written (" if command == "enable" else "removed: "
+    assert done.stderr.startswith(f"ds_patches: {file} cannot be {effect}")
+    needless = "`python -m ds_patches run -- COMMAND` needs no such file" in done.stderr
+    assert needless is (command == "enable")

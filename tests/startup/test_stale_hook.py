@@ -38,22 +38,32 @@ def of_another_version(here: Environment) -> str:
     return "cannot import name 'arm'"
 
 
+KINDS = [of_another_copy, of_nothing, of_a_bare_folder, of_another_version]
+
+
 @pytest.mark.parametrize(
-    "stale", [of_another_copy, of_nothing, of_a_bare_folder, of_another_version]
+    ("enabled", "stale"), [*((False, stale) for stale in KINDS), (True, of_another_version)]
 )
-def test_on_the_path(own: Environment, stale: Callable[[Environment], str]) -> None:
-    reason = stale(own)
+def test_one_line_says_which_file_and_why(
+    own: Environment, enabled: bool, stale: Callable[[Environment], str]
+) -> None:
     hook = own.root / "other/ds_patches/startup/hook"
-    path = (hook, fake.write(own.root / "mine/sitecustomize.py", "answer = 42").parent)
+    mine = fake.write(own.root / "mine/sitecustomize.py", "answer = 42").parent
+    start = {"path": (mine,) if enabled else (hook, mine)}
+    if enabled:
+        assert own.ds_patches("enable").returncode == 0
+    reason = stale(own)
     code = "import sitecustomize; print(sitecustomize.answer)"
-    unset = own.start("-c", code, path=path)
+    unset = own.start("-c", code, **start)
     assert (unset.returncode, unset.stdout, unset.stderr) == (0, "42\n", "")
-    done = own.start("-c", code, path=path, **WANTED)
+    done = own.start("-c", code, **start, **WANTED)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "42\n", 1)
-    line = f"ds_patches: nothing is patched: the start-up hook on PYTHONPATH, {hook}, "
-    assert done.stderr.startswith(line)
+    where = f"{own.site / 'ds_patches.pth'} is" if enabled else f"on PYTHONPATH, {hook}, is"
+    said = f"ds_patches: nothing is patched: the start-up hook {where} of no use"
+    assert done.stderr.startswith(said)
     assert reason in done.stderr
-    strict = own.start("-c", code, path=path, **STRICT)
+    assert ("; remove that file" in done.stderr) is enabled
+    strict = own.start("-c", code, **start, **STRICT)
     assert (strict.returncode, strict.stdout, strict.stderr) == (1, "", done.stderr)
 
 
@@ -67,20 +77,6 @@ def test_in_site_packages_it_is_silent_once_the_package_is_gone(
     for variables in ({}, WANTED, STRICT):
         done = own.start("-c", "print(42)", **variables)
         assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
-
-
-def test_in_site_packages_of_another_version(own: Environment) -> None:
-    assert own.ds_patches("enable").returncode == 0
-    of_another_version(own)
-    unset = own.start("-c", "print(42)")
-    assert (unset.returncode, unset.stdout, unset.stderr) == (0, "42\n", "")
-    done = own.start("-c", "print(42)", **WANTED)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "42\n", 1)
-    file = own.site / "ds_patches.pth"
-    for part in ("ds_patches: nothing is patched: ", str(file), "cannot import", "remove that"):
-        assert part in done.stderr
-    strict = own.start("-c", "print(42)", **STRICT)
-    assert (strict.returncode, strict.stdout, strict.stderr) == (1, "", done.stderr)
 
 
 @pytest.mark.parametrize("kind", ["PYTHONPATH", ".pth"])

@@ -17,7 +17,7 @@ run one case after another:
 `make test` has it, ranks are forks of one that has done the imports; see `zygote`.
 """
 
-from tests.world.errors import RankError, WorldError, WorldTimeout
+from tests.world.ranks import RankError, WorldError, WorldTimeout
 from tests.world.world import World
 
 __all__ = ["RankError", "World", "WorldError", "WorldTimeout"]

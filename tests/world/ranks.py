@@ -8,17 +8,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.world import wire, zygote
-from tests.world.errors import RankError, WorldTimeout
 from tests.world.zygote import Forked
+
+if TYPE_CHECKING:
+    from tests.world.world import World
 
 __tracebackhide__ = True  # pytest shows the test and the ranks' words, not this machinery
 
@@ -32,25 +33,34 @@ TAIL_LINES = 60
 FORK = "TEST_RANKS_FORK"
 
 
-def environment(
-    rank: int,
-    size: int,
-    port: int,
-    path: Path | None,
-    accelerator: str,
-    variables: Mapping[str, str],
-) -> dict[str, str]:
+class WorldError(Exception):
+    """The ranks did not all return; the message holds what each of them had to say."""
+
+
+class WorldTimeout(WorldError):
+    """No rank failed, but not all returned before the deadline."""
+
+
+class RankError(WorldError):
+    """A rank raised or died. `rank` failed first, `text` is its traceback or its exit code."""
+
+    def __init__(self, rank: int, text: str, others: str = "") -> None:
+        self.rank = rank
+        self.text = text
+        super().__init__("\n".join(filter(None, [f"rank {rank} failed: {text}", others])))
+
+
+def environment(world: World, rank: int, port: int) -> dict[str, str]:
     """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too.
 
-    path: comes before all of it.
-    variables: of the user's shell, in place of pytest's.
+    The world's path comes before all of it, and its variables are in place of pytest's.
     """
-    inherited = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    inherited = world.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return {
         **os.environ,
-        **variables,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), inherited])),
-        "DS_ACCELERATOR": accelerator,
+        **world.variables,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(world.path or ""), inherited])),
+        "DS_ACCELERATOR": world.accelerator,
         # Of a GPU's queues there are 8 by default. Streams that share one wait for each other by
         # accident, and hide a race.
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -63,16 +73,10 @@ def environment(
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        **(on_the_only_gpu(rank) if accelerator == "cuda" and gpus() == 1 else {}),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.size),
+        **(on_the_only_gpu(rank) if world.accelerator == "cuda" else {}),
     }
-
-
-def gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def on_the_only_gpu(rank: int) -> dict[str, str]:
@@ -80,6 +84,10 @@ def on_the_only_gpu(rank: int) -> dict[str, str]:
 
     They then talk through sockets: what is right is the same, what is fast is not.
     """
+    import torch
+
+    if torch.cuda.device_count() != 1:
+        return {}
     return {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
@@ -89,12 +97,17 @@ def on_the_only_gpu(rank: int) -> dict[str, str]:
     }
 
 
-@cache
-def may_fork(accelerator: str) -> bool:
-    """Whether there is a server for ranks of this kind: for those that are asked for first."""
-    if not (started := may_fork.cache_info().currsize):
-        zygote.serve(environment(0, 1, 0, None, accelerator, {}))
-    return not started
+_served: list[str] = []
+
+
+def may_fork(world: World) -> bool:
+    """Whether ranks are forked: those on what the first are on, with nothing of their own."""
+    if FORK not in os.environ or world.path or world.variables:
+        return False
+    if not _served:
+        _served.append(world.accelerator)
+        zygote.serve(environment(world, 0, 0))
+    return _served == [world.accelerator]
 
 
 def start(env: dict[str, str], cases: int, lifeline: int, output: int) -> subprocess.Popen[bytes]:
@@ -156,9 +169,7 @@ class Rank:
 class Ranks:
     """`size` ranks in one process group. After an error they are ended and not asked again."""
 
-    def __init__(
-        self, size: int, path: Path | None, accelerator: str, variables: Mapping[str, str]
-    ) -> None:
+    def __init__(self, world: World) -> None:
         from torch.distributed import TCPStore
 
         # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
@@ -167,11 +178,11 @@ class Ranks:
         # end of this process, however that came about.
         reading, self.lifeline = os.pipe()
         self.ranks: list[Rank] = []
-        forked = FORK in os.environ and not (path or variables) and may_fork(accelerator)
+        begin = Forked if may_fork(world) else start
         try:
-            for rank in range(size):
-                env = environment(rank, size, self.store.port, path, accelerator, variables)
-                self.ranks.append(Rank(rank, env, reading, Forked if forked else start))
+            for rank in range(world.size):
+                env = environment(world, rank, self.store.port)
+                self.ranks.append(Rank(rank, env, reading, begin))
             self.gather(START_SECONDS)
         except BaseException:
             self.end()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ __tracebackhide__ = True
 CASE_SECONDS = 120.0
 
 
+@dataclass(eq=False)
 class World:
     """`size` ranks, started by the first case, replaced after one that failed; a block ends them.
 
@@ -23,18 +25,12 @@ class World:
     variables: the ranks' interpreters start with these beside pytest's own.
     """
 
-    def __init__(
-        self,
-        size: int = 2,
-        path: Path | None = None,
-        accelerator: str = "cpu",
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        self.size = size
-        self.path = path
-        self.accelerator = accelerator
-        self.variables = variables or {}
-        self._ranks: Ranks | None = None
+    size: int = 2
+    path: Path | None = None
+    accelerator: str = "cpu"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = CASE_SECONDS
+    _ranks: list[Ranks] = field(default_factory=list, init=False)
 
     def __enter__(self) -> World:
         return self
@@ -47,39 +43,22 @@ class World:
 
         The ranks import it, so it is a top-level function of a module.
 
-        Raises RankError when a rank raised or died, WorldTimeout when CASE_SECONDS passed.
+        Raises RankError when a rank raised or died, WorldTimeout when `seconds` passed.
         """
-        return self.within(CASE_SECONDS).run(case, *args, **kwargs)
-
-    def within(self, seconds: float) -> Within:
-        """The same world with another deadline: `world.within(30).run(case)`."""
-        return Within(self, seconds)
-
-    def close(self) -> None:
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.leave()
-
-    def _start(self) -> Ranks:
-        return Ranks(self.size, self.path, self.accelerator, self.variables)
-
-    def _run(self, call: wire.Call, seconds: float) -> list[Any]:
+        call = wire.Call(f"{case.__module__}:{case.__qualname__}", args, kwargs)
         # Taken off for the time of the call: ranks that failed a case are ended, and the next
         # case finds none and starts new ones.
-        ranks, self._ranks = self._ranks or self._start(), None
-        results = ranks.run(call, seconds)
-        self._ranks = ranks
+        ranks = self._ranks.pop() if self._ranks else Ranks(self)
+        results = ranks.run(call, self.seconds)
+        self._ranks.append(ranks)
         return results
 
+    def within(self, seconds: float) -> World:
+        """The same ranks with another deadline: `world.within(30).run(case)`."""
+        view = copy(self)
+        view.seconds = seconds
+        return view
 
-@dataclass(frozen=True)
-class Within:
-    """A world and the deadline of its next case."""
-
-    world: World
-    seconds: float
-
-    def run(self, case: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.world._run(
-            wire.Call(f"{case.__module__}:{case.__qualname__}", args, kwargs), self.seconds
-        )
+    def close(self) -> None:
+        while self._ranks:
+            self._ranks.pop().leave()

@@ -1,16 +1,24 @@
-"""A model of which Dynamo compiles everything, half or nothing, and what it has compiled."""
+"""A model of which Dynamo compiles everything, half or nothing, and whether it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.engines import DTYPE, SEED
+from benchmarks.rows import Row
 
 NOTHING, HALF, ALL = "nothing", "half", "all"
+
+#: How far AdamW's running average of a parameter's gradients may be off: rounding is some per cent
+#: after some steps, a factor that the gradients lack 50 or more, what does not train 100.
+BAR = 0.25
 
 
 class Model(nn.Module):
@@ -67,3 +75,45 @@ def graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def averages(engine: Any) -> dict[str, Tensor]:
+    """AdamW's averages of the gradients, by parameter, gathered; nothing on ranks other than 0."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        average = safe_get_full_optimizer_state(param, "exp_avg")
+        if dist.get_rank() == 0:
+            found[name] = average.cpu()
+    return found
+
+
+def differences(found: Mapping[str, Tensor], path: Path) -> dict[str, dict[str, float]] | None:
+    """To what the first row of all kept in this file, or None if it is this one."""
+    if not found:
+        return None
+    if not path.exists():
+        torch.save(dict(found), path)
+        return None
+    kept = torch.load(path, weights_only=True)
+    if kept.keys() != found.keys():
+        raise RuntimeError(f"not the same parameters: {sorted(kept.keys() ^ found.keys())}")
+    return {name: {"gradient": _relative(ours, kept[name])} for name, ours in found.items()}
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """Nothing may differ from nothing by nothing alone."""
+    difference = torch.linalg.vector_norm(ours - theirs)
+    return float(difference / torch.linalg.vector_norm(theirs)) if difference else 0.0
+
+
+def off_by(row: Row) -> dict[str, float] | None:
+    """How far each parameter is off in the round that was compared; None: not compared."""
+    compared = next((one for one in row.get("differences") or () if one is not None), None)
+    return compared and {name: one["gradient"] for name, one in compared.items()}
+
+
+def lost(row: Row) -> list[str]:
+    """The parameters that are off by more than the bar, or by NaN."""
+    return [name for name, off in (off_by(row) or {}).items() if not off <= BAR]
