@@ -32,10 +32,7 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
     # The throughput timer waits for the device in each step, but the first two.
     "zero3_gather": ({"stage": 3, "settings": NO_TIMER}, "on default, then read by aten::cat"),
     "record_stream": ({"stage": 2, "bucket": 32}, "freed for default"),
-    "producer_streams": (
-        {"stage": 2, "around": "several"},
-        "write by aten::copy_ on second, then",
-    ),
+    "producer_streams": ({"stage": 2, "around": "several"}, "write by aten::copy_ on second, then"),
     "buffer_reuse": ({"stage": 2, "around": "several"}, OVERWRITTEN),
 }
 EXACT = on_streams.EXACT
@@ -60,11 +57,6 @@ def of(found: on_streams.Found, part: str) -> Counter[str]:
     return Counter(race for race in found.races if SHOWN[part][1] in race)
 
 
-def train(world: World, part: str, parts: str) -> list[on_streams.Found]:
-    given = dict(SHOWN[part][0])
-    return world.run(on_streams.train, given.pop("stage"), parts, **given)
-
-
 def clean(world: World, stage: int, parts: str = "all", **case: Any) -> list[on_streams.Found]:
     """Trained without a race, and in single precision to where plain PyTorch does."""
     found: list[on_streams.Found] = world.run(on_streams.train, stage, parts, **case)
@@ -86,7 +78,7 @@ def stock() -> Iterator[World]:
 def test_stock_races_where_it_lacks_the_fix(stock: World, part: str) -> None:
     if not shows(part):
         pytest.skip("this release has the fix, or hides that it has not")
-    found = train(stock, part, "")
+    found = stock.run(on_streams.train, **SHOWN[part][0])
     assert any(of(one, part) for one in found)
     assert all(one.difference <= EXACT for one in found), "the CPU runs in order"
 
@@ -99,7 +91,7 @@ def test_none_is_left(world: World, part: str) -> None:
 
 @pytest.mark.parametrize("part", SHOWN)
 def test_each_part_does_its_own(world: World, part: str) -> None:
-    for one in train(world, part, part):
+    for one in world.run(on_streams.train, parts=part, **SHOWN[part][0]):
         assert not of(one, part), of(one, part).most_common(5)
 
 
