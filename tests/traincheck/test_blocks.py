@@ -22,7 +22,7 @@ from tests.world import World
 
 @pytest.mark.parametrize("action", ["warn", "report"])
 def test_actions_other_than_an_error(world: World, action: str) -> None:
-    found = agreed(world.run(checked.check, "CutOff", 2, action=action))
+    found = agreed(world.run(checked.check, "cut off", 2, action=action))
     assert list(found.untrained) == CUT
     assert not found.error
     assert len(found.warnings) == (action == "warn")
@@ -61,7 +61,7 @@ def overflowing(stage: int, good: int) -> checked.Outcome:
     """A step that overflows on one rank, and `good` ones."""
     settings = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
     with half_precision_allowed():
-        engine = checked.engine_of("CutOff", stage, dtype="float16", settings=settings)
+        engine = checked.engine_of("cut off", stage, dtype="float16", settings=settings)
 
         def block() -> None:
             loss = models.loss_of(engine, 0)
@@ -105,7 +105,7 @@ def traces(engine: Any) -> list[Any]:
 
 def left_behind(stage: int, how: str) -> bool:
     """Whether all is as it was, after a block that ends well or with an error."""
-    engine = checked.engine_of("CutOff" if how == "untrained" else "TwoHeads", stage)
+    engine = checked.engine_of("cut off" if how == "untrained" else "TwoHeads", stage)
     checked.step(engine)
     if how == "scheduler":  # puts a step of its own on the optimizer
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -147,28 +147,12 @@ def test_a_check_changes_no_number(world: World, stage: int) -> None:
     assert world.run(same_training, stage) == [True, True]
 
 
-class LowRank(models.TwoHeads):
-    """As LoRA begins: the second matrix is zero, and so is the first one's gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(models.WIDTH, 2, bias=False)
-        self.second = nn.Linear(2, models.WIDTH, bias=False)
-        nn.init.zeros_(self.second.weight)
-
-    def trunk(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = super().trunk(tokens)
-        return x + self.second(self.first(x))
-
-
-def low_rank(steps: int) -> checked.Outcome:
-    engine = checked.engine_of(LowRank, 2)
-    return checked.outcome_of(engine, lambda: [checked.step(engine, i) for i in range(steps)])
-
-
 def test_several_steps_give_a_late_gradient_its_time(world: World) -> None:
-    assert list(agreed(world.run(low_rank, 1)).untrained) == ["first.weight"]
-    assert agreed(world.run(low_rank, 2)) == checked.Outcome(steps=2)
+    one, two = (
+        agreed(world.run(checked.check, "LowRank", 2, before=0, steps=steps)) for steps in (1, 2)
+    )
+    assert list(one.untrained) == ["first.weight"]
+    assert two == checked.Outcome(steps=2)
 
 
 def half_of_the_parameters(stage: int) -> checked.Outcome:
@@ -185,18 +169,14 @@ def test_parameters_that_the_optimizer_was_not_given(world: World, stage: int) -
     assert not found.error
 
 
-def refused() -> str:
-    engine = checked.engine_of("TwoHeads", 2)
-    engine.optimizer.zenflow = True
-    return checked.outcome_of(engine, lambda: checked.step(engine)).error
-
-
 def test_an_optimizer_that_cannot_be_looked_into_is_refused(world: World) -> None:
-    for error in world.run(refused):
-        assert error == ("NotChecked: train_check() does not cover DeepSpeedZeroOptimizer, zenflow")
+    for found in world.run(checked.check, "TwoHeads", 2, change=checked.know_not):
+        assert found.error == (
+            "NotChecked: train_check() does not cover DeepSpeedZeroOptimizer, zenflow"
+        )
 
 
-class HalfCompiled(checked.CutOff):
+class HalfCompiled(checked.Branched):
     """The layer runs in a frame that Dynamo skips."""
 
     @torch.compiler.disable
@@ -232,7 +212,7 @@ def compiled(model: type[nn.Module], how: str) -> tuple[checked.Outcome, list[in
 
 
 @pytest.mark.parametrize("how", ["engine", "module"])
-@pytest.mark.parametrize("model", [HalfCompiled, checked.CutOff])
+@pytest.mark.parametrize("model", [HalfCompiled, checked.Branched])
 def test_what_does_not_train_is_named_in_a_compiled_model_too(
     world: World, model: type[nn.Module], how: str
 ) -> None:
