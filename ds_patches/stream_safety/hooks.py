@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -16,8 +15,6 @@ from ds_patches.runtime.attributes import Args, Kwargs, Shadow, Wrapped, meanwhi
 from .binding import FOR_SPEED, LACKS, SAFE
 from .order import Order
 from .upstream import flat, stage3
-
-logger = logging.getLogger("ds_patches.stream_safety")
 
 #: Parts that have to know which streams gradients come from.
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
@@ -196,7 +193,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
     order.goes_on = False
     with ExitStack() as rest:
         if not flat.has_waits_of_its_own(optimizer):
-            if "micro_steps" in _live and _may_go_on(optimizer, order):
+            if "micro_steps" in _live and _may_go_on(optimizer):
                 rest.enter_context(order.without_waits(backward=True, reduction=False))
                 order.at_the_end = partial(_go_on, optimizer, order, rest)
             elif "host_wait" in _live:
@@ -216,16 +213,11 @@ def _meet(optimizer: Any, order: Order, rest: ExitStack) -> None:
     rest.enter_context(flat.nothing_overlaps(optimizer))
 
 
-def _may_go_on(optimizer: Any, order: Order) -> bool:
+def _may_go_on(optimizer: Any) -> bool:
     """Whether nobody needs the gradients yet. The buffers stay in memory for a while."""
     if not flat.adds_up(optimizer):
         return False
-    kept = sum(buffer.nbytes for buffer in flat.buffers(optimizer))
-    if kept > _KEPT_BYTES and not order.told:
-        order.told = True
-        mib = (kept >> 20, _KEPT_BYTES >> 20)
-        logger.info("micro steps wait: the buffers take %d MiB, more than %d", *mib)
-    return kept <= _KEPT_BYTES
+    return sum(buffer.nbytes for buffer in flat.buffers(optimizer)) <= _KEPT_BYTES
 
 
 def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:
