@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
-from ds_patches.dc_fallback.units import Units
 from ds_patches.dc_fallback.uses import Uses
 
 See = Callable[[str], Tensor]
@@ -50,7 +49,7 @@ class Partitioned:
             lambda param, grad: self.delivered.append((self._names[param], grad.clone())),
             lambda param: self.values[self._names[param]].shape,
             lambda param: self._names[param] in here,
-            Units([[self.params[name] for name in unit]] if unit else []),
+            [[self.params[name] for name in unit]],
         )
         self._saving = SavedTensorsHooks(self.uses.pack, self.uses.unpack)
 

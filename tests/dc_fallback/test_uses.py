@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_patches.dc_fallback.units import Calls
+from ds_patches.dc_fallback.uses import Calls
 from tests.dc_fallback import partitioned as models
 from tests.dc_fallback.partitioned import MODELS, Partitioned, See, equal
 
