@@ -71,13 +71,9 @@ def _order_of(optimizer: Any) -> Order | None:
     order = flat.order_of(optimizer)
     if order is None:
         return None
-    around = {
-        "average_tensor": _tensor_is_reduced,
-        "allreduce_and_copy": _gradients_are_reduced,
-    }
     order.shadows += [
-        Shadow(optimizer, method, partial(function, optimizer, order))
-        for method, function in around.items()
+        Shadow(optimizer, "average_tensor", partial(_tensor_is_reduced, optimizer, order)),
+        Shadow(optimizer, "allreduce_and_copy", partial(_gradients_are_reduced, order)),
     ]
     _watch_gradients(optimizer, order)
     return order
@@ -171,9 +167,7 @@ def _tensor_is_reduced(
     return wrapped(*args, **kwargs)
 
 
-def _gradients_are_reduced(
-    optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
-) -> Any:
+def _gradients_are_reduced(order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
     """Those that are not contiguous are."""
     if "record_stream" in _live:
         for gradient in args[0] if args else kwargs["small_bucket"]:
@@ -248,17 +242,15 @@ def _take_in_timer(engine: Any) -> None:
     order = None if engine.optimizer is None else _orders.get(engine.optimizer)
     if order is None or "micro_steps" not in _live:
         return
-    throughput = engine.tput_timer
-    around = partial(_timer_moves, throughput, order)
-    order.shadows += [Shadow(throughput, method, around) for method in ("start", "stop")]
+    timer = engine.tput_timer
+    around = partial(_timer_moves, timer, order)
+    order.shadows += [Shadow(timer, method, around) for method in ("start", "stop")]
 
 
-def _timer_moves(
-    throughput: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
-) -> None:
+def _timer_moves(timer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any) -> None:
     """It starts or stops, and waits for the device."""
     # As ``"timers": {"throughput": {"synchronized": false}}`` has it.
-    with meanwhile(throughput.config, synchronized=False) if order.goes_on else nullcontext():
+    with meanwhile(timer.config, synchronized=False) if order.goes_on else nullcontext():
         wrapped(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.dc_fallback import patterns
-from tests.dc_fallback.test_scripts import STEPS
+from tests.dc_fallback.test_patterns import STEPS
 from tests.gpu.held import WIDTH, deep_compiled
 from tests.scripts.declared import Script
 from tests.training import models

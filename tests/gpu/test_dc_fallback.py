@@ -9,7 +9,7 @@ import pytest
 
 import ds_patches
 from tests.dc_fallback import patterns
-from tests.dc_fallback.test_scripts import CASES, PATTERNS
+from tests.dc_fallback.test_patterns import CASES, PATTERNS
 from tests.gpu import exact
 from tests.gpu.held import BFLOAT16, WIDTH, Held, deep_compiled, hold, repeated
 from tests.scripts import deepcompile
