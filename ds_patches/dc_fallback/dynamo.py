@@ -9,14 +9,12 @@ compiled frame that gathers nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def leave_alone(function: _Function) -> _Function:
+def leave_alone(function: Callable[..., Any]) -> None:
     """Have Dynamo never compile `function` by itself; compiled frames that call it still trace it.
 
     Functions that it calls are looked at again: they want `disabled`.
@@ -24,7 +22,6 @@ def leave_alone(function: _Function) -> _Function:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
-    return function
 
 
 def look_again(function: Callable[..., Any]) -> None:
@@ -34,7 +31,7 @@ def look_again(function: Callable[..., Any]) -> None:
     reset_code(function.__code__)
 
 
-def disabled(function: _Function) -> _Function:
+def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run without Dynamo, and all that it calls. Not for what compiled frames trace."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -47,7 +44,7 @@ def backend(wanted: Any) -> Callable[..., Any]:
     return found
 
 
-def switch_off() -> Any:
+def switch(callback: Any = None) -> Any:
     """From here on nothing is compiled on this thread; return what `switch` takes to go back.
 
     For functions that were left alone: at the end of a compiled or a `disabled` one, Dynamo is what
@@ -55,14 +52,7 @@ def switch_off() -> Any:
     """
     from torch._C._dynamo.eval_frame import set_eval_frame
 
-    return set_eval_frame(None)
-
-
-def switch(callback: Any) -> None:
-    """Have frames compiled as before `switch_off`."""
-    from torch._C._dynamo.eval_frame import set_eval_frame
-
-    set_eval_frame(callback)
+    return set_eval_frame(callback)
 
 
 class SavedTensorsHooks:

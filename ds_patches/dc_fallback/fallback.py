@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from ds_patches.core.errors import OtherRankFailed
 from ds_patches.runtime import engines, ranks
+from ds_patches.runtime.attributes import Shadow
 
 from . import dynamo
 from .reduction import Reduction
-from .units import Call, Units
 from .upstream import engine as upstream_engine
 from .upstream import parameters, partition
 from .upstream.graphs import Graphs, before_backward
-from .uses import Uses
+from .uses import Call, Uses
 
 #: Engines so far, in the order that is the same on all ranks.
 _built = count()
@@ -51,7 +51,7 @@ class Fallback:
             self._gradient_arrives,
             partition.shape_of,
             partition.is_here,
-            Units(partition.below(leaf) for leaf in upstream_engine.leaves(engine)),
+            [partition.below(leaf) for leaf in upstream_engine.leaves(engine)],
         )
         self._aside: dict[int, torch.Tensor] = {}  # to be added when the graphs have ended
         self._new_step = True
@@ -64,26 +64,30 @@ class Fallback:
         self._saves = True  # whether a forward has had eager frames; unknown before the first
         self._name = f"ds_patches/dc_fallback/{next(_built)}"
         self._failures, self._alone = 0, False
-        self._undo: list[Any] = []
+        self._undo = ExitStack()
         self._install()
 
     # --- what the engine's modules do -------------------------------------------------------------
 
     def _install(self) -> None:
-        self._undo.append(upstream_engine.disown(self._engine))
+        self._undo.callback(upstream_engine.disown(self._engine))
         upstream_engine.keep_shapes_static(self._engine)
         upstream_engine.drop_leaf_hooks(self._engine)
         getter = torch.nn.Module.__getattr__
         dynamo.leave_alone(getter)  # or it is compiled, and gathers nothing
-        self._undo.append(lambda: dynamo.look_again(getter))
+        self._undo.callback(dynamo.look_again, getter)
 
         def again(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             launch(*args, **kwargs)
             dynamo.leave_alone(getter)
             self._graphs.look_again()
 
-        self._undo.append(upstream_engine.around_compile_passes(self._engine, again).remove)
-        self._undo.append(upstream_engine.around_epilogue(self._engine, self._end_backward).remove)
+        # DeepCompile's look for new passes resets Dynamo.
+        for name, around in (
+            ("launch_compile_passes", again),
+            ("_backward_epilogue", self._end_backward),
+        ):
+            self._undo.callback(Shadow(self._engine, name, around).remove)
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
@@ -91,8 +95,8 @@ class Fallback:
                 module.register_forward_pre_hook(before_call),
                 module.register_forward_hook(after_call, always_call=True),
             ):
-                self._undo.append(handle.remove)
-            self._undo.append(parameters.watch(module, see))
+                self._undo.callback(handle.remove)
+            self._undo.callback(parameters.watch(module, see))
 
     def _call_hooks(self) -> tuple[Hook, Hook]:
         """Hooks before and after each call of a module that eager code makes."""
@@ -108,7 +112,7 @@ class Fallback:
             call = begin(module)
             # Ranks compile together, and what runs in a leaf differs by rank.
             if module in leaves or not (compiles_within or module is root):
-                call.dynamo = dynamo.switch_off()
+                call.dynamo = dynamo.switch()
 
         def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
@@ -117,7 +121,7 @@ class Fallback:
                 if call.dynamo is not None:
                     dynamo.switch(call.dynamo)
 
-        for function in (before_call, after_call, dynamo.switch_off, dynamo.switch):
+        for function in (before_call, after_call, dynamo.switch):
             dynamo.leave_alone(function)
         return before_call, after_call
 
@@ -133,9 +137,7 @@ class Fallback:
                 # Graphs go on adding until a backward at the boundary has ended.
                 partition.clear(self._optimizer)
         finally:
-            for undo in reversed(self._undo):
-                undo()
-            self._undo.clear()
+            self._undo.close()
 
     def _see(self, param: Any) -> Any:
         if not partition.is_partitioned(param):

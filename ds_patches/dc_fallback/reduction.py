@@ -87,7 +87,10 @@ class Reduction:
         rows = torch.empty(ranks, sum(widths), dtype=dtype, device=first.device)
         at = 0
         for (_, grad), width in zip(waiting, widths, strict=True):
-            _lay(rows[:, at : at + width], grad.reshape(-1))
+            flat, padding = grad.reshape(-1), ranks * width - grad.numel()
+            if padding:
+                flat = torch.nn.functional.pad(flat, (0, padding))
+            rows[:, at : at + width] = flat.view(ranks, width)
             at += width
         rows.div_(ranks)  # before the sum: half precision has little room above
         out = torch.empty(rows.shape[1], dtype=dtype, device=first.device)
@@ -103,17 +106,3 @@ class Reduction:
         bucket.work.wait()
         for param, part in zip(bucket.params, torch.split(bucket.out, bucket.widths), strict=True):
             self._receive(param, part)
-
-
-def _lay(rows: torch.Tensor, flat: torch.Tensor) -> None:
-    """Lay a flat gradient into `rows`, one row per rank, the end of the last ones padded."""
-    ranks, width = rows.shape
-    if flat.numel() == rows.numel():
-        rows.copy_(flat.view(ranks, width))
-        return
-    whole = flat.numel() // width
-    rows[:whole].copy_(flat[: whole * width].view(whole, width))
-    rows[whole:].zero_()
-    rest = flat[whole * width :]
-    if whole < ranks:
-        rows[whole, : rest.numel()].copy_(rest)

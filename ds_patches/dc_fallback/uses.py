@@ -7,19 +7,23 @@ The parameter itself stays partitioned throughout. Autograd sees
 so that the root, which takes no memory, is handed the sum of the gradients of all uses, once a
 backward; and the gathered tensor, which no parameter refers to, is freed as soon as nothing does.
 What autograd would save of it for the backward is saved as a note of how to gather it again.
+
+A gather is a collective, so how many there are must not hang on data that differs by rank. Within
+one call of a module a parameter is gathered once, however often the code reads it (a loop over the
+experts that were hit reads it as often as there are such experts); and all parameters below a
+ZeRO-3 leaf module, a unit, are gathered at the first use of one.
+
 The idea is that of parametrized data parallelism (SimpleFSDP, arXiv:2411.00284).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-
-from .units import Call, Calls, Units
 
 #: In place of a module: what a backward runs again.
 _BACKWARD = object()
@@ -28,6 +32,47 @@ _BACKWARD = object()
 Gather = Callable[[Sequence[torch.nn.Parameter]], list[torch.Tensor]]
 #: Takes the full gradient of a parameter.
 Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+class Call:
+    """One call of a module, and what was gathered for it.
+
+    full: the gathered values, by parameter; `version`: PyTorch's count of writes to them.
+    uses: what the code got to see of them, which has a gradient or not, by parameter and by whether
+        gradients were being recorded.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.dynamo: Any = None  # what to switch back on at its end
+        self.full: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.version: dict[torch.nn.Parameter, int] = {}
+        self.uses: dict[tuple[torch.nn.Parameter, bool], torch.Tensor] = {}
+
+
+class Calls(list[Call]):
+    """The calls of modules that are under way, innermost last."""
+
+    @property
+    def innermost(self) -> Call:
+        return self[-1]
+
+    def open(self, module: Any) -> Call:
+        self.append(Call(module))
+        return self.innermost
+
+    def close(self, module: Any) -> list[Call]:
+        """End the call of `module`, and those within it that raised; return all of them."""
+        for index in reversed(range(len(self))):
+            if self[index].module is module:
+                return self.cut(index)
+        return []
+
+    def cut(self, depth: int) -> list[Call]:
+        """End all but the outermost `depth` calls; return those that end."""
+        ended = self[depth:]
+        del self[depth:]
+        return ended
 
 
 class _Roots(torch.autograd.Function):
@@ -81,6 +126,7 @@ class Uses:
 
     shape_of: the full shape of a parameter. `is_here`: whether somebody else has gathered it, who
         then also decides how long it stays.
+    units: parameters that go together, in an order that is the same on every rank.
     """
 
     def __init__(
@@ -89,16 +135,18 @@ class Uses:
         deliver: Deliver,
         shape_of: Callable[[torch.nn.Parameter], Sequence[int]],
         is_here: Callable[[torch.nn.Parameter], bool],
-        units: Units,
+        units: Iterable[Sequence[torch.nn.Parameter]],
     ) -> None:
         self.calls = Calls()
         self.gathered_any = False
         self._gather, self._deliver = gather, deliver
         self._shape_of, self._is_here = shape_of, is_here
-        self._units = units
+        self._units = {param: unit for unit in units for param in unit}
         self._roots: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._origins: dict[int, tuple[Call, torch.nn.Parameter]] = {}
-        self._again = _GatheredAgain(gather, units)
+        # What a backward has gathered: that of one module call at a time, as in the forward.
+        self._again: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._again_for: Call | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
     def cached(self, param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -114,7 +162,7 @@ class Uses:
         full = call.full[param]
         seen: torch.Tensor = full
         if records:
-            done = partial(self._again.forget, call, param)
+            done = partial(self._used_again, call, param)
             seen = _Use.apply(full, done, self._root(param))  # type: ignore[no-untyped-call]
         call.uses[param, torch.is_grad_enabled()] = seen
         return seen
@@ -124,13 +172,16 @@ class Uses:
         origin = self._origins.get(_storage(tensor))
         return None if origin is None else origin[1]
 
+    def _unit_of(self, param: torch.nn.Parameter) -> Sequence[torch.nn.Parameter]:
+        return self._units.get(param, (param,))
+
     def _fill(self, call: Call, param: torch.nn.Parameter) -> None:
         # No tensors of inference_mode: they could not be used outside it, nor count writes.
         with torch.inference_mode(False), torch.no_grad():
             if self._is_here(param):
                 call.full[param] = param.detach()
                 return
-            absent = [one for one in self._units.of(param) if not self._is_here(one)]
+            absent = [one for one in self._unit_of(param) if not self._is_here(one)]
             for one, full in zip(absent, self._gather(absent), strict=True):
                 call.full[one], call.version[one] = full, full._version
                 self._origins[_storage(full)] = call, one
@@ -138,7 +189,7 @@ class Uses:
 
     def _root(self, param: torch.nn.Parameter) -> torch.Tensor:
         if param not in self._roots:
-            params = [one for one in self._units.of(param) if one.requires_grad]
+            params = [one for one in self._unit_of(param) if one.requires_grad]
             shapes = [tuple(self._shape_of(one)) for one in params]
             recorded: Any = _Roots.apply
             roots = recorded(self._deliver, shapes, params, self._anchor)
@@ -172,8 +223,17 @@ class Uses:
         if not isinstance(saved, _Note):
             tensor: torch.Tensor = saved
             return tensor
-        full = self._again.full(saved.call, saved.param)
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        if saved.call is not self._again_for:
+            self._again_for, self._again = saved.call, {}
+        if saved.param not in self._again:
+            params = self._unit_of(saved.param)
+            with torch.no_grad():
+                self._again.update(zip(params, self._gather(params), strict=True))
+        return self._again[saved.param].as_strided(saved.size, saved.stride, saved.offset)
+
+    def _used_again(self, call: Call, param: torch.nn.Parameter) -> None:
+        if call is self._again_for:
+            self._again.pop(param, None)
 
     def recompute(self) -> None:
         """A backward runs code of the forward again, and outside any module call."""
@@ -181,33 +241,8 @@ class Uses:
 
     def forget_backward(self) -> None:
         """After a backward, whole or not: nothing gathered for it stays."""
-        self._again.forget_all()
+        self._again_for, self._again = None, {}
         self.close(self.calls.close(_BACKWARD))
-
-
-class _GatheredAgain:
-    """What a backward has gathered: that of one module call at a time, as in the forward."""
-
-    def __init__(self, gather: Gather, units: Units) -> None:
-        self._gather, self._units = gather, units
-        self._call: Call | None = None
-        self._full: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def full(self, call: Call, param: torch.nn.Parameter) -> torch.Tensor:
-        if call is not self._call:
-            self._call, self._full = call, {}
-        if param not in self._full:
-            params = self._units.of(param)
-            with torch.no_grad():
-                self._full.update(zip(params, self._gather(params), strict=True))
-        return self._full[param]
-
-    def forget(self, call: Call, param: torch.nn.Parameter) -> None:
-        if call is self._call:
-            self._full.pop(param, None)
-
-    def forget_all(self) -> None:
-        self._call, self._full = None, {}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -60,11 +60,11 @@ Not covered
     | a bucket whose buffers take more than 512 MiB, as by default | no ``micro_steps`` |
 
 Cost
-    By default a step takes stock's time from 4096 rows on. Where the host is the limit it took 1.04
-    to 1.07 before the patch asked less of the driver, and was not timed since
-    (docs/benchmarks-stream-safety.md). With all parts, ZeRO-2 without P2P takes 0.87 to 0.97, and
-    1.04 to 1.12 where the host is the limit. There ``overlap_comm`` has nothing to hide, and
-    ZeRO-1/2 are faster without it.
+    By default a step took 0.98 to 1.00 of stock's time on 0.19.8 with 16384 rows, 1.00 to 1.09 with
+    4096, and 0.95 to 1.19 with 256, where the host is the limit (docs/benchmarks-stream-safety.md;
+    the patch has asked less of the driver since, which was not timed on two GPUs). With all parts,
+    ZeRO-2 without P2P takes 0.87 to 0.97, and 1.04 to 1.12 where the host is the limit. There
+    ``overlap_comm`` has nothing to hide, and ZeRO-1/2 are faster without it.
 
 Why
     ``overlap_comm`` reduces gradients on a stream beside the backward's. If one stream writes a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -16,8 +15,6 @@ from ds_patches.runtime.attributes import Args, Kwargs, Shadow, Wrapped, meanwhi
 from .binding import FOR_SPEED, LACKS, SAFE
 from .order import Order
 from .upstream import flat, stage3
-
-logger = logging.getLogger("ds_patches.stream_safety")
 
 #: Parts that have to know which streams gradients come from.
 _PRODUCERS = ("producer_streams", "bucket_ready", "host_wait")
@@ -74,13 +71,9 @@ def _order_of(optimizer: Any) -> Order | None:
     order = flat.order_of(optimizer)
     if order is None:
         return None
-    around = {
-        "average_tensor": _tensor_is_reduced,
-        "allreduce_and_copy": _gradients_are_reduced,
-    }
     order.shadows += [
-        Shadow(optimizer, method, partial(function, optimizer, order))
-        for method, function in around.items()
+        Shadow(optimizer, "average_tensor", partial(_tensor_is_reduced, optimizer, order)),
+        Shadow(optimizer, "allreduce_and_copy", partial(_gradients_are_reduced, order)),
     ]
     _watch_gradients(optimizer, order)
     return order
@@ -174,9 +167,7 @@ def _tensor_is_reduced(
     return wrapped(*args, **kwargs)
 
 
-def _gradients_are_reduced(
-    optimizer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
-) -> Any:
+def _gradients_are_reduced(order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
     """Those that are not contiguous are."""
     if "record_stream" in _live:
         for gradient in args[0] if args else kwargs["small_bucket"]:
@@ -196,7 +187,7 @@ def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: K
     order.goes_on = False
     with ExitStack() as rest:
         if not flat.has_waits_of_its_own(optimizer):
-            if "micro_steps" in _live and _may_go_on(optimizer, order):
+            if "micro_steps" in _live and _may_go_on(optimizer):
                 rest.enter_context(order.without_waits(backward=True, reduction=False))
                 order.at_the_end = partial(_go_on, optimizer, order, rest)
             elif "host_wait" in _live:
@@ -216,16 +207,11 @@ def _meet(optimizer: Any, order: Order, rest: ExitStack) -> None:
     rest.enter_context(flat.nothing_overlaps(optimizer))
 
 
-def _may_go_on(optimizer: Any, order: Order) -> bool:
+def _may_go_on(optimizer: Any) -> bool:
     """Whether nobody needs the gradients yet. The buffers stay in memory for a while."""
     if not flat.adds_up(optimizer):
         return False
-    kept = sum(buffer.nbytes for buffer in flat.buffers(optimizer))
-    if kept > _KEPT_BYTES and not order.told:
-        order.told = True
-        mib = (kept >> 20, _KEPT_BYTES >> 20)
-        logger.info("micro steps wait: the buffers take %d MiB, more than %d", *mib)
-    return kept <= _KEPT_BYTES
+    return sum(buffer.nbytes for buffer in flat.buffers(optimizer)) <= _KEPT_BYTES
 
 
 def _go_on(optimizer: Any, order: Order, rest: ExitStack) -> None:
@@ -256,17 +242,15 @@ def _take_in_timer(engine: Any) -> None:
     order = None if engine.optimizer is None else _orders.get(engine.optimizer)
     if order is None or "micro_steps" not in _live:
         return
-    throughput = engine.tput_timer
-    around = partial(_timer_moves, throughput, order)
-    order.shadows += [Shadow(throughput, method, around) for method in ("start", "stop")]
+    timer = engine.tput_timer
+    around = partial(_timer_moves, timer, order)
+    order.shadows += [Shadow(timer, method, around) for method in ("start", "stop")]
 
 
-def _timer_moves(
-    throughput: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any
-) -> None:
+def _timer_moves(timer: Any, order: Order, wrapped: Wrapped, *args: Any, **kwargs: Any) -> None:
     """It starts or stops, and waits for the device."""
     # As ``"timers": {"throughput": {"synchronized": false}}`` has it.
-    with meanwhile(throughput.config, synchronized=False) if order.goes_on else nullcontext():
+    with meanwhile(timer.config, synchronized=False) if order.goes_on else nullcontext():
         wrapped(*args, **kwargs)
 
 

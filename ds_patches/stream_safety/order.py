@@ -99,7 +99,6 @@ class Order:
         self.at_the_end: Callable[[], None] | None = None
         #: Whether nobody has waited for the reductions of the last backward.
         self.goes_on = False
-        self.told = False  # that its buffers are too large for micro steps to go on
         self._kept = _Kept()
 
     def learn(self) -> bool:

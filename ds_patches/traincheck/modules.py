@@ -33,16 +33,11 @@ def trainables(model: nn.Module) -> list[Trainable]:
     for name, param in model.named_parameters():
         if param.requires_grad:
             homes = owners[id(param)]
-            users = [_user(modules, home) for home in homes]
-            found.append(
-                Trainable(
-                    name=name,
-                    param=param,
-                    owner=type(modules[homes[0]]).__name__,
-                    users=tuple(modules[user] for user in users),
-                    compiled=any(_is_compiled(modules, user) for user in users),
-                )
-            )
+            owner = type(modules[homes[0]]).__name__
+            names = [_user(modules, home) for home in homes]
+            compiled = any(_is_compiled(modules, user) for user in names)
+            users = tuple(modules[user] for user in names)
+            found.append(Trainable(name, param, owner, users, compiled))
     return found
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -48,16 +47,12 @@ class HalfSkipped(nn.Module):
 
 def main(arguments: Sequence[str]) -> int:
     """Write what came of it; an error of the training is a result too."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--patched", action="store_true")
-    parser.add_argument("--compiled", action="store_true")
-    chosen = parser.parse_args(arguments)
-    with trials.leaving(chosen.result) as result:
-        if chosen.patched:
+    *options, path = arguments
+    with trials.leaving(Path(path)) as result:
+        if "--patched" in options:
             statuses = api.apply_all()
             result["live"] = [name for name, status in statuses.items() if status.live]
-        _train(chosen.compiled, result)
+        _train("--compiled" in options, result)
     return 0
 
 
@@ -75,7 +70,8 @@ def _train(compiled: bool, result: dict[str, Any]) -> None:
             optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
             config=_config(compiled),
         )
-        if compiled and not _compile(engine, result):
+        if compiled and (why_not := _compile(engine)):
+            result |= {"error": why_not, "deepcompile": why_not}
             return
         # The first one compiles, and is outside: a hook that comes later compiles nothing again.
         _step(engine, device)
@@ -86,18 +82,14 @@ def _train(compiled: bool, result: dict[str, Any]) -> None:
     result["untrained"] = [one.name for one in (*report.untrained, *report.idle)]
 
 
-def _compile(engine: Any, result: dict[str, Any]) -> bool:
-    """Whether DeepCompile is on now. Some releases refuse, or leave it to torch.compile."""
+def _compile(engine: Any) -> str:
+    """Why DeepCompile is not on now. Some releases refuse, or leave it to torch.compile."""
     try:
         engine.compile()
     except Exception as error:
-        result["error"] = trials.first_line(error)
-    else:
-        if engines.is_deep_compiled(engine):
-            return True
-        result["error"] = "engine.compile() has left it to torch.compile"
-    result["deepcompile"] = result["error"]
-    return False
+        return trials.first_line(error)
+    left = "engine.compile() has left it to torch.compile"
+    return "" if engines.is_deep_compiled(engine) else left
 
 
 def _step(engine: Any, device: torch.device) -> None:

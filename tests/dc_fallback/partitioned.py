@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
-from ds_patches.dc_fallback.units import Units
 from ds_patches.dc_fallback.uses import Uses
 
 See = Callable[[str], Tensor]
 
 _EMPTY = torch.empty(0, dtype=torch.float64)
-
-
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 class Partitioned:
@@ -34,32 +30,39 @@ class Partitioned:
     def __init__(
         self, frozen: Sequence[str] = (), unit: Sequence[str] = (), here: Sequence[str] = ()
     ) -> None:
-        generator = torch.Generator().manual_seed(3)
+        random = partial(
+            torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+        )
         shapes = {"a": (4, 4), "b": (4, 4), "c": (4, 4), "bias": (4,)}
-        self.values = {n: _random(s, generator) for n, s in shapes.items()}
-        self.x = _random((3, 4), generator)
+        self.values = {name: random(shape) for name, shape in shapes.items()}
+        self.x = random((3, 4))
         self.params = {
             name: Parameter(value if name in here else _EMPTY, name not in frozen)
             for name, value in self.values.items()
         }
         self._names = {param: name for name, param in self.params.items()}
-        self.here = {self.params[name] for name in here}
-        self.gathers: list[list[str]] = []
+        self.gathers: list[str] = []
         self._memory: list[weakref.ref[Any]] = []
         self.delivered: list[tuple[str, Tensor]] = []
         self.uses = Uses(
             self.gather,
             lambda param, grad: self.delivered.append((self._names[param], grad.clone())),
             lambda param: self.values[self._names[param]].shape,
-            self.here.__contains__,
-            Units([[self.params[name] for name in unit]] if unit else []),
+            lambda param: self._names[param] in here,
+            [[self.params[name] for name in unit]],
         )
         self._saving = SavedTensorsHooks(self.uses.pack, self.uses.unpack)
 
     def gather(self, params: Sequence[Parameter]) -> list[Tensor]:
         names = [self._names[param] for param in params]
-        self.gathers.append(names)
+        self.gathers.append("+".join(names))
         return [self._full(name) for name in names]
+
+    def gathered(self) -> str:
+        """What was gathered since the last time, in order; a unit is one."""
+        found = " ".join(self.gathers)
+        self.gathers.clear()
+        return found
 
     def _full(self, name: str) -> Tensor:
         array = self.values[name].numpy().copy()
@@ -103,15 +106,9 @@ class Partitioned:
             name: value.clone().requires_grad_(self.params[name].requires_grad)
             for name, value in self.values.items()
         }
-        loss = model(full.__getitem__, lambda: _Nothing(), x)
+        loss = model(full.__getitem__, nullcontext, x)
         loss.backward()
         return loss.detach(), {n: p.grad for n, p in full.items() if p.grad is not None}
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *raised: Any) -> None: ...
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -183,14 +180,9 @@ def with_and_without(see: See, call: Any, x: Tensor) -> Tensor:
     return y / scale
 
 
-MODELS = [
-    calls_in_a_row,
-    read_often,
-    nested,
-    transposed,
-    a_row,
-    viewed,
-    itself,
-    without_and_with,
-    with_and_without,
-]
+def embeds(see: See, call: Any, x: Tensor) -> Tensor:
+    return F.embedding(torch.tensor([1, 3, 3]), see("a")).square().sum() + x.sum()
+
+
+MODELS = [calls_in_a_row, read_often, nested, transposed, a_row, viewed, itself]
+MODELS += [without_and_with, with_and_without]

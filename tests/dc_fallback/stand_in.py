@@ -10,8 +10,9 @@ end of a backward at the boundary).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -147,18 +148,25 @@ class CompiledFunction(torch.autograd.Function):  # as PyTorch's is called
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # DeepCompile measures a backward graph at its first run, and gathers what the graph saved.
+        from deepspeed.compile import backend
+
+        # DeepCompile compiles a backward graph at its first run, and measures it, with its end and
+        # the end's buckets, and gathers what the graph saved.
         assert all(hasattr(param, "ds_id") for param in ctx.saved_tensors)
-        _compile_backward(ctx.graph_id)
+        known = backend.profiling_results[ctx.graph_id]
+        if known.bwd_graph is None:
+            assert not native.tasks[ctx.graph_id], "the C++ aborts the process here"
+            known.bwd_graph = torch.fx.Graph()
         native.choose_what_to_keep(ctx.graph_id)
         passed: list[Any] = []
         for index, grad in enumerate(grads):
-            reduced = index in ctx.ds_ids
-            if reduced:
+            if index in ctx.ds_ids:  # what autograd gets is empty
+                reduce, ds_id = torch.ops.dc.reduce_grad, ctx.ds_ids[index]
                 wanted = ctx.needs_input_grad[index + 2]
-                grad = _reduce_grad(grad, ctx.graph_id, ctx.ds_ids[index]) if wanted else None
+                grad = reduce(grad, ctx.graph_id, ds_id) if wanted else None
             passed.append(grad)
-        _end_backward(ctx.graph_id)
+        is_last = ctx.graph_id == native.with_backward[0]
+        torch.ops.dc.end_backward([torch.empty(0)], ctx.graph_id, is_last)
         # What is only handed on may be computed after the end, which waits for gradients alone.
         for ds_id in sorted(native.chosen.intersection(ctx.ds_ids.values())):
             native.gather(ds_id)
@@ -228,33 +236,18 @@ def _define_operators() -> None:
     _library.append(library)
 
 
-def _compile_backward(graph_id: int) -> None:
-    """DeepCompile does so at the first one, and measures it, with its end and the end's buckets."""
-    from deepspeed.compile import backend
-
-    known = backend.profiling_results[graph_id]
-    if known.bwd_graph is None:
-        assert not native.tasks[graph_id], "the C++ aborts the process here"
-        known.bwd_graph = torch.fx.Graph()
-
-
-def _reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> Any:
-    return torch.ops.dc.reduce_grad(grad, graph_id, ds_id)  # what autograd gets is empty
-
-
-def _end_backward(graph_id: int) -> None:
-    torch.ops.dc.end_backward([torch.empty(0)], graph_id, graph_id == native.with_backward[0])
-
-
 def _launch_passes(global_steps: int, *args: Any, **kwargs: Any) -> None:
     """In place of DeepCompile's passes, which rewrite real graphs, compiled anew for them."""
-    if global_steps not in native.begins_anew:
-        return
+    if global_steps in native.begins_anew:
+        native.begins_anew -= {global_steps}
+        native.reset()
+        _forget_graphs()
+
+
+def _forget_graphs() -> None:
     from deepspeed.compile import backend
 
-    native.begins_anew -= {global_steps}
     torch._dynamo.reset()
-    native.reset()
     backend.profiling_results.clear()
     backend.param_manager.clear()
 
@@ -266,32 +259,23 @@ def deep_compile(keeps: bool = False, anew: int | None = None) -> Iterator[Nativ
     keeps: graphs keep parameters gathered until the step, as DeepCompile's selective_gather does.
     anew: the step in which all is compiled again, as DeepCompile does after its warm-up.
     """
-    import deepspeed.compile.backend as backend
-    import deepspeed.compile.init_z3 as init_z3
-    import deepspeed.compile.util as util
-    from deepspeed.runtime import engine as engine_module
+    from deepspeed.compile import init_z3, util
+    from deepspeed.runtime import engine
 
     _define_operators()
-    torch._dynamo.reset()
+    _forget_graphs()
     native.cleanup()
     native.keeps, native.begins_anew = keeps, {anew}
-    backend.param_manager.clear()
-    hooks = [util.pre_backward_hooks, getattr(util, "post_backward_hooks", [])]
-    before = [list(one) for one in hooks]
-    handle, make = util.dc_handle, init_z3.make_backend
-    util.dc_handle, init_z3.make_backend = native, _make_backend
-    launch = init_z3.launch_compile_passes
-    init_z3.launch_compile_passes = _launch_passes
-    accelerator: Any = engine_module.get_accelerator()
-    accelerator.on_accelerator = lambda tensor: False  # whose streams zero_grad() tells of .grad
-    try:
+    with ExitStack() as stack:
+        stack.callback(_forget_graphs)
+        for hooks in (util.pre_backward_hooks, getattr(util, "post_backward_hooks", [])):
+            stack.callback(hooks.__setitem__, slice(None), [*hooks])
+        for owner, name, ours in (
+            (util, "dc_handle", native),
+            (init_z3, "make_backend", _make_backend),
+            (init_z3, "launch_compile_passes", _launch_passes),
+            # zero_grad() tells the streams of an accelerator of .grad
+            (engine.get_accelerator(), "on_accelerator", lambda tensor: False),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, ours))
         yield native
-    finally:
-        del accelerator.on_accelerator
-        util.dc_handle, init_z3.make_backend = handle, make
-        init_z3.launch_compile_passes = launch
-        for one, old in zip(hooks, before, strict=True):
-            one[:] = old
-        backend.param_manager.clear()
-        backend.profiling_results.clear()
-        torch._dynamo.reset()

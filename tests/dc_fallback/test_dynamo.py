@@ -67,47 +67,33 @@ def told_in_a_compiled_frame(ask: Callable[[Tensor], Tensor]) -> float:
 # --- leave_alone ----------------------------------------------------------------------------------
 
 
-def test_a_function_called_from_a_skipped_frame_is_compiled_by_itself() -> None:
-    """Why there is `leave_alone`."""
-    assert told_in_a_skipped_frame(asking()) == COMPILED
-
-
-def test_left_alone_it_runs_eagerly() -> None:
+@pytest.mark.parametrize(
+    ("story", "told"),
+    [
+        ("skipped", [COMPILED]),  # why there is `leave_alone`
+        ("leave_alone skipped", [EAGER]),
+        ("skipped leave_alone skipped", [COMPILED, EAGER]),
+        ("leave_alone compiled skipped", [COMPILED, EAGER]),  # in a compiled frame it is traced
+        # A reset forgets it for functions that had been compiled, and only for those.
+        (
+            "skipped leave_alone reset skipped reset leave_alone skipped",
+            [COMPILED, COMPILED, EAGER],
+        ),
+        ("leave_alone skipped look_again skipped", [EAGER, COMPILED]),
+    ],
+)
+def test_left_alone_a_function_runs_eagerly(story: str, told: list[float]) -> None:
+    """What it is told, in each frame that calls it."""
     ask = asking()
-    assert dynamo.leave_alone(ask) is ask
-    assert told_in_a_skipped_frame(ask) == EAGER
-
-
-def test_left_alone_after_it_was_compiled() -> None:
-    ask = asking()
-    assert told_in_a_skipped_frame(ask) == COMPILED
-    dynamo.leave_alone(ask)
-    assert told_in_a_skipped_frame(ask) == EAGER
-
-
-def test_left_alone_it_is_still_traced_in_a_compiled_frame() -> None:
-    ask = dynamo.leave_alone(asking())
-    assert told_in_a_compiled_frame(ask) == COMPILED
-    assert told_in_a_skipped_frame(ask) == EAGER
-
-
-def test_left_alone_again_after_a_reset() -> None:
-    """A reset forgets it for functions that had been compiled, and only for those."""
-    ask = asking()
-    assert told_in_a_skipped_frame(ask) == COMPILED
-    dynamo.leave_alone(ask)
-    torch._dynamo.reset()
-    assert told_in_a_skipped_frame(ask) == COMPILED
-    torch._dynamo.reset()
-    dynamo.leave_alone(ask)
-    assert told_in_a_skipped_frame(ask) == EAGER
-
-
-def test_look_again_takes_it_back() -> None:
-    ask = dynamo.leave_alone(asking())
-    assert told_in_a_skipped_frame(ask) == EAGER
-    dynamo.look_again(ask)
-    assert told_in_a_skipped_frame(ask) == COMPILED
+    calls: dict[str, Callable[..., Any]] = {
+        "skipped": told_in_a_skipped_frame,
+        "compiled": told_in_a_compiled_frame,
+        "leave_alone": dynamo.leave_alone,
+        "look_again": dynamo.look_again,
+        "reset": lambda _: torch._dynamo.reset(),
+    }
+    found = [calls[word](ask) for word in story.split()]
+    assert [one for one in found if type(one) is float] == told
 
 
 def test_disabled_nothing_that_it_calls_is_compiled() -> None:
@@ -117,19 +103,20 @@ def test_disabled_nothing_that_it_calls_is_compiled() -> None:
         return ask(x)
 
     assert told_in_a_skipped_frame(dynamo.disabled(calls)) == EAGER
-    assert told_in_a_skipped_frame(dynamo.leave_alone(calls)) == COMPILED
+    dynamo.leave_alone(calls)
+    assert told_in_a_skipped_frame(calls) == COMPILED
 
 
 def test_switched_off_until_switched_back() -> None:
     ask, before = asking(), []
 
     def off() -> None:
-        before.append(dynamo.switch_off())
+        before.append(dynamo.switch())
 
     def on() -> None:
         dynamo.switch(before.pop())
 
-    for function in (off, on, dynamo.switch_off, dynamo.switch):
+    for function in (off, on, dynamo.switch):
         dynamo.leave_alone(function)
 
     def loop(x: Tensor) -> list[Tensor]:

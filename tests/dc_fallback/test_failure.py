@@ -18,30 +18,18 @@ from ds_patches.runtime import ranks
 from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import patched, trains
 from tests.dc_fallback.patterns import inputs
-from tests.training import leftovers
+from tests.training import leftovers, models
 from tests.training.options import config
 from tests.training.surroundings import compile_engine
 from tests.training.trainers import EngineTrainer
 from tests.world import World
 
 
-class _Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError("refused in the backward")
-
-
 @torch.compiler.disable
-def refuse(module: Any, args: Any, output: Tensor) -> Tensor:
-    if getattr(module, "refuses", None) == "forward":
-        raise RuntimeError("refused in the forward")
-    if getattr(module, "refuses", None) == "backward":
-        return _Refuses.apply(output)  # type: ignore[no-any-return]
-    return output
+def refuse(module: Any, args: Any, output: Tensor) -> Any:
+    if getattr(module, "refuses", False):
+        raise models.Boom("in the forward")
+    return models.RaiseInBackward.apply(output)
 
 
 def refusing(trainer: Any, where: str, layer: int, at_step: int) -> None:
@@ -52,10 +40,11 @@ def refusing(trainer: Any, where: str, layer: int, at_step: int) -> None:
         trainer.note()  # the hook
     for step in trainer.steps():
         if step == at_step:
-            chosen.refuses = where
-            with pytest.raises(RuntimeError, match="refused"):
+            chosen.refuses = where == "forward"
+            models.RaiseInBackward.armed = where == "backward"
+            with pytest.raises(models.Boom):
                 trainer.backward(trainer(*inputs(step, 1)))
-            chosen.refuses = None
+            chosen.refuses = models.RaiseInBackward.armed = False
             trainer.module.zero_grad()
             if trainer.is_engine:
                 trainer.leaves_nothing()
@@ -122,7 +111,7 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
     assert not left
 
 
-class _RefusesAtTheEnd(_Refuses):
+class _RefusesAtTheEnd(models.RaiseInBackward):
     """Of one rank alone, when all that its backward sends has been sent."""
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,48 +15,30 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_patches.dc_fallback import reduction
-from ds_patches.dc_fallback.reduction import Reduction
 from tests.world import World
 
 Shape = tuple[int, ...]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-class Watched:
-    """A reduction that notes what comes out of it, and each collective that it starts."""
+@contextmanager
+def watched() -> Iterator[Any]:
+    """Note each collective that is started: its elements per rank, and whether it was awaited."""
+    found = SimpleNamespace(buckets=[], arrived=0, most_in_flight=0)
+    start = dist.reduce_scatter_tensor
 
-    def __init__(self, capacity: int = 1000, **how: Callable[[Any], Any]) -> None:
-        self.parts: list[tuple[Parameter, Tensor]] = []
-        self.buckets: list[int] = []  # elements per rank, of each
-        self.arrived = self.most_in_flight = 0
-        given = {"group_of": lambda param: None, "dtype_of": lambda grad: grad.dtype, **how}
-        self.reduction = Reduction(receive=self.receive, capacity=capacity, **given)
-        self._start = dist.reduce_scatter_tensor
+    def started(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = start(out, *args, **kwargs)
+        found.buckets.append(out.numel())
+        found.most_in_flight = max(found.most_in_flight, len(found.buckets) - found.arrived)
+        return SimpleNamespace(wait=lambda: wait(work))
 
-    def receive(self, param: Any, part: Tensor) -> None:
-        self.parts.append((param, part.clone()))
-
-    def started(self, out: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = self._start(out, *args, **kwargs)
-        self.buckets.append(out.numel())
-        self.most_in_flight = max(self.most_in_flight, len(self.buckets) - self.arrived)
-        return SimpleNamespace(wait=lambda: self.wait(work))
-
-    def wait(self, work: Any) -> None:
+    def wait(work: Any) -> None:
         work.wait()
-        self.arrived += 1
+        found.arrived += 1
 
-    def add(self, grads: Sequence[Tensor]) -> list[Parameter]:
-        params = [Parameter(torch.zeros_like(grad)) for grad in grads]
-        with mock.patch.object(dist, "reduce_scatter_tensor", self.started):
-            for param, grad in zip(params, grads, strict=True):
-                self.reduction.add(param, grad)
-        return params
-
-    def finish(self) -> list[Tensor]:
-        with mock.patch.object(dist, "reduce_scatter_tensor", self.started):
-            self.reduction.finish()
-        return [part for _, part in self.parts]
+    with mock.patch.object(dist, "reduce_scatter_tensor", started):
+        yield found
 
 
 def gradients(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype] = (F32,)) -> list[Tensor]:
@@ -67,8 +50,10 @@ def gradients(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype] = (F32,)) -
     ]
 
 
-def part_of(grad: Tensor, dtype: torch.dtype = F32) -> Tensor:
+def part_of(grad: Tensor, dtype: torch.dtype, alone: bool) -> Tensor:
     """The part of this rank of the average, its end padded with zeros."""
+    if alone:
+        return grad
     ranks = dist.get_world_size()
     average = (grad.to(dtype) / ranks).float()
     dist.all_reduce(average)
@@ -78,33 +63,49 @@ def part_of(grad: Tensor, dtype: torch.dtype = F32) -> Tensor:
     return padded.view(ranks, width)[dist.get_rank()].to(dtype)
 
 
-def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
 def reduce(
     shapes: Sequence[Shape],
-    capacity: int,
+    capacity: int = 1000,
+    *,
     dtypes: Sequence[torch.dtype] = (F32,),
     send_as: torch.dtype | None = None,
+    alone: Sequence[int] = (),
+    dropped: int = 0,
 ) -> tuple[list[int], int]:
-    """Each rank gets its part of the average; what was sent, and how much of it at a time."""
+    """Each rank gets its part of the average; what was sent, and how much of it at a time.
 
-    def dtype_of(grad: Tensor) -> torch.dtype:
-        return send_as or grad.dtype
-
+    alone: gradients of so many elements are of this rank alone, as those of an expert.
+    dropped: so many come before, and are abandoned, some in flight and one waiting.
+    """
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if alone else [None] * 2
     grads = gradients(shapes, dtypes)
+    sent = [send_as or grad.dtype for grad in grads]
+    expected = [part_of(g, d, g.numel() in alone) for g, d in zip(grads, sent, strict=True)]
     before = [grad.clone() for grad in grads]
-    watched = Watched(capacity, dtype_of=dtype_of)
-    params = watched.add(grads)
-    received = watched.finish()
-    assert equal(received, [part_of(grad, dtype_of(grad)) for grad in grads])
-    assert [part.dtype for part in received] == [dtype_of(grad) for grad in grads]
-    assert [id(param) for param, _ in watched.parts] == [id(param) for param in params]
-    assert equal(grads, before), "the gradient is the user's"
-    if shapes == [(1,)] and dist.get_rank():
-        assert received[0].tolist() == [0.0], "padding"
-    return watched.buckets, watched.most_in_flight
+    params = [Parameter(torch.zeros_like(grad)) for grad in grads]
+    parts: list[tuple[Any, Tensor]] = []
+    reducing = reduction.Reduction(
+        lambda param: own[dist.get_rank()] if param.numel() in alone else None,
+        lambda grad: send_as or grad.dtype,
+        lambda param, part: parts.append((param, part.clone())),
+        capacity,
+    )
+    with watched() as found:
+        for grad in gradients([(7,)] * dropped):
+            reducing.add(Parameter(grad), grad)
+        reducing.abandon()
+        assert found.arrived == len(found.buckets)
+        parts.clear()
+        found.buckets, found.arrived = [], 0
+        for param, grad in zip(params, grads, strict=True):
+            reducing.add(param, grad)
+        reducing.finish()
+    assert all(param is one for (param, _), one in zip(parts, params, strict=True))
+    for (_, part), wanted, grad, old in zip(parts, expected, grads, before, strict=True):
+        assert part.dtype == wanted.dtype
+        assert torch.equal(part, wanted)
+        assert torch.equal(grad, old), "the gradient is the user's"
+    return found.buckets, found.most_in_flight
 
 
 SHAPES: dict[str, list[Shape]] = {
@@ -126,17 +127,15 @@ def test_each_rank_gets_its_part_of_the_average(
     world.run(reduce, shapes, capacity)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "buckets"),
-    [
+def test_a_bucket_holds_what_fits(world: World) -> None:
+    for shapes, buckets in (
         ([], []),
-        ([(4,), (4,), (1,), (7,)], [4, 5]),  # the capacity is reached, not crossed: 8, then 1 + 7
-        ([(2,), (20,), (2,), (2,)], [1, 10, 2]),  # larger than the capacity: alone
-        ([(20,), (20,)], [10, 10]),
-    ],
-)
-def test_a_bucket_holds_what_fits(world: World, shapes: list[Shape], buckets: list[int]) -> None:
-    assert [found for found, _ in world.run(reduce, shapes, 8)] == [buckets] * 2
+        ([4, 4, 1, 7], [4, 5]),  # the capacity is reached, not crossed: 8, then 1 + 7
+        ([2, 20, 2, 2], [1, 10, 2]),  # larger than the capacity: alone
+        ([20, 20], [10, 10]),
+    ):
+        given = [(one,) for one in shapes]
+        assert [found for found, _ in world.run(reduce, given, 8)] == [buckets] * 2
 
 
 def test_few_buckets_are_in_flight(world: World) -> None:
@@ -144,42 +143,17 @@ def test_few_buckets_are_in_flight(world: World) -> None:
     assert world.run(reduce, [(5,)] * 7, 5) == [([3] * 7, 2)] * 2
 
 
-def test_another_dtype_begins_a_bucket(world: World) -> None:
-    for buckets, _ in world.run(reduce, [(4,), (5,), (6,)], 1000, (F32, BF16)):
-        assert buckets == [2, 3, 3]
+def test_another_dtype_or_group_begins_a_bucket(world: World) -> None:
+    three = [(4,), (5,), (6,)]
+    assert world.run(reduce, three, dtypes=(F32, BF16))[0][0] == [2, 3, 3]
+    assert world.run(reduce, three, alone=[5])[0][0] == [2, 5, 3]
 
 
 @pytest.mark.parametrize(("dtype", "send_as"), [(BF16, F32), (F32, BF16)])
 def test_sent_in_another_dtype(world: World, dtype: torch.dtype, send_as: torch.dtype) -> None:
-    world.run(reduce, [(4,), (5,)], 1000, (dtype,), send_as)
+    world.run(reduce, [(4,), (5,)], dtypes=(dtype,), send_as=send_as)
 
 
-def groups() -> list[int]:
-    """The gradient of five elements is this rank's own, as that of an expert."""
-    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    grads = gradients([(4,), (5,), (6,)])
-    watched = Watched(group_of=lambda param: own if len(param) == 5 else None)
-    watched.add(grads)
-    assert equal(watched.finish(), [part_of(grads[0]), grads[1], part_of(grads[2])])
-    return watched.buckets
-
-
-def test_another_group_begins_a_bucket(world: World) -> None:
-    assert world.run(groups) == [[2, 5, 3]] * 2
-
-
-def abandon(adds: int) -> None:
-    """Some in flight and one waiting are dropped; then a whole reduction."""
-    watched = Watched(capacity=1)
-    watched.add(gradients([(7,)] * adds))
-    watched.reduction.abandon()
-    assert watched.arrived == len(watched.buckets)
-    watched.parts.clear()
-    grads = gradients([(5,), (3,), (1,)])
-    watched.add(grads)
-    assert equal(watched.finish(), [part_of(grad) for grad in grads])
-
-
-@pytest.mark.parametrize("adds", [1, 2, 4])
-def test_abandoned_gradients_are_not_in_the_next_ones(world: World, adds: int) -> None:
-    world.run(abandon, adds)
+@pytest.mark.parametrize("dropped", [1, 2, 4])
+def test_abandoned_gradients_are_not_in_the_next_ones(world: World, dropped: int) -> None:
+    world.run(reduce, [(5,), (3,), (1,)], 1, dropped=dropped)

@@ -1,4 +1,4 @@
-"""Accumulation, several forwards, evaluation, clipping, loss scale, two engines."""
+"""Accumulation, several forwards, evaluation, recomputation, clipping, loss scale, two engines."""
 
 from __future__ import annotations
 
@@ -10,32 +10,13 @@ import pytest
 import torch
 
 from tests.dc_fallback import patterns, stand_in
-from tests.dc_fallback.loops import EXACT, Script, loop, patched, trains
+from tests.dc_fallback.loops import EXACT, loop, patched, trains
 from tests.dc_fallback.patterns import inputs
 from tests.scripts import deepcompile
 from tests.training.options import Options, config
 from tests.training.surroundings import build_engine, compile_engine, half_precision_allowed
 from tests.training.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
 from tests.world import World
-
-MIXED = ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
-
-
-@pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("pattern", MIXED)
-def test_micro_steps(world: World, pattern: str, style: str) -> None:
-    trains(world, pattern, micro_steps=2, style=style)
-
-
-@pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("pattern", MIXED)
-def test_after_deepcompile_began_anew(world: World, pattern: str, micro_steps: int) -> None:
-    trains(world, pattern, compiles={"anew": 1}, micro_steps=micro_steps)
-
-
-@pytest.mark.parametrize("pattern", MIXED)
-def test_two_forwards_before_one_backward(world: World, pattern: str) -> None:
-    trains(world, pattern, partial(loop, forwards=2))
 
 
 def weighed_by_evaluations(trainer: Any) -> None:
@@ -53,28 +34,6 @@ def test_an_evaluation_does_not_see_older_parameters(world: World) -> None:
     trains(world, "Evaluated", weighed_by_evaluations, {"keeps": True})
 
 
-@pytest.mark.parametrize(
-    ("script", "micro_steps"),
-    [
-        (loop, 1),
-        (partial(loop, forwards=2), 1),
-        (loop, 2),
-        (partial(loop, evaluates=True), 1),
-    ],
-    ids=["plain", "forwards", "micro steps", "evaluates"],
-)
-@pytest.mark.parametrize("pattern", ["Compiled", "Disabled", "TiedToSkipped", "TiedGraphs"])
-def test_what_graphs_keep_gathered_is_renewed(
-    world: World, pattern: str, script: Script, micro_steps: int
-) -> None:
-    trains(world, pattern, script, {"keeps": True}, micro_steps=micro_steps)
-
-
-@pytest.mark.parametrize("pattern", MIXED)
-def test_evaluations_between(world: World, pattern: str) -> None:
-    trains(world, pattern, partial(loop, evaluates=True))
-
-
 def forwards_first(trainer: Any) -> None:
     """Two backwards at the boundary, when both forwards have run."""
     for step in trainer.steps():
@@ -84,25 +43,47 @@ def forwards_first(trainer: Any) -> None:
         trainer.step()
 
 
-@pytest.mark.parametrize("script", [deepcompile.compiled_two_forwards, forwards_first])
-@pytest.mark.parametrize("pattern", MIXED)
-def test_two_backwards_a_step(world: World, pattern: str, script: Script) -> None:
-    trains(world, pattern, script)
+two_forwards, evaluates = partial(loop, forwards=2), partial(loop, evaluates=True)
+#: By name. DeepCompile keeps parameters gathered until a step, or begins anew in the second one.
+CASES: dict[str, dict[str, Any]] = {
+    "micro steps": {"micro_steps": 2},
+    "micro steps, torch": {"micro_steps": 2, "style": "torch"},
+    "two forwards": {"script": two_forwards},
+    "evaluates": {"script": evaluates},
+    "two backwards": {"script": deepcompile.compiled_two_forwards},
+    "forwards first": {"script": forwards_first},
+    "anew": {"compiles": {"anew": 1}},
+    "anew, micro steps": {"compiles": {"anew": 1}, "micro_steps": 2},
+    "keeps": {"compiles": {"keeps": True}},
+    "keeps, micro steps": {"compiles": {"keeps": True}, "micro_steps": 2},
+    "keeps, two forwards": {"compiles": {"keeps": True}, "script": two_forwards},
+    "keeps, evaluates": {"compiles": {"keeps": True}, "script": evaluates},
+}
+
+
+@pytest.mark.core_case(pattern="TiedToSkipped")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "pattern", ["Compiled", "Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
+)
+def test_trains(world: World, pattern: str, case: str) -> None:
+    trains(world, pattern, **CASES[case])
 
 
 @pytest.mark.parametrize(
-    "zero",
+    "given",
     [
-        {"stage3_param_persistence_threshold": 100},
-        {"reduce_bucket_size": 100},
-        {"offload_param": {"device": "cpu"}},
-        {"overlap_comm": True},
+        {"zero": {"stage3_param_persistence_threshold": 100}},
+        {"zero": {"reduce_bucket_size": 100}},
+        {"zero": {"offload_param": {"device": "cpu"}}},
+        {"zero": {"overlap_comm": True}},
+        {"clip": 0.05, "steps": 6},
     ],
-    ids=["persistent", "small buckets", "offloaded", "overlap"],
+    ids=["persistent", "small buckets", "offloaded", "overlap", "clipped"],
 )
 @pytest.mark.parametrize("pattern", ["Disabled", "LoopOfBlocks", "TiedToSkipped"])
-def test_settings(world: World, pattern: str, zero: dict[str, Any]) -> None:
-    trains(world, pattern, zero=zero)
+def test_settings(world: World, pattern: str, given: dict[str, Any]) -> None:
+    trains(world, pattern, **given)
 
 
 def read_after_a_forward(trainer: Any) -> None:
@@ -121,11 +102,6 @@ def test_what_a_script_has_gathered_stays(world: World) -> None:
     trains(
         world, "Disabled", read_after_a_forward, zero={"stage3_param_persistence_threshold": 100}
     )
-
-
-@pytest.mark.parametrize("pattern", ["Disabled", "TiedToSkipped", "Whole"])
-def test_clipping(world: World, pattern: str) -> None:
-    trains(world, pattern, steps=6, clip=0.05)
 
 
 def against_eager(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -174,3 +150,23 @@ def beside_another() -> float:
 
 def test_two_engines(world: World) -> None:
     assert max(world.run(beside_another)) <= EXACT
+
+
+def calls_left_open(pattern: str) -> list[int]:
+    """How many calls of modules are under way after each backward."""
+    with stand_in.deep_compile(), patched():
+        engine = compile_engine(patterns.build(pattern), config(3))
+        found = []
+        for step in range(2):
+            engine.backward(engine(*inputs(step, 0)))
+            found.append(len(vars(engine)["_ds_patches_dc_fallback"].uses.calls))
+            engine.step()
+        return found
+
+
+def test_no_call_stays_open(world: World) -> None:
+    """Checkpointing breaks a recomputation off when it has seen enough of it.
+
+    A call that stayed would have the next forward taken for a nested one.
+    """
+    assert world.run(calls_left_open, "Recomputed") == [[0, 0]] * 2

@@ -6,23 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ds_patches.dc_fallback.units import Calls
-from tests.dc_fallback.partitioned import (
-    MODELS,
-    Partitioned,
-    See,
-    calls_in_a_row,
-    equal,
-    nested,
-    read_often,
-    seen_as_complex,
-    transposed,
-    with_and_without,
-    without_and_with,
-)
+from ds_patches.dc_fallback.uses import Calls
+from tests.dc_fallback import partitioned as models
+from tests.dc_fallback.partitioned import MODELS, Partitioned, See, equal
 
 
 def hold(there: Partitioned, model: Any, stays: bool = False, **more: Tensor) -> list[str]:
@@ -42,7 +30,7 @@ def hold(there: Partitioned, model: Any, stays: bool = False, **more: Tensor) ->
     return sorted(expected)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, models.embeds])
 def test_gradients_are_those_of_autograd(model: Any) -> None:
     there = Partitioned()
     hold(there, model)
@@ -51,7 +39,7 @@ def test_gradients_are_those_of_autograd(model: Any) -> None:
 
 def test_a_view_of_another_dtype_is_kept_as_it_is() -> None:
     """The notes are in strides of the parameter."""
-    hold(Partitioned(), seen_as_complex, stays=True)
+    hold(Partitioned(), models.seen_as_complex, stays=True)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -83,64 +71,40 @@ def test_one_that_was_written_to_is_kept() -> None:
 
 
 def test_a_frozen_one_gets_no_gradient() -> None:
-    assert hold(Partitioned(frozen=["a"]), calls_in_a_row) == ["b", "bias"]
+    assert hold(Partitioned(frozen=["a"]), models.calls_in_a_row) == ["b", "bias"]
 
 
 def test_one_that_is_here_is_not_gathered() -> None:
     there = Partitioned(here=["a"])
-    assert "a" in hold(there, calls_in_a_row)
-    assert not any("a" in names for names in there.gathers)
+    assert "a" in hold(there, models.calls_in_a_row)
+    assert there.gathered() == "bias bias bias b b"
 
 
 # --- how often is gathered ------------------------------------------------------------------------
 
 
-def test_one_gather_per_call_and_parameter() -> None:
+@pytest.mark.parametrize(
+    ("model", "forward", "backward"),
+    [
+        (models.read_often, "a", "a"),
+        (models.calls_in_a_row, "a bias a bias a bias b", "b a a a"),  # of the bias, nothing
+        (models.without_and_with, "a", "a"),
+        (models.with_and_without, "a", "a"),
+        (models.embeds, "a", ""),
+    ],
+)
+def test_one_gather_per_call_and_parameter(model: Any, forward: str, backward: str) -> None:
     there = Partitioned()
-    there.forward(read_often, there.x)
-    assert there.gathers == [["a"]]
-    there.gathers.clear()
-    there.forward(calls_in_a_row, there.x)
-    assert there.gathers == [["a"], ["bias"]] * 3 + [["b"]]
+    loss = there.forward(model, there.x.requires_grad_())
+    assert there.gathered() == forward
     assert there.uses.gathered_any
-
-
-@pytest.mark.parametrize("model", [without_and_with, with_and_without])
-def test_one_gather_with_gradients_and_without(model: Any) -> None:
-    there = Partitioned()
-    there.forward(model, there.x)
-    assert there.gathers == [["a"]]
-
-
-def test_the_backward_gathers_what_was_saved() -> None:
-    there = Partitioned()
-    loss = there.forward(calls_in_a_row, there.x.requires_grad_())
-    there.gathers.clear()
-    there.backward(loss, retain_graph=True)
-    assert there.gathers == [["b"], ["a"], ["a"], ["a"]], "once a call; of the bias, nothing"
-    once = there.grads()
-    there.gathers.clear()
-    there.backward(loss)
-    assert there.gathers == [["b"], ["a"], ["a"], ["a"]], "a second backward begins anew"
-    assert equal(there.grads(), once)
-    assert there.alive == 0
-
-
-def test_the_backward_gathers_once_what_a_call_read_often() -> None:
-    there = Partitioned()
-    loss = there.forward(read_often, there.x.requires_grad_())
-    there.gathers.clear()
-    there.backward(loss)
-    assert there.gathers == [["a"]]
-
-
-def test_the_backward_of_an_embedding_gathers_nothing() -> None:
-    def embeds(see: See, call: Any, x: Tensor) -> Tensor:
-        return F.embedding(torch.tensor([1, 3, 3]), see("a")).square().sum() + x.sum()
-
-    there = Partitioned()
-    hold(there, embeds)
-    assert there.gathers == [["a"]]
+    grads = []
+    for _ in range(2):  # a second one begins anew
+        there.backward(loss, retain_graph=True)
+        assert there.gathered() == backward
+        assert there.alive == 0
+        grads.append(there.grads())
+    assert equal(*grads)
 
 
 @pytest.mark.parametrize("frozen", [[], ["a"]])
@@ -159,7 +123,7 @@ def test_the_backward_holds_one_call_at_a_time(frozen: list[str]) -> None:
         return x.sum()
 
     there.backward(there.forward(model, there.x.clone().requires_grad_()))
-    assert len(there.gathers) == 6
+    assert there.gathered() == "a a a a a a"
     assert most <= 1
 
 
@@ -172,7 +136,7 @@ def test_the_backward_lets_go_of_what_it_is_done_with() -> None:
         return (x @ see("b")).sum()
 
     there.backward(there.forward(model, there.x.clone().requires_grad_()))
-    assert there.gathers == [["a"], ["b"], ["b"], ["a"]]
+    assert there.gathered() == "a b b a"
     assert alive == [0]
 
 
@@ -200,43 +164,37 @@ def test_after_a_backward_that_raised_nothing_stays() -> None:
 
 def test_of_a_unit_all_are_gathered_and_delivered() -> None:
     there = Partitioned(frozen=["bias"], unit=["c", "b", "a", "bias"])
-    hold(there, transposed, c=torch.zeros_like(there.values["c"]))
-    assert there.gathers == [["c", "b", "a", "bias"]] * 2, "forward and backward"
+    hold(there, models.transposed, c=torch.zeros_like(there.values["c"]))
+    assert there.gathered() == "c+b+a+bias c+b+a+bias", "forward and backward"
 
 
 def test_of_a_unit_one_that_is_thawed_is_delivered_from_the_next_forward_on() -> None:
     there = Partitioned(frozen=["c"], unit=["a", "b", "c"])
-    there.backward(there.forward(transposed, there.x))
+    there.backward(there.forward(models.transposed, there.x))
     assert sorted(there.grads()) == ["a", "b"]
     there.params["c"].requires_grad_()
-    there.backward(there.forward(transposed, there.x))
+    there.backward(there.forward(models.transposed, there.x))
     assert sorted(there.grads()) == ["a", "b", "c"]
 
 
 def test_of_a_unit_those_that_are_here_are_not_gathered() -> None:
     there = Partitioned(unit=["a", "b"], here=["b"])
-    hold(there, transposed)
-    assert there.gathers[0] == ["a"]
+    hold(there, models.transposed)
+    assert there.gathered() == "a a+b"
 
 
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def test_the_call_that_ends_takes_along_those_within_it_that_raised() -> None:
-    there = Partitioned()
-    outer, inner, innermost = "outer", "inner", "innermost"
-    for module in (outer, inner, innermost):
-        there.uses.calls.open(module)
-        there.see("a")
-    assert there.alive == 3
-    ended = there.uses.close(there.uses.calls.close(inner))
-    assert [call.module for call in ended] == [inner, innermost]
-    assert len(there.uses.calls) == 1
-    assert there.alive == 1
-    assert there.uses.calls.innermost.module == outer
-    there.uses.close(there.uses.calls.close(outer))
-    assert len(there.uses.calls) == 0
-    assert there.alive == 0
+def test_a_call_ends_with_those_within_it() -> None:
+    calls = Calls()
+    outer, within, again, raised = (calls.open(name) for name in ("a", "b", "a", "c"))
+    assert calls.close("never opened") == calls.cut(4) == []
+    assert calls.cut(3) == [raised]
+    assert calls.close("a") == [again], "a module that calls itself"
+    assert calls.innermost == within
+    assert calls.close("a") == [outer, within]
+    assert not calls
 
 
 def test_gradients_after_a_call_that_raised() -> None:
@@ -252,23 +210,7 @@ def test_gradients_after_a_call_that_raised() -> None:
     assert len(there.uses.calls) == 3
     there.uses.close(there.uses.calls.cut(0))
     assert (len(there.uses.calls), there.alive) == (0, 0)
-    hold(there, nested)
-
-
-def test_cut_leaves_the_outermost() -> None:
-    calls = Calls()
-    opened = [calls.open(name) for name in "abcd"]
-    assert calls.cut(2) == opened[2:]
-    assert (len(calls), calls.innermost) == (2, opened[1])
-    assert calls.cut(2) == []
-
-
-def test_a_module_that_calls_itself_ends_its_innermost_call() -> None:
-    calls = Calls()
-    outer, inner = calls.open("a"), calls.open("a")
-    assert calls.close("a") == [inner]
-    assert calls.close("never opened") == []
-    assert calls.close("a") == [outer]
+    hold(there, models.nested)
 
 
 def test_param_of() -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 
-import ds_patches
 from tests.dc_fallback import patterns
-from tests.dc_fallback.test_scripts import STEPS
-from tests.gpu.held import WIDTH
+from tests.dc_fallback.test_patterns import STEPS
+from tests.gpu.held import WIDTH, deep_compiled
 from tests.scripts.declared import Script
 from tests.training import models
 from tests.training.options import Options
-from tests.training.surroundings import compile_engine
 from tests.training.trainers import EngineTrainer, PlainTrainer
 
 
@@ -58,16 +54,12 @@ def run(
     All by one engine, as it takes a minute until one is compiled. A script begins where the one
     before left the engine's weights, and none follows one that raised. Runs on every rank.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch._functorch.config.donated_buffer = False  # which PyTorch asks for to retain a graph
     [micro_steps] = {script.options.micro_steps for script in scripts}
     options = Options(micro_steps=micro_steps, steps=STEPS)
     start = patterns.build(pattern, WIDTH)
     plain = PlainTrainer(deepcopy(start).to(models.device()), options)
-    if patch:
-        ds_patches.apply("dc_fallback")
-    trainer = Trainer(compile_engine(deepcopy(start), options.config, backend), options)
+    trainer = Trainer(deep_compiled(start, options.config, patch, backend), options)
     found: dict[str, Found] = {}
     for script in scripts:
         one = found[script.name] = _held(script, plain, trainer)

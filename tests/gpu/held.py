@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import ds_patches
 from tests.dc_fallback import patterns
@@ -51,6 +52,17 @@ class Held:
         return [name for name, (eager, ours) in self.norms.items() if ours < 0.1 * eager]
 
 
+def deep_compiled(
+    start: nn.Module, config: dict[str, Any], patch: bool = True, backend: str = "inductor"
+) -> Any:
+    """An engine under DeepCompile itself, for a copy of this model. Runs on every rank."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if patch:
+        ds_patches.apply("dc_fallback")
+    return compile_engine(deepcopy(start), config, backend)
+
+
 class Trainer(EngineTrainer):
     """Keeps its losses, and reads the fp32 parameters."""
 
@@ -85,13 +97,10 @@ def hold(
     settings: dict[str, Any] | None = None,
 ) -> Held:
     """Train twice from one start. Runs on every rank."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     start = patterns.build(pattern, width)
-    chosen = BFLOAT16 if settings is None else settings
-    zero = chosen.get("zero", {})
-    others = {name: value for name, value in chosen.items() if name != "zero"}
-    options = Options(style=style, steps=STEPS, micro_steps=micro_steps, zero=zero, settings=others)
+    chosen = dict(BFLOAT16 if settings is None else settings)
+    zero = chosen.pop("zero", {})
+    options = Options(style=style, steps=STEPS, micro_steps=micro_steps, zero=zero, settings=chosen)
     script = partial(loop, forwards=forwards, evaluates=evaluates)
     eager = Trainer(build_engine(deepcopy(start), options.config), options)
     before = eager.parameters()
@@ -100,19 +109,17 @@ def hold(
     skipped = eager.engine.skipped_steps
     eager.engine.destroy()
     del eager
-    held = Held()
-    if patch:
-        ds_patches.apply("dc_fallback")
     try:
-        compiled = compile_engine(deepcopy(start), options.config, "inductor")
-        trainer = Trainer(compiled, options)
+        trainer = Trainer(deep_compiled(start, options.config, patch), options)
         peak = _peak_of(script, trainer)
     except Exception as error:
-        held.error = f"{type(error).__name__}: {error}"
-        return held
-    held.losses, held.peaks = (losses, trainer.losses), (peak_eager, peak)
-    held.skipped = (skipped, trainer.engine.skipped_steps)
-    held.available = trainer.available
+        return Held(error=f"{type(error).__name__}: {error}")
+    held = Held(
+        losses=(losses, trainer.losses),
+        available=trainer.available,
+        skipped=(skipped, trainer.engine.skipped_steps),
+        peaks=(peak_eager, peak),
+    )
     for name, now in trainer.parameters().items():
         eagers, ours = expected[name] - before[name], now - before[name]
         held.norms[name] = (eagers.norm().item(), ours.norm().item())
@@ -127,8 +134,7 @@ def repeated(pattern: str, times: int) -> list[str]:
     # Inductor sums an embedding's gradient by atomic additions otherwise, in any order.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
-    ds_patches.apply("dc_fallback")
-    engine = compile_engine(patterns.build(pattern, WIDTH), config(3, **BFLOAT16), "inductor")
+    engine = deep_compiled(patterns.build(pattern, WIDTH), config(3, **BFLOAT16))
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
     first: dict[str, torch.Tensor] = {}

@@ -9,13 +9,12 @@ import pytest
 
 import ds_patches
 from tests.dc_fallback import patterns
-from tests.dc_fallback.test_scripts import CASES, PATTERNS
+from tests.dc_fallback.test_patterns import CASES, PATTERNS
 from tests.gpu import exact
-from tests.gpu.held import BFLOAT16, Held, hold, repeated
+from tests.gpu.held import BFLOAT16, WIDTH, Held, deep_compiled, hold, repeated
 from tests.scripts import deepcompile
 from tests.scripts.declared import Script
 from tests.training.options import config
-from tests.training.surroundings import compile_engine
 from tests.world import World
 
 AGAIN = 6  # DeepCompile compiles again in the step before
@@ -142,9 +141,7 @@ def test_stock_loses_one_of_two_graphs(gpus: World) -> None:
 
 def checked(patch: bool) -> list[str]:
     """What `train_check` says of one step."""
-    if patch:
-        ds_patches.apply("dc_fallback")
-    engine = compile_engine(patterns.build("Disabled", 64), config(3, **BFLOAT16), "inductor")
+    engine = deep_compiled(patterns.build("Disabled", WIDTH), config(3, **BFLOAT16), patch)
     for step in range(2):
         engine.backward(engine(*patterns.inputs(step, 0)))
         engine.step()

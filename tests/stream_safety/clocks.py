@@ -57,9 +57,6 @@ class Stream:
     def __repr__(self) -> str:
         return self.name
 
-    def work(self, length: float) -> None:
-        self.end += length
-
     def tick(self) -> int:
         """One more piece of work; return its number on this stream."""
         self.clock[self] += 1
@@ -81,9 +78,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.device.host_waits_for(self.clock, self.end)
-
-    def query(self) -> bool:
-        return True
 
 
 class Device:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +70,7 @@ class Detector(TorchDispatchMode):
             self._note(name, read, _written(func, args, kwargs))
         if any(word in name for word in _READ_BY_THE_HOST):
             self._device.current.synchronize()
-        self._device.current.work(self._length(name, args))
+        self._device.current.end += self._length(name, args)
         result = func(*args, **kwargs)
         known = {_key(tensor) for tensor in read}
         self._note(name, [], [tensor for tensor in _tensors(result) if _key(tensor) not in known])
@@ -88,11 +89,8 @@ class Detector(TorchDispatchMode):
             if not current.has_seen(access.stream, access.time):
                 self.races.append(f"{access}, freed for {current} before that is done")
         for tensors, writes in ((read, False), (written, True)):
-            for tensor in tensors:
-                if not tensor.numel():
-                    continue
-                begin, end = _bytes(tensor)
-                access = Access(current, time, writes, begin, end, name)
+            for tensor in filter(torch.Tensor.numel, tensors):
+                access = Access(current, time, writes, *_bytes(tensor), name)
                 self._check(_key(tensor), access)
                 self._watch(tensor)
 
@@ -172,18 +170,12 @@ def detecting(length: Length = lambda name, args: 0.0) -> Iterator[tuple[Device,
         "stream": device.on,
         "synchronize": device.synchronize,
     }
-    kind, record = type(accelerator), torch.Tensor.record_stream
-    properties = {"Stream": Stream, "Event": Event}
-    before = {name: vars(kind)[name] for name in properties}
-    try:
-        vars(accelerator).update(fakes)
-        for name, fake in properties.items():
-            setattr(kind, name, fake)
-        torch.Tensor.record_stream = lambda tensor, stream: detector.record(tensor, stream)  # type: ignore[assignment,method-assign]
+    with ExitStack() as stack:
+        for owner, name, fake in (
+            *((accelerator, name, fake) for name, fake in fakes.items()),
+            (type(accelerator), "Stream", Stream),
+            (type(accelerator), "Event", Event),
+            (torch.Tensor, "record_stream", lambda tensor, stream: detector.record(tensor, stream)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, fake))
         yield device, detector
-    finally:
-        torch.Tensor.record_stream = record  # type: ignore[method-assign]
-        for name, value in before.items():
-            setattr(kind, name, value)
-        for name in fakes:
-            vars(accelerator).pop(name)

@@ -13,89 +13,83 @@ from ds_patches.stream_safety.order import Order
 from tests.stream_safety.clocks import Device, Stream
 
 
+class Here(Device):
+    """A device, and the order on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = Stream(name="reduction")
+        accelerator = SimpleNamespace(current_stream=lambda index: self.current)
+        self.order = Order(accelerator, self.reduction)
+
+    def buffers(self, spare: int = 0) -> Buffers:
+        return Buffers([torch.zeros(2), torch.zeros(2)], self.order, spare)
+
+    def reduce(self, buffers: Buffers, index: int) -> int:
+        """Queue the reduction of a buffer; return its number on the reduction stream."""
+        self.order.reducing = True
+        buffers[index]
+        time = self.reduction.tick()
+        self.order.reducing = False
+        buffers.reduced()
+        return time
+
+    def memory_of_nine_turns(self, buffers: Buffers) -> int:
+        """How many buffers they take, if each is reduced."""
+        memory = set()
+        for turn in range(9):
+            memory.add(buffers[turn % 2].data_ptr())
+            self.reduce(buffers, turn % 2)
+        return len(memory)
+
+
 @pytest.fixture
-def device() -> Device:
-    return Device()
+def here() -> Here:
+    return Here()
 
 
-def order_on(device: Device) -> tuple[Order, Stream]:
-    reduction = Stream(name="reduction")
-    accelerator = SimpleNamespace(current_stream=lambda index: device.current)
-    return Order(accelerator, reduction), reduction
+def test_the_reduction_waits_for_every_gradient_and_for_no_more(here: Here) -> None:
+    """Of a stream with one that is not settled yet, for all."""
+    gradients, later = {}, {}
+    for stream, settled in ((here.default, True), (Stream(), True), (Stream(), False)):
+        with here.on(stream):
+            here.order.produced(settled=True)
+            gradients[stream] = stream.tick()
+            here.order.produced(settled=settled)
+        later[stream] = stream.tick()
+    here.order.before_reduction()
+    assert all(here.reduction.has_seen(*one) for one in gradients.items())
+    assert [here.reduction.has_seen(*one) for one in later.items()] == [False, False, True]
 
 
-def reduce(order: Order, buffers: Buffers, index: int, reduction: Stream) -> int:
-    """Queue the reduction of a buffer; return its number on the reduction stream."""
-    order.reducing = True
-    buffers[index]
-    time = reduction.tick()
-    order.reducing = False
-    buffers.reduced()
-    return time
+def test_the_first_reduction_comes_after_the_step_before(here: Here) -> None:
+    step = here.default.tick()
+    here.order.backward_begins()
+    here.order.before_reduction()
+    assert here.reduction.has_seen(here.default, step)
 
 
-def test_the_reduction_waits_for_every_producer(device: Device) -> None:
-    order, reduction = order_on(device)
-    work = {}
-    for stream in (device.default, Stream(), Stream()):
-        with device.on(stream):
-            work[stream] = stream.tick()
-            order.produced(settled=False)
-    order.before_reduction()
-    assert all(reduction.has_seen(stream, time) for stream, time in work.items())
-
-
-def test_it_waits_for_no_more_than_the_gradient(device: Device) -> None:
-    order, reduction = order_on(device)
-    gradient = device.default.tick()
-    order.produced(settled=True)
-    later = device.default.tick()
-    order.before_reduction()
-    assert reduction.has_seen(device.default, gradient)
-    assert not reduction.has_seen(device.default, later)
-
-
-def test_what_is_not_settled_yet_is_waited_for(device: Device) -> None:
-    order, reduction = order_on(device)
-    order.produced(settled=True)
-    order.produced(settled=False)
-    later = device.default.tick()
-    order.before_reduction()
-    assert reduction.has_seen(device.default, later)
-
-
-def test_the_first_reduction_comes_after_the_step_before(device: Device) -> None:
-    order, reduction = order_on(device)
-    step = device.default.tick()
-    order.backward_begins()
-    order.before_reduction()
-    assert reduction.has_seen(device.default, step)
-
-
-def test_all_streams_meet(device: Device) -> None:
-    order, reduction = order_on(device)
+def test_all_streams_meet(here: Here) -> None:
     other = Stream()
-    with device.on(other):
-        order.produced(settled=True)
-    times = {stream: stream.tick() for stream in (device.default, other, reduction)}
-    order.meet()
-    for waiting in (device.default, other):
-        assert all(waiting.has_seen(stream, time) for stream, time in times.items())
+    with here.on(other):
+        here.order.produced(settled=True)
+    times = {stream: stream.tick() for stream in (here.default, other, here.reduction)}
+    here.order.meet()
+    for waiting in (here.default, other):
+        assert all(waiting.has_seen(*one) for one in times.items())
 
 
-def test_producers_of_the_last_backward_are_forgotten(device: Device) -> None:
-    order, reduction = order_on(device)
-    with device.on(Stream()) as _:
-        order.produced(settled=False)
-    order.backward_is_over()
-    device.current = other = Stream()
+def test_producers_of_the_last_backward_are_forgotten(here: Here) -> None:
+    with here.on(Stream()) as _:
+        here.order.produced(settled=False)
+    here.order.backward_is_over()
+    here.current = other = Stream()
     time = other.tick()
-    order.before_reduction()
-    assert not reduction.has_seen(other, time)
+    here.order.before_reduction()
+    assert not here.reduction.has_seen(other, time)
 
 
-def test_the_host_keeps_no_more_than_one_backward_keeps(device: Device) -> None:
-    order, reduction = order_on(device)
+def test_the_host_keeps_no_more_than_one_backward_keeps(here: Here) -> None:
     gradient: Any = SimpleNamespace(nbytes=8, record_stream=lambda stream: None)
     done = []
 
@@ -103,11 +97,11 @@ def test_the_host_keeps_no_more_than_one_backward_keeps(device: Device) -> None:
         """How many reductions the host has waited for, after each."""
         waited = []
         for _ in range(count):
-            order.keep(gradient)
-            done.append(reduction.tick())
-            order.queued()
-            waited.append(sum(device.host.get(reduction, 0) >= time for time in done))
-        order.backward_is_over()
+            here.order.keep(gradient)
+            done.append(here.reduction.tick())
+            here.order.queued()
+            waited.append(sum(here.host.get(here.reduction, 0) >= time for time in done))
+        here.order.backward_is_over()
         return waited
 
     assert backward(2) == [0, 0]
@@ -116,136 +110,93 @@ def test_the_host_keeps_no_more_than_one_backward_keeps(device: Device) -> None:
     assert backward(1) == [5]
 
 
-def test_who_writes_waits_for_the_last_reduction_of_this_buffer_alone(device: Device) -> None:
-    order, reduction = order_on(device)
-    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order)
-    first = reduce(order, buffers, 0, reduction)
-    second = reduce(order, buffers, 1, reduction)
+def test_who_writes_waits_for_the_last_reduction_of_this_buffer_alone(here: Here) -> None:
+    buffers = here.buffers()
+    first, second = here.reduce(buffers, 0), here.reduce(buffers, 1)
     buffers[0]
-    assert device.default.has_seen(reduction, first)
-    assert not device.default.has_seen(reduction, second)
-    with device.on(Stream()):
+    assert here.default.has_seen(here.reduction, first)
+    assert not here.default.has_seen(here.reduction, second)
+    with here.on(Stream()):
         buffers[1]
-        assert device.current.has_seen(reduction, second)
+        assert here.current.has_seen(here.reduction, second)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2])
-def test_who_writes_waits_for_the_buffer_reduced_longest_ago(device: Device, spare: int) -> None:
-    order, reduction = order_on(device)
-    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, spare)
+def test_who_writes_waits_for_the_buffer_reduced_longest_ago(here: Here, spare: int) -> None:
+    buffers = here.buffers(spare)
     reductions, memory = [], set()
     for turn in range(9):
         memory.add(buffers[turn % 2].data_ptr())
         found = Buffers.all_of(buffers)
         assert {buffer.data_ptr() for buffer in found} == memory | {found[1].data_ptr()}
         assert len(found) == max(2, len(memory))
-        seen = [device.default.has_seen(reduction, time) for time in reductions]
+        seen = [here.default.has_seen(here.reduction, time) for time in reductions]
         assert seen == [at < turn - 1 - spare for at in range(turn)]
-        reductions.append(reduce(order, buffers, turn % 2, reduction))
+        reductions.append(here.reduce(buffers, turn % 2))
     assert len(memory) == 2 + spare
 
 
-def test_what_is_reduced_is_what_was_written(device: Device) -> None:
-    order, _ = order_on(device)
-    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 2)
-    for turn in range(9):
-        written = buffers[turn % 2]
-        order.reducing = True
-        assert buffers[turn % 2] is written
-        order.reducing = False
-        buffers.reduced()
-
-
-def test_an_empty_reduction_hands_nothing_on(device: Device) -> None:
-    order, reduction = order_on(device)
-    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order)
+def test_an_empty_reduction_hands_nothing_on(here: Here) -> None:
+    buffers = here.buffers()
     memory = [buffers[index].data_ptr() for index in (0, 1)]
     for _ in range(3):
-        reduce(order, buffers, 0, reduction)  # the second time, nothing was written to it
+        here.reduce(buffers, 0)  # the second time, nothing was written to it
     assert [buffers[index].data_ptr() for index in (0, 1, 0, 1)] == memory * 2
 
 
-def how_many_are_used(order: Order, buffers: Buffers, reduction: Stream) -> int:
-    """In nine turns, each of which is reduced."""
-    memory = set()
-    for turn in range(9):
-        memory.add(buffers[turn % 2].data_ptr())
-        reduce(order, buffers, turn % 2, reduction)
-    return len(memory)
-
-
-def test_where_memory_is_short_they_stay_two(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
+def test_where_memory_is_short_they_stay_two(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, asked = here.buffers(6), []
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         asked.append(args)
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(torch, "empty", empty)
-    order, reduction = order_on(device)
-    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 6)
-    assert how_many_are_used(order, buffers, reduction) == 2
+    assert here.memory_of_nine_turns(buffers) == 2
     assert len(asked) == 1
 
 
-def test_large_buffers_stay_two(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_buffers_stay_two(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_patches.stream_safety.buffers.SPARE_BYTES", 15)
-    order, reduction = order_on(device)
-    buffers = Buffers([torch.zeros(2), torch.zeros(2)], order, 2)
-    assert how_many_are_used(order, buffers, reduction) == 3, "one more of 8 bytes, not two"
+    assert here.memory_of_nine_turns(here.buffers(2)) == 3, "one more of 8 bytes, not two"
 
 
-def test_a_buffer_is_waited_for_once(device: Device) -> None:
-    order, reduction = order_on(device)
-    buffers = Buffers([torch.zeros(2)], order)
-    waits: list[object] = []
-    device.default.wait_event = waits.append  # type: ignore[method-assign]
+def test_a_buffer_is_waited_for_once(here: Here) -> None:
+    buffers, waits = here.buffers(), []
+    here.default.wait_event = waits.append  # type: ignore[method-assign]
     buffers[0]
     assert not waits, "it was allocated here"
-    reduce(order, buffers, 0, reduction)
+    for count in (1, 2):
+        here.reduce(buffers, 0)
+        buffers[0]
+        buffers[0]
+        assert len(waits) == count
+
+
+def test_a_new_buffer_is_waited_for_on_other_streams(here: Here) -> None:
+    with here.on(Stream()):
+        home, time = here.current, here.current.tick()
+        buffers = here.buffers()
     buffers[0]
-    buffers[0]
-    assert len(waits) == 1
-    reduce(order, buffers, 0, reduction)
-    buffers[0]
-    assert len(waits) == 2
+    assert here.default.has_seen(home, time)
 
 
-def test_a_new_buffer_is_waited_for_on_other_streams(device: Device) -> None:
-    order, _ = order_on(device)
-    device.current = home = Stream()
-    time = home.tick()
-    buffers = Buffers([], order)
-    buffers.append(torch.zeros(2))
-    device.current = device.default
-    buffers[0]
-    assert device.default.has_seen(home, time)
-
-
-def test_nobody_waits_for_the_reduction_stream_inside(device: Device) -> None:
-    order, reduction = order_on(device)
-    time = reduction.tick()
-    with order.without_waits(backward=True, reduction=False):
-        device.default.wait_stream(reduction)
-        assert not device.default.has_seen(reduction, time)
-        event = order.reduced()
-    event.wait(device.default)
-    assert device.default.has_seen(reduction, time), "events of ours are real"
-    time = reduction.tick()
-    device.default.wait_stream(reduction)
-    assert device.default.has_seen(reduction, time)
-
-
-def test_the_reduction_stream_waits_for_nobody_inside(device: Device) -> None:
-    order, reduction = order_on(device)
-    time = device.default.tick()
-    with order.without_waits(backward=False, reduction=True):
-        reduction.wait_stream(device.default)
-        assert not reduction.has_seen(device.default, time)
-    reduction.wait_stream(device.default)
-    assert reduction.has_seen(device.default, time)
+@pytest.mark.parametrize("of", ["backward", "reduction"])
+def test_nobody_waits_for_a_whole_stream_inside(here: Here, of: str) -> None:
+    waiting, other = here.default, here.reduction
+    if of == "reduction":
+        waiting, other = other, waiting
+    time = other.tick()
+    with here.order.without_waits(backward=of == "backward", reduction=of == "reduction"):
+        waiting.wait_stream(other)
+        assert not waiting.has_seen(other, time)
+        event = here.order.reduced()
+    if of == "backward":
+        event.wait(waiting)
+        assert waiting.has_seen(other, time), "events of ours are real"
+    time = other.tick()
+    waiting.wait_stream(other)
+    assert waiting.has_seen(other, time)
 
 
 def test_the_real_streams_wait_by_what_is_changed_here() -> None:
@@ -257,15 +208,7 @@ def test_the_real_streams_wait_by_what_is_changed_here() -> None:
     assert asked == ["event", "wait"]
 
 
-def test_a_plain_list_comes_back(device: Device) -> None:
-    order, _ = order_on(device)
-    tensors = [torch.zeros(2), torch.ones(2)]
-    plain = Buffers(tensors, order).plain()
-    assert type(plain) is list
-    assert all(one is other for one, other in zip(plain, tensors, strict=True))
-
-
-def test_the_current_stream_is_that_of_the_reductions_device(device: Device) -> None:
+def test_the_current_stream_is_that_of_the_reductions_device() -> None:
     asked: list[int] = []
     accelerator = SimpleNamespace(current_stream=asked.append)
     Order(accelerator, SimpleNamespace(device_index=3)).current()

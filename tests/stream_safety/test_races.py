@@ -32,10 +32,7 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
     # The throughput timer waits for the device in each step, but the first two.
     "zero3_gather": ({"stage": 3, "settings": NO_TIMER}, "on default, then read by aten::cat"),
     "record_stream": ({"stage": 2, "bucket": 32}, "freed for default"),
-    "producer_streams": (
-        {"stage": 2, "around": "several"},
-        "write by aten::copy_ on second, then",
-    ),
+    "producer_streams": ({"stage": 2, "around": "several"}, "write by aten::copy_ on second, then"),
     "buffer_reuse": ({"stage": 2, "around": "several"}, OVERWRITTEN),
 }
 EXACT = on_streams.EXACT
@@ -60,11 +57,6 @@ def of(found: on_streams.Found, part: str) -> Counter[str]:
     return Counter(race for race in found.races if SHOWN[part][1] in race)
 
 
-def train(world: World, part: str, parts: str) -> list[on_streams.Found]:
-    given = dict(SHOWN[part][0])
-    return world.run(on_streams.train, given.pop("stage"), parts, **given)
-
-
 def clean(world: World, stage: int, parts: str = "all", **case: Any) -> list[on_streams.Found]:
     """Trained without a race, and in single precision to where plain PyTorch does."""
     found: list[on_streams.Found] = world.run(on_streams.train, stage, parts, **case)
@@ -86,7 +78,7 @@ def stock() -> Iterator[World]:
 def test_stock_races_where_it_lacks_the_fix(stock: World, part: str) -> None:
     if not shows(part):
         pytest.skip("this release has the fix, or hides that it has not")
-    found = train(stock, part, "")
+    found = stock.run(on_streams.train, **SHOWN[part][0])
     assert any(of(one, part) for one in found)
     assert all(one.difference <= EXACT for one in found), "the CPU runs in order"
 
@@ -99,7 +91,7 @@ def test_none_is_left(world: World, part: str) -> None:
 
 @pytest.mark.parametrize("part", SHOWN)
 def test_each_part_does_its_own(world: World, part: str) -> None:
-    for one in train(world, part, part):
+    for one in world.run(on_streams.train, parts=part, **SHOWN[part][0]):
         assert not of(one, part), of(one, part).most_common(5)
 
 
@@ -214,15 +206,17 @@ def test_a_reduction_begins_when_its_bucket_is_there(world: World, bucket: int) 
     assert end(world, "bucket_ready", **case) <= 0.98 * end(world, "", **case)
 
 
+def syncs(world: World, parts: str, stage: int = 2, **case: Any) -> int:
+    """How often the host waits for the device."""
+    given = {"settings": NO_TIMER, **case}
+    return int(world.run(on_streams.train, stage, parts, **given)[0].syncs)
+
+
 @pytest.mark.core_case
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_host_goes_on(world: World, stage: int) -> None:
     """In stock it waits for the device at the end of each of the three backwards."""
-
-    def syncs(parts: str) -> int:
-        return int(world.run(on_streams.train, stage, parts, settings=NO_TIMER)[0].syncs)
-
-    assert syncs("") - syncs("host_wait") == 3
+    assert syncs(world, "", stage) - syncs(world, "host_wait", stage) == 3
 
 
 @pytest.mark.exhaustive
@@ -244,8 +238,8 @@ def test_micro_steps_hide_reductions_behind_the_next_forward(world: World) -> No
 def test_micro_steps_wait_for_nothing_but_a_step(world: World) -> None:
     if not lives("micro_steps"):
         pytest.skip("older releases let gradients be read between micro steps")
-    found = world.run(on_streams.train, 2, "micro_steps", micro_steps=3, settings=NO_TIMER)[0]
-    assert found.syncs == 3, "of nine backwards, three come before a step"
+    found = syncs(world, "micro_steps", micro_steps=3)
+    assert found == 3, "of nine backwards, three come before a step"
 
 
 @pytest.mark.exhaustive
@@ -254,11 +248,7 @@ def test_nor_does_the_throughput_timer(world: World) -> None:
 
     def waits(parts: str) -> int:
         case = {"micro_steps": 3, "bucket": 64}
-        timed, other = (
-            world.run(on_streams.train, 2, parts, settings=settings, **case)[0].syncs
-            for settings in (None, NO_TIMER)
-        )
-        return int(timed - other)
+        return syncs(world, parts, settings=None, **case) - syncs(world, parts, **case)
 
     assert waits("") == waits("host_wait") == 6
     assert waits("micro_steps") == waits("all") == (2 if lives("micro_steps") else 6)
@@ -266,11 +256,8 @@ def test_nor_does_the_throughput_timer(world: World) -> None:
 
 def test_large_buckets_are_not_kept_for_it(world: World) -> None:
     """Of 512 MiB and a bit, for its two buffers."""
-    case = {"micro_steps": 3, "settings": NO_TIMER, "bucket": 2**26 + 1}
-    found, stock = (
-        world.run(on_streams.train, 2, parts, **case)[0] for parts in ("micro_steps", "")
-    )
-    assert found.syncs == stock.syncs == 9
+    case = {"micro_steps": 3, "bucket": 2**26 + 1}
+    assert syncs(world, "micro_steps", **case) == syncs(world, "", **case) == 9
 
 
 @pytest.mark.parametrize("parts", ["micro_steps", "all"])
@@ -285,8 +272,6 @@ def test_a_step_that_no_backward_knew_of(world: World, parts: str) -> None:
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_a_backward_in_parts(world: World, micro_steps: int) -> None:
     """Checkpointing that is reentrant ends a backward in each of them, from 0.18.5 on."""
-    given: dict[str, Any] = {"around": "checkpoints", "settings": FP32_SUMS}
-    given["micro_steps"] = micro_steps
-    stock = world.run(on_streams.train, 2, "", **given)
-    patched = clean(world, 2, **given)
+    given = {"around": "checkpoints", "settings": FP32_SUMS, "micro_steps": micro_steps}
+    stock, patched = world.run(on_streams.train, 2, "", **given), clean(world, 2, **given)
     assert [one.difference for one in patched] == [one.difference for one in stock]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import ds_patches
 from tests.listening import listening
 from tests.training import models
 from tests.training.options import Options
-from tests.training.surroundings import build_engine, half_precision_allowed
+from tests.training.surroundings import build_engine
 
 
 @dataclass
@@ -30,74 +31,39 @@ class Outcome:
     skipped: int = 0
 
 
-class UnusedBranch(models.TwoHeads):
-    """A layer that no forward calls."""
+def zeroed(cut: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = cut(x)
+    y.register_hook(torch.zeros_like)
+    return y
 
-    def __init__(self) -> None:
+
+#: What becomes of a layer and what goes into it, by name.
+BRANCHES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "trains": lambda cut, x: cut(x),
+    "frozen": lambda cut, x: cut(x).detach(),
+    "never called": lambda cut, x: F.linear(x, cut.weight, cut.bias),
+    "unused": lambda cut, x: torch.zeros_like(x),
+    "cut off": lambda cut, x: cut(x).detach(),
+    "zeroed": zeroed,  # its gradient arrives, and is zero in every element
+    "trains on one rank": lambda cut, x: cut(x) * dist.get_rank(),
+    "runs on one rank": lambda cut, x: torch.zeros_like(x) if dist.get_rank() else cut(x).detach(),
+}
+
+
+class Branched(models.TwoHeads):
+    """With a branch, which may be cut off from the loss."""
+
+    def __init__(self, how: str = "cut off") -> None:
         super().__init__()
-        self.spare = nn.Linear(models.WIDTH, models.WIDTH)
-
-
-class CutOff(models.TwoHeads):
-    """A layer that runs, and whose output goes on without its graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cut = nn.Linear(models.WIDTH, models.WIDTH)
+        self.cut, self.how = nn.Linear(models.WIDTH, models.WIDTH), how
+        self.cut.requires_grad_(how != "frozen")
 
     def trunk(self, tokens: Tensor) -> Tensor:
         x = super().trunk(tokens)
         return x + self.branch(x)
 
     def branch(self, x: Tensor) -> Tensor:
-        return self.cut(x).detach()
-
-
-class ZeroedByAHook(CutOff):
-    """A layer whose gradient arrives, and is zero in every element."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        y: Tensor = self.cut(x)
-        y.register_hook(torch.zeros_like)
-        return y
-
-
-class CutOffOnOneRank(CutOff):
-    """The layer trains on the last rank only."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.cut(x) * dist.get_rank()
-
-
-class RunsOnOneRank(CutOff):
-    """A branch that rank 0 runs and the others do not, cut off from the loss."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.cut(x).detach() if dist.get_rank() == 0 else torch.zeros_like(x)
-
-
-class OnAndOff(CutOff):
-    """The layer trains while `on`; then it runs, cut off."""
-
-    on = True
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.cut(x) if self.on else self.cut(x).detach()
-
-
-class Frozen(CutOff):
-    """What is cut off does not want to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cut.requires_grad_(False)
-
-
-class NeverCalled(CutOff):
-    """A layer whose parameters are used, and which is not called."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.cut.weight, self.cut.bias)
+        return BRANCHES[self.how](self.cut, x)
 
 
 class HeldByAList(models.TwoHeads):
@@ -111,15 +77,28 @@ class HeldByAList(models.TwoHeads):
         return super().trunk(tokens) * self.scales[0] + 0 * self.scales[1]
 
 
+class LowRank(models.TwoHeads):
+    """As LoRA begins: the second matrix is zero, and so is the first one's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(models.WIDTH, 2, bias=False)
+        self.second = nn.Linear(2, models.WIDTH, bias=False)
+        nn.init.zeros_(self.second.weight)
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = super().trunk(tokens)
+        return x + self.second(self.first(x))
+
+
 def model_of(name: str) -> Any:
-    """One of these, or the name of one that others train."""
-    return globals().get(name, name)
+    """One with this branch, one of these, or the name of one that others train."""
+    return partial(Branched, name) if name in BRANCHES else globals().get(name, name)
 
 
-def engine_of(model: str | type[nn.Module], stage: int, **options: Any) -> Any:
+def engine_of(model: str, stage: int, **options: Any) -> Any:
     given = Options(stage, **options)
-    kind = model_of(model) if isinstance(model, str) else model
-    return build_engine(models.build(kind, given.torch_dtype), given.config)
+    return build_engine(models.build(model_of(model), given.torch_dtype), given.config)
 
 
 def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
@@ -129,7 +108,7 @@ def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
         engine.step()
 
 
-def outcome_of(engine: Any, block: Callable[[], None], action: str = "raise") -> Outcome:
+def outcome_of(engine: Any, block: Callable[[], object], action: str = "raise") -> Outcome:
     outcome, report = Outcome(), ds_patches.TrainReport()
     with listening() as outcome.warnings:
         try:
@@ -147,27 +126,31 @@ def check(
     model: str,
     stage: int,
     *,
+    before: int = 1,
+    change: Callable[[Any], None] | None = None,
     steps: int = 1,
     micro_steps: int = 1,
     action: str = "raise",
     patches: bool = False,
     **options: Any,
 ) -> Outcome:
-    """One step before the check and `steps` in it."""
+    """Some steps before the check and some in it. change: the engine, between them."""
     if patches:
         ds_patches.apply_all()
     try:
-        with half_precision_allowed():
-            engine = engine_of(model, stage, micro_steps=micro_steps, **options)
-            step(engine, micro_steps=micro_steps)
-            return outcome_of(
-                engine,
-                lambda: [step(engine, 1 + i, micro_steps=micro_steps) for i in range(steps)],
-                action,
-            )
+        engine = engine_of(model, stage, micro_steps=micro_steps, **options)
+        for index in range(before):
+            step(engine, index, micro_steps=micro_steps)
+        if change is not None:
+            change(engine)
+
+        def block() -> None:
+            for index in range(steps):
+                step(engine, before + index, micro_steps=micro_steps)
+
+        return outcome_of(engine, block, action)
     finally:
-        if patches:
-            ds_patches.unapply_all()
+        ds_patches.unapply_all()
 
 
 def lose(engine: Any) -> None:
@@ -184,9 +167,10 @@ def lose(engine: Any) -> None:
     engine.optimizer.zero_grad = clear
 
 
-def after_losing(model: str, steps_before: int) -> Outcome:
-    engine = engine_of(model, 3)
-    for index in range(steps_before):
-        step(engine, index)
-    lose(engine)
-    return outcome_of(engine, lambda: step(engine, 9))
+def cut_off(engine: Any) -> None:
+    engine.module.how = "cut off"
+
+
+def know_not(engine: Any) -> None:
+    """An optimizer that cannot be looked into."""
+    engine.optimizer.zenflow = True

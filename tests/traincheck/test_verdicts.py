@@ -31,22 +31,28 @@ def agreed(results: list[checked.Outcome]) -> checked.Outcome:
     return first
 
 
+PASS = ["TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant"]
+PASS += ["frozen", "never called", "trains on one rank"]
+
+
 @pytest.mark.core_case(patches=False, model="TwoHeads")
 @pytest.mark.parametrize("patches", [False, True], ids=["", "patched"])
-@pytest.mark.parametrize(
-    "model",
-    ["TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant", "Frozen", "NeverCalled"],
-)
+@pytest.mark.parametrize("model", PASS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_trains_passes_in_silence(world: World, stage: int, model: str, patches: bool) -> None:
     found = agreed(world.run(checked.check, model, stage, patches=patches))
     assert found == checked.Outcome(steps=1)
 
 
-@pytest.mark.core_case
+@pytest.mark.core_case(model="cut off")
+@pytest.mark.parametrize("model", ["cut off", "zeroed", "runs on one rank"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_runs_and_is_cut_off_is_named_on_every_rank(world: World, stage: int) -> None:
-    found = agreed(world.run(checked.check, "CutOff", stage))
+def test_what_runs_without_a_gradient_is_named_on_every_rank(
+    world: World, stage: int, model: str
+) -> None:
+    if stage == 3 and model == "runs on one rank":
+        pytest.skip("at 3 all ranks gather, and so run")
+    found = agreed(world.run(checked.check, model, stage))
     assert list(found.untrained) == CUT
     assert found.error.startswith("NotTrained: 2 of ")
     for name in CUT:
@@ -55,33 +61,15 @@ def test_what_runs_and_is_cut_off_is_named_on_every_rank(world: World, stage: in
     assert not found.warnings
 
 
-@pytest.mark.parametrize(
-    ("model", "stage"),
-    [
-        *(("ZeroedByAHook", stage) for stage in STAGES),
-        *(("RunsOnOneRank", stage) for stage in (0, 1, 2)),  # at 3 all ranks gather, and so run
-    ],
-)
-def test_zeros_are_no_gradient_and_a_run_on_one_rank_is_one(
-    world: World, model: str, stage: int
-) -> None:
-    assert list(agreed(world.run(checked.check, model, stage)).untrained) == CUT
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_of_one_rank_is_one(world: World, stage: int) -> None:
-    assert agreed(world.run(checked.check, "CutOffOnOneRank", stage)) == checked.Outcome(steps=1)
-
-
 @pytest.mark.core_case(stage=3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_unused_branch_is_reported_and_no_error(world: World, stage: int) -> None:
-    found = agreed(world.run(checked.check, "UnusedBranch", stage))
-    assert found.idle == {"spare.weight": "", "spare.bias": ""}
+    found = agreed(world.run(checked.check, "unused", stage))
+    assert found.idle == dict.fromkeys(CUT, "")
     assert not found.error
     assert not found.untrained
     (warning,) = found.warnings
-    assert "their modules were not seen to run:\n  spare.weight (Linear)\n" in warning
+    assert "their modules were not seen to run:\n  cut.weight (Linear)\n" in warning
 
 
 def test_a_container_runs_with_the_module_above(world: World) -> None:
@@ -92,26 +80,17 @@ def test_a_container_runs_with_the_module_above(world: World) -> None:
 
 @pytest.mark.core_case(steps_before=1)
 @pytest.mark.parametrize(
-    ("model", "steps_before"), [("TwoHeads", 0), ("TwoHeads", 1), ("NeverCalled", 0)]
+    ("model", "steps_before"), [("TwoHeads", 0), ("TwoHeads", 1), ("never called", 0)]
 )
 def test_every_parameter_whose_gradient_is_not_reduced_is_named(
     world: World, model: str, steps_before: int
 ) -> None:
     """What DeepCompile's start leaves of an engine: gradients are computed, and stay behind."""
-    found = agreed(world.run(checked.after_losing, model, steps_before))
+    found = agreed(world.run(checked.check, model, 3, before=steps_before, change=checked.lose))
     named = models.build(checked.model_of(model)).named_parameters()
     assert list(found.untrained) == [name for name, _ in named]
     assert not found.idle
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * steps_before])}
-
-
-def old_gradient(stage: int, more: dict[str, Any]) -> checked.Outcome:
-    engine = checked.engine_of("OnAndOff", stage, **more)
-    checked.step(engine)
-    engine.module.on = False
-    return checked.outcome_of(
-        engine, lambda: [checked.step(engine, 1 + index) for index in range(2)]
-    )
 
 
 @pytest.mark.core_case(stage=3, more=OFFLOADED | CLIPPED)
@@ -126,7 +105,8 @@ def test_the_gradient_of_an_earlier_step_is_none(
 
     Nor does clipping, which changes it in each step.
     """
-    found = agreed(world.run(old_gradient, stage, more))
+    case = {"steps": 2, "change": checked.cut_off, **more}
+    found = agreed(world.run(checked.check, "trains", stage, **case))
     assert list(found.untrained) == CUT
     notes = set(found.untrained.values())
     assert notes == {OLD if stage == 3 or more else ""}
@@ -147,7 +127,7 @@ def test_the_gradient_of_an_earlier_step_is_none(
 )
 def test_other_layouts_and_micro_steps(world: World, stage: int, more: dict[str, Any]) -> None:
     trains, cut = (
-        agreed(world.run(checked.check, model, stage, **more)) for model in ("TwoHeads", "CutOff")
+        agreed(world.run(checked.check, model, stage, **more)) for model in ("TwoHeads", "cut off")
     )
     assert trains == checked.Outcome(steps=more.get("steps", 1))
     assert list(cut.untrained) == CUT

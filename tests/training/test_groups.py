@@ -30,7 +30,7 @@ TOGETHER: Ranks = [[0, 1]]
 def each_checks_its_own(stage: int) -> train_check.Outcome:
     """Two engines of one rank each: on rank 0 a layer is cut off, on rank 1 it trains."""
     with parallel(ALONE) as mpu:
-        model = models.build(train_check.CutOffOnOneRank)
+        model = models.build(train_check.model_of("trains on one rank"))
         engine = build_engine(model, config(stage), mpu)
         return train_check.outcome_of(engine, lambda: train_check.step(engine))
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ds_patches.runtime.attributes import Shadow
-
 from . import partition
 
 _NATIVE = "_deepcompile_z3_eager_fallback"
@@ -100,16 +98,6 @@ def keep_shapes_static(engine: Any) -> None:
     put_back = getattr(engine, "_release_deepcompile_dynamo_config", None)
     if put_back is not None:
         put_back()
-
-
-def around_compile_passes(engine: Any, around: Callable[..., None]) -> Shadow:
-    """Put a function around DeepCompile's look for new passes, which resets Dynamo."""
-    return Shadow(engine, "launch_compile_passes", around)
-
-
-def around_epilogue(engine: Any, around: Callable[..., None]) -> Shadow:
-    """Put a function around the engine's own end of a backward."""
-    return Shadow(engine, "_backward_epilogue", around)
 
 
 def drop_leaf_hooks(engine: Any) -> None:

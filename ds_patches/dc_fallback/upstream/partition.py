@@ -26,9 +26,7 @@ def below(module: torch.nn.Module) -> list[Any]:
 
 def is_here(param: Any) -> bool:
     """Whether somebody has gathered `param`, as ``GatheredParameters`` does."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    return bool(param.ds_status == ZeroParamStatus.AVAILABLE)
+    return bool(param.ds_status.name == "AVAILABLE")
 
 
 def shape_of(param: Any) -> Sequence[int]:

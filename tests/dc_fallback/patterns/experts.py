@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dc_fallback.patterns.layers import VOCABULARY, WIDTH, Block, Compiled
+from tests.dc_fallback.patterns.frames import VOCABULARY, WIDTH, Block, Compiled
 
 
 class Experts(nn.Module):

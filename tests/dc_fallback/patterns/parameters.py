@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.dc_fallback.patterns.frames import Disabled
-from tests.dc_fallback.patterns.layers import WIDTH, Block, Compiled
+from tests.dc_fallback.patterns.frames import WIDTH, Block, Compiled, Disabled
 
 
 class TiedToSkipped(Compiled):
