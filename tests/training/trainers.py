@@ -62,7 +62,7 @@ class PlainTrainer(Trainer):
         self.module, self._start = module, deepcopy(module)
         self._optimizer = build_optimizer(module, options.muon, rates=options.rates)
         self._micro_step = 0
-        self.group = grid().get_data_parallel_group() if options.grid else None
+        self.group = grid().data if options.grid else None
         self.forwards = [0]
         module.register_forward_pre_hook(lambda *_: self._count())
 
