@@ -92,8 +92,7 @@ def run(
 
     patches: none for stock. flags: of the first.
     """
-    around_engine = applied(*patches, **flags) if patches else nullcontext()
-    return measure(script, options, around_engine, plain=plain, engine=engine)
+    return measure(script, options, applied(*patches, **flags), plain=plain, engine=engine)
 
 
 def check(
