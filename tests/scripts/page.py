@@ -109,21 +109,18 @@ def declared(script: Script, stage: int) -> tuple[str, str, str]:
 
 def _row(script: Script, stage: int, stock: list[Outcome], patched: list[Outcome]) -> Row:
     name, at, awaits = declared(script, stage)
-    beside = [
-        _beside(one, stock, patched)
-        for one in law.breaches(script, stock, patched)
-        if one.kind != "values"
-    ]
+    broken = law.breaches(script, stock, patched)
+    beside = [_beside(kind, stock, patched) for kind in broken if kind != "values"]
     before, after = (_short(law.verdict(ranks)) for ranks in (stock, patched))
     if after == WRONG and all(one.said for one in patched):
         after = "says so"
     return name, at, before, after, "; ".join(beside), awaits
 
 
-def _beside(breach: law.Breach, stock: list[Outcome], patched: list[Outcome]) -> str:
-    if breach.kind == "words":
+def _beside(kind: str, stock: list[Outcome], patched: list[Outcome]) -> str:
+    if kind == "words":
         return "warns"
-    if breach.kind == "calls":
+    if kind == "calls":
         return f"calls {patched[0].calls / stock[0].calls:.2f}"
     most, more = (max(ranks[0].peaks, default=0) for ranks in (stock, patched))
     return f"memory {more / most:.2f}" if more > most > 0 else "memory: kept after a backward"

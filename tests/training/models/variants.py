@@ -205,12 +205,6 @@ class CheckpointedAdapted(Adapted):
         return x
 
 
-class ReentrantAdapted(CheckpointedAdapted):
-    """In a nested graph task."""
-
-    reentrant = True
-
-
 class DeepAdapted(CheckpointedAdapted):
     """Eight blocks, so that it is seen for how long one of them is held."""
 
