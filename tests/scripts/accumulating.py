@@ -65,17 +65,6 @@ def abandoned_between_two_losses(trainer: Any) -> None:
         trainer.step()
 
 
-@script({2: RIGHT, 3: WRONG}, micro_steps=2)
-def zeroed_at_the_top(trainer: Any) -> None:
-    """A loop from PyTorch: each micro step begins with ``optimizer.zero_grad()``."""
-    for step in trainer.steps():
-        for micro in range(2):
-            if trainer.is_engine:  # which is meant to accumulate
-                trainer.zero_optimizer_grad()
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
-
-
 @script(ALL_RIGHT, **OFFLOADED, micro_steps=4, awaits=EACH_GRADIENT)
 def four_micro_steps_offloaded(trainer: Any) -> None:
     """Four micro steps with the optimizer on the host."""
