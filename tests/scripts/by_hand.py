@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, WRONG, script
+from tests.scripts.heads import BOTH, FIRST
 from tests.training.models import loss_of
 from tests.training.options import OFFLOADED
-
-#: Which losses a backward is of: the second head has a gradient by the second one.
-FIRST, BOTH = slice(1), slice(2)
 
 
 def give(trainer: Any, step: int) -> None:

@@ -25,18 +25,6 @@ def routed_fp16(trainer: Any) -> None:
     routed(trainer)
 
 
-@script(BOTH_WRONG, at_rest=False, model="RoutedReentrant")
-def routed_and_recomputed(trainer: Any) -> None:
-    """The same, where checkpointing runs the routed layer again, in a backward of its own."""
-    routed(trainer)
-
-
-@script(BOTH_WRONG, at_rest=False, model="RoutedNonReentrant")
-def routed_and_recomputed_in_place(trainer: Any) -> None:
-    """The same, with the other kind of checkpointing."""
-    routed(trainer)
-
-
 @script(BOTH_WRONG, at_rest=False, model="RoutedTwice")
 def routed_twice(trainer: Any) -> None:
     """The expert is used twice in one forward."""

@@ -15,6 +15,7 @@ CASES = cases()
 #: What does not hold yet, by script and choice.
 AWAITS = {
     ("zeroed_in_the_middle", "bf16_fp32_sums"): "zero_grad() between micro steps leaves fp32 sums",
+    ("unfrozen_later", "tiny_bucket"): "gradients are said to come in another order",
 }
 
 
