@@ -52,7 +52,6 @@ def alone(offline: None) -> Iterator[World]:
 class Ranks(NamedTuple):
     """Without patches and with them."""
 
-    old: bool
     stock: World
     patched: World
 
@@ -62,16 +61,12 @@ def old_ranks(offline: None) -> Iterator[Ranks]:
     assert releases.place(OLD).is_dir(), f"python -m tests.releases install {OLD}"
     own = environment(OLD)
     with World(variables=own) as stock, World(variables=own | variables.of_program(own)) as patched:
-        yield Ranks(True, stock, patched)
+        yield Ranks(stock, patched)
 
 
-@pytest.fixture(params=["new", pytest.param("old", marks=pytest.mark.exhaustive)])
-def ranks(request: pytest.FixtureRequest, unpatched: World, patched: World) -> Ranks:
-    """Of the newest release, or of an old one."""
-    if request.param == "new":
-        return Ranks(False, unpatched, patched)
-    old: Ranks = request.getfixturevalue("old_ranks")
-    return old
+@pytest.fixture
+def new_ranks(unpatched: World, patched: World) -> Ranks:
+    return Ranks(unpatched, patched)
 
 
 @pytest.fixture(scope="module")

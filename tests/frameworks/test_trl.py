@@ -26,6 +26,7 @@ def test_nothing_changes(unpatched: World, patched: World, folder: Path, kind: s
     arguments = ("preferences", kind, folder / "model", folder / "output", automatic(3))
     stock, found = (on_two(world, *arguments) for world in (unpatched, patched))
     assert not stock.error
+    assert not stock.live
     assert_patched(found)
     assert found.losses == stock.losses
     assert trainers.worst_difference(found.parameters, stock.parameters)[0] == 0

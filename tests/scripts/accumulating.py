@@ -7,26 +7,18 @@ from typing import Any
 import torch
 
 from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, RIGHT, WRONG, script
+from tests.scripts.losses import two_forwards
+from tests.scripts.ordinary import micro_steps
 from tests.training.models import both_losses, loss_of
-from tests.training.options import OFFLOADED, OVERLAP
+from tests.training.options import OFFLOADED
 
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG})
 def abandoned_backward(trainer: Any) -> None:
-    """A bad batch: ``engine.zero_grad()``, and the next one is stepped."""
+    """A bad batch: ``zero_grad()`` of the engine or its optimizer, and the next one is stepped."""
     for step in trainer.steps():
         trainer.backward(1000 * loss_of(trainer, step, 1))
-        trainer.zero_grad()
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-
-
-@script(ALL_RIGHT)
-def abandoned_backward_of_the_optimizer(trainer: Any) -> None:
-    """The same by ``engine.optimizer.zero_grad()``."""
-    for step in trainer.steps():
-        trainer.backward(1000 * loss_of(trainer, step, 1))
-        trainer.zero_optimizer_grad()
+        (trainer.zero_grad if step % 2 else trainer.zero_optimizer_grad)()
         trainer.backward(loss_of(trainer, step))
         trainer.step()
 
@@ -73,24 +65,10 @@ def abandoned_between_two_losses(trainer: Any) -> None:
         trainer.step()
 
 
-@script({2: RIGHT, 3: WRONG}, micro_steps=2)
-def zeroed_at_the_top(trainer: Any) -> None:
-    """A loop from PyTorch: each micro step begins with ``optimizer.zero_grad()``."""
-    for step in trainer.steps():
-        for micro in range(2):
-            if trainer.is_engine:  # which is meant to accumulate
-                trainer.zero_optimizer_grad()
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
-
-
 @script(ALL_RIGHT, **OFFLOADED, micro_steps=4, awaits=EACH_GRADIENT)
 def four_micro_steps_offloaded(trainer: Any) -> None:
     """Four micro steps with the optimizer on the host."""
-    for step in trainer.steps():
-        for micro in range(4):
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
+    micro_steps(trainer)
 
 
 @script(ALL_RIGHT)
@@ -134,10 +112,7 @@ def scaled_by_the_user(trainer: Any) -> None:
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, **OFFLOADED)
 def two_forwards_offloaded(trainer: Any) -> None:
     """Two backwards before one step, with the optimizer on the host."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+    two_forwards(trainer)
 
 
 @script(ALL_RIGHT)
@@ -161,23 +136,6 @@ def evaluated_in_between(trainer: Any) -> None:
             with torch.no_grad():
                 loss_of(trainer, step, 7)
             trainer.module.train()
-
-
-@script(
-    {1: WRONG, 2: RIGHT, 3: RIGHT},
-    at_rest=False,
-    model="Sometimes",
-    micro_steps=2,
-    **OVERLAP,
-)
-def unused_at_the_end(trainer: Any) -> None:
-    """With overlap_comm, a parameter that the last micro step of a step does not use."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.module.used = (True, micro == 0)
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
-    trainer.module.used = (True, True)
 
 
 @script(ALL_RIGHT)

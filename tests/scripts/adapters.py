@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, script
-from tests.scripts.losses import LAST_ONLY, two_backwards
 from tests.scripts.ordinary import one_backward
 from tests.training.models import loss_of
 
@@ -36,12 +35,6 @@ def low_rank_recomputed_reentrantly(trainer: Any) -> None:
 def modules_to_save(trainer: Any) -> None:
     """Heads that train as copies, in wrappers that hand out the copies' attributes."""
     one_backward(trainer)
-
-
-@script(LAST_ONLY, model="Adapted")
-def low_rank_two_backwards(trainer: Any) -> None:
-    """Two losses over adapters."""
-    two_backwards(trainer)
 
 
 @script(ALL_RIGHT)

@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, WRONG, script
+from tests.scripts.heads import BOTH, FIRST
 from tests.training.models import loss_of
 from tests.training.options import OFFLOADED
-
-#: Which losses a backward is of: the second head has a gradient by the second one.
-FIRST, BOTH = slice(1), slice(2)
-CLIPPED = {"clip": 0.05}
 
 
 def give(trainer: Any, step: int) -> None:
     trainer.give(trainer.module.rebuild.parameters(), 0.1 * (step + 1))
 
 
-def given(stock: dict[int, str], reached: Callable[[int], slice], **options: Any) -> Any:
-    """Declare a script whose steps each have one backward, and then a gradient by hand."""
-
-    def declare(train: Callable[[Any], None]) -> Any:
-        def run(trainer: Any) -> None:
-            for step in trainer.steps():
-                trainer.backward(loss_of(trainer, step, only=reached(step)))
-                give(trainer, step)
-                trainer.step()
-
-        run.__name__, run.__doc__, run.__module__ = train.__name__, train.__doc__, train.__module__
-        return script(stock, at_rest=False, **options)(run)
-
-    return declare
+def give_each_time(trainer: Any, at_first: slice) -> None:
+    """Steps with one backward, which reaches the first head alone but at first, and a gradient."""
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step, only=FIRST if step else at_first))
+        give(trainer, step)
+        trainer.step()
 
 
-@given(ALL_RIGHT, lambda step: FIRST)
+@script(ALL_RIGHT, at_rest=False)
 def given_where_none_came(trainer: Any) -> None:
     """A head that no backward reaches has its gradient by hand."""
+    give_each_time(trainer, FIRST)
 
 
-@given(ALL_RIGHT, lambda step: FIRST, **OFFLOADED)
-def given_where_none_came_offloaded(trainer: Any) -> None:
-    """The same, with the optimizer on the CPU."""
-
-
-@given(ALL_RIGHT, lambda step: FIRST if step else BOTH)
+@script(ALL_RIGHT, at_rest=False)
 def given_where_one_came_earlier(trainer: Any) -> None:
     """The head was reached by an earlier step's backward, and not by this one's."""
+    give_each_time(trainer, BOTH)
 
 
-@given(ALL_RIGHT, lambda step: FIRST if step else BOTH, **OFFLOADED)
+@script(ALL_RIGHT, at_rest=False, **OFFLOADED)
 def given_where_one_came_earlier_offloaded(trainer: Any) -> None:
     """The same, with the optimizer on the CPU."""
+    give_each_time(trainer, BOTH)
 
 
-@given({1: WRONG, 2: WRONG, 3: WRONG}, lambda step: FIRST if step else BOTH, **OFFLOADED, **CLIPPED)
+@script({1: WRONG, 2: WRONG, 3: WRONG}, at_rest=False, **OFFLOADED, clip=0.05)
 def given_and_clipped_offloaded(trainer: Any) -> None:
     """The same with clipping: stock clips by the norm of what was there before."""
+    give_each_time(trainer, BOTH)
 
 
 @script(ALL_RIGHT, at_rest=False, micro_steps=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -11,6 +12,5 @@ from tests.scripts.worlds import Worlds
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    started = Worlds()
-    yield started
-    started.close()
+    with closing(Worlds()) as started:
+        yield started

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import combinations
+from types import FunctionType
 from typing import Any
 
 from tests.scripts.declared import STEPS, Script, scripts
@@ -20,8 +21,6 @@ from tests.training.run import Outcome
 from tests.training.surroundings import EAGER
 from tests.world import RankError, WorldTimeout
 
-#: Rows that are tried for each that is taken.
-TRIES = 40
 #: What is in a script that with more micro steps is another script, or is not plain PyTorch's: it
 #: counts them, drops or loses some, or has a backward that is not divided there.
 COUNTING = {"boundary", "zero_grad", "zero_optimizer_grad", "load", "is_engine", "plain_backward"}
@@ -56,17 +55,24 @@ class Choice:
         found = _called(script)
         if COUNTING & found:
             kept.add("micro_steps")
-        scaled = "fp16" in self.settings and (MAKING & found or "cached" in script.name)
+        scaled = "fp16" in self.settings and MAKING & found
         rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
         settings = scaled or rounds or (self.settings and own.settings)
         return not (kept & self.given.keys() or own.zero.keys() & self.zero.keys() or settings)
 
 
 def _called(script: Script) -> set[str]:
-    """Its name, and those in it and in the scripts that it calls."""
-    found = {*script.train.__code__.co_names} - {script.name}
-    others = [script.train.__globals__.get(name) for name in found]
-    return {script.name}.union(found, *(_called(one) for one in others if isinstance(one, Script)))
+    """Its name, and those in it and in what it calls of these scripts."""
+    found: set[str] = set()
+    functions: list[Any] = [script.train]
+    for function in functions:  # which become more
+        names = {function.__name__, *function.__code__.co_names}
+        others = [function.__globals__.get(name) for name in names - found]
+        others = [one.train if isinstance(one, Script) else one for one in others]
+        others = [one for one in others if isinstance(one, FunctionType)]
+        functions += [one for one in others if one.__module__.startswith("tests.scripts.")]
+        found |= names
+    return found
 
 
 #: As it is without being chosen.
@@ -194,20 +200,20 @@ def cases() -> list[Crossed]:
 def rows(script: Script) -> Iterator[Row]:
     """As few as are found for every choice to occur that a stage of the script has."""
     generator = random.Random(script.name)
-    stages = {stage: _choices(script, stage) for stage in script.stock}
-    left = {
-        (at, one.name)
-        for choices in stages.values()
-        for at, ones in enumerate(choices)
-        for one in ones
-    }
+    stages = [_choices(script, stage) for stage in script.stock]
+    left = {(at, one.name) for stage in stages for at, ones in enumerate(stage) for one in ones}
     while left:
-        tried = [
-            tuple(map(generator.choice, stages[generator.choice([*stages])])) for _ in range(TRIES)
+        missing = [
+            [[one for one in ones if (at, one.name) in left] for at, ones in enumerate(stage)]
+            for stage in stages
         ]
-        best = max(tried, key=lambda row: len(left.intersection(chosen(row))))
-        left -= {*chosen(best)}
-        yield best
+        most = max(range(len(stages)), key=lambda stage: sum(map(len, missing[stage])))
+        row = tuple(
+            generator.choice(new or ones)
+            for new, ones in zip(missing[most], stages[most], strict=True)
+        )
+        left -= {*chosen(row)}
+        yield row
 
 
 def chosen(row: Row) -> Iterable[Chosen]:

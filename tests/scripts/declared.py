@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tests.training.options import Options
@@ -51,7 +51,7 @@ class Script:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Ranks find it by its name."""
-        return find, (f"{self.train.__module__}:{self.name}",)
+        return pkgutil.resolve_name, (f"{self.train.__module__}:{self.name}",)
 
     @property
     def name(self) -> str:
@@ -72,39 +72,14 @@ class Script:
         return replace(self.options, stage=stage, **changed)
 
 
-def script(
-    stock: Mapping[int, str],
-    *,
-    awaits: Mapping[int, Awaits] | None = None,
-    refusal: str = "",
-    on: str = EAGER,
-    tolerance: float = 1e-6,
-    grouped: tuple[int, ...] = (),
-    at_rest: bool = True,
-    before: Callable[[Any], None] | None = None,
-    **options: Any,
-) -> Callable[[Callable[[Any], None]], Script]:
-    """Declare the function below it.
+def script(stock: Mapping[int, str], **said: Any) -> Callable[[Callable[[Any], None]], Script]:
+    """Declare the function below it: stock's verdict by stage; more fields of Script, and Options.
 
-    stock: verdict by stage. at_rest: patches have nothing to do in what stock gets right, and cost
-    what they cost. options: of :class:`~tests.training.options.Options`.
+    Patches have nothing to do in what stock gets right, and cost nothing, but for `at_rest=False`.
     """
-
-    def declare(train: Callable[[Any], None]) -> Script:
-        return Script(
-            train,
-            stock,
-            Options(**{"steps": STEPS, **options}),
-            awaits or {},
-            refusal,
-            on,
-            tolerance,
-            grouped,
-            at_rest,
-            before,
-        )
-
-    return declare
+    own = {one.name: said.pop(one.name) for one in fields(Script) if one.name in said}
+    options = Options(**{"steps": STEPS, **said})
+    return lambda train: Script(train, stock, options, **own)
 
 
 def scripts() -> list[Script]:
@@ -119,11 +94,4 @@ def scripts() -> list[Script]:
         found += [
             one for one in loaded if isinstance(one, Script) and one.train.__module__ == module.name
         ]
-    return found
-
-
-def find(reference: str) -> Script:
-    module, _, name = reference.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    assert isinstance(found, Script), reference
     return found

@@ -50,16 +50,6 @@ def inference_mode_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT)
-def no_grad(trainer: Any) -> None:
-    """An evaluation under ``torch.no_grad()`` before each step."""
-    for step in trainer.steps():
-        with torch.no_grad():
-            loss_of(trainer, step, 7)
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-
-
 @script({1: WRONG, 2: WRONG, 3: WRONG})
 def evaluated_between_backwards(trainer: Any) -> None:
     """An evaluation between two backwards over one forward."""

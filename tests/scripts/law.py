@@ -13,8 +13,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tests.scripts.declared import RAISES, RIGHT, WRONG, Script, raises
 from tests.training.run import Outcome
@@ -51,7 +49,7 @@ def complaints(
     if not agrees(declared, found):
         because = f": {why(stock)}" if found == WRONG else ""
         return [f"stock is said to be {declared}, and is {found}{because}"]
-    broken = {one.kind: one.text for one in breaches(script, stock, patched)}
+    broken = breaches(script, stock, patched)
     awaits = script.awaits.get(stage, {})
     holds = "holds: take it out of `awaits` of"
     return [
@@ -60,31 +58,24 @@ def complaints(
     ]
 
 
-@dataclass(frozen=True)
-class Breach:
-    """One property of the law that does not hold."""
-
-    kind: str
-    text: str
-
-
-def breaches(script: Script, stock: list[Outcome], patched: list[Outcome]) -> list[Breach]:
-    return [
-        *_values(script, stock, patched),
-        *_words(patched),
-        *_memory(stock, patched),
-        *_calls(script, stock, patched),
-    ]
+def breaches(script: Script, stock: list[Outcome], patched: list[Outcome]) -> dict[str, str]:
+    """What does not hold of the law, by kind, in words."""
+    found = {
+        "values": _values(script, stock, patched),
+        "words": _words(patched),
+        "memory": _memory(stock, patched),
+        "calls": _calls(script, stock, patched),
+    }
+    return {kind: text for kind, text in found.items() if text}
 
 
-def _values(script: Script, stock: list[Outcome], patched: list[Outcome]) -> Iterator[Breach]:
+def _values(script: Script, stock: list[Outcome], patched: list[Outcome]) -> str:
     before, after = verdict(stock), verdict(patched)
-    if after == RIGHT:
-        return
     refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
     warns = before == after == WRONG and all(one.said for one in patched)
-    if before == RIGHT or not (refuses or warns):
-        yield Breach("values", f"stock is {before}, patched {after}: {why(patched)}")
+    if after == RIGHT or (before != RIGHT and (refuses or warns)):
+        return ""
+    return f"stock is {before}, patched {after}: {why(patched)}"
 
 
 def harm(stock: list[Outcome], patched: list[Outcome]) -> str:
@@ -100,9 +91,9 @@ def harm(stock: list[Outcome], patched: list[Outcome]) -> str:
     return f"stock is {before}, patched {after}: {why(patched)}"
 
 
-def _words(patched: list[Outcome]) -> Iterator[Breach]:
-    if verdict(patched) == RIGHT and (said := [w for one in patched for w in one.said]):
-        yield Breach("words", f"patched is right, and says: {said[0]}")
+def _words(patched: list[Outcome]) -> str:
+    said = [words for one in patched for words in one.said]
+    return f"patched is right, and says: {said[0]}" if said and verdict(patched) == RIGHT else ""
 
 
 def why(ranks: list[Outcome]) -> str:
@@ -113,28 +104,22 @@ def why(ranks: list[Outcome]) -> str:
     return f"off by {worst.difference:.1e} in {worst.where}, of {worst.moved:.1e}"
 
 
-def _memory(stock: list[Outcome], patched: list[Outcome]) -> Iterator[Breach]:
+def _memory(stock: list[Outcome], patched: list[Outcome]) -> str:
     right = verdict(stock) == RIGHT
     for one, other in zip(stock, patched, strict=True):
         if right and any(more > most for more, most in zip(other.peaks, one.peaks, strict=False)):
-            yield Breach("memory", f"elements gathered: stock {one.peaks}, patched {other.peaks}")
-            return
+            return f"elements gathered: stock {one.peaks}, patched {other.peaks}"
         kept = one.left if right else [[] for _ in other.left]
         for index, (ours, stocks) in enumerate(zip(other.left, kept, strict=False)):
-            if more := set(ours) - set(stocks):
-                text = f"after backward {index} still gathered: {', '.join(sorted(more))}"
-                yield Breach("memory", text)
-                return
+            if more := {*ours} - {*stocks}:
+                return f"after backward {index} still gathered: {', '.join(sorted(more))}"
+    return ""
 
 
-def _calls(script: Script, stock: list[Outcome], patched: list[Outcome]) -> Iterator[Breach]:
-    both = {verdict(stock), verdict(patched)}
-    if both != {RIGHT} or not script.at_rest:
-        return
-    for before, after in zip(stock, patched, strict=True):
-        few = A_FORWARD * after.forwards + A_REDUCTION * after.reductions
-        allowed = max(CALLS * before.calls, few)
-        if after.calls - before.calls > allowed:
-            text = f"{after.calls} Python calls in a step, stock's are {before.calls}"
-            yield Breach("calls", text)
-            return
+def _calls(script: Script, stock: list[Outcome], patched: list[Outcome]) -> str:
+    if script.at_rest and verdict(stock) == verdict(patched) == RIGHT:
+        for before, after in zip(stock, patched, strict=True):
+            few = A_FORWARD * after.forwards + A_REDUCTION * after.reductions
+            if after.calls - before.calls > max(CALLS * before.calls, few):
+                return f"{after.calls} Python calls in a step, stock's are {before.calls}"
+    return ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, GATHERED_AGAIN, RIGHT, WRONG, raises, script
-from tests.training.models import batch, both_losses, losses
+from tests.training.models import batch, both_losses, loss_of, losses
+from tests.training.options import SMALL_PREFETCH
 
 LAST_ONLY = {1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")}
 
@@ -30,21 +31,12 @@ def auxiliary_tensor_first(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, model="Auxiliary", at_rest=False)
+@script(ALL_RIGHT, model="Auxiliary", at_rest=False)
 def auxiliary_alone(trainer: Any) -> None:
     """The outputs are for nothing."""
     for step in trainer.steps():
         trainer(batch(step)[0])
         trainer.backward(trainer.module.aux)
-        trainer.step()
-
-
-@script(ALL_RIGHT, model="Auxiliary")
-def auxiliary_loss(trainer: Any) -> None:
-    """The usual way: it is added to the loss."""
-    for step in trainer.steps():
-        first, second = both_losses(trainer, step)
-        trainer.backward(first + second + 0.1 * trainer.module.aux)
         trainer.step()
 
 
@@ -58,11 +50,7 @@ def two_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(
-    LAST_ONLY,
-    model="TwoBranches",
-    zero={"stage3_prefetch_bucket_size": 600},
-)
+@script(LAST_ONLY, model="TwoBranches", zero=SMALL_PREFETCH)
 def three_backwards(trainer: Any) -> None:
     """The second of three over one forward does not use what the others do."""
     for step in trainer.steps():
@@ -73,18 +61,12 @@ def three_backwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(LAST_ONLY, model="NonReentrant")
-def two_backwards_recomputed(trainer: Any) -> None:
-    """Two losses over blocks under checkpoint(use_reentrant=False)."""
-    two_backwards(trainer)
-
-
 @script({1: WRONG, 2: WRONG, 3: RIGHT})
 def two_forwards(trainer: Any) -> None:
     """Two forwards and backwards before one step, with one micro step."""
     for step in trainer.steps():
         for micro in range(2):
-            trainer.backward(sum(both_losses(trainer, step, micro)))
+            trainer.backward(loss_of(trainer, step, micro))
         trainer.step()
 
 
@@ -92,8 +74,7 @@ def two_forwards(trainer: Any) -> None:
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():
-        total = sum(both_losses(trainer, step, 0)) + sum(both_losses(trainer, step, 1))
-        trainer.backward(total)
+        trainer.backward(loss_of(trainer, step, 0) + loss_of(trainer, step, 1))
         trainer.step()
 
 
@@ -103,7 +84,7 @@ def around_the_engine(trainer: Any) -> None:
     in_turns(trainer, [trainer, trainer.around_the_engine])
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, micro_steps=2)
+@script(ALL_RIGHT, micro_steps=2)
 def around_the_engine_first(trainer: Any) -> None:
     """And the other way round."""
     in_turns(trainer, [trainer.around_the_engine, trainer])

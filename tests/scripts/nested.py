@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.scripts.declared import RIGHT, WRONG, raises, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.training.models import RaiseInBackward, batch, loss_of
 
 #: Stock reduces the outer backward before the inner one has begun, and so may the patches.
@@ -16,15 +16,12 @@ TWICE = "already been reduced"
 
 
 def cached_loss(
-    trainer: Any,
-    step: int,
-    parts: int = 3,
-    failing: int | None = None,
-    behind_an_output: bool = False,
+    trainer: Any, step: int, parts: int = 3, failing: int | None = None, hook_of: str = "leaf"
 ) -> Tensor:
     """Of a batch in `parts`, whose backwards run in a hook: it has no other gradient.
 
-    failing: the part whose backward raises Boom. behind_an_output: the hook is not a leaf's.
+    failing: the part whose backward raises Boom. hook_of: "leaf"; "output", which is made of one;
+    or "loss", where it is the leaf.
     """
     batches = [batch(step, part)[0] for part in range(parts)]
     with torch.no_grad():
@@ -39,7 +36,8 @@ def cached_loss(
             (trainer(tokens)[1] * gradient).sum().backward()
 
     leaf = loss.detach().requires_grad_()
-    return hooked(1.0 * leaf, backwards) if behind_an_output else 1.0 * hooked(leaf, backwards)
+    loss = hooked(1.0 * leaf if hook_of == "output" else leaf, backwards)
+    return 1.0 * loss if hook_of == "leaf" else loss
 
 
 def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
@@ -65,7 +63,15 @@ def in_parts(trainer: Any, parts: int) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: RIGHT}, at_rest=False)
+@script(dict.fromkeys((1, 2, 3), raises("loss must be a scalar tensor")), at_rest=False)
+def cached_as_a_leaf(trainer: Any) -> None:
+    """The loss is a leaf, as a framework gets it."""
+    for step in trainer.steps():
+        trainer.backward(cached_loss(trainer, step, hook_of="loss"))
+        trainer.step()
+
+
+@script(ALL_RIGHT, at_rest=False)
 def cached_in_a_window(trainer: Any) -> None:
     """The same in a window, beside a backward that is an ordinary one."""
     in_parts_of_a_window(trainer, 3)
@@ -127,5 +133,5 @@ def nested(trainer: Any) -> None:
 def cached_behind_an_output(trainer: Any) -> None:
     """A cached loss whose hook is that of a product, as sentence-transformers scales it."""
     for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, behind_an_output=True))
+        trainer.backward(cached_loss(trainer, step, hook_of="output"))
         trainer.step()

@@ -21,18 +21,12 @@ def one_backward(trainer: Any) -> None:
 def micro_steps(trainer: Any) -> None:
     """Two micro steps, which DeepSpeed counts."""
     for step in trainer.steps():
-        for micro in range(2):
+        for micro in range(trainer.options.micro_steps):
             trainer.backward(loss_of(trainer, step, micro))
             trainer.step()
 
 
-@script(
-    ALL_RIGHT,
-    model="Deep",
-    micro_steps=2,
-    **OVERLAP,
-    grouped=(2,),
-)
+@script(ALL_RIGHT, model="Deep", micro_steps=2, **OVERLAP, grouped=(2,))
 def micro_steps_overlapped(trainer: Any) -> None:
     """The same, with reductions beside the backward."""
     micro_steps(trainer)
@@ -71,17 +65,6 @@ def offloaded_optimizer(trainer: Any) -> None:
     one_backward(trainer)
 
 
-@script(
-    ALL_RIGHT,
-    **OFFLOADED,
-    micro_steps=2,
-    awaits=EACH_GRADIENT,
-)
-def offloaded_micro_steps(trainer: Any) -> None:
-    """The same, with micro steps."""
-    micro_steps(trainer)
-
-
 @script(ALL_RIGHT, grouped=(2, 3))
 def plain_backward(trainer: Any) -> None:
     """``loss.backward()``, as the rest of the world writes it."""
@@ -93,6 +76,18 @@ def plain_backward(trainer: Any) -> None:
 @script(ALL_RIGHT, model="TiedEmbedding")
 def tied_weights(trainer: Any) -> None:
     """The embedding is the output layer, too."""
+    one_backward(trainer)
+
+
+@script(ALL_RIGHT, model="NonReentrant")
+def non_reentrant(trainer: Any) -> None:
+    """Blocks under ``checkpoint(use_reentrant=False)``, as Hugging Face's Trainer has them."""
+    one_backward(trainer)
+
+
+@script(ALL_RIGHT, model="Reentrant")
+def reentrant(trainer: Any) -> None:
+    """Blocks under ``checkpoint(use_reentrant=True)``."""
     one_backward(trainer)
 
 
@@ -115,14 +110,3 @@ def sometimes_unused(trainer: Any) -> None:
         trainer.module.used = (step % 2 == 0, True)
         trainer.backward(loss_of(trainer, step))
         trainer.step()
-
-
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False, model="Sometimes", micro_steps=2)
-def used_late(trainer: Any) -> None:
-    """A parameter that only the second forward of a step uses, and only in some steps."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.module.used = (True, micro == 1 and step % 2 == 0)
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
-    trainer.module.used = (True, True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from datetime import date
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 
 from tests.scripts import law
@@ -53,100 +54,73 @@ def main(names: Collection[str]) -> int:
     names: of the scripts to run, beside those without a row; all if there are none.
     """
     versions = f"DeepSpeed {version('deepspeed')}, torch {version('torch')}"
-    known = {_place(row): row for row in rows()} if names else {}
-    if known and versions not in FILE.read_text(encoding="utf-8"):
+    known = {row[:2]: row for row in rows()} if names else {}
+    before = FILE.read_text(encoding="utf-8")
+    if known and versions not in before:
         sys.exit(f"the page is not of {versions}: run all scripts")
     if unknown := {*names} - {one.name for one in scripts()}:
         sys.exit(f"no such script: {', '.join(sorted(unknown))}")
     odd = 0
     with closing(Worlds()) as worlds:
-        for one in scripts():
-            for stage in one.stock:
-                place = declared(one, stage)[:2]
-                if place in known and one.name not in names:
-                    continue
-                stock, patched = (worlds.run(one, stage, way) for way in (STOCK, PATCHED))
-                known[place] = _row(one, stage, stock, patched)
-                for complaint in law.complaints(one, stage, stock, patched):
-                    print(f"{one.name}, ZeRO-{stage}: {complaint}", file=sys.stderr, flush=True)
-                    odd += 1
-    begun = _begun() if names else ""
-    write(known, " to ".join(sorted({begun or _today(), _today()})), versions)
+        for one, stage in [(script, stage) for script in scripts() for stage in script.stock]:
+            place = declared(one, stage)[:2]
+            if place in known and one.name not in names:
+                continue
+            stock, patched = (worlds.run(one, stage, way) for way in (STOCK, PATCHED))
+            known[place] = _row(one, stage, stock, patched)
+            for complaint in law.complaints(one, stage, stock, patched):
+                print(f"{one.name}, ZeRO-{stage}: {complaint}", file=sys.stderr, flush=True)
+                odd += 1
+    today = date.today().isoformat()
+    begun = re.search(r"^Run (\d{4}-\d\d-\d\d)", before, re.M) if names else None
+    write(known, " to ".join(sorted({begun[1] if begun else today, today})), versions)
     return odd
 
 
-def write(known: dict[tuple[str, str], Row], when: str, versions: str) -> None:
+def write(known: Mapping[tuple[str, ...], Row], when: str, versions: str) -> None:
     tables = []
-    for theme, found in by_theme().items():
+    for theme, found in groupby(scripts(), lambda one: one.theme):
         shown = [known[declared(one, stage)[:2]] for one in found for stage in one.stock]
-        tables.append("\n".join([f"\n## {theme}\n", *_table(merged(shown)), ""]))
+        cells = [HEADER, ("---",) * len(HEADER), *merged(shown)]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        tables.append(f"\n## {theme}\n\n{table}\n")
     text = _TEXT.format(when=when, versions=versions, forward=law.A_FORWARD, tables="".join(tables))
     FILE.write_text(text, encoding="utf-8")
 
 
-def _today() -> str:
-    return date.today().isoformat()
-
-
-def _begun() -> str:
-    """When the oldest row of the page as it is was run."""
-    found = re.search(r"^Run (\d{4}-\d\d-\d\d)", FILE.read_text(encoding="utf-8"), re.M)
-    return found[1] if found else ""
-
-
-def _place(row: Row) -> tuple[str, str]:
-    """Script and stage."""
-    return row[0], row[1]
-
-
 def merged(rows: Iterable[Row]) -> list[Row]:
     """One row for the stages of a script that are alike but for the number of calls."""
-    found: dict[Row, list[Row]] = {}
-    for row in rows:
-        alike = (row[0], *row[2:4], re.sub(r"\d\.\d\d", "", row[4]), row[5])
-        found.setdefault(alike, []).append(row)
-    one_of_each = []
-    for same in found.values():
-        name, _, before, after, _, awaits = same[0]
-        stages, most = ", ".join(row[1] for row in same), max(row[4] for row in same)
-        one_of_each.append((name, stages, before, after, most, awaits))
-    return one_of_each
-
-
-def by_theme() -> dict[str, list[Script]]:
-    found: dict[str, list[Script]] = {}
-    for one in scripts():
-        found.setdefault(one.theme, []).append(one)
-    return found
+    found: dict[Row, Row] = {}
+    for name, stage, stock, patched, also, awaits in rows:
+        alike = (name, stock, patched, re.sub(r"\d\.\d\d", "", also), awaits)
+        stages, most = stage, also
+        if alike in found:
+            stages, most = f"{found[alike][1]}, {stage}", max(found[alike][4], also)
+        found[alike] = (name, stages, stock, patched, most, awaits)
+    return [*found.values()]
 
 
 def declared(script: Script, stage: int) -> tuple[str, str, str]:
     """The cells of a row that no run is needed for: which script and stage, and what it awaits."""
     awaits = sorted(script.awaits.get(stage, {}).items())
-    return _name(script), str(stage), ", ".join(f"{kind}: {why}" for kind, why in awaits)
-
-
-def _name(script: Script) -> str:
-    return f"`{script.name}`: {script.title}"
+    name = f"`{script.name}`: {script.title}"
+    return name, str(stage), ", ".join(f"{kind}: {why}" for kind, why in awaits)
 
 
 def _row(script: Script, stage: int, stock: list[Outcome], patched: list[Outcome]) -> Row:
     name, at, awaits = declared(script, stage)
-    beside = [
-        _beside(one, stock, patched)
-        for one in law.breaches(script, stock, patched)
-        if one.kind != "values"
-    ]
+    broken = law.breaches(script, stock, patched)
+    beside = [_beside(kind, stock, patched) for kind in broken if kind != "values"]
     before, after = (_short(law.verdict(ranks)) for ranks in (stock, patched))
     if after == WRONG and all(one.said for one in patched):
         after = "says so"
     return name, at, before, after, "; ".join(beside), awaits
 
 
-def _beside(breach: law.Breach, stock: list[Outcome], patched: list[Outcome]) -> str:
-    if breach.kind == "words":
+def _beside(kind: str, stock: list[Outcome], patched: list[Outcome]) -> str:
+    if kind == "words":
         return "warns"
-    if breach.kind == "calls":
+    if kind == "calls":
         return f"calls {patched[0].calls / stock[0].calls:.2f}"
     most, more = (max(ranks[0].peaks, default=0) for ranks in (stock, patched))
     return f"memory {more / most:.2f}" if more > most > 0 else "memory: kept after a backward"
@@ -161,21 +135,11 @@ def _short(verdict: str) -> str:
     return f"raises `{cut.replace('`', '').replace('|', '/')}`"
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
-    for cells in (HEADER, ("---",) * len(HEADER), *rows):
-        yield f"| {' | '.join(cells)} |"
-
-
 def rows() -> list[Row]:
     """Of the page as it is."""
-    lines = [line for line in FILE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    lines = [line for line in FILE.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
     cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
-    return [
-        (row[0], stage, *row[2:])
-        for row in cells
-        if row[0] != HEADER[0] and not row[0].startswith("---")
-        for stage in row[1].split(", ")
-    ]
+    return [(name, stage, *rest) for name, stages, *rest in cells for stage in stages.split(", ")]
 
 
 if __name__ == "__main__":

@@ -35,24 +35,10 @@ def penalty_in_the_middle(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="Critic")
-def saliency(trainer: Any) -> None:
-    """``torch.autograd.grad`` by the inputs, beside an ordinary backward."""
-    for step in trainer.steps():
-        x = features(step)
-        judged = trainer(x)
-        torch.autograd.grad(judged.sum(), x, retain_graph=True)
-        trainer.backward(judged.square().mean())
-        trainer.step()
-
-
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: RIGHT}, at_rest=False)
 def slope_before(trainer: Any) -> None:
     """A gradient by an output weighs the loss."""
-    for step in trainer.steps():
-        slope, first, second = slope_and_losses(trainer, step)
-        trainer.backward(first * slope + second)
-        trainer.step()
+    slope_in_each_micro_step(trainer)
 
 
 def slope_and_losses(trainer: Any, step: int, micro: int = 0) -> tuple[torch.Tensor, ...]:
@@ -67,7 +53,7 @@ def slope_and_losses(trainer: Any, step: int, micro: int = 0) -> tuple[torch.Ten
 def slope_in_each_micro_step(trainer: Any) -> None:
     """It is not divided by the micro steps."""
     for step in trainer.steps():
-        for micro in range(2):
+        for micro in range(trainer.options.micro_steps):
             slope, first, second = slope_and_losses(trainer, step, micro)
             trainer.backward(first * slope + second)
             trainer.step()

@@ -20,15 +20,6 @@ def gradient_noise(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT)
-def gradient_norms(trainer: Any) -> None:
-    """Gradients are read for a plot."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        assert all(grad.norm() >= 0 for grad in trainer.full_grads())
-        trainer.step()
-
-
 @script({1: RIGHT, 2: RIGHT, 3: raises("FusedAdam")}, refusal="FusedAdam")
 def offloaded_states(trainer: Any) -> None:
     """``offload_states`` and ``reload_states`` between steps, as for a rollout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,33 +28,30 @@ def backward(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(SCALE * trainer(batch(3 * step + micro)).square().mean())
 
 
-@script({2: RIGHT}, micro_steps=2, **SUMS)
-def overlapped(trainer: Any) -> None:
-    """Micro steps, and nothing else."""
+def in_micro_steps(trainer: Any, before_the_step: Callable[[], object] = lambda: None) -> None:
     for step in trainer.steps():
         for micro in range(2):
             backward(trainer, step, micro)
+            before_the_step()
             trainer.step()
+
+
+@script({2: RIGHT}, micro_steps=2, **SUMS)
+def overlapped(trainer: Any) -> None:
+    """Micro steps, and nothing else."""
+    in_micro_steps(trainer)
 
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def gradients_read_between_micro_steps(trainer: Any) -> None:
     """``safe_get_full_grad`` before the step."""
-    for step in trainer.steps():
-        for micro in range(2):
-            backward(trainer, step, micro)
-            assert all(grad is None or grad.norm() >= 0 for grad in trainer.full_grads())
-            trainer.step()
+    in_micro_steps(trainer, lambda: [g.norm() for g in trainer.full_grads() if g is not None])
 
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def offloaded_between_micro_steps(trainer: Any) -> None:
     """``offload_states`` before the step."""
-    for step in trainer.steps():
-        for micro in range(2):
-            backward(trainer, step, micro)
-            trainer.offload()
-            trainer.step()
+    in_micro_steps(trainer, trainer.offload)
 
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
@@ -67,12 +65,7 @@ def boundary_set_late(trainer: Any) -> None:
         trainer.step()
 
 
-@script(
-    {1: RIGHT, 2: RIGHT},
-    at_rest=False,
-    zero=OVERLAPPED,
-    **ON_STREAMS,
-)
+@script({1: RIGHT, 2: RIGHT}, at_rest=False, zero=OVERLAPPED, **ON_STREAMS)
 def hook_behind_the_reduction(trainer: Any) -> None:
     """A hook on the AccumulateGrad node, behind DeepSpeed's, writes the gradient again."""
     nodes = []

@@ -18,7 +18,11 @@ STOCK, PATCHED = "stock", "patched"
 #: Where ranks that do not meet would wait for good.
 SECONDS = 90.0
 #: ZeRO-3 keeps nothing for its next use and gathers nothing ahead: what else it holds is seen.
-FRUGAL = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+FRUGAL = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 
 Kind = tuple[str, int, bool]
 

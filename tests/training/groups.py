@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,69 +18,35 @@ DATA, MODEL = ([0, 2], [1, 3]), ([0, 1], [2, 3])
 class Parallel:
     """What DeepSpeed asks of an `mpu`. Ranks of a `model` group compute nothing together here.
 
-    Without one each rank is a group of its own.
+    Without one each rank is a group of its own. The ranks of `sequence` have parts of one sequence;
+    then ZeRO is over all of the world.
     """
 
-    def __init__(self, data: Ranks, model: Ranks | None = None) -> None:
+    def __init__(self, data: Ranks, model: Ranks | None = None, sequence: Ranks = ()) -> None:
         self.data = group_of(data)
-        self.model = group_of(model or [[rank] for rank in range(dist.get_world_size())])
+        self._answer("data_parallel", self.data)
+        everyone = model or [[rank] for rank in range(dist.get_world_size())]
+        self._answer("model_parallel", group_of(everyone))
+        if sequence:
+            self._answer("sequence_parallel", group_of(sequence))
+            self._answer("sequence_data_parallel", dist.group.WORLD)
 
-    def get_data_parallel_group(self) -> Any:
-        return self.data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.data)
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.data)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.data)
-
-    def get_model_parallel_group(self) -> Any:
-        return self.model
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.model)
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self.model)
-
-
-class SequenceParallel(Parallel):
-    """The ranks of `sequence` have parts of one sequence, and ZeRO is over all of the world."""
-
-    def __init__(self, data: Ranks, sequence: Ranks) -> None:
-        super().__init__(data)
-        self.sequence = group_of(sequence)
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self.sequence
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.sequence)
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank(self.sequence)
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return dist.group.WORLD
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank()
+    def _answer(self, kind: str, group: Any) -> None:
+        """As methods, whose names are upstream's."""
+        setattr(self, f"get_{kind}_group", lambda: group)
+        setattr(self, f"get_{kind}_group_ranks", partial(dist.get_process_group_ranks, group))
+        setattr(self, f"get_{kind}_world_size", partial(dist.get_world_size, group))
+        setattr(self, f"get_{kind}_rank", partial(dist.get_rank, group))
 
 
 @contextmanager
-def parallel(data: Ranks, sequence: Ranks | None = None) -> Iterator[Parallel]:
+def parallel(data: Ranks, sequence: Ranks = ()) -> Iterator[Parallel]:
     """For engines that are built in the block; DeepSpeed keeps it in a module, for all of them."""
     from deepspeed.utils import groups
 
     before = groups.mpu
     try:
-        yield Parallel(data) if sequence is None else SequenceParallel(data, sequence)
+        yield Parallel(data, sequence=sequence)
     finally:
         groups.mpu = before
 

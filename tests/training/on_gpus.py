@@ -35,7 +35,7 @@ from tests.training.options import (
     ROUNDING,
     Options,
 )
-from tests.training.run import Outcome, Script, run
+from tests.training.run import Script, run
 from tests.zero3_retain.test_gradients import GRAPHS, PREFETCH, several_backwards
 
 STAGES = (1, 2, 3)
@@ -47,10 +47,6 @@ class Case(NamedTuple):
     script: Script
     options: Options
     patch: str
-    flags: dict[str, str] = {}  # noqa: RUF012
-
-    def run(self) -> Outcome:
-        return run(self.script, self.options, self.patch, **self.flags)
 
 
 def of_zero3_retain() -> Iterator[Case]:
@@ -121,15 +117,11 @@ def of_accumulation() -> Iterator[Case]:
             yield Case(experts.routed, options, "accumulation")
 
 
-CASES = {
-    "accumulation": of_accumulation,
-    "zero3_retain": of_zero3_retain,
-    "coalesce": of_coalesce,
-}
+CASES = {"accumulation": of_accumulation, "zero3_retain": of_zero3_retain, "coalesce": of_coalesce}
 
 
 def judge(case: Case) -> tuple[bool, str]:
-    outcome = case.run()
+    outcome = run(*case)
     close = outcome.difference <= TOLERANCE[case.options.dtype] < outcome.moved
     whole = case.patch == "zero3_retain" and any(outcome.available)
     return close and not outcome.error and not whole, f"{outcome.difference:.1e} {outcome.error}"
@@ -150,7 +142,7 @@ def main(patch: str) -> int:
         wrong += not right
         total += 1
         if dist.get_rank() == 0:
-            shown = getattr(case.script, "keywords", case.script), case.options.shows, case.flags
+            shown = getattr(case.script, "keywords", case.script), case.options.shows
             print("ok   " if right else "WRONG", found[:200], *shown, flush=True)
     if dist.get_rank() == 0:
         print(f"{wrong} wrong of {total}")

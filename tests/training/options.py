@@ -72,9 +72,8 @@ class Options:
         }
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+    def torch_dtype(self) -> Any:
+        return getattr(torch, self.dtype)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ds_patches
 from tests.listening import listening
 from tests.training.options import HALVES, ROUNDING, config
+from tests.training.run import Outcome, applied
 from tests.training.surroundings import RATE, half_precision_allowed
 from tests.training.trainers import Parameters, worst_difference
 
@@ -38,7 +41,7 @@ class Pipeline:
     checkpointing: bool = False
     sums: str = ""
     clip: float = 0.0
-    steps: int = 3
+    steps: int = 4
 
     @property
     def config(self) -> dict[str, Any]:
@@ -60,22 +63,12 @@ def let_recompute() -> None:
 
 
 @dataclass
-class Trained:
-    """What became of this rank's stage: how far from plain PyTorch, which moved so far itself."""
+class Trained(Outcome):
+    """What became of this rank's stage."""
 
-    error: str = ""
-    difference: float = float("inf")
-    where: str = ""
-    moved: float = 0.0
     ratios: dict[str, float] = field(default_factory=dict)  # of updates, by parameter
     losses: list[float] = field(default_factory=list)  # what train_batch() gave, and should have
     expected: list[float] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    tolerance: float = 1e-6
-
-    @property
-    def equal(self) -> bool:
-        return not self.error and self.moved > 1e-3 and self.difference <= self.tolerance
 
 
 class Block(nn.Module):
@@ -115,27 +108,24 @@ def plainly(one: Pipeline, ranks: int) -> tuple[Parameters, list[float]]:
     if one.tied:
         layers[-1] = layers[0]
     model = nn.Sequential(*layers)
-    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    params = list(model.parameters())
+    masters = [param.detach().float().clone() for param in params]
     optimizer, losses = torch.optim.SGD(masters, lr=RATE), []
     for step in range(one.steps):
-        total = [torch.zeros_like(master) for master in masters]
-        value = 0.0
-        for rank in range(ranks):
-            for micro in range(one.micro_steps):
-                inputs, labels = batch(step, rank, micro, one.dtype)
-                loss = loss_of(model(inputs), labels) / (one.micro_steps * ranks)
-                value += loss.item()
-                grads = torch.autograd.grad(loss, list(model.parameters()))
-                for sum_, grad in zip(total, grads, strict=True):
-                    sum_ += grad.float()
-        for master, grad in zip(masters, total, strict=True):
-            master.grad = grad
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        losses.append(0.0)
+        for rank, micro in product(range(ranks), range(one.micro_steps)):
+            inputs, labels = batch(step, rank, micro, one.dtype)
+            loss = loss_of(model(inputs), labels) / (one.micro_steps * ranks)
+            losses[-1] += loss.item()
+            for master, grad in zip(masters, torch.autograd.grad(loss, params), strict=True):
+                master.grad += grad
         if one.clip:
             nn.utils.clip_grad_norm_(masters, one.clip)
         optimizer.step()
-        for param, master in zip(model.parameters(), masters, strict=True):
-            param.data.copy_(master.data)
-        losses.append(value)
+        for param, master in zip(params, masters, strict=True):
+            param.data.copy_(master)
     return named(layers, one.tied), losses
 
 
@@ -154,11 +144,9 @@ def build(one: Pipeline) -> Any:
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
     layers: list[Any] = [*layers_of(one)]
-    if one.tied:
-        ends = layers[0]
-        # Both are built of one, as DeepSpeed wants it.
-        layers[0] = TiedLayerSpec("ends", Copied, ends, tied_weight_attr=["weight", "bias"])
-        layers[-1] = TiedLayerSpec("ends", Copied, ends, tied_weight_attr=["weight", "bias"])
+    if one.tied:  # both are built of one, as DeepSpeed wants it
+        ends = TiedLayerSpec("ends", Copied, layers[0], tied_weight_attr=["weight", "bias"])
+        layers[0] = layers[-1] = ends
     module = PipelineModule(
         layers=layers, num_stages=one.stages, loss_fn=loss_of, partition_method="uniform"
     )
@@ -190,10 +178,8 @@ def batches(one: Pipeline, engine: Any, step: int) -> Iterator[tuple[Tensor, Ten
 
 
 def train(one: Pipeline, engine: Any, steps: Sequence[int] | None = None) -> list[float]:
-    return [
-        float(engine.train_batch(batches(one, engine, step)))
-        for step in (range(one.steps) if steps is None else steps)
-    ]
+    steps = range(one.steps) if steps is None else steps
+    return [float(engine.train_batch(batches(one, engine, step))) for step in steps]
 
 
 def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
@@ -207,42 +193,31 @@ def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
 
 def train_and_unapply(one: Pipeline, engine: Any) -> list[float]:
     """The last step is stock's."""
-    import ds_patches
-
     losses = train(one, engine, range(one.steps - 1))
     ds_patches.unapply_all()
     engine.eval_batch(batches(one, engine, 9))
     return losses + train(one, engine, [one.steps - 1])
 
 
-Script = Callable[[Pipeline, Any], list[float]]
-
-
-def _forget_the_grid() -> None:
-    """Of a pipeline, which DeepSpeed keeps for all engines that come."""
+def run(
+    one: Pipeline, *patches: str, script: Callable[[Pipeline, Any], list[float]] = train
+) -> Trained:
+    """One training on this rank, patched or not; an exception is an outcome."""
     from deepspeed.utils import groups
 
-    groups.mpu = None
-
-
-def run(one: Pipeline, *patches: str, script: Script = train) -> Trained:
-    """One training on this rank, patched or not; an exception is an outcome."""
-    from tests.training.run import applied
-
-    around: AbstractContextManager[None] = applied(*patches) if patches else nullcontext()
     found = Trained(tolerance=max(ROUNDING[one.dtype], 2e-6))
-    ranks = dist.get_world_size() // one.stages
-    expected, found.expected = plainly(one, ranks)
+    expected, found.expected = plainly(one, dist.get_world_size() // one.stages)
     start = named(layers_of(one), one.tied)
     with ExitStack() as stack:
-        stack.callback(_forget_the_grid)
+        # The grid of a pipeline, which DeepSpeed keeps for all engines that come.
+        stack.callback(setattr, groups, "mpu", None)
         if one.dtype == "float16":
             stack.enter_context(half_precision_allowed())
         if one.checkpointing:
             let_recompute()
         found.said = stack.enter_context(listening())
         try:
-            with around:
+            with applied(*patches):
                 engine = build(one)
                 found.losses = script(one, engine)
         except Exception as error:
@@ -251,9 +226,8 @@ def run(one: Pipeline, *patches: str, script: Script = train) -> Trained:
     ends = {name: p.detach().float() for name, p in engine.module.named_parameters()}
     here = {name: expected[name] for name in ends}
     found.difference, found.where = worst_difference(ends, here)
-    found.moved = min((here[n] - start[n]).abs().max().item() for n in ends)
+    found.moved = worst_difference(here, {name: start[name] for name in ends})[0]
     found.ratios = {
-        n: round(((ends[n] - start[n]).norm() / (here[n] - start[n]).norm()).item(), 3)
-        for n in ends
+        n: ((ends[n] - start[n]).norm() / (here[n] - start[n]).norm()).item() for n in ends
     }
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,28 +43,18 @@ def around(on: str, **compiles: Any) -> Iterator[Inside]:
 
 
 @contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Muon's own functions are, and compiling them takes longer than all scripts."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
 def _plainly() -> Iterator[list[str]]:
     yield []
 
 
-Rates = tuple[float, ...]
-
-
-def trained(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
+def trained(model: nn.Module, rates: Sequence[float]) -> list[dict[str, Any]]:
     """A group of parameters for each of these rates of learning."""
     params = [param for param in model.parameters() if param.requires_grad]
     return [{"params": params[at :: len(rates)], "lr": rate} for at, rate in enumerate(rates)]
 
 
 def build_optimizer(
-    model: nn.Module, muon: bool, sharded: bool = False, rates: Rates = (RATE,)
+    model: nn.Module, muon: bool, sharded: bool = False, rates: Sequence[float] = (RATE,)
 ) -> Any:
     """SGD, or Muon: of one device, or, under ZeRO, one that finds its updates made."""
     if not muon:
@@ -89,7 +79,7 @@ def build_engine(
     *,
     optimizer: Any = None,
     muon: bool = False,
-    rates: Rates = (RATE,),
+    rates: Sequence[float] = (RATE,),
 ) -> Any:
     """`mpu`: knows the groups of ranks, where they are not the whole world.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from tests.training.trainers import EngineTrainer, PlainTrainer, worst_differenc
 from tests.world import World
 
 ALONE: Ranks = [[0], [1]]
-TOGETHER: Ranks = [[0, 1]]
 
 
 # --- train_check ---------------------------------------------------------------------------------
@@ -46,9 +44,9 @@ def test_a_train_check_asks_the_ranks_of_its_engine(world: World, stage: int) ->
 # --- Agreement -----------------------------------------------------------------------------------
 
 
-def applied_on_rank_0(data: Ranks, sequence: Ranks | None) -> str:
-    """What building an engine raises where rank 1 leaves a patch out."""
-    with impatient(), parallel(data, sequence) as mpu:
+def applied_on_rank_0(sequence: Ranks) -> str:
+    """What building an engine raises where rank 1 leaves a patch out; data groups are of one."""
+    with impatient(), parallel(ALONE, sequence) as mpu:
         ds_patches.apply_all(only="coalesce", skip="coalesce" if dist.get_rank() else ())
         try:
             build_engine(models.build("TwoHeads"), config(2), mpu)
@@ -59,14 +57,14 @@ def applied_on_rank_0(data: Ranks, sequence: Ranks | None) -> str:
 
 def test_ranks_that_share_a_sequence_must_agree(world: World) -> None:
     """Each is its data parallel group's only rank, and ZeRO reduces over both."""
-    patched, bare = world.run(applied_on_rank_0, ALONE, TOGETHER)
+    patched, bare = world.run(applied_on_rank_0, [[0, 1]])
     assert "coalesce is live" in patched
     assert "on rank 1" in patched
     assert bare == "", "it has nothing to refuse"
 
 
 def test_ranks_of_two_engines_need_not_agree(world: World) -> None:
-    assert world.run(applied_on_rank_0, ALONE, None) == ["", ""]
+    assert world.run(applied_on_rank_0, ()) == ["", ""]
 
 
 # --- coalesce ------------------------------------------------------------------------------------
@@ -91,12 +89,7 @@ def test_a_window_of_one_rank_of_two(world: World, stage: int) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("data", [[[0, 2], [1, 3]], [[1, 2, 3], [0]]], ids=str)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_window_of_some_ranks_of_four(four: World, stage: int, data: Ranks) -> None:
-    assert max(four.run(windows_of_a_group, data, stage)) <= 1e-6
-
-
-@pytest.fixture(scope="module")
-def four() -> Any:
-    with World(4) as living:
-        yield living
+def test_a_window_of_some_ranks_of_four(data: Ranks) -> None:
+    with World(4) as four:
+        for stage in (1, 2, 3):
+            assert max(four.run(windows_of_a_group, data, stage)) <= 1e-6

@@ -14,76 +14,53 @@ from tests.training.trainers import engine_of
 from tests.world import World
 
 
-def module_hook(register: str) -> Callable[[Any], Any]:
-    return lambda engine: getattr(engine.module.classify, register)(lambda *_: None)
+def hook(*_: Any) -> None:
+    """Which does nothing."""
 
 
-def parameter_hook(engine: Any) -> Any:
-    return engine.module.embed.weight.register_hook(lambda grad: None)
-
-
-def hook_after_accumulation(engine: Any) -> Any:
-    return engine.module.embed.weight.register_post_accumulate_grad_hook(lambda param: None)
-
-
-def node_of(engine: Any) -> Any:
+def hook_of_node(engine: Any, register: str) -> Any:
     param = engine.module.embed.weight
-    return param.expand_as(param).grad_fn.next_functions[0][0]
+    node = param.expand_as(param).grad_fn.next_functions[0][0]
+    return node, getattr(node, register)(hook)  # which lives as long as the node does
 
 
-def node_hook(engine: Any) -> Any:
-    node = node_of(engine)
-    return node, node.register_hook(lambda *_: None)  # which lives as long as the node does
-
-
-def node_pre_hook(engine: Any) -> Any:
-    node = node_of(engine)
-    return node, node.register_prehook(lambda *_: None)
-
-
-def hook_that_is_gone(engine: Any) -> None:
-    for module in engine.module.modules():
-        module._forward_hooks.clear()
-
-
-def attribute_by_name(engine: Any) -> None:
-    engine.optimizer._ds_patches_sample = None
-
-
-def function_of_ours(engine: Any) -> None:
-    engine.module.classify.forward = device.accelerator
-
-
-def held(engine: Any) -> None:
-    engine.module.embed.weight.ds_active_sub_modules.add(-1)
-
-
-def gathered(engine: Any) -> None:
-    engine.module.embed.weight.all_gather()
-
-
-#: What leaves something behind, and the words for it.
-LEAVING: dict[Callable[[Any], Any], str] = {
-    module_hook("register_forward_hook"): "module 'classify': _forward_hooks",
-    module_hook("register_forward_pre_hook"): "module 'classify': _forward_pre_hooks",
-    module_hook("register_full_backward_hook"): "module 'classify': _backward_hooks",
-    module_hook("register_full_backward_pre_hook"): "module 'classify': _backward_pre_hooks",
-    parameter_hook: "parameter embed.weight: _backward_hooks",
-    hook_after_accumulation: "parameter embed.weight: _post_accumulate_grad_hooks",
-    node_hook: "parameter embed.weight: post hook of its AccumulateGrad",
-    node_pre_hook: "parameter embed.weight: pre hook of its AccumulateGrad",
-    hook_that_is_gone: "module '': _forward_hooks",
-    attribute_by_name: "optimizer._ds_patches_sample is ours",
-    function_of_ours: "module 'classify'.forward is ours",
-    held: "parameter embed.weight: in use",
-    gathered: "parameter embed.weight: gathered",
+#: What is found, and what leaves it behind.
+LEAVING: dict[str, Callable[[Any], Any]] = {
+    "module 'classify': _forward_hooks": lambda e: e.module.classify.register_forward_hook(hook),
+    "module 'classify': _forward_pre_hooks": lambda e: e.module.classify.register_forward_pre_hook(
+        hook
+    ),
+    "module 'classify': _backward_hooks": lambda e: e.module.classify.register_full_backward_hook(
+        hook
+    ),
+    "module 'classify': _backward_pre_hooks": lambda e: (
+        e.module.classify.register_full_backward_pre_hook(hook)
+    ),
+    "parameter embed.weight: _backward_hooks": lambda e: e.module.embed.weight.register_hook(hook),
+    "parameter embed.weight: _post_accumulate_grad_hooks": lambda e: (
+        e.module.embed.weight.register_post_accumulate_grad_hook(hook)
+    ),
+    "parameter embed.weight: post hook of its AccumulateGrad": lambda e: hook_of_node(
+        e, "register_hook"
+    ),
+    "parameter embed.weight: pre hook of its AccumulateGrad": lambda e: hook_of_node(
+        e, "register_prehook"
+    ),
+    # Hooks that are gone.
+    "module '': _forward_hooks": lambda e: [m._forward_hooks.clear() for m in e.module.modules()],
+    "optimizer._ds_patches_sample is ours": lambda e: setattr(e.optimizer, "_ds_patches_sample", 0),
+    "module 'classify'.forward is ours": lambda e: setattr(
+        e.module.classify, "forward", device.accelerator
+    ),
+    "parameter embed.weight: in use": lambda e: e.module.embed.weight.ds_active_sub_modules.add(-1),
+    "parameter embed.weight: gathered": lambda e: e.module.embed.weight.all_gather(),
 }
 
 
 def left_by_each() -> list[dict[str, int]]:
     """What is found after each has left its own, on an engine of its own."""
     found = []
-    for leave in LEAVING:
+    for leave in LEAVING.values():
         engine = engine_of(stage=3)
         before = leftovers.of(engine)
         assert leftovers.of(engine) == before, "looking leaves nothing behind"
@@ -95,7 +72,7 @@ def left_by_each() -> list[dict[str, int]]:
 
 def test_each_kind_is_noticed(world: World) -> None:
     for rank in world.run(left_by_each):
-        for what, found in zip(LEAVING.values(), rank, strict=True):
+        for what, found in zip(LEAVING, rank, strict=True):
             assert what in found, found
             assert len(found) == 1 or "_forward_hooks" in what, found
 

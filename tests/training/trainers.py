@@ -62,7 +62,7 @@ class PlainTrainer(Trainer):
         self.module, self._start = module, deepcopy(module)
         self._optimizer = build_optimizer(module, options.muon, rates=options.rates)
         self._micro_step = 0
-        self.group = grid().get_data_parallel_group() if options.grid else None
+        self.group = grid().data if options.grid else None
         self.forwards = [0]
         module.register_forward_pre_hook(lambda *_: self._count())
 
@@ -113,31 +113,20 @@ class PlainTrainer(Trainer):
     def _trained(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def window(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def window(self, **_: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def boundary(self, at: bool | None) -> None:
-        pass
-
-    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        return nullcontext()
+    no_sync = gathered = window
 
     def another(self) -> PlainTrainer:
         other = PlainTrainer(deepcopy(self._start), self.options)
         other.forwards = self.forwards
         return other
 
-    def save(self) -> None:
-        pass
+    def offload(self, *_: Any) -> None:
+        """Nothing, and so do others of an engine's."""
 
-    def load(self) -> None:
-        pass
-
-    def offload(self) -> None:
-        pass
+    save = load = boundary = offload
 
     def full_grads(self) -> list[Tensor]:
         return self.averaged()
@@ -174,8 +163,7 @@ class EngineTrainer(Trainer):
         super().__init__(options or Options())
         self.engine, self.style = engine, self.options.style
         self._make, self._strict = make, strict
-        self.left: list[list[str]] = []
-        self.available: list[list[str]] = []
+        self.left, self.available = [], []
         if strict:
             self.note()
 
@@ -189,9 +177,8 @@ class EngineTrainer(Trainer):
         assert not left, left
 
     @property
-    def module(self) -> nn.Module:  # type: ignore[override]
-        module: nn.Module = self.engine.module
-        return module
+    def module(self) -> Any:
+        return self.engine.module
 
     def __call__(self, *inputs: Tensor) -> Any:
         return self.engine(*inputs)
@@ -226,24 +213,20 @@ class EngineTrainer(Trainer):
         if self._strict and self.engine.global_steps > before:  # or gradients wait
             self.leaves_nothing()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        block: AbstractContextManager[None] = self.engine.no_sync()
-        return block
+    def no_sync(self) -> Any:
+        return self.engine.no_sync()
 
-    def window(self, **arguments: Any) -> AbstractContextManager[None]:
-        block: AbstractContextManager[None] = self.engine.coalesce_grad_reduction(**arguments)
-        return block
+    def window(self, **arguments: Any) -> Any:
+        return self.engine.coalesce_grad_reduction(**arguments)
 
     def boundary(self, at: bool | None) -> None:
         self.engine.set_gradient_accumulation_boundary(at)
 
-    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+    def gathered(self, params: Iterable[nn.Parameter]) -> Any:
         from deepspeed.runtime.zero import GatheredParameters
 
         params = list(params)
-        partitioned = any(hasattr(param, "ds_id") for param in params)
-        block: AbstractContextManager[None] = GatheredParameters(params, enabled=partitioned)
-        return block
+        return GatheredParameters(params, enabled=any(hasattr(p, "ds_id") for p in params))
 
     def another(self) -> EngineTrainer:
         assert self._make is not None

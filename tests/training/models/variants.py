@@ -47,22 +47,6 @@ class Auxiliary(TwoHeads):
         return self.blocks[1](x)
 
 
-class Sometimes(TwoHeads):
-    """Two scales, of which a batch may use one alone, on a rank or on all."""
-
-    used = (True, True)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
-
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = super().trunk(tokens)
-        for scale, used in zip(self.scales, self.used, strict=True):
-            x = x * scale if used else x
-        return x
-
-
 class Either(nn.Module):
     """Scales by one of two parameters, or by both: gathered alike on all ranks, used otherwise."""
 
@@ -76,6 +60,19 @@ class Either(nn.Module):
         for scale, used in zip(self.scales, self.used, strict=True):
             x = x * scale if used else x
         return x
+
+
+class Sometimes(TwoHeads):
+    """Two scales of its own, of which a batch may use one alone, on a rank or on all."""
+
+    used = (True, True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        return Either.forward(self, super().trunk(tokens))
 
 
 class Uneven(TwoHeads):
@@ -205,12 +202,6 @@ class CheckpointedAdapted(Adapted):
         return x
 
 
-class ReentrantAdapted(CheckpointedAdapted):
-    """In a nested graph task."""
-
-    reentrant = True
-
-
 class DeepAdapted(CheckpointedAdapted):
     """Eight blocks, so that it is seen for how long one of them is held."""
 
@@ -270,8 +261,7 @@ class Critic(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.middle = self.blocks[0](x)
-        judged: Tensor = self.judge(self.blocks[1](self.middle))
-        return judged
+        return self.judge(self.blocks[1](self.middle))
 
 
 class PlainCritic(nn.Module):
@@ -282,8 +272,7 @@ class PlainCritic(nn.Module):
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        judged: Tensor = self.layers(x)
-        return judged
+        return self.layers(x)
 
 
 class Judged(TwoHeads):
