@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 
 from tests.coalesce.loops import UPSTREAM
 from tests.scripts import nested
-from tests.training.collectives import Collectives
 from tests.training.models import Boom, RaiseInBackward
 from tests.training.options import OFFLOADED, OVERLAP, Options
-from tests.training.run import applied, check
-from tests.training.trainers import engine_trainer
+from tests.training.run import check
 from tests.world import World
 
 STAGES = [1, 2, 3]
@@ -44,27 +41,6 @@ def test_cached_losses(world: World, stage: int, script: Any, more: dict[str, An
     if stage == 1 and script is nested.cached_in_no_sync:
         pytest.skip("stock's own leaves gradients on their parameters anyway")
     check(world, script, Options(stage, **more), "coalesce")
-
-
-def sent(stage: int, in_a_window: bool, parts: int) -> Counter[str]:
-    """Reductions of three steps."""
-    with applied("coalesce"):
-        trainer = engine_trainer(stage=stage)
-        with Collectives() as collectives:
-            (nested.in_parts_of_a_window if in_a_window else nested.in_parts)(trainer, parts)
-        return Counter({name: n for name, n in collectives.seen.items() if "reduce" in name})
-
-
-@pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_costs_one_reduction(world: World, stage: int) -> None:
-    """As many collectives as that of a window, however many backwards are inside."""
-    few, many, window = (
-        world.run(sent, stage, in_a_window, parts)
-        for in_a_window, parts in ((False, 2), (False, 5), (True, 2))
-    )
-    assert few == many == window
-    assert few[0].total() > 0
 
 
 @pytest.mark.xfail(
