@@ -146,7 +146,8 @@ def integers_reduced(model: str) -> int:
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
                 trainer.backward(models.loss_of(trainer, step))
             trainer.step()
-    return sum(call.args[0].dtype == torch.int64 for call in reduce.call_args_list)
+    sent = [call.args[0] if call.args else call.kwargs["tensor"] for call in reduce.mock_calls]
+    return sum(tensor.dtype == torch.int64 for tensor in sent)
 
 
 def test_devices_are_left_alone(world: World) -> None:

@@ -51,26 +51,26 @@ def test_an_outer_loss_with_gradients_of_its_own(world: World, stage: int) -> No
     check(world, nested.cached_beside_one_of_its_own, Options(stage), "coalesce")
 
 
-def fail_and_go_on(trainer: Any, in_window: bool) -> None:
+def fail_and_go_on(trainer: Any, in_block: bool) -> None:
     """Step 1 of 3 is tried, its second nested backward raises, and it is done again."""
-    window = trainer.window if in_window else nullcontext
+    block = trainer.window if in_block else nullcontext
     for step in trainer.steps():
         if step == 1 and trainer.is_engine:
-            with pytest.raises(Boom), window():
+            with pytest.raises(Boom), block():
                 trainer.backward(nested.cached_loss(trainer, step, failing=1))
             RaiseInBackward.armed = False
             trainer.leaves_nothing()
-        with window():
+        with block():
             trainer.backward(nested.cached_loss(trainer, step))
         trainer.step()
 
 
 @pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("in_window", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_nested_backward_that_raises(world: World, stage: int, in_window: bool) -> None:
-    script = partial(fail_and_go_on, in_window=in_window)
+def test_a_nested_backward_that_raises(world: World, stage: int, in_block: bool) -> None:
+    script = partial(fail_and_go_on, in_block=in_block)
     options = Options(stage, model="Fragile")
     for outcome in check(world, script, options, "coalesce", quiet=False):
         assert sum("A backward raised" in text for text in outcome.said) == 1
-        assert sum("gradients were dropped" in text for text in outcome.said) == in_window
+        assert sum("gradients were dropped" in text for text in outcome.said) == in_block

@@ -103,6 +103,8 @@ def test_options(
 ) -> None:
     if stage < 3 and "contiguous_gradients" in str(more):
         stock.needs_non_contiguous()
+    if stage == 1 and more == BF16_SUMS | TORCH and not stock.QUEUES_EPILOGUE:
+        pytest.skip("stock refuses plain backwards there, patched or not")
     holds(world, backwards, zero, stage=stage, **more)
 
 
