@@ -59,9 +59,9 @@ def several_backwards(trainer: Any, *, backwards: int = 2, zero: bool = False) -
             trainer.step()
 
 
-def holds(world: World, backwards: int = 2, zero: bool = False, **options: Any) -> list[Outcome]:
+def holds(world: World, backwards: int = 2, zeroed: bool = False, **options: Any) -> list[Outcome]:
     """Plain PyTorch's ends, on any model and with any options."""
-    script = partial(several_backwards, backwards=backwards, zero=zero)
+    script = partial(several_backwards, backwards=backwards, zero=zeroed)
     return check(world, script, Options(**options), "zero3_retain", quiet=False)
 
 
@@ -71,7 +71,7 @@ def holds(world: World, backwards: int = 2, zero: bool = False, **options: Any) 
 @STYLES
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_backwards(world: World, stage: int, style: str, zero: bool) -> None:
-    for outcome in holds(world, stage=stage, style=style, zero=zero):
+    for outcome in holds(world, stage=stage, style=style, zeroed=zero):
         assert not any(outcome.available)
 
 
