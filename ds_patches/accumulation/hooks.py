@@ -198,7 +198,8 @@ def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
     global _counted
     (parameters,) = args
     task = current_task_id()
-    if _counted[:2] != (id(parameters), task) or task == NO_TASK:
+    counted = _counted  # another thread may be in another task
+    if counted[:2] != (id(parameters), task) or task == NO_TASK:
         with torch.enable_grad():
-            _counted = id(parameters), task, wrapped(parameters)
-    return _counted[2]
+            counted = _counted = id(parameters), task, wrapped(parameters)
+    return counted[2]
