@@ -78,7 +78,7 @@ SINCE_0_19_4 = pytest.mark.skipif(
     ("stage", "more", "given", "says"),
     [
         (0, {}, {}, "NotImplementedError: .* needs ZeRO stage 1, 2 or 3; this engine has 0"),
-        (1, BF16_SUMS, {}, "NotImplementedError: .* does not cover BF16_Optimizer"),
+        (1, BF16_SUMS, {}, "NotImplementedError: .* does not cover "),
         (0, BF16, {}, "NotImplementedError: .* needs ZeRO stage"),
         (2, {}, {"gather_once": True}, "NotImplementedError: gather_once needs ZeRO stage 3"),
         pytest.param(
