@@ -13,7 +13,6 @@ _UNFUSED = Class("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimi
 _FRAGMENT = Class("deepspeed.utils.tensor_fragment", "tensor_fragment")
 
 _HOOKS = "ds_patches.accumulation.hooks"
-_BY_HAND = "ds_patches.accumulation.by_hand"
 
 _TORCH_STYLE = ">=0.18.3"
 _HOOK_STATE = ">=0.18.5"
@@ -37,12 +36,12 @@ _TARGETS = (
     _STAGE3.target(
         "partition_grads", "ds_patches.accumulation.partition_sum:around_partition_grads"
     ),
-    _STAGE3.target("get_fp32_grad_for_param", f"{_BY_HAND}:around_get_grad"),
-    _STAGE3.target("get_local_fp32_grad_for_param", f"{_BY_HAND}:around_get_grad"),
-    _STAGE3.target("set_fp32_grad_for_param", f"{_BY_HAND}:around_set_grad"),
-    _STAGE3.target("set_local_grad_for_param", f"{_BY_HAND}:around_set_grad"),
+    _STAGE3.target("get_fp32_grad_for_param", f"{_HOOKS}:around_get_grad"),
+    _STAGE3.target("get_local_fp32_grad_for_param", f"{_HOOKS}:around_get_grad"),
+    _STAGE3.target("set_fp32_grad_for_param", f"{_HOOKS}:around_set_grad"),
+    _STAGE3.target("set_local_grad_for_param", f"{_HOOKS}:around_set_grad"),
     _STAGE3.target(
-        "update_fp32_grad_for_param_vectorized", f"{_BY_HAND}:around_set_grad", _VECTORIZED
+        "update_fp32_grad_for_param_vectorized", f"{_HOOKS}:around_set_grad", _VECTORIZED
     ),
     _STAGE3.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
     _FLAT.target("independent_gradient_partition_epilogue", f"{_HOOKS}:around_flat_epilogue"),

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_patches.runtime.graph_task import current_task_id
+
+from .upstream.buckets import ReduceBuckets
 
 #: Parameters, each by what DeepSpeed keeps of it in a bucket.
 Order = list[Any]
@@ -36,36 +38,10 @@ _CANNOT_BE_FORMED = (
 )
 
 
-class Buckets(Protocol):
-    """The reduce buckets of one optimizer, which gradients go into by its own rule."""
-
-    params: frozenset[Any]
-    group: Any  # of ranks that reduce together
-    device: torch.device
-
-    def waiting(self) -> Order:
-        """What is in the buckets and not reduced yet."""
-
-    def take_out(self) -> Order:
-        """Give what waits back to its parameters; returns what that was."""
-
-    def put_in(self, param: Any) -> None:
-        """Put in a parameter's gradient, or zeros if it has none; may reduce what waits."""
-
-    def reached(self) -> set[Any]:
-        """Inside a backward: what it brings gradients to, but for backwards within it."""
-
-    def divert(self, put: Callable[[Any], None] | None) -> None:
-        """Let gradients that come be given to `put`, and not to a bucket; None: as ever."""
-
-    def any_rank(self, says: bool) -> bool:
-        """Whether one of the ranks says so; the host waits for the other hosts."""
-
-
 class BucketOrder:
     """The order in which the ranks of one optimizer reduce its parameters."""
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(self, buckets: ReduceBuckets) -> None:
         self._buckets = buckets
         self._order: Order | None = None  # None: no backward has reduced
         self._formed: list[Order] | None = None  # the buckets that it comes to, where known
@@ -103,14 +79,18 @@ class BucketOrder:
     def end_backward(self) -> None:
         """All gradients have come: leave those in the buckets that all ranks have there."""
         waiting = self._buckets.waiting()
-        if not self._kept_to_the_order(waiting):
+        kept = self._kept_to_the_order(waiting)
+        if not kept:
             self._hold()
-            if self._order is None:
-                self._agree()
+        if self._order is None:
+            came = [*_flat(self._now), *waiting] if kept else [*(self._came or ())]
+            self._foresees = self._foreseen.issuperset(came)
+            if kept:
+                self._set_order(came)
+            else:
+                self._agree(came)
+        if not kept:
             self._put_in(reversed(self._due))
-        elif self._order is None:
-            self._set_order([*_flat(self._now), *waiting])
-            self._foresees = self._foreseen.issuperset(self._order or ())
         if self._unused:
             self._look_for_new_ones()
         self._is_own = True  # the last bucket, which upstream reduces next
@@ -167,11 +147,10 @@ class BucketOrder:
     def _set_order(self, order: Order) -> None:
         self._order, self._unused = order, self._buckets.params - {*order}
 
-    def _agree(self) -> None:
+    def _agree(self, came: Order) -> None:
         """After a first backward that was not the same on all ranks."""
         reduced = _flat(self._now)
-        self._foresees = self._foreseen.issuperset(self._came or ())
-        order = merged(self._everyones([*(self._came or ())]))
+        order = merged(self._everyones(came))
         self._set_order(order)
         self._due = order[len(reduced) :][::-1]
         self._forms_all = not reduced

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from ds_patches.runtime.attached import Attached
@@ -14,8 +13,8 @@ from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
 
-#: Each gets an engine, and may add a listener to its steps.
-_subscribers: list[Callable[[Any], object]] = []
+#: What other patches make of an engine listens to its steps.
+_subscribers: list[Attached[Any]] = []
 
 
 def _steps_of(engine: Any) -> EngineSteps | None:
@@ -29,7 +28,7 @@ def _steps_of(engine: Any) -> EngineSteps | None:
     if (state := upstream_engine.hook_state(engine.optimizer)) is not None:
         _engines.share(state, steps)
     for subscriber in _subscribers:
-        subscriber(engine)
+        _listen(subscriber, engine, steps)
     return steps
 
 
@@ -64,17 +63,27 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
     return of(optimizer)
 
 
-def subscribe(subscriber: Callable[[Any], object]) -> None:
-    """Call `subscriber` for each engine that is known, and for each that comes."""
+def subscribe(subscriber: Attached[Any]) -> None:
+    """Have a listener made of each engine that is known, and of each that comes."""
     _subscribers.append(subscriber)
-    for engine, _ in _engines.all():
-        subscriber(engine)
+    for engine, steps in _engines.all():
+        _listen(subscriber, engine, steps)
 
 
-def unsubscribe(subscriber: Callable[[Any], object]) -> None:
-    """Call it no more; the listeners that it added are the caller's to remove."""
+def _listen(subscriber: Attached[Any], engine: Any, steps: EngineSteps) -> None:
+    if (listener := subscriber(engine)) is not None:
+        steps.listeners.append(listener)
+
+
+def unsubscribe(subscriber: Attached[Any]) -> list[Any]:
+    """Make no more, and take those from the engines that there are; returns them."""
     if subscriber in _subscribers:
         _subscribers.remove(subscriber)
+    found = subscriber.detach_all()
+    for engine, listener in found:
+        if (steps := of(engine)) is not None:
+            steps.listeners.remove(listener)
+    return [listener for _, listener in found]
 
 
 def detach_all() -> None:

@@ -15,11 +15,12 @@ from ds_patches.runtime import engines
 from ds_patches.runtime.attributes import Shadow
 
 from .bucket_order import BucketOrder
+from .gradient_sum import GradientSum
 from .host_sum import HostSum
 from .upstream import buckets, flat
 
 
-class FlatSum:
+class FlatSum(GradientSum):
     """The reduced gradients of one stage 1 or 2 optimizer over the backwards of a step."""
 
     def __init__(self, engine: Any) -> None:

@@ -18,6 +18,7 @@ from ds_patches.runtime.graph_task import NO_TASK, accumulates, current_task_id
 
 from . import engines, pipeline
 from .flat_sum import FlatSum
+from .partition_sum import PartitionSum
 from .steps import EngineSteps
 from .upstream import engine as upstream_engine
 from .upstream import flat
@@ -25,9 +26,8 @@ from .upstream import flat
 #: Looked up in the `__dict__` of an engine or its optimizer, as `engines.of` does, by each wrapper
 #: that a training step calls: a call less for each.
 KEY = engines.KEY
-#: By the list of an optimizer's parameters: the last graph task that counted it, and how many of
-#: them that reaches.
-_reached: dict[int, tuple[int, int]] = {}
+#: The list of parameters that was counted last, in which graph task, and how many that reaches.
+_counted = (0, NO_TASK, 0)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
@@ -158,6 +158,35 @@ def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     return found if sum(map(len, found)) == len(tensors) else flat.by_dtype(tensors)
 
 
+# --- Gradients that a script reads or gives by hand at stage 3, as ``safe_set_full_grad`` does ---
+#
+# What is given is newer than all that a step has so far, and what is read is of this step: an older
+# step's gradient, of a parameter that this one has not reached, reads as zero.
+
+
+def around_get_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The gradient of a parameter, or this rank's part of it."""
+    if (partitions := _partitions_of(optimizer)) is not None:
+        partitions.settle(*args, *kwargs.values())
+    return wrapped(*args, **kwargs)
+
+
+def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A value for one parameter's gradient, or a function to change those of several."""
+    if (partitions := _partitions_of(optimizer)) is None:
+        return wrapped(*args, **kwargs)
+    _, params = (*args, *kwargs.values())
+    ids = partitions.settle(*params if isinstance(params, (list, tuple)) else [params])
+    result = wrapped(*args, **kwargs)
+    partitions.given(ids)
+    return result
+
+
+def _partitions_of(optimizer: Any) -> PartitionSum | None:
+    steps = engines.of_optimizer(optimizer)
+    return steps.sum if steps is not None and isinstance(steps.sum, PartitionSum) else None
+
+
 # --- What a backward will reach ------------------------------------------------------------------
 
 
@@ -166,11 +195,11 @@ def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
 
     To PyTorch 2.4 a parameter has its node only where gradients are recorded.
     """
+    global _counted
     (parameters,) = args
     task = current_task_id()
-    last, count = _reached.get(id(parameters), (NO_TASK, 0))
-    if last != task or task == NO_TASK:
+    counted = _counted  # another thread may be in another task
+    if counted[:2] != (id(parameters), task) or task == NO_TASK:
         with torch.enable_grad():
-            count = wrapped(parameters)
-        _reached[id(parameters)] = task, count
-    return count
+            counted = _counted = id(parameters), task, wrapped(parameters)
+    return counted[2]

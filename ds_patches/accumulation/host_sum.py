@@ -14,8 +14,9 @@ import torch
 
 from ds_patches.runtime import engines
 from ds_patches.runtime.attributes import Shadow, meanwhile
+from ds_patches.runtime.device import synchronize
 
-from .upstream import offload
+from .upstream import flat, offload
 
 
 class HostSum:
@@ -46,7 +47,7 @@ class HostSum:
         """
         begun = self._pending or self._delivered or is_given
         if begun and param_id not in self._delivered:
-            offload.finish_copies()
+            synchronize()
             if not offload.sums_in_partitions(self._optimizer):
                 offload.zero_partitions(self._optimizer, [param_id])
                 offload.add_host_sums(self._optimizer, self._pending & {param_id})
@@ -58,9 +59,9 @@ class HostSum:
     def set_aside(self) -> None:
         """Take the fp32 partitions out; the backward then runs as a step's only one would."""
         optimizer = self._optimizer
-        if self._aside or not self._delivered or offload.sums_in_place(optimizer):
+        if self._aside or not self._delivered or flat.adds_in_place(optimizer):
             return
-        offload.finish_copies()
+        synchronize()
         self._zero_what_is_older()
         for gradient in offload.partitions(optimizer):
             self._aside.append(gradient.clone())
@@ -72,7 +73,7 @@ class HostSum:
         """After the backward's epilogue."""
         if not self._aside:
             return
-        offload.finish_copies()
+        synchronize()
         for gradient, before in zip(offload.partitions(self._optimizer), self._aside, strict=True):
             gradient.add_(before)
         self._aside = []
@@ -86,7 +87,7 @@ class HostSum:
             offload.renew_norms(optimizer)
         if not self._pending and self._delivered.issuperset(optimizer.grad_position):
             return
-        offload.finish_copies()
+        synchronize()
         if not offload.sums_in_partitions(optimizer):
             self._zero_what_is_older()
             offload.add_host_sums(optimizer, self._pending)
@@ -95,7 +96,7 @@ class HostSum:
         self._optimizer.local_overflow = False  # of what is dropped
         for gradient in offload.partitions(self._optimizer):
             gradient.zero_()
-        for buffer in offload.host_sums(self._optimizer).values():
+        for buffer in self._optimizer.accumulated_grads_in_cpu.values():
             buffer.zero_()
 
     def step_taken(self) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 from ds_patches.runtime.attributes import Shadow
 
+from .gradient_sum import GradientSum
 from .upstream import engine as upstream_engine
 
 
-class MasterSum:
+class MasterSum(GradientSum):
     """The fp32 gradients of one ``BF16_Optimizer`` over the backwards of a step.
 
     Every backward's epilogue adds the bf16 gradients to them, every prologue clears the bf16 ones:
@@ -27,21 +28,9 @@ class MasterSum:
                 Shadow(engine.optimizer, "backward_epilogue", self._epilogue),
             ]
 
-    def begin_backward(self) -> None:
-        """Nothing to prepare."""
-
-    def complete(self) -> None:
-        """Nothing to complete."""
-
     def drop(self) -> None:
         self._optimizer.clear_lp_grads()
         self._optimizer.clear_hp_grads()
-
-    def abandon(self) -> None:
-        self.drop()
-
-    def step_taken(self) -> None:
-        """The optimizer clears its gradients itself."""
 
     def detach(self) -> None:
         for shadow in self._shadows:

@@ -16,6 +16,7 @@ from ds_patches.runtime import engines
 from ds_patches.runtime.attached import key_of
 from ds_patches.runtime.attributes import meanwhile
 
+from .gradient_sum import GradientSum
 from .upstream import stage3
 
 _KEY = key_of("accumulation")
@@ -31,16 +32,13 @@ def around_partition_grads(
     return steps.sum.partition(wrapped, *args, **kwargs)
 
 
-class PartitionSum:
+class PartitionSum(GradientSum):
     """Which gradient partitions of one stage 3 optimizer hold gradients of the present step."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._written: set[int] = set()  # ds_id
         self._delivered: set[int] = set()  # of them, those that reached an offloaded optimizer
-
-    def begin_backward(self) -> None:
-        """Nothing to prepare."""
 
     def partition(
         self, wrapped: Callable[..., Any], params: list[Any], gradients: list[Any]
@@ -94,13 +92,11 @@ class PartitionSum:
             stage3.deliver(optimizer, late)
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
         stage3.zero(self._optimizer, self._written)
         stage3.clear(self._optimizer)
         self.step_taken()
 
     def abandon(self) -> None:
-        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
         stage3.empty_buckets(self._optimizer)
         stage3.partition_parameters(self._optimizer)
         self._optimizer.averaged_gradients = {}
@@ -108,12 +104,8 @@ class PartitionSum:
         self.drop()
 
     def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
         self._written.clear()
         self._delivered.clear()
-
-    def detach(self) -> None:
-        """Nothing is at the optimizer."""
 
 
 def _partitions(optimizer: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from ds_patches.runtime.graph_task import Entry, TaskWatch, accumulates
 
 from . import outputs
 from .flat_sum import FlatSum
+from .gradient_sum import GradientSum
 from .master_sum import MasterSum
 from .partition_sum import PartitionSum
 from .upstream import engine as upstream_engine
@@ -34,30 +35,8 @@ _OLD_FORWARD = (
 )
 
 
-class GradientSum(Protocol):
-    """How a ZeRO stage adds up the backwards of one step."""
-
-    def begin_backward(self) -> None:
-        """A backward begins; what it reduces is added."""
-
-    def complete(self) -> None:
-        """A step is about to read the gradients."""
-
-    def drop(self) -> None:
-        """Forget the step's gradients so far."""
-
-    def abandon(self) -> None:
-        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
-
-    def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
-
-    def detach(self) -> None:
-        """Leave the optimizer to stock."""
-
-
-class Listener(Protocol):
-    """What another patch does at the backwards of an engine."""
+class Listener:
+    """What another patch does at the backwards of an engine: nothing, but for what it defines."""
 
     def backward_begins(self, again: bool) -> None:
         """Inside its graph task. `again`: no forward has run since the one before."""
@@ -233,8 +212,7 @@ class EngineSteps:
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Around the optimizer's step, at the boundary, which `run` takes."""
-        if self.watch.raised:
-            self._drop_failed_backward()
+        self.recover()
         if self._dropped:
             raise RuntimeError(
                 "engine.step() after a backward that raised: its gradients were dropped and none "

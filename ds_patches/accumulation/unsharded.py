@@ -22,11 +22,9 @@ def around_backward(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """It divides by the scale."""
-    if not _is_bf16(optimizer):
-        return wrapped(*args, **kwargs)
-    with meanwhile(optimizer, dynamic_loss_scale=False, cur_scale=1.0):
-        result = wrapped(*args, **kwargs)
-    optimizer.zero_grad()
+    result = around_backward(wrapped, optimizer, args, kwargs)
+    if _is_bf16(optimizer):
+        optimizer.zero_grad()
     return result
 
 

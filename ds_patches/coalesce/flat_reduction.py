@@ -26,15 +26,6 @@ import torch.distributed as dist
 _LONGEST_CHUNK = 1 << 25
 
 
-class Slice(NamedTuple):
-    """Part of one parameter, and where it lies in the range that was asked for; in elements."""
-
-    param: torch.Tensor
-    source: int
-    target: int
-    length: int
-
-
 @dataclass(frozen=True)
 class FlatGroup:
     """Parameters laid end to end; gaps between them and after the last are padding."""
@@ -43,8 +34,11 @@ class FlatGroup:
     offsets: Sequence[int]  # where each begins, ascending, in elements
     partition: torch.Tensor  # this rank's share, 1-D, as long as any other; all of it is written
 
-    def slices(self, start: int, end: int) -> Iterator[Slice]:
-        """What lies in `start` to `end`, in flat order."""
+    def slices(self, start: int, end: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """What lies in `start` to `end`, in flat order.
+
+        A parameter, where in it and where in that range its part begins, and the part's length.
+        """
         first = max(bisect_right(self.offsets, start) - 1, 0)
         for index in range(first, len(self.params)):
             param, offset = self.params[index], self.offsets[index]
@@ -52,7 +46,7 @@ class FlatGroup:
                 return
             low, high = max(start, offset), min(end, offset + param.numel())
             if low < high:
-                yield Slice(param, low - offset, low - start, high - low)
+                yield param, low - offset, low - start, high - low
 
 
 class Piece(NamedTuple):
@@ -73,7 +67,6 @@ class FlatLayout:
     groups: Sequence[FlatGroup]
     process_group: Any
     comm_dtype: torch.dtype
-    divisor: float  # gradients are divided by it before they are summed
     bucket_elements: int  # what one staging buffer may hold
     gradient: Callable[[torch.Tensor], torch.Tensor | None]  # of a parameter; None counts as zeros
     note_read: Callable[[torch.Tensor], None]  # of a gradient, by the stream that reduces
@@ -85,12 +78,6 @@ class FlatLayout:
     @property
     def rank(self) -> int:
         return dist.get_rank(self.process_group)
-
-    def slices(self, piece: Piece, owner: int) -> Iterator[Slice]:
-        """What lies in `piece` of the partition that rank `owner` has."""
-        group = self.groups[piece.group]
-        start = owner * group.partition.numel() + piece.start
-        return group.slices(start, start + piece.length)
 
     def chunks(self, longest: int) -> list[Chunk]:
         """All partitions in chunks of up to `longest` elements.
@@ -187,8 +174,8 @@ class Flush:
         length = _length_of(chunk)
         staging = lane.staging[: self.layout.ranks * length]
         _fill(staging, self._segments(chunk))
-        if self.layout.divisor != 1:
-            staging.div_(self.layout.divisor)
+        if self.layout.ranks > 1:
+            staging.div_(self.layout.ranks)
         lane.chunk, lane.rows = chunk, staging.view(-1, length)
         return lane
 
@@ -197,11 +184,12 @@ class Flush:
         layout, begin = self.layout, 0
         for owner in range(layout.ranks):
             for piece in chunk:
-                for part in layout.slices(piece, owner):
-                    if (gradient := layout.gradient(part.param)) is not None:
+                group = layout.groups[piece.group]
+                start = owner * group.partition.numel() + piece.start
+                for param, source, at, length in group.slices(start, start + piece.length):
+                    if (gradient := layout.gradient(param)) is not None:
                         layout.note_read(gradient)
-                        source = gradient.reshape(-1).narrow(0, part.source, part.length)
-                        yield begin + part.target, source
+                        yield begin + at, gradient.reshape(-1).narrow(0, source, length)
                 begin += piece.length
 
     def _send(self, lane: _Lane) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.accumulation.steps import EngineSteps, Listener
 from ds_patches.runtime.attributes import Shadow
 
 from .suspended_hooks import SuspendedHooks
 from .upstream import gathers
 
 
-class GatherOnce:
+class GatherOnce(Listener):
     """Of one engine, from the begin of a block to its end.
 
     at_once: gather all parameters at the begin, and run nothing by the hooks.
@@ -62,9 +62,6 @@ class GatherOnce:
 
     def backward_nested(self) -> None:
         self.backward_begins(False)
-
-    def dropped(self, failed: bool) -> None:
-        pass
 
     def _gather_the_rest(self, *_: Any) -> None:
         """Gather what is not, and take the hooks away. A collective."""

@@ -23,9 +23,7 @@ def _take_in(engine: Any) -> LocalGradients | None:
     steps = engines.of(engine.optimizer)
     if steps is None or not upstream_engine.is_covered(engine):
         return None
-    local = LocalGradients(engine, steps)
-    steps.listeners.append(local)
-    return local
+    return LocalGradients(engine, steps)
 
 
 _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
@@ -41,11 +39,8 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
 
 def deactivate() -> Sequence[str]:
     """Leave every engine to stock."""
-    engines.unsubscribe(_local)
-    for engine, local in _local.detach_all():
+    for local in engines.unsubscribe(_local):
         local.end()
-        if (steps := engines.of(engine)) is not None:
-            steps.listeners.remove(local)
     return []
 
 

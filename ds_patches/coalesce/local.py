@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from ds_patches.accumulation.flat_sum import FlatSum as FlatStepSum
-from ds_patches.accumulation.steps import EngineSteps
+from ds_patches.accumulation.steps import EngineSteps, Listener
 from ds_patches.runtime.attributes import Shadow, meanwhile
+from ds_patches.runtime.handshake import Handshake
 
-from .sums import FlatSum, LocalSum, PartitionedSum, ScatteredSum
 from .upstream import engine as upstream_engine
 from .upstream import flat_layout
+from .upstream.sums import FlatSum, LocalSum, PartitionedSum, ScatteredSum
 
 
-class LocalGradients:
+class LocalGradients(Listener):
     """Where the gradients of one engine's backwards stay.
 
     While they stay on the parameters, autograd adds up, and nothing is reduced: the methods that
@@ -28,6 +29,8 @@ class LocalGradients:
         self.in_block = self.in_no_sync = False
         #: A backward that raised since a block was opened.
         self.failed = False
+        #: Of its blocks, from the first one on.
+        self.handshake: Handshake | None = None
         self._engine, self._steps = engine, steps
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from ds_patches.accumulation.steps import Listener
 from ds_patches.runtime.graph_task import at_end_of_task
 
 from .boundaries import ModuleBoundary, NoBoundary, OpenCalls
 from .upstream import gathered
 
 
-class Gathers:
+class Gathers(Listener):
     """The boundaries around the modules of one ``DeepSpeedZeRoOffload``.
 
     version: of the parameters; it moves with each step that changes them.
@@ -95,9 +96,6 @@ class Gathers:
             gathered.rewind_prefetch(self._offload)
         else:
             self._leaf_inputs = gathered.leaf_inputs(self._leaves)
-
-    def backward_nested(self) -> None:
-        """Its graph task has calls of its own."""
 
     def dropped(self, failed: bool) -> None:
         """Of a backward that raised, forget the open calls; what it gathered is partitioned."""

@@ -21,7 +21,6 @@ def _take_in(engine: Any) -> Gathers | None:
     offload = engine.optimizer.parameter_offload
     gathers = Gathers(offload, version=lambda: steps.count)
     gathers.install()
-    steps.listeners.append(gathers)
     _gathers.share(offload, gathers)
     return gathers
 
@@ -37,11 +36,8 @@ def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
 
 def deactivate() -> Sequence[str]:
     """Put stock's functions back at every module of every engine."""
-    engines.unsubscribe(_gathers)
-    for engine, gathers in _gathers.detach_all():
+    for gathers in engines.unsubscribe(_gathers):
         gathers.remove()
-        if (steps := engines.of(engine)) is not None:
-            steps.listeners.remove(gathers)
     return []
 
 

@@ -38,7 +38,6 @@ def test_a_tensor_that_is_no_output(world: World, stage: int, script: Any) -> No
 )
 def test_its_plain_backward(world: World, stage: int, script: Any) -> None:
     """``module.aux.backward()``, where the release has plain backwards."""
-    stock.needs_style("torch")
     if script is AUXILIARY[0] and not stock.QUEUES_EPILOGUE:
         pytest.skip("as on stock: stage 1 takes the last only, 2 and 3 raise")
     check(world, script, Options(stage, model="Auxiliary", style="torch"), patch_for(stage))
@@ -56,19 +55,19 @@ def test_its_plain_backward_is_refused(
         assert re.search("call engine.backward.tensor. instead", outcome.error), outcome
 
 
-@STYLES
-@pytest.mark.parametrize("script", [slopes.slope_before, slopes.slope_between])
+@pytest.mark.parametrize(
+    ("script", "style"),
+    [
+        *((slopes.slope_before, style) for style in ("engine", "torch")),
+        *((slopes.slope_between, style) for style in ("engine", "torch")),
+        (slopes.slope_in_each_micro_step, "engine"),  # and is not divided by them
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_autograd_grad_is_no_backward_of_the_step(
     world: World, stage: int, script: Any, style: str
 ) -> None:
-    stock.needs_style(style)
-    check(world, script, Options(stage, style=style), "accumulation")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_autograd_grad_is_not_divided_by_the_micro_steps(world: World, stage: int) -> None:
-    check(world, slopes.slope_in_each_micro_step, Options(stage, micro_steps=2), "accumulation")
+    check(world, script, script.at(stage, steps=3, style=style), "accumulation")
 
 
 @pytest.mark.core_case(stage=3, script=nested.nested, style="engine")

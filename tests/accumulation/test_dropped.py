@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.scripts import accumulating, ordinary
-from tests.training import leftovers, stock
+from tests.training import leftovers
 from tests.training.models import backward_that_raises, loss_of
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.training.run import Outcome, Script, applied, check
@@ -20,102 +20,74 @@ PLACES = pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
 
 
 def holds(world: World, script: Script, stage: int, **options: Any) -> list[Outcome]:
-    stock.needs_style(options.get("style", "engine"))
     return check(world, script, Options(stage, **options), "accumulation", quiet=False)
 
 
 # --- zero_grad() ----------------------------------------------------------------------------------
 
-ZEROS = pytest.mark.parametrize("zero", ["zero_grad", "zero_optimizer_grad"])
+
+class ByTheOptimizer(EngineTrainer):
+    """The same by ``engine.optimizer.zero_grad()``."""
+
+    zero_grad = EngineTrainer.zero_optimizer_grad
 
 
-def bad_batches(trainer: Any, zero: str) -> None:
+KINDS = pytest.mark.parametrize("kind", [EngineTrainer, ByTheOptimizer])
+
+
+def bad_batches(trainer: Any) -> None:
     """A backward that is thought better of comes before each step."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 5))
-        getattr(trainer, zero)()
+        trainer.zero_grad()
         for micro in range(trainer.options.micro_steps):
             trainer.backward(loss_of(trainer, step, micro, slice(2) if step % 2 else slice(1)))
             trainer.step()
 
 
-@pytest.mark.core_case(zero="zero_grad", stage=3, more={}, gas=1)
-@pytest.mark.core_case(zero="zero_optimizer_grad", stage=2, more=OFFLOADED, gas=2)
-@ZEROS
+@pytest.mark.core_case(kind=EngineTrainer, stage=3, more={}, gas=1)
+@pytest.mark.core_case(kind=ByTheOptimizer, stage=2, more=OFFLOADED, gas=2)
+@KINDS
 @pytest.mark.parametrize("gas", [1, 2])
 @PLACES
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_drops_what_came_before(
-    world: World, stage: int, more: dict[str, Any], gas: int, zero: str
+    world: World, stage: int, more: dict[str, Any], gas: int, kind: Any
 ) -> None:
-    holds(world, partial(bad_batches, zero=zero), stage, micro_steps=gas, **more)
+    check(world, bad_batches, Options(stage, micro_steps=gas, **more), "accumulation", engine=kind)
 
 
-def written_for_pytorch(trainer: Any, zero: str) -> None:
-    """Each micro step begins with ``zero_grad()``, and DeepSpeed is to add them up."""
-    for step in trainer.steps():
-        for micro in range(2):
-            if trainer.is_engine:
-                getattr(trainer, zero)()
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
+@pytest.mark.core_case(kind=EngineTrainer, stage=2)
+@KINDS
+@pytest.mark.parametrize("stage", STAGES)
+def test_between_micro_steps(world: World, stage: int, kind: Any) -> None:
+    """What is counted stays; stage 1 has it at the parameters, where stock drops it."""
+    script = accumulating.zeroed_in_the_middle if stage == 1 else accumulating.zeroed_at_the_top
+    check(world, script, script.at(stage), "accumulation", engine=kind, quiet=False)
 
 
-@pytest.mark.core_case(zero="zero_grad", stage=2)
-@ZEROS
-@pytest.mark.parametrize("stage", [2, 3])
-def test_counted_micro_steps_stay(world: World, stage: int, zero: str) -> None:
-    script = partial(written_for_pytorch, zero=zero)
-    check(world, script, Options(stage, micro_steps=2), "accumulation")
-
-
-def bad_in_the_middle(trainer: Any, zero: str) -> None:
+def bad_in_the_middle(trainer: Any) -> None:
     """A backward that is thought better of, between two micro steps: PyTorch drops both."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 0))
         trainer.step()
         trainer.backward(loss_of(trainer, step, 5))
-        getattr(trainer, zero)()
+        trainer.zero_grad()
         trainer.backward(loss_of(trainer, step, 1))
         trainer.step()
 
 
-@pytest.mark.core_case(zero="zero_grad", more={})
-@ZEROS
+@pytest.mark.core_case(kind=EngineTrainer, more={})
+@KINDS
 @PLACES
 @pytest.mark.parametrize("stage", STAGES)
 def test_after_another_backward_they_go_too(
-    world: World, stage: int, more: dict[str, Any], zero: str
+    world: World, stage: int, more: dict[str, Any], kind: Any
 ) -> None:
-    script = partial(bad_in_the_middle, zero=zero)
-    for outcome in holds(world, script, stage, micro_steps=2, **more):
+    options = Options(stage, micro_steps=2, **more)
+    found = check(world, bad_in_the_middle, options, "accumulation", engine=kind, quiet=False)
+    for outcome in found:
         assert ["zero_grad() after a backward" in text for text in outcome.said] == [True]
-
-
-def in_the_middle(trainer: Any, zero: str) -> None:
-    """Of two micro steps the first is dropped; the second is divided by two all the same."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step, 0))
-        trainer.step()
-        getattr(trainer, zero)()
-        trainer.backward(loss_of(trainer, step, 1))
-        trainer.step()
-
-
-@ZEROS
-def test_stage_1_has_its_gradients_at_the_parameters_until_the_boundary(
-    world: World, zero: str
-) -> None:
-    """There stock drops them as PyTorch does, counted or not."""
-    holds(world, partial(in_the_middle, zero=zero), 1, micro_steps=2)
-
-
-@PLACES
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_gradients_changes_nothing(
-    world: World, stage: int, more: dict[str, Any]
-) -> None:
-    holds(world, accumulating.nothing_to_step, stage, **more)
 
 
 def stepped_again(trainer: Any) -> None:
@@ -127,16 +99,19 @@ def stepped_again(trainer: Any) -> None:
             trainer.engine.step()
 
 
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        *((accumulating.nothing_to_step, more) for more in ({}, OFFLOADED)),
+        (stepped_again, OFFLOADED),  # without, it fails on stock too
+        *((accumulating.abandoned_between_two_losses, more) for more in ({}, {"style": "torch"})),
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_a_backward_changes_nothing(world: World, stage: int) -> None:
-    """Without offload it fails, on stock too."""
-    holds(world, stepped_again, stage, **OFFLOADED)
-
-
-@pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_abandoned_forward(world: World, stage: int, style: str) -> None:
-    holds(world, accumulating.abandoned_between_two_losses, stage, style=style)
+def test_steps_without_gradients(
+    world: World, stage: int, script: Script, more: dict[str, Any]
+) -> None:
+    holds(world, script, stage, **more)
 
 
 # --- A backward that raised -----------------------------------------------------------------------

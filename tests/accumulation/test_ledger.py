@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.accumulation.ledger import LEDGER, Entry
-from tests.scripts import heads, ordinary
-from tests.training.options import OFFLOADED, Options
 from tests.training.run import check, run
 from tests.training.stock import RELEASE, Version
 from tests.world import World
@@ -47,20 +43,3 @@ def test_stock_is_wrong_until_it_is_mended(world: World, entry: Entry) -> None:
 @entries(core=tuple(entry.id for entry in LEDGER))
 def test_patched_is_pytorch(world: World, entry: Entry) -> None:
     check(world, entry.script, entry.options, "accumulation")
-
-
-@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize(
-    "script",
-    [
-        ordinary.one_backward,
-        ordinary.micro_steps,
-        heads.with_evaluations,
-        heads.half_of_the_outputs,
-    ],
-)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ordinary_loops(world: World, stage: int, script: Any, more: dict[str, Any]) -> None:
-    """Where stock is right, and where a forward leads nowhere."""
-    micro_steps = script.options.micro_steps
-    check(world, script, Options(stage, micro_steps=micro_steps, **more), "accumulation")

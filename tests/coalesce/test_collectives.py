@@ -1,4 +1,4 @@
-"""How much is sent: once per block, however many backwards it has."""
+"""A step costs one reduction, however many backwards its block has, or its no_sync()."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from typing import Any
 import pytest
 
 from tests.coalesce.loops import UPSTREAM, several_backwards
-from tests.training.collectives import Collectives
-from tests.training.models import loss_of
+from tests.scripts import nested, unsynced
+from tests.training.collectives import Gradients
 from tests.training.options import OFFLOADED, OVERLAP
 from tests.training.run import applied
 from tests.training.trainers import engine_trainer
 from tests.world import World
 
 
-def sent_in(
-    stage: int, backwards: int, more: dict[str, Any]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of the second step's block: inside it, and at its end."""
+def in_a_block(trainer: Any, backwards: int) -> None:
+    several_backwards(trainer, backwards=backwards)
+
+
+def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> Counter[str]:
+    """Of three steps."""
+    if loop is unsynced.stepped_inside:
+        more = more | {"micro_steps": backwards}
     with applied("coalesce"):
-        trainer = engine_trainer(stage=stage, steps=2, **more)
-        several_backwards(trainer, backwards=1)
-        engine = trainer.engine
-        inside, at_end = Collectives(), Collectives()
-        block = engine.coalesce_grad_reduction()
-        with inside:
-            block.__enter__()
-            for index in range(backwards):
-                engine.backward(loss_of(engine, 2, index))
-        with at_end:
-            block.__exit__(None, None, None)
-        return dict(inside.seen), dict(at_end.seen)
+        trainer = engine_trainer(stage=stage, **more)
+        with Gradients() as sent:
+            loop(trainer, backwards)
+    return Counter({name: count for name, count in sent.seen.items() if "reduce" in name})
 
 
-@pytest.mark.core_case(more={}, stage=3)
-@pytest.mark.parametrize("more", [{}, OFFLOADED, OVERLAP, UPSTREAM], ids=str)
+@pytest.mark.core_case(loop=in_a_block, more={}, stage=3)
+@pytest.mark.core_case(loop=unsynced.all_but_the_last, stage=2)
+@pytest.mark.core_case(loop=nested.in_parts, stage=2)
+@pytest.mark.parametrize(
+    ("loop", "more"),
+    [
+        *((in_a_block, more) for more in ({}, OFFLOADED, OVERLAP, UPSTREAM)),
+        (unsynced.all_but_the_last, {}),
+        (unsynced.stepped_inside, {}),
+        (nested.in_parts, {}),
+        (nested.in_parts_of_a_window, {}),
+    ],
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_reductions_do_not_depend_on_the_number_of_backwards(
-    world: World, stage: int, more: dict[str, Any]
+def test_a_step_costs_one_reduction(
+    world: World, stage: int, loop: Any, more: dict[str, Any]
 ) -> None:
-    ends = []
-    for backwards in (2, 8):
-        for inside, at_end in world.run(sent_in, stage, backwards, more):
-            assert not any("reduce" in name for name in inside), inside
-            ends.append(Counter(at_end))
-    assert all(end == ends[0] for end in ends)
-    assert sum(ends[0].values()) > 0
-
-
-@pytest.mark.core_case
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_flat_flush_scatters(world: World, stage: int) -> None:
-    for _, at_end in world.run(sent_in, stage, 2, {}):
-        assert at_end
-        assert all("reduce_scatter" in name for name in at_end), at_end
+    stocks = stage == 1 and loop in (unsynced.all_but_the_last, unsynced.stepped_inside)
+    if stocks and loop is unsynced.stepped_inside:
+        pytest.skip("stock's own refuses engine.step() inside")
+    few, many, block = (
+        world.run(reductions, one, stage, backwards, more)
+        for one, backwards in ((loop, 2), (loop, 8), (in_a_block, 2))
+    )
+    assert few == many
+    assert few[0].total() > 0
+    assert stocks or few == block, "as many as a block's"

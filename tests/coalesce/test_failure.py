@@ -1,4 +1,4 @@
-"""A window that raises reduces nothing, and the next step is as if it had not been."""
+"""A block that raises reduces nothing, and the next step is as if it had not been."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ds_patches import OtherRankFailed
 from tests.coalesce.loops import UPSTREAM
-from tests.coalesce.test_windows import BothWays
+from tests.coalesce.test_blocks import BothWays
 from tests.listening import listening
+from tests.scripts.slopes import slope_and_losses
 from tests.training import stock
-from tests.training.models import Boom, RaiseInBackward, RaiseInForward, batch, loss_of
+from tests.training.models import Boom, RaiseInBackward, RaiseInForward, loss_of
 from tests.training.options import OFFLOADED, Options
-from tests.training.run import Outcome, applied, check
+from tests.training.run import applied, check
 from tests.training.trainers import engine_of, engine_trainer
 from tests.world import World
 
 PLACES = ["forward", "first backward", "middle backward", "last backward", "between", "after"]
+STAGES = [1, 2, 3]
 
 
-def window_that_raises(trainer: Any, place: str, step: int) -> None:
+def block_that_raises(trainer: Any, place: str, step: int) -> None:
     """Three backwards; raises Boom at `place`."""
     failing = {"first backward": 0, "middle backward": 1, "last backward": 2}.get(place)
     try:
@@ -51,7 +52,7 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
         if trainer.is_engine and step in (1, 2):
             here = dist.get_rank() in failing
             with pytest.raises(Boom if here else OtherRankFailed) as caught:
-                window_that_raises(trainer, place if here else "", step)
+                block_that_raises(trainer, place if here else "", step)
             if not here:
                 assert "rank 1 raised Boom" in str(caught.value)
             assert trainer.engine.inside_no_sync_ctxt is False
@@ -63,68 +64,55 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
         trainer.step()
 
 
-def holds(world: World, place: str, failing: tuple[int, ...], **more: Any) -> list[Outcome]:
-    script = partial(fail_and_go_on, place=place, failing=failing)
-    options = Options(model="Breakable", steps=4, **more)
-    return check(world.within(60), script, options, "coalesce", quiet=False)
+def on_two_hosts(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+        fail_and_go_on(trainer, place, failing)
 
 
-@pytest.mark.core_case(style="engine", place="middle backward")
+def all_gathered(trainer: Any, place: str, failing: tuple[int, ...] = (1,)) -> None:
+    """The others gather nothing on their way to the end, so they get there and hear of it."""
+    trainer.window = partial(trainer.window, gather_once=True)
+    fail_and_go_on(trainer, place, failing)
+
+
+ALL_RANKS, ONE_RANK = (0, 1), (1,)
+MIDDLE = "middle backward"
+
+
+@pytest.mark.core_case(script=fail_and_go_on, failing=ALL_RANKS, place=MIDDLE, more={})
+@pytest.mark.core_case(script=fail_and_go_on, failing=ONE_RANK, place=MIDDLE, stage=2)
+@pytest.mark.core_case(script=all_gathered, place=MIDDLE)
 @pytest.mark.parametrize(
-    ("place", "style"),
-    [*((place, "engine") for place in PLACES), *((place, "torch") for place in PLACES[2:4])],
+    ("script", "stage", "failing", "place", "more"),
+    [
+        *((fail_and_go_on, stage, ALL_RANKS, p, {}) for stage in STAGES for p in PLACES),
+        *(
+            (fail_and_go_on, stage, ALL_RANKS, place, {"style": "torch"})
+            for stage in STAGES
+            for place in PLACES[2:4]
+        ),
+        *(
+            (fail_and_go_on, stage, ALL_RANKS, MIDDLE, more)
+            for stage in STAGES
+            for more in (OFFLOADED, UPSTREAM)
+        ),
+        *((fail_and_go_on, stage, ONE_RANK, p, {}) for stage in (1, 2) for p in PLACES),
+        (on_two_hosts, 2, ONE_RANK, MIDDLE, {}),
+        (fail_and_go_on, 3, ONE_RANK, "after", {}),  # its last gather
+        *((all_gathered, 3, ONE_RANK, place, {}) for place in PLACES),
+    ],
 )
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_next_step_is_as_if_it_had_not_happened(
-    world: World, stage: int, place: str, style: str
+    world: World, script: Any, stage: int, failing: Any, place: str, more: dict[str, Any]
 ) -> None:
-    stock.needs_style(style)
-    for outcome in holds(world, place, (0, 1), stage=stage, style=style):
+    options = Options(stage, model="Breakable", steps=4, **more)
+    fails = partial(script, place=place, failing=failing)
+    for outcome in check(world.within(60), fails, options, "coalesce", quiet=False):
         assert sum("gradients were dropped" in text for text in outcome.said) == 2
 
 
-@pytest.mark.parametrize("more", [OFFLOADED, UPSTREAM], ids=str)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_other_settings(world: World, stage: int, more: dict[str, Any]) -> None:
-    holds(world, "middle backward", (0, 1), stage=stage, **more)
-
-
-@pytest.mark.core_case(place="middle backward", stage=2)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_rank_alone_tells_the_others(world: World, stage: int, place: str) -> None:
-    holds(world, place, (1,), stage=stage)
-
-
-def on_two_hosts(trainer: Any) -> None:
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
-        fail_and_go_on(trainer, "middle backward", (1,))
-
-
-def test_one_rank_alone_tells_those_of_other_hosts(world: World) -> None:
-    options = Options(2, model="Breakable", steps=4)
-    check(world.within(60), on_two_hosts, options, "coalesce", quiet=False)
-
-
-def test_one_rank_alone_at_stage_3_after_its_last_gather(world: World) -> None:
-    holds(world, "after", (1,), stage=3)
-
-
-def all_gathered(trainer: Any, place: str) -> None:
-    trainer.window = partial(trainer.window, gather_once=True)
-    fail_and_go_on(trainer, place, (1,))
-
-
-@pytest.mark.core_case(place="middle backward")
-@pytest.mark.parametrize("place", PLACES)
-def test_one_rank_alone_at_stage_3_where_all_is_gathered(world: World, place: str) -> None:
-    """The others gather nothing on their way to the end, so they get there and hear of it."""
-    script, options = partial(all_gathered, place=place), Options(model="Breakable", steps=4)
-    check(world.within(60), script, options, "coalesce", quiet=False)
-
-
 def alone_between_gathers() -> tuple[str, float]:
-    """What a rank raises, and after how long, if rank 1 fails in the middle of a window."""
+    """What a rank raises, and after how long, if rank 1 fails in the middle of a block."""
     from torch.distributed import distributed_c10d
 
     with applied("coalesce"), listening():
@@ -133,7 +121,7 @@ def alone_between_gathers() -> tuple[str, float]:
             distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
         begin = time.monotonic()
         try:
-            window_that_raises(trainer, "middle backward" if dist.get_rank() else "", 0)
+            block_that_raises(trainer, "middle backward" if dist.get_rank() else "", 0)
         except Exception as error:
             return type(error).__name__, time.monotonic() - begin
         return "", 0.0
@@ -149,7 +137,7 @@ def test_at_stage_3_the_others_wait_no_longer_than_a_collective_does(fresh_world
 
 
 def flags_after_failure(stage: int) -> list[bool]:
-    """What a window that raised leaves of what the user had set."""
+    """What a block that raised leaves of what the user had set."""
     with applied("coalesce"), listening():
         options = Options(stage)
         trainer = BothWays(engine_of("Breakable", stage=stage), options)
@@ -158,20 +146,20 @@ def flags_after_failure(stage: int) -> list[bool]:
         for boundary in (None, False, True):
             engine._is_gradient_accumulation_boundary = boundary
             with pytest.raises(Boom):
-                window_that_raises(trainer, "middle backward", 0)
+                block_that_raises(trainer, "middle backward", 0)
             found.append(engine._is_gradient_accumulation_boundary is boundary)
             found.append(engine.optimizer.micro_step_id == (0 if stage == 3 else -1))
         return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_flags_are_restored(world: World, stage: int) -> None:
     for found in world.run(flags_after_failure, stage):
         assert all(found)
 
 
 def caught_inside(stage: int, style: str, goes_on: bool) -> str:
-    """The text that a window ends with when a backward's exception was caught in it."""
+    """The text that a block ends with when a backward's exception was caught in it."""
     with applied("coalesce"), listening():
         trainer = engine_trainer("Breakable", stage=stage, style=style)
         RaiseInBackward.armed = True
@@ -192,8 +180,8 @@ def caught_inside(stage: int, style: str, goes_on: bool) -> str:
 @pytest.mark.core_case(stage=3, goes_on=True)
 @pytest.mark.parametrize("goes_on", [False, True], ids=["alone", "then another"])
 @pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_backward_that_raised_spoils_its_window(
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_raised_spoils_its_block(
     world: World, stage: int, style: str, goes_on: bool
 ) -> None:
     stock.needs_style(style)
@@ -202,25 +190,22 @@ def test_a_backward_that_raised_spoils_its_window(
         assert "let the exception leave the block" in text
 
 
-def gradients_of_inputs(stage: int) -> str:
-    """A backward that reaches no parameter, as for a gradient penalty, is none of the window's."""
-    with applied("coalesce"), listening():
-        engine = engine_of("TwoHeads", stage=stage)
-        with engine.coalesce_grad_reduction():
-            outputs = engine(batch(0)[0])
-            torch.autograd.grad(outputs[0].sum(), outputs[0], retain_graph=True)
-            engine.backward(loss_of(engine, 0))
-        engine.step()
-        return "no error"
+def beside_other_gradients(trainer: Any) -> None:
+    """A backward that reaches no parameter, as for a gradient penalty, is none of the block's."""
+    for step in trainer.steps():
+        with trainer.window():
+            slope, first, second = slope_and_losses(trainer, step)
+            trainer.backward(first * slope + second)
+        trainer.step()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_of_other_tensors(world: World, stage: int) -> None:
-    assert world.run(gradients_of_inputs, stage) == ["no error"] * 2
+    check(world, beside_other_gradients, Options(stage), "coalesce")
 
 
 def two_engines_in_each_other() -> list[str]:
-    """Rank 1 raises in the outer window, after the inner one has closed."""
+    """Rank 1 raises in the outer block, after the inner one has closed."""
     with applied("coalesce"), listening():
         engines = [engine_of("Breakable", stage=2) for _ in range(2)]
         errors = []
@@ -230,14 +215,34 @@ def two_engines_in_each_other() -> list[str]:
                     with engines[1].coalesce_grad_reduction():
                         engines[1].backward(loss_of(engines[1], 0))
                     if dist.get_rank() == 1:
-                        raise Boom("outside the inner window")
+                        raise Boom("outside the inner block")
             except RuntimeError as error:
                 errors.append(str(error))
         return errors
 
 
-def test_windows_of_two_engines_do_not_take_each_others_word(world: World) -> None:
+def test_blocks_of_two_engines_do_not_take_each_others_word(world: World) -> None:
     first, second = world.within(60).run(two_engines_in_each_other)
-    assert second == ["outside the inner window"] * 3
+    assert second == ["outside the inner block"] * 3
     assert len(first) == 3
     assert all("rank 1 raised Boom" in text for text in first)
+
+
+def reduced_after_an_exception(stage: int, patch: bool) -> bool:
+    """Whether a block that raised left reduced gradients for the next step."""
+    with applied("coalesce") if patch else contextlib.nullcontext():
+        trainer = engine_trainer("Breakable", stage=stage)
+        with pytest.raises(Boom):
+            block_that_raises(trainer, "between", 0)
+        averaged: dict[int, Any] = trainer.engine.optimizer.averaged_gradients
+        return any(gradient is not None for gradient in averaged.values())
+
+
+@pytest.mark.core_case(stage=2)
+@pytest.mark.skipif(
+    stock.Version("0.19.1") > stock.RELEASE, reason="coalesce_grad_reduction came with 0.19.1"
+)
+@pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_stocks_own_reduces_half_a_block(world: World, stage: int, patch: bool) -> None:
+    assert world.run(reduced_after_an_exception, stage, patch) == [not patch] * 2

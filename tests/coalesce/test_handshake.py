@@ -37,25 +37,28 @@ class SlowStore:
         return slow
 
 
-class Rank(threading.Thread):
-    """One rank's blocks; notes how each of them ended."""
+#: How a rank's block ends: by what it has to reduce, or by an exception.
+End = int | None
 
-    def __init__(self, ends: list[str], on_one_host: bool) -> None:
+
+class Rank(threading.Thread):
+    """One rank's blocks; notes how each of them ended: whether ranks differ, or the error."""
+
+    def __init__(self, ends: list[End], on_one_host: bool) -> None:
         super().__init__(daemon=True)
         self.handshake = Handshake(range(RANKS), "block", on_one_host)
         self.handshake._engine = "the same on all ranks"
         self.ends = ends
-        self.told: list[str] = []
+        self.told: list[bool | str] = []
 
     def run(self) -> None:
         for end in self.ends:
             self.handshake.begin()
             try:
                 time.sleep(random.random() * 2e-3)
-                if end == "raises":
+                if end is None:
                     raise ZeroDivisionError
-                self.handshake.leave()
-                self.told.append("left")
+                self.told.append(self.handshake.leave(end))
             except (OtherRankFailed, ZeroDivisionError) as error:
                 self.told.append(type(error).__name__)
                 self.handshake.fail(error)
@@ -70,7 +73,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SlowStore:
     return slow
 
 
-def run(ends: list[list[str]], on_one_host: bool = False) -> list[list[str]]:
+def run(ends: list[list[End]], on_one_host: bool = False) -> list[list[bool | str]]:
     """By block and rank: how it ended."""
     ranks = [Rank([block[rank] for block in ends], on_one_host) for rank in range(RANKS)]
     for rank in ranks:
@@ -85,14 +88,20 @@ def run(ends: list[list[str]], on_one_host: bool = False) -> list[list[str]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_all_ranks_agree_on_every_block(store: SlowStore, seed: int, on_one_host: bool) -> None:
     random.seed(seed)
-    ends = [random.choices(["leaves", "raises"], [2, 1], k=RANKS) for _ in range(25)]
+    ends: list[list[End]] = [random.choices([0, None], [2, 1], k=RANKS) for _ in range(25)]
     for block, found in zip(ends, run(ends, on_one_host), strict=True):
-        told = "OtherRankFailed" if "raises" in block else "left"
-        assert found == ["ZeroDivisionError" if end == "raises" else told for end in block]
+        told = "OtherRankFailed" if None in block else False
+        assert found == ["ZeroDivisionError" if end is None else told for end in block]
+
+
+def test_patterns_are_compared(store: SlowStore) -> None:
+    most = (1 << 24) - 1
+    ends: list[list[End]] = [[1] * 3, [1, 1, 2], [most] * 3, [0] * 3, [most, most, most - 1]]
+    assert run(ends) == [[differ] * RANKS for differ in (False, True, False, False, True)]
 
 
 def test_nothing_piles_up_in_the_store(store: SlowStore) -> None:
-    run([["leaves"] * RANKS] * 12)
+    run([[0] * RANKS] * 12)
     assert store.store.num_keys() <= handshake._COUNTERS
 
 
@@ -101,7 +110,7 @@ def test_nothing_is_left_in_memory(store: SlowStore, monkeypatch: pytest.MonkeyP
         return set(counters._MEMORY.glob("ds_patches-*"))
 
     before = ours()
-    run([["leaves"] * RANKS, ["raises"] * RANKS, ["leaves"] * RANKS], on_one_host=True)
+    run([[0] * RANKS, [None] * RANKS, [0] * RANKS], on_one_host=True)
     assert ours() == before
 
 
@@ -135,29 +144,6 @@ def test_a_handshake_that_could_not_begin_masks_nothing(
 )
 def test_what_the_launcher_says(environment: dict[str, str], expected: bool) -> None:
     assert are_on_one_host(environment) == expected
-
-
-def patterns(rank: Handshake, values: list[int], found: list[bool]) -> None:
-    for value in values:
-        rank.begin()
-        found.append(rank.leave(value))
-
-
-def test_patterns_are_compared(store: SlowStore) -> None:
-    most = (1 << 24) - 1
-    values = [[1, 1, 1], [1, 1, 2], [most, most, most], [0, 0, 0], [most, most, most - 1]]
-    found: list[list[bool]] = [[], [], []]
-    threads = []
-    for index in range(RANKS):
-        rank = Handshake(range(RANKS), "block")
-        rank._engine = "the same on all ranks"
-        mine = [block[index] for block in values]
-        threads.append(threading.Thread(target=patterns, args=(rank, mine, found[index])))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [[False, True, False, False, True]] * RANKS
 
 
 def test_a_rank_that_does_not_come(store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:

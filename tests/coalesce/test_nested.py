@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 
 from tests.coalesce.loops import UPSTREAM
 from tests.scripts import nested
-from tests.training.collectives import Collectives
 from tests.training.models import Boom, RaiseInBackward
 from tests.training.options import OFFLOADED, OVERLAP, Options
-from tests.training.run import applied, check
-from tests.training.trainers import engine_trainer
+from tests.training.run import check
 from tests.world import World
 
 STAGES = [1, 2, 3]
@@ -46,27 +43,6 @@ def test_cached_losses(world: World, stage: int, script: Any, more: dict[str, An
     check(world, script, Options(stage, **more), "coalesce")
 
 
-def sent(stage: int, in_a_window: bool, parts: int) -> Counter[str]:
-    """Reductions of three steps."""
-    with applied("coalesce"):
-        trainer = engine_trainer(stage=stage)
-        with Collectives() as collectives:
-            (nested.in_parts_of_a_window if in_a_window else nested.in_parts)(trainer, parts)
-        return Counter({name: n for name, n in collectives.seen.items() if "reduce" in name})
-
-
-@pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_costs_one_reduction(world: World, stage: int) -> None:
-    """As many collectives as that of a window, however many backwards are inside."""
-    few, many, window = (
-        world.run(sent, stage, in_a_window, parts)
-        for in_a_window, parts in ((False, 2), (False, 5), (True, 2))
-    )
-    assert few == many == window
-    assert few[0].total() > 0
-
-
 @pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="what came before is in the reduce buckets already"
 )
@@ -75,26 +51,26 @@ def test_an_outer_loss_with_gradients_of_its_own(world: World, stage: int) -> No
     check(world, nested.cached_beside_one_of_its_own, Options(stage), "coalesce")
 
 
-def fail_and_go_on(trainer: Any, in_window: bool) -> None:
+def fail_and_go_on(trainer: Any, in_block: bool) -> None:
     """Step 1 of 3 is tried, its second nested backward raises, and it is done again."""
-    window = trainer.window if in_window else nullcontext
+    block = trainer.window if in_block else nullcontext
     for step in trainer.steps():
         if step == 1 and trainer.is_engine:
-            with pytest.raises(Boom), window():
+            with pytest.raises(Boom), block():
                 trainer.backward(nested.cached_loss(trainer, step, failing=1))
             RaiseInBackward.armed = False
             trainer.leaves_nothing()
-        with window():
+        with block():
             trainer.backward(nested.cached_loss(trainer, step))
         trainer.step()
 
 
 @pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("in_window", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_nested_backward_that_raises(world: World, stage: int, in_window: bool) -> None:
-    script = partial(fail_and_go_on, in_window=in_window)
+def test_a_nested_backward_that_raises(world: World, stage: int, in_block: bool) -> None:
+    script = partial(fail_and_go_on, in_block=in_block)
     options = Options(stage, model="Fragile")
     for outcome in check(world, script, options, "coalesce", quiet=False):
         assert sum("A backward raised" in text for text in outcome.said) == 1
-        assert sum("gradients were dropped" in text for text in outcome.said) == in_window
+        assert sum("gradients were dropped" in text for text in outcome.said) == in_block

@@ -52,17 +52,6 @@ def test_refusals(world: World, stage: int) -> None:
 # --- Left to stock -------------------------------------------------------------------------------
 
 
-def stock_refuses(stage: int) -> str:
-    return caught_by(engine_of(stage=stage).no_sync)
-
-
-@pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("stage", REFUSING)
-def test_stock_refuses(world: World, stage: int) -> None:
-    for text in world.run(stock_refuses, stage):
-        assert STOCKS in text
-
-
 def left_to_stock(**options: Any) -> tuple[str, list[str]]:
     with applied("coalesce"), listening() as heard:
         return caught_by(engine_of(**options).no_sync), heard
@@ -74,7 +63,9 @@ def test_engines_that_are_not_covered(world: World, stage: int, more: dict[str, 
         assert found == ("no error", [])
 
 
-def turned_off(stage: int, by: str) -> str:
+def refused(stage: int, by: str) -> str:
+    if by == "stock":
+        return caught_by(engine_of(stage=stage).no_sync)
     variables = {"DS_PATCHES_COALESCE_NO_SYNC": "off"} if by == "variable" else {}
     option = {"no_sync": "off"} if by == "option" else {}
     with mock.patch.dict(os.environ, variables), applied("coalesce", **option):
@@ -87,11 +78,13 @@ def turned_off(stage: int, by: str) -> str:
         return caught_by(engine.no_sync)
 
 
+@pytest.mark.core_case(stage=2, by="stock")
 @pytest.mark.core_case(stage=2, by="variable")
-@pytest.mark.parametrize("by", ["variable", "option", "kind of engine"])
+@pytest.mark.parametrize("by", ["stock", "variable", "option", "kind of engine"])
 @pytest.mark.parametrize("stage", REFUSING)
-def test_then_stock_refuses(world: World, stage: int, by: str) -> None:
-    for text in world.run(turned_off, stage, by):
+def test_stock_refuses(world: World, stage: int, by: str) -> None:
+    """And a patch that leaves it to stock."""
+    for text in world.run(refused, stage, by):
         assert STOCKS in text
 
 

@@ -19,7 +19,6 @@ from tests.coalesce.test_gather_once import (
     SMALL_PREFETCH,
     WAYS,
 )
-from tests.training import stock
 from tests.training.models import loss_of
 from tests.training.options import OFFLOADED, OFFLOADED_ALL, Options
 from tests.training.run import applied, check
@@ -28,14 +27,13 @@ from tests.world import World
 
 
 def holds(world: World, given: dict[str, Any], *others: str, **options: Any) -> None:
-    stock.needs_style(options.get("style", "engine"))
     script = partial(several_backwards, **given)
     check(world.within(60), script, Options(3, **options), "coalesce", *others)
 
 
 @pytest.mark.parametrize("model", ["TwoHeads", *MODELS])
 def test_models(world: World, model: str) -> None:
-    """By default test_windows.py has them."""
+    """By default test_blocks.py has them."""
     holds(world, ONCE, model=model, steps=4)
 
 

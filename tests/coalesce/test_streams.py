@@ -26,7 +26,7 @@ def unsynced(trainer: Any, micro_steps: int = 1) -> None:
 
 #: What reduces, by name: a script, and the options that it needs.
 SCRIPTS: dict[str, tuple[on_streams.Script, dict[str, Any]]] = {
-    "window": (on_streams.coalesced, {}),
+    "block": (on_streams.coalesced, {}),
     "gathered once": (on_streams.gathered_once, {}),
     "upstream": (on_streams.coalesced, UPSTREAM["zero"]),
     "no_sync": (unsynced, {}),
@@ -35,9 +35,9 @@ SCRIPTS: dict[str, tuple[on_streams.Script, dict[str, Any]]] = {
 CASES = [
     pytest.param(stage, around, script, id=f"{stage}-{around or 'default'}-{script}")
     for stage, all_around, scripts in (
-        (1, ["several"], ["window", "upstream"]),
-        (2, ["several"], ["window", "upstream", "no_sync"]),
-        (3, ["", "side"], ["window", "gathered once", "no_sync"]),
+        (1, ["several"], ["block", "upstream"]),
+        (2, ["several"], ["block", "upstream", "no_sync"]),
+        (3, ["", "side"], ["block", "gathered once", "no_sync"]),
     )
     for around in all_around
     for script in scripts

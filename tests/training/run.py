@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import ds_patches
 from tests.listening import listening
-from tests.training import models
+from tests.training import models, stock
 from tests.training.groups import grid
 from tests.training.options import Options
 from tests.training.surroundings import (
@@ -99,6 +99,7 @@ def check(
     world: World, script: Script, options: Options, *patches: str, quiet: bool = True, **case: Any
 ) -> list[Outcome]:
     """The script ends where plain PyTorch does on every rank; quiet: and nothing is said."""
+    stock.needs_style(options.style)
     outcomes = world.run(run, script, options, *patches, **case)
     for one in outcomes:
         assert one.equal, one

@@ -20,15 +20,9 @@ STYLES = ["engine", "scale", "torch"] if TORCH_STYLE else ["engine"]
 #: epilogue tests ``averaged_gradients`` where it means ``all_grad_tensors``).
 LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
 
-#: ZeRO-1 with bf16 parameters and fp32 gradients: nothing trains, and the patches leave it so.
-BF16_SUMS_DO_NOT_TRAIN = Version("0.18.3") <= RELEASE <= Version("0.18.4")
-
 #: Models built outside ``zero.Init`` get DeepSpeed's Linear too, which saves no gathered weight.
 LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE
 
-
-#: The engine has a coalesce_grad_reduction of its own.
-NATIVE = Version("0.19.1") <= RELEASE
 
 #: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
 #: finds none of them, and reduces nothing; with a single backward, before any patch.

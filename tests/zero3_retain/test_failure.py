@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.training import models, stock
 from tests.training.models import backward_that_raises, both_losses
 from tests.training.options import Options
-from tests.training.run import check, run
+from tests.training.run import check
 from tests.training.trainers import engine_of, engine_trainer
 from tests.world import World
 from tests.zero3_retain.test_gradients import patched
@@ -47,7 +47,6 @@ def fail_and_go_on(trainer: Any, *, failing: int, zero: bool) -> None:
 def test_next_step_is_as_if_it_had_not_happened(
     world: World, stage: int, style: str, failing: int, zero: bool
 ) -> None:
-    stock.needs_style(style)
     script = partial(fail_and_go_on, failing=failing, zero=zero)
     options = Options(stage, model="Fragile", style=style)
     for outcome in check(world, script, options, "zero3_retain", quiet=False):
@@ -71,13 +70,6 @@ def test_step_without_a_backward_since_is_refused(world: World, style: str) -> N
     stock.needs_style(style)
     for text in world.run(step_after_failure, style):
         assert "Run forward and backward again" in text
-
-
-def test_dropped_gradients_are_announced(world: World) -> None:
-    script = partial(fail_and_go_on, failing=2, zero=False)
-    for outcome in world.run(run, script, Options(model="Fragile"), "zero3_retain"):
-        (said,) = [text for text in outcome.said if "raised" in text]
-        assert "every gradient reduced since the last optimizer step was dropped" in said
 
 
 def backward_across_a_step(first_of_its_forward: bool) -> str:

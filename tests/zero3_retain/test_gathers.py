@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,30 +15,14 @@ from tests.scripts import losses
 from tests.training import stock
 from tests.training.models import both_losses
 from tests.training.options import NO_REUSE, SMALL_PREFETCH, Options
-from tests.training.run import check
+from tests.training.run import check, measure
 from tests.training.trainers import EngineTrainer, engine_of, engine_trainer
 from tests.world import World
-from tests.zero3_retain.test_gradients import GRAPHS, holds, patched, several_backwards
+from tests.zero3_retain.test_gradients import patched, several_backwards
 
 SETTINGS = pytest.mark.parametrize(
     "settings", [{}, SMALL_PREFETCH, {**NO_REUSE, **SMALL_PREFETCH}], ids=str
 )
-
-
-@pytest.mark.parametrize("style", ["engine", "scale", "torch"])
-@pytest.mark.parametrize("backwards", [1, 2, 4])
-def test_nothing_stays_gathered_after_any_backward(
-    world: World, style: str, backwards: int
-) -> None:
-    for outcome in holds(world, backwards, style=style, steps=4):
-        assert len(outcome.available) == 4 * backwards
-        assert backwards == 1 or not any(outcome.available), outcome.available
-
-
-@pytest.mark.parametrize("model", GRAPHS)
-def test_nothing_stays_gathered_whatever_the_graph(world: World, model: str) -> None:
-    for outcome in holds(world, 3, model=model, steps=4):
-        assert not any(outcome.available), outcome.available
 
 
 @pytest.mark.core_case(style="engine", settings=SMALL_PREFETCH)
@@ -46,7 +32,6 @@ def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
     world: World, style: str, settings: dict[str, Any]
 ) -> None:
     """What the prefetcher fetches for a branch that is not run is let go of, too."""
-    stock.needs_style(style)
     script = losses.three_backwards
     options = Options(model="TwoBranches", style=style, steps=5, zero=settings)
     for outcome in check(world, script, options, "zero3_retain"):
@@ -54,65 +39,30 @@ def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
         assert not any(outcome.left), outcome.left
 
 
-def gathered_numel(engine: Any) -> int:
-    return sum(
-        param.ds_numel
-        for param in engine.module.parameters()
-        if param.ds_status.name != "NOT_AVAILABLE"
-    )
-
-
 def peaks(backwards: int, settings: dict[str, Any]) -> list[int]:
-    """Most elements gathered during each of four steps, seen at every parameter's gradient."""
-    with patched():
-        trainer = engine_trainer(steps=1, zero=settings)
-        engine, seen = trainer.engine, [0]
-
-        def look(*_: Any) -> None:
-            seen[-1] = max(seen[-1], gathered_numel(engine))
-
-        for module in engine.module.modules():
-            module.register_forward_hook(look)
-            module.register_full_backward_hook(look)
-        trainer.note()  # the hooks
-        for _ in range(4):
-            several_backwards(trainer, backwards=backwards)
-            seen.append(0)
-        return seen[:-1]
+    """Most elements gathered in each of two steps."""
+    script = partial(several_backwards, backwards=backwards)
+    options = Options(zero=settings)
+    return measure(script, options, patched(), looks=["memory"], strict=False).peaks
 
 
 @pytest.mark.parametrize("settings", [{}, NO_REUSE, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
-def test_peak_of_the_window_is_one_backwards(world: World, settings: dict[str, Any]) -> None:
+def test_several_backwards_peak_as_one_does(world: World, settings: dict[str, Any]) -> None:
     ordinary = world.run(peaks, 1, settings)
     for once, thrice in zip(ordinary, world.run(peaks, 3, settings), strict=True):
-        # The first step has no trace, the second none that fits.
-        assert max(thrice[2:]) <= max(once[2:])
-
-
-class Trace:
-    """Counts what an engine's coordinator does to its trace."""
-
-    def __init__(self, engine: Any) -> None:
-        self.coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        self.invalidated = 0
-        stock = self.coordinator._invalidate_trace
-
-        def invalidate() -> None:
-            self.invalidated += 1
-            stock()
-
-        self.coordinator._invalidate_trace = invalidate
+        assert 0 < max(thrice) <= max(once)
 
 
 def trace_of_steps(steps: int, backwards: int, settings: dict[str, Any]) -> list[tuple[int, bool]]:
     """After each step: times the trace was invalidated so far, and whether it is complete."""
     with patched():
         trainer = engine_trainer(steps=1, zero=settings)
-        trace = Trace(trainer.engine)
+        trace = trainer.engine.optimizer.parameter_offload.get_param_coordinator()
         seen = []
-        for _ in range(steps):
-            several_backwards(trainer, backwards=backwards)
-            seen.append((trace.invalidated, trace.coordinator.is_complete_trace()))
+        with mock.patch.object(trace, "_invalidate_trace", wraps=trace._invalidate_trace) as spoils:
+            for _ in range(steps):
+                several_backwards(trainer, backwards=backwards)
+                seen.append((spoils.call_count, trace.is_complete_trace()))
         return seen
 
 
@@ -120,8 +70,7 @@ def trace_of_steps(steps: int, backwards: int, settings: dict[str, Any]) -> list
 @pytest.mark.parametrize("settings", [{}, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
 def test_later_steps_keep_the_trace(world: World, settings: dict[str, Any]) -> None:
     for seen in world.run(trace_of_steps, 5, 3, settings):
-        assert [count for count, _ in seen] == [0] * 5
-        assert [complete for _, complete in seen] == [False, True, True, True, True]
+        assert seen == [(0, False), *[(0, True)] * 4]
 
 
 def prefetched_in_last_step(model: str, settings: dict[str, Any]) -> list[int]:

@@ -18,6 +18,7 @@ from tests.training.options import (
     NO_REUSE,
     OFFLOADED,
     OFFLOADED_ALL,
+    OVERLAP,
     SMALL_PREFETCH,
     Options,
 )
@@ -58,10 +59,9 @@ def several_backwards(trainer: Any, *, backwards: int = 2, zero: bool = False) -
             trainer.step()
 
 
-def holds(world: World, backwards: int = 2, zero: bool = False, **options: Any) -> list[Outcome]:
+def holds(world: World, backwards: int = 2, zeroed: bool = False, **options: Any) -> list[Outcome]:
     """Plain PyTorch's ends, on any model and with any options."""
-    stock.needs_style(options.get("style", "engine"))
-    script = partial(several_backwards, backwards=backwards, zero=zero)
+    script = partial(several_backwards, backwards=backwards, zero=zeroed)
     return check(world, script, Options(**options), "zero3_retain", quiet=False)
 
 
@@ -71,15 +71,69 @@ def holds(world: World, backwards: int = 2, zero: bool = False, **options: Any) 
 @STYLES
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_backwards(world: World, stage: int, style: str, zero: bool) -> None:
-    for outcome in holds(world, stage=stage, style=style, zero=zero):
+    for outcome in holds(world, stage=stage, style=style, zeroed=zero):
         assert not any(outcome.available)
 
 
-@ZEROS
-@pytest.mark.parametrize("backwards", [3, 4])
+CLIPPED, MICRO_STEPS, TORCH = {"clip": 0.05}, {"micro_steps": 2}, {"style": "torch"}
+
+
+@pytest.mark.core_case(backwards=2, more=MICRO_STEPS)
+@pytest.mark.core_case(backwards=2, zero=False, more=OFFLOADED | MICRO_STEPS)
+@pytest.mark.parametrize(
+    ("backwards", "zero", "more"),
+    [
+        *((backwards, zero, {}) for backwards in (3, 4) for zero in (False, True)),
+        (2, False, MICRO_STEPS),  # what zero_grad() means in it: tests/accumulation/test_dropped.py
+        *((2, zero, OFFLOADED) for zero in (False, True)),
+        (2, False, OFFLOADED | MICRO_STEPS),
+        (2, False, CLIPPED),
+        (2, False, OFFLOADED | CLIPPED),
+        *((2, False, dtype | style) for dtype in (BF16, BF16_SUMS) for style in ({}, TORCH)),
+        *((2, False, FP16 | style) for style in ({}, {"style": "scale"})),
+        (2, False, OVERLAP),
+        (2, False, {"zero": {"reduce_scatter": False}}),
+        (2, False, {"zero": {"contiguous_gradients": False}}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_more_backwards(world: World, stage: int, backwards: int, zero: bool) -> None:
-    holds(world, backwards, zero, stage=stage)
+def test_options(
+    world: World, stage: int, backwards: int, zero: bool, more: dict[str, Any]
+) -> None:
+    if stage < 3 and "contiguous_gradients" in str(more):
+        stock.needs_non_contiguous()
+    if stage == 1 and more == BF16_SUMS | TORCH and not stock.QUEUES_EPILOGUE:
+        pytest.skip("stock refuses plain backwards there, patched or not")
+    holds(world, backwards, zero, stage=stage, **more)
+
+
+@pytest.mark.core_case(backwards=3, more=PREFETCH)
+@pytest.mark.parametrize(
+    ("backwards", "zero", "more"),
+    [
+        (3, False, PREFETCH),
+        *((2, zero, OFFLOADED_ALL) for zero in (False, True)),
+        (2, False, {"zero": NO_REUSE}),
+        (2, False, {"zero": SMALL_PREFETCH}),
+        (2, False, {"zero": {"stage3_param_persistence_threshold": 40}}),
+    ],
+    ids=str,
+)
+def test_options_of_stage_3(world: World, backwards: int, zero: bool, more: dict[str, Any]) -> None:
+    holds(world, backwards, zero, steps=5, **more)
+
+
+@pytest.mark.core_case(backwards=2, zero=False, model="SharedBlock")
+@pytest.mark.core_case(backwards=2, zero=False, model="Reentrant")
+@pytest.mark.core_case(backwards=2, zero=False, model="LeafModule")
+@pytest.mark.parametrize(
+    ("backwards", "zero", "style"), [(2, False, "engine"), (3, False, "engine"), (2, True, "torch")]
+)
+@pytest.mark.parametrize("model", GRAPHS)
+def test_graphs(world: World, model: str, backwards: int, zero: bool, style: str) -> None:
+    for outcome in holds(world, backwards, zero, model=model, style=style, steps=4):
+        assert not any(outcome.available), outcome.available
 
 
 @pytest.mark.core_case
@@ -126,16 +180,6 @@ def test_a_forward_without_gradients_turns_stocks_crash_into_a_wrong_gradient(
 
 
 @pytest.mark.parametrize("model", GRAPHS)
-def test_graphs(world: World, model: str) -> None:
-    holds(world, 3, model=model)
-
-
-@pytest.mark.parametrize("model", GRAPHS)
-def test_graphs_torch_style(world: World, model: str) -> None:
-    holds(world, zero=True, model=model, style="torch")
-
-
-@pytest.mark.parametrize("model", GRAPHS)
 def test_graphs_train_on_stock_with_one_backward_and_not_with_two(world: World, model: str) -> None:
     """It crashes; where checkpointing gathers again, on older releases, it trains wrong."""
     check(world, partial(several_backwards, backwards=1), Options(model=model))
@@ -143,111 +187,27 @@ def test_graphs_train_on_stock_with_one_backward_and_not_with_two(world: World, 
         assert outcome.error or outcome.difference > 0.01
 
 
-@pytest.mark.core_case
-@pytest.mark.parametrize("model", ["SharedBlock", "Reentrant", "LeafModule"])
-def test_graphs_on_every_release(world: World, model: str) -> None:
-    holds(world, model=model)
-
-
-@pytest.mark.core_case
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradient_accumulation(world: World, stage: int) -> None:
-    """What ``zero_grad()`` means in it: tests/accumulation/test_dropped.py."""
-    holds(world, stage=stage, micro_steps=2)
-
-
-@pytest.mark.core_case(zero=False, micro_steps=2)
-@pytest.mark.parametrize(
-    ("stage", "micro_steps", "zero"),
-    [
-        *((stage, micro, zero) for stage in (2, 3) for micro, zero in [(1, False), (1, True)]),
-        *((stage, 2, False) for stage in (2, 3)),
-        *((1, 1, zero) for zero in (False, True)),
-    ],
-)
-def test_offloaded_optimizer(world: World, stage: int, micro_steps: int, zero: bool) -> None:
-    holds(world, zero=zero, stage=stage, micro_steps=micro_steps, **OFFLOADED)
-
-
-@ZEROS
-def test_offloaded_parameters(world: World, zero: bool) -> None:
-    holds(world, zero=zero, **OFFLOADED_ALL)
-
-
-@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_clipping_goes_by_the_sum(world: World, stage: int, more: dict[str, Any]) -> None:
-    holds(world, stage=stage, clip=0.05, **more)
-
-
-@pytest.mark.core_case
-def test_prefetch(world: World) -> None:
-    holds(world, 3, steps=5, **PREFETCH)
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        (3, {"overlap_comm": True}),
-        (3, NO_REUSE),
-        (3, SMALL_PREFETCH),
-        (3, {"stage3_param_persistence_threshold": 40}),
-        (3, {"contiguous_gradients": False}),
-        (2, {"overlap_comm": True}),
-        (2, {"reduce_scatter": False}),
-        (2, {"contiguous_gradients": False}),
-        (1, {"overlap_comm": True}),
-    ],
-    ids=str,
-)
-def test_zero_settings(world: World, stage: int, zero: dict[str, Any]) -> None:
-    check(world, several_backwards, Options(stage, steps=4, zero=zero), "zero3_retain", quiet=False)
-
-
-@pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("more", [BF16, BF16_SUMS], ids=["low", "fp32"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16(world: World, stage: int, more: dict[str, Any], style: str) -> None:
-    if stage == 1 and more is BF16_SUMS and stock.BF16_SUMS_DO_NOT_TRAIN:
-        pytest.skip(f"nothing trains here on {stock.RELEASE}, patched or not")
-    holds(world, stage=stage, style=style, **more)
-
-
-@pytest.mark.parametrize("style", stock.STYLES[:2])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_float16_with_a_dynamic_loss_scale(world: World, stage: int, style: str) -> None:
-    holds(world, stage=stage, style=style, **FP16)
-
-
 # --- Gradients of gradients, and by hand ----------------------------------------------------------
 
 
 @pytest.mark.core_case(style="engine", script=slopes.gradient_penalty, model="Critic")
-@pytest.mark.core_case(script=slopes.slope_at_the_input)
+@pytest.mark.core_case(script=slopes.slope_at_the_input, stage=3)
 @pytest.mark.parametrize("style", ["engine", "torch"])
 @pytest.mark.parametrize(
-    ("script", "model"),
+    ("script", "model", "stage"),
     [
-        (slopes.gradient_penalty, "Critic"),
-        (slopes.gradient_penalty, "PlainCritic"),
-        (slopes.penalty_in_the_middle, "Critic"),
-        (slopes.slope_then_two_backwards, "TwoHeads"),
-        (slopes.slope_at_the_input, "FloatInput"),
+        (slopes.gradient_penalty, "Critic", 3),
+        (slopes.gradient_penalty, "PlainCritic", 3),
+        (slopes.penalty_in_the_middle, "Critic", 3),
+        *((slopes.slope_then_two_backwards, "TwoHeads", stage) for stage in (2, 3)),
+        *((slopes.slope_at_the_input, "FloatInput", stage) for stage in (2, 3)),
     ],
 )
-def test_gradients_by_hand(world: World, script: Any, model: str, style: str) -> None:
+def test_gradients_by_hand(world: World, script: Any, model: str, stage: int, style: str) -> None:
     """The backward of a backward gathers what it needs, too."""
-    stock.needs_style(style)
-    for outcome in check(world, script, Options(model=model, style=style), "zero3_retain"):
+    options = Options(stage, model=model, style=style)
+    for outcome in check(world, script, options, "zero3_retain"):
         assert "slope" in script.name or not any(outcome.available)
-    if style == "engine":
-        for outcome in world.run(run, script, Options(model=model)):
+    if style == "engine" and stage == 3:
+        for outcome in world.run(run, script, options):
             assert outcome.error or outcome.difference > 1e-3, "stock is right"
-
-
-@pytest.mark.parametrize("style", ["engine", "torch"])
-@pytest.mark.parametrize("script", [slopes.slope_then_two_backwards, slopes.slope_at_the_input])
-def test_gradients_by_hand_at_stage_2(world: World, script: Any, style: str) -> None:
-    stock.needs_style(style)
-    model = script.options.model
-    check(world, script, Options(2, model=model, style=style), "zero3_retain")

@@ -54,9 +54,8 @@ class ReduceBuckets:
         """What is in the buckets and not reduced yet."""
         if self._only is not None:
             return [*self._only.params]
-        if self._own is not None:
-            return [entry for bucket in self._own.values() for entry in bucket.params]
-        return [entry[-1] for entry in self._optimizer.params_in_ipg_bucket]
+        waiting = flat.in_buckets(self._optimizer)
+        return [entry[-1] for entry in waiting] if self._own is None else waiting
 
     def take_out(self) -> list[Any]:
         """Give what waits back to its parameters; returns what that was."""

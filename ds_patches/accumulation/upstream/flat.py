@@ -34,6 +34,11 @@ def sums_in_place(optimizer: Any, group: int) -> bool:
     return compact is not None and bool(compact(group))
 
 
+def adds_in_place(optimizer: Any) -> bool:
+    """Whether any group does, so that a boundary backward delivers all of a step."""
+    return any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
+
+
 def refuse_muon(optimizer: Any) -> None:
     """Muon orthogonalises what an epilogue has reduced: two of those do not add up to one.
 
@@ -60,7 +65,7 @@ def reduce_what_is_left(optimizer: Any) -> None:
     """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
     if not engines.at_boundary(optimizer):
         return
-    waiting = _in_buckets(optimizer)
+    waiting = {entry[-1] for entry in in_buckets(optimizer)}
     reduced = optimizer.params_already_reduced
     left = {i for i, done in enumerate(reduced) if not done and i not in waiting}
     if not left:  # as in most steps, which are not to pay for each parameter
@@ -73,14 +78,12 @@ def reduce_what_is_left(optimizer: Any) -> None:
             optimizer.reduce_ready_partitions_and_remove_grads(param, index)
 
 
-def _in_buckets(optimizer: Any) -> set[int]:
+def in_buckets(optimizer: Any) -> list[tuple[Any, ...]]:
+    """What is kept of each parameter that waits in the reduce buckets; its number comes last."""
     buckets = getattr(optimizer, "ipg_buckets", None)  # 0.17.2
-    waiting = (
-        [entry for bucket in buckets.values() for entry in bucket.params]
-        if buckets is not None
-        else optimizer.params_in_ipg_bucket
-    )
-    return {entry[-1] for entry in waiting}
+    if buckets is None:
+        return [*optimizer.params_in_ipg_bucket]
+    return [entry for bucket in buckets.values() for entry in bucket.params]
 
 
 def forgets_micro_steps(optimizer: Any) -> bool:
@@ -120,7 +123,7 @@ def steps_unreduced(optimizer: Any) -> bool:
     return bool(
         optimizer.use_grad_accum_attribute
         and optimizer.cpu_offload
-        and not any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
+        and not adds_in_place(optimizer)
     )
 
 

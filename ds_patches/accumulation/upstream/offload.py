@@ -13,21 +13,12 @@ from typing import Any
 import torch
 
 from ds_patches.core import live
-from ds_patches.runtime import device
 from ds_patches.runtime.attributes import meanwhile
-
-from . import flat
 
 
 def partitions(optimizer: Any) -> list[torch.Tensor]:
     """The fp32 gradients that an offloaded optimizer reads in `step`, stages 1 and 2."""
     return [group.grad for group in optimizer.single_partition_of_fp32_groups]
-
-
-def sums_in_place(optimizer: Any) -> bool:
-    """Whether the partition sums in place, so that a boundary backward delivers all of a step."""
-    groups = range(len(optimizer.bit16_groups))
-    return any(flat.sums_in_place(optimizer, group) for group in groups)
 
 
 def sums_in_partitions(optimizer: Any) -> bool:
@@ -59,12 +50,6 @@ def keeping_micro_steps(optimizer: Any, *, also: bool) -> Iterator[None]:
         return
     with meanwhile(optimizer, gradient_accumulation_steps=2):
         yield
-
-
-def host_sums(optimizer: Any) -> dict[int, torch.Tensor]:
-    """The sum over a parameter's micro steps, on the host."""
-    sums: dict[int, torch.Tensor] = optimizer.accumulated_grads_in_cpu
-    return sums
 
 
 def store_host_sum(optimizer: Any, param: Any) -> None:
@@ -123,7 +108,7 @@ def zero_partitions(optimizer: Any, param_ids: Iterable[int]) -> None:
 def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
     """Add host sums to the fp32 gradients, where a backward at the boundary copies them."""
     for param_id in param_ids:
-        if (host_sum := host_sums(optimizer).get(param_id)) is None:
+        if (host_sum := optimizer.accumulated_grads_in_cpu.get(param_id)) is None:
             continue
         target = _on_host(optimizer, param_id)
         source_offset = optimizer.grad_position[param_id][1]
@@ -137,11 +122,6 @@ def _on_host(optimizer: Any, param_id: int) -> torch.Tensor:
     group, _, offset, numel = optimizer.grad_position[param_id]
     gradient: torch.Tensor = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
     return gradient.narrow(0, offset, numel)
-
-
-def finish_copies() -> None:
-    """Wait for gradients that still travel to the host."""
-    device.synchronize()
 
 
 def renew_norms(optimizer: Any) -> None:

@@ -65,7 +65,6 @@ def layout(optimizer: Any) -> FlatLayout:
         ],
         process_group=optimizer.dp_process_group,
         comm_dtype=comm_dtype,
-        divisor=dist.get_world_size(optimizer.dp_process_group),
         bucket_elements=int(optimizer.reduce_bucket_size),
         gradient=optimizer.get_param_gradient_attribute,
         note_read=_reader(),
