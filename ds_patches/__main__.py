@@ -117,7 +117,8 @@ def _env(chosen: argparse.Namespace) -> None:
         flags.read(registry.patches())
     try:
         if chosen.remove:
-            variables.remove(chosen.remove)
+            if not variables.remove(chosen.remove):
+                print(f"ds_patches: there is no file {chosen.remove}")
         elif chosen.write:
             variables.write(chosen.write, os.environ)
     except OSError as error:

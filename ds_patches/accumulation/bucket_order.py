@@ -63,6 +63,8 @@ class BucketOrder:
     def reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Around the reduction of what is in the buckets, which may have to wait elsewhere."""
         waiting = self._buckets.waiting()
+        if not waiting:  # a parameter comes that is larger than a bucket
+            return
         formed, at = self._formed, len(self._now)
         if formed is not None and at < len(formed) and formed[at] == waiting:
             fits = self._is_own or self._came is None

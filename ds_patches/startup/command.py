@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +25,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     Raises StartupError if there is no such command or, in strict mode, if it would run unpatched.
     """
     command = _command(words)
-    if doubt := _doubt(command):
+    for doubt in _doubts(command):
         if flags.is_strict():
             raise StartupError(f"{doubt} ({flags.PREFIX}_STRICT)")
         print(f"ds_patches: {doubt}", file=sys.stderr, flush=True)
@@ -49,18 +49,21 @@ def _command(words: Sequence[str]) -> list[str]:
     return [found, *rest]
 
 
-def _doubt(command: Sequence[str]) -> str:
+def _doubts(command: Sequence[str]) -> Iterator[str]:
     """Say what keeps the hook from being run, as far as the command tells."""
     enabled = site_packages.is_enabled()
-    deaf = _options(command) & (_DEAF_TO_SITE if enabled else _DEAF_TO_PATH)
-    if not deaf:
-        return ""
-    return (
-        f"python -{''.join(sorted(deaf))} runs no start-up hook, so the command runs "
-        "unpatched; call ds_patches.apply_all() in the script"
-        + ", or use `python -m ds_patches enable`"
-        * (not enabled and "S" not in deaf)
-    )
+    if deaf := _options(command) & (_DEAF_TO_SITE if enabled else _DEAF_TO_PATH):
+        yield (
+            f"python -{''.join(sorted(deaf))} runs no start-up hook, so the command runs "
+            "unpatched; call ds_patches.apply_all() in the script"
+            + ", or use `python -m ds_patches enable`"
+            * (not enabled and "S" not in deaf)
+        )
+    if Path(command[0]).name == "deepspeed" and not enabled and Path("sitecustomize.py").exists():
+        yield (
+            "the deepspeed launcher puts the working directory first on the path of other hosts, "
+            "where sitecustomize.py hides the start-up hook; use `python -m ds_patches enable`"
+        )
 
 
 def _options(command: Sequence[str]) -> set[str]:

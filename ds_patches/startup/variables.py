@@ -57,9 +57,14 @@ def write(file: Path, environment: Mapping[str, str]) -> None:
     _put(file, [*others, *lines({**environment, **path})])
 
 
-def remove(file: Path) -> None:
-    """Take our lines out of a `.deepspeed_env`; the file goes with its last line."""
+def remove(file: Path) -> bool:
+    """Take our lines out of a `.deepspeed_env`; the file goes with its last line.
+
+    Returns whether there was a file.
+    """
+    there = file.exists()
     _put(file, _others(file))
+    return there
 
 
 def _others(file: Path) -> list[str]:

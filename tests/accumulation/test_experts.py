@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.accumulation.bucket_order import merged
-from tests.scripts import experts, heads
+from tests.scripts import adapters, experts, heads
 from tests.training import models
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.training.run import applied, check, run
@@ -67,6 +67,14 @@ def test_batches_of_one_to_three_experts(world: World, stage: int, more: dict[st
 def test_micro_steps_and_losses(world: World, stage: int, script: Any, model: str) -> None:
     micro_steps = script.options.micro_steps
     check(world, script, Options(stage, model=model, micro_steps=micro_steps), "accumulation")
+
+
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_larger_than_a_bucket_are_new(world: World, stage: int) -> None:
+    """DeepSpeed then reduces a bucket that is empty."""
+    tiny = {"reduce_bucket_size": 40, "overlap_comm": True}
+    check(world, adapters.unfrozen_later, Options(stage, steps=4, zero=tiny), "accumulation")
 
 
 def odd_one_out(trainer: Any) -> None:

@@ -162,3 +162,18 @@ def test_a_program_that_runs_no_hook_is_doubted(environment: Environment, option
     assert f"ds_patches: python {option} runs no start-up hook" in done.stderr
     assert ("ds_patches enable" in done.stderr) is (option != "-S")
     assert "(DS_PATCHES_STRICT)" in environment.refuses(*words, DS_PATCHES_STRICT="1")
+
+
+def test_deepspeeds_launcher_beside_a_sitecustomize_is_doubted(
+    own: Environment, tmp_path: Path
+) -> None:
+    fake.write(own.root / "bin/deepspeed", "#!/bin/sh\necho ran").chmod(0o755)
+    fake.write(tmp_path / "sitecustomize.py", "")
+    words = ("-m", "ds_patches", "run", "--", "deepspeed")
+    for cwd, doubts in ((own.root, 0), (tmp_path, 1)):
+        done = own.start(*words, cwd=cwd)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "ran\n", doubts)
+    assert "where sitecustomize.py hides the start-up hook" in done.stderr
+    assert own.start(*words, cwd=tmp_path, DS_PATCHES_STRICT="1").returncode == 2
+    assert own.ds_patches("enable").returncode == 0
+    assert own.start(*words, cwd=tmp_path).stderr == ""
