@@ -78,9 +78,9 @@ Not covered
     | an optimizer on NVMe | NotImplementedError |
 
 Cost
-    A block takes 0.81 to 0.88 of the time of DeepSpeed's own at ZeRO 1 and 2 without P2P, and 0.95
-    to 1.05 with it. At ZeRO 3 it takes 0.35 to 0.47 with ``gather_once=True``, and 1.05 to 1.11
-    with ``False``; the way between them was not timed (docs/benchmarks-coalesce.md).
+    A block takes 0.81 to 0.90 of the time of DeepSpeed's own at ZeRO 1 and 2 without P2P, and 0.93
+    to 1.05 with it. At ZeRO 3 it takes 0.47 to 0.54 where it gathers once by default, 0.35 to 0.66
+    with ``gather_once=True``, and 0.99 to 1.11 with ``False`` (docs/benchmarks-coalesce.md).
 
 Why
     DeepSpeed has the method from 0.19.1 on. Its own reduces what is there when something inside

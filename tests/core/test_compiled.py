@@ -190,7 +190,8 @@ def train(stage: int, how: str) -> collections.Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_compiled_training_step_passes_every_wrapper(stage: int) -> None:
     """As often as an eager one: none is skipped, and none breaks it."""
     found = []

@@ -39,8 +39,9 @@ def test_the_sample_in_every_ordering(tmp_path: Path) -> None:
     assert len(found) == (4 + 3 * (20 - 4)) + (4 + 3 * (20 - 9)), "by a call, and by the hook"
 
 
-@pytest.mark.parametrize("name", ds_patches.names())
-def test_every_patch_in_telling_orderings(name: str) -> None:
+@pytest.mark.parametrize("name", ["accumulation", "coalesce", "dc_fallback"])
+def test_patches_in_telling_orderings(name: str) -> None:
+    """The others' are in all of their orderings, below."""
     demand(walked("telling", name), "telling")
 
 

@@ -61,7 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core_case(pattern="TiedToSkipped")
+@pytest.mark.core_case(pattern="TiedToSkipped", case="forwards first")
+@pytest.mark.core_case(pattern="TiedToSkipped", case="two backwards")
+@pytest.mark.core_case(pattern="TiedToSkipped", case="anew, micro steps")
+@pytest.mark.core_case(pattern="TiedToSkipped", case="keeps, evaluates")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "pattern", ["Compiled", "Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]

@@ -30,8 +30,9 @@ def cases() -> Iterator[Any]:
         missing = training.script == "lit" and find_spec("lightning") is None
         skip = pytest.mark.skipif(missing, reason="lightning is in the extra `frameworks`")
         for old, stages in ((False, training.stock), (True, training.old)):
-            marks = [pytest.mark.exhaustive] if old or training.exhaustive else []
             for stage in stages:
+                quick = stage == 2 and not (old or training.exhaustive)
+                marks = [] if quick else [pytest.mark.exhaustive]
                 name = f"{training.title}-{stage}{'-old' * old}"
                 yield pytest.param(training, stage, old, id=name, marks=[*marks, skip])
 

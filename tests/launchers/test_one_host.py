@@ -77,6 +77,7 @@ def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
     assert_stock(launch.run(line, folder, environment))
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_differ(folder: Path) -> None:
     """Every rank says which ranks have what, whichever is the first."""
     line = line_with("run -- torchrun --standalone")

@@ -44,7 +44,9 @@ def elements_of_a_block(model: str) -> int:
 
 
 @pytest.mark.core_case(model="DeepReentrantAdapted")
-@pytest.mark.parametrize("model", ["DeepAdapted", "DeepReentrantAdapted"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("DeepAdapted", marks=pytest.mark.exhaustive), "DeepReentrantAdapted"]
+)
 def test_one_block_is_gathered_at_a_time(world: World, model: str) -> None:
     for one in world.run(looked_at, (), model, FRUGAL):
         if HOLDS_FROZEN and model == "DeepReentrantAdapted":
