@@ -55,7 +55,7 @@ def nothing_to_step(trainer: Any) -> None:
         trainer.step()
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG})
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)
 def abandoned_between_two_losses(trainer: Any) -> None:
     """One of two losses had its backward, and then another batch comes in."""
     for step in trainer.steps():

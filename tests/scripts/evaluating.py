@@ -13,10 +13,13 @@ from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.training.models import VOCABULARY, batch, both_losses, loss_of
 from tests.training.options import SMALL_PREFETCH
 
+#: What is gathered in an evaluation stays for the training that follows.
+KEPT = {"zero": SMALL_PREFETCH | {"stage3_max_live_parameters": 10**9}}
+
 INFERENCE_TENSORS = {1: RIGHT, 2: RIGHT, 3: raises("Inference tensors cannot be saved")}
 
 
-@script(INFERENCE_TENSORS, zero=SMALL_PREFETCH)
+@script(INFERENCE_TENSORS, **KEPT)
 def inference_mode(trainer: Any) -> None:
     """An evaluation under ``torch.inference_mode()`` after each step."""
     for step in trainer.steps():
@@ -28,7 +31,7 @@ def inference_mode(trainer: Any) -> None:
         trainer.module.train()
 
 
-@script(INFERENCE_TENSORS, zero=SMALL_PREFETCH)
+@script(INFERENCE_TENSORS, **KEPT)
 def inference_mode_of_the_module(trainer: Any) -> None:
     """The same by ``engine.module``, which the engine does not see."""
     for step in trainer.steps():

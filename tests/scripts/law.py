@@ -20,9 +20,9 @@ from tests.training.run import Outcome
 KINDS = ("values", "words", "memory", "calls")
 #: Of stock's Python calls in a step, what patches may add ...
 CALLS = 0.01
-#: ... or for each forward, with its backward and its part of a step: 90 and less are measured,
-#: whatever the model ...
-A_FORWARD = 100
+#: ... or for each forward, with its backward and its part of a step: 90 and less are measured, and
+#: 19 more for a ``GatheredParameters``, whatever the model ...
+A_FORWARD = 110
 #: ... and for each reduction of a bucket, of which DeepSpeed's own default needs few.
 A_REDUCTION = 3
 
