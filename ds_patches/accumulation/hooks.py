@@ -183,7 +183,7 @@ def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def _partitions_of(optimizer: Any) -> PartitionSum | None:
-    steps = engines.of_optimizer(optimizer)
+    steps = vars(optimizer).get(KEY) or engines.of_optimizer(optimizer)
     return steps.sum if steps is not None and isinstance(steps.sum, PartitionSum) else None
 
 
