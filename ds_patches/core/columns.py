@@ -16,6 +16,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def spans(some: Sequence[Any], every: Sequence[Any]) -> str:
     """Name some of an ordered whole, neighbours in it by the first and the last: "0, 2-7"."""
-    ordered = groupby(some, lambda one: every.index(one) - some.index(one))
-    runs = [[*run] for _, run in ordered]
+    ordered = groupby(enumerate(some), lambda at_one: every.index(at_one[1]) - at_one[0])
+    runs = [[one for _, one in run] for _, run in ordered]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -134,7 +134,10 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
             raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
     for suffix, words in _LISTS.items():
         variable = PREFIX + suffix
-        _must_be_known(values.split(env.get(variable, "")), patches, variable, words)
+        _must_be_known(_listed(env.get(variable)) or (), patches, variable, words)
+    listed = {*values.split(env.get(PREFIX, ""))}
+    if len(listed) > 1 and listed & {"all", "none"}:
+        raise FlagError(f"{PREFIX} is {env[PREFIX]!r}: all and none stand alone")
     return env
 
 
