@@ -15,7 +15,7 @@ from tests.scripts import adapters, experts, heads
 from tests.training import models
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.training.run import applied, check, run
-from tests.training.stock import needs_non_contiguous
+from tests.training.stock import needs_a_zero_optimizer, needs_non_contiguous
 from tests.training.trainers import engine_trainer
 from tests.world import World
 
@@ -55,8 +55,7 @@ def test_stock_adds_up_gradients_of_different_parameters(fresh_world: World, sta
 def test_batches_of_one_to_three_experts(world: World, stage: int, more: dict[str, Any]) -> None:
     if "contiguous_gradients" in str(more):
         needs_non_contiguous()
-    if stage == 1 and more is BF16_SUMS:
-        pytest.skip("the optimizer is another one there, which reduces all there is")
+    needs_a_zero_optimizer(stage, more)
     check(world, experts.routed, Options(stage, **{**UNEVEN, **more}), "accumulation")
 
 

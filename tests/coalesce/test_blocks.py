@@ -61,8 +61,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def test_a_block_is_a_sum(world: World, stage: int, more: dict[str, Any]) -> None:
     if stage < 3 and more == zero(False, True, False):
         stock.needs_non_contiguous()
-    if stage == 1 and "sums" in more and "offload" not in more:
-        pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is refused")
+    stock.needs_a_zero_optimizer(stage, more)
     check(world, several_backwards, Options(stage, **more), "coalesce")
 
 

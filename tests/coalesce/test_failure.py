@@ -239,9 +239,7 @@ def reduced_after_an_exception(stage: int, patch: bool) -> bool:
 
 
 @pytest.mark.core_case(stage=2)
-@pytest.mark.skipif(
-    stock.Version("0.19.1") > stock.RELEASE, reason="coalesce_grad_reduction came with 0.19.1"
-)
+@stock.since("0.19.1", "coalesce_grad_reduction")
 @pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_stocks_own_reduces_half_a_block(world: World, stage: int, patch: bool) -> None:

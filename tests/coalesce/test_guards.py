@@ -68,9 +68,7 @@ def refusal(given: dict[str, Any], **options: Any) -> str:
 
 
 UNMANAGED = {"settings": {"managed_gradient_accumulation": False}}
-SINCE_0_19_4 = pytest.mark.skipif(
-    stock.Version("0.19.4") > stock.RELEASE, reason="managed_gradient_accumulation: 0.19.4"
-)
+SINCE_0_19_4 = stock.since("0.19.4", "managed_gradient_accumulation")
 
 
 @pytest.mark.core_case(given={})

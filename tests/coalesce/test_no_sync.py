@@ -23,8 +23,7 @@ REFUSING = [2, 3]  # stock
 
 
 def holds(world: World, script: Any, stage: int, more: dict[str, Any]) -> None:
-    if stage == 1 and more == BF16_SUMS:
-        pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is not covered")
+    stock.needs_a_zero_optimizer(stage, more)
     check(world, script, script.at(stage, **{"steps": 3, **more}), "coalesce")
 
 

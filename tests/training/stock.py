@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -23,6 +25,8 @@ LOSES_MICRO_STEPS = Version("0.17.6") <= RELEASE <= Version("0.18.2")
 #: Models built outside ``zero.Init`` get DeepSpeed's Linear too, which saves no gathered weight.
 LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE
 
+#: Recomputation finds frozen parameters empty (pull request 8148).
+LOSES_FROZEN = Version("0.19.3") > RELEASE
 
 #: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
 #: finds none of them, and reduces nothing; with a single backward, before any patch.
@@ -37,6 +41,16 @@ def stock_sums_over(stage: int) -> bool:
 def needs_style(style: str) -> None:
     if style not in STYLES:
         pytest.skip(f"DeepSpeed {RELEASE} has no {style}-style backward (0.18.3 and later have)")
+
+
+def needs_a_zero_optimizer(stage: int, more: Mapping[str, Any]) -> None:
+    """more: of the options. BF16_Optimizer, which adds up by itself, is there in place of one."""
+    if stage == 1 and "sums" in more and "offload" not in more:
+        pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is not covered")
+
+
+def since(release: str, what: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(Version(release) > RELEASE, reason=f"{what} came with {release}")
 
 
 def needs_non_contiguous() -> None:

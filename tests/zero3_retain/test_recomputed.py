@@ -15,10 +15,8 @@ from tests.training.options import SMALL_PREFETCH
 from tests.training.run import Outcome, applied, check, measure, run
 from tests.world import World
 
-#: Recomputation finds frozen parameters empty (pull request 8148).
-LOSES_FROZEN = stock.Version("0.19.3") > stock.RELEASE
 #: Reentrant recomputation holds all that is frozen.
-HOLDS_FROZEN = not LOSES_FROZEN
+HOLDS_FROZEN = not stock.LOSES_FROZEN
 
 
 @pytest.mark.core_case(settings=FRUGAL)
@@ -27,7 +25,7 @@ def test_a_recomputation_sees_what_the_forward_saw(world: World, settings: dict[
     script = adapters.low_rank_recomputed
     options = script.at(3, steps=3, zero=settings)
     for one in world.run(run, script, options):
-        assert ("Recomputed values for" in one.error) == LOSES_FROZEN, one
+        assert ("Recomputed values for" in one.error) == stock.LOSES_FROZEN, one
     check(world, script, options, "zero3_retain")
 
 
@@ -62,5 +60,5 @@ def test_a_module_may_hand_out_what_another_has(world: World) -> None:
     """As PEFT's ``modules_to_save``: stock takes the other's counters for its own."""
     options = adapters.modules_to_save.at(3, steps=3)
     for one in world.run(run, adapters.modules_to_save, options):
-        assert ("has no attribute 'ds_grads_remaining'" in one.error) == LOSES_FROZEN, one
+        assert ("has no attribute 'ds_grads_remaining'" in one.error) == stock.LOSES_FROZEN, one
     check(world, adapters.modules_to_save, options, "zero3_retain")
