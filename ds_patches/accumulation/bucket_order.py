@@ -55,14 +55,16 @@ class BucketOrder:
         self._now: list[Order] = []  # the buckets of this backward
         self._forms_all = True  # ... are those of the whole order
         self._came: dict[Any, None] | None = None  # in turn, where gradients wait for theirs
+        self._arrived: Order = []  # in turn, where the buckets do not tell: in a first backward
         self._due: Order = []  # what is to be reduced next, from its end
         self._absent: set[Any] = set()  # of that, what no gradient will come to
         self._is_own = False  # what is in the buckets was put there by us, in the order
-        self._buckets.divert(None)
+        tells = self._order is not None or self._buckets.is_one
+        self._buckets.divert(None if tells else self._arrives)
 
     def reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Around the reduction of what is in the buckets, which may have to wait elsewhere."""
-        waiting = self._buckets.waiting()
+        waiting = self._buckets.waiting(*args, **kwargs)
         if not waiting:  # a parameter comes that is larger than a bucket
             return
         formed, at = self._formed, len(self._now)
@@ -85,7 +87,7 @@ class BucketOrder:
         if not kept:
             self._hold()
         if self._order is None:
-            came = [*_flat(self._now), *waiting] if kept else [*(self._came or ())]
+            came = [*(self._came or self._arrived or (*_flat(self._now), *waiting))]
             self._foresees = self._foreseen.issuperset(came)
             if kept:
                 self._set_order(came)
@@ -104,7 +106,7 @@ class BucketOrder:
 
     def _kept_to_the_order(self, waiting: Order) -> bool:
         if self._order is None:
-            return self._came is None and self._all_have(waiting, at_end=True)
+            return self._came is None and self._all_have([waiting, self._arrived])
         at = len(self._now)
         return self._came is None and self._formed is not None and self._formed[at:] == [waiting]
 
@@ -112,12 +114,12 @@ class BucketOrder:
         """On all ranks, in a first backward."""
         if not self._foreseen and current_task_id() == self._task:
             self._foreseen = self._buckets.reached()
-        return self._came is None and self._all_have(waiting)
+        return self._came is None and self._all_have([waiting])
 
     def _hold(self) -> None:
         """Let gradients wait for their turn, also those that are in the buckets."""
         if self._came is None:
-            self._came = dict.fromkeys(_flat(self._now))
+            self._came = dict.fromkeys(self._arrived or _flat(self._now))
             self._due = [one for one in self._order or () if one not in self._came][::-1]
             self._came.update(dict.fromkeys(self._buckets.take_out()))
             if self._foresees and current_task_id() == self._task:
@@ -128,7 +130,11 @@ class BucketOrder:
         elif not self._is_own:
             self._came.update(dict.fromkeys(self._buckets.take_out()))
 
-    def _wait_for_its_turn(self, param: Any) -> None:
+    def _arrives(self, param: Any) -> bool:
+        self._arrived.append(param)
+        return True
+
+    def _wait_for_its_turn(self, param: Any) -> bool:
         """A gradient has come. One may have got into a bucket while that was taken back."""
         self._hold()
         assert self._came is not None
@@ -138,6 +144,7 @@ class BucketOrder:
         self._came[param] = None
         while self._due and (self._due[-1] in self._came or self._due[-1] in self._absent):
             self._put_in([self._due.pop()])
+        return False
 
     def _put_in(self, params: Iterable[Any]) -> None:
         self._is_own = True
@@ -151,10 +158,10 @@ class BucketOrder:
 
     def _agree(self, came: Order) -> None:
         """After a first backward that was not the same on all ranks."""
-        reduced = _flat(self._now)
+        reduced = {*_flat(self._now)}
         order = merged(self._everyones(came))
         self._set_order(order)
-        self._due = order[len(reduced) :][::-1]
+        self._due = [one for one in order if one not in reduced][::-1]
         self._forms_all = not reduced
 
     def _look_for_new_ones(self) -> None:
@@ -170,8 +177,8 @@ class BucketOrder:
         self._put_in(one for one in order if one not in before)
         self._set_order(order)
 
-    def _all_have(self, waiting: Order, at_end: bool = False) -> bool:
-        text = repr((waiting, at_end)).encode()
+    def _all_have(self, orders: list[Order]) -> bool:
+        text = repr(orders).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         both = torch.tensor([digest, -digest], device=self._buckets.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._buckets.group)

@@ -59,9 +59,13 @@ class HostSum:
     def set_aside(self) -> None:
         """Take the fp32 partitions out; the backward then runs as a step's only one would."""
         optimizer = self._optimizer
-        if self._aside or not self._delivered or flat.adds_in_place(optimizer):
+        if self._aside or not self._delivered:
             return
         synchronize()
+        if flat.adds_in_place(optimizer):
+            offload.take_to_device(optimizer, self._given)
+            self._given.clear()
+            return
         self._zero_what_is_older()
         for gradient in offload.partitions(optimizer):
             self._aside.append(gradient.clone())

@@ -34,6 +34,7 @@ class LocalGradients(Listener):
         self._engine, self._steps = engine, steps
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay
+        self._is_engines = False  # in engine.backward
 
     @property
     def waits(self) -> bool:
@@ -70,6 +71,8 @@ class LocalGradients(Listener):
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
+        if self._shadows and not self._is_engines:
+            upstream_engine.must_scale(self._engine)
         self._waiting |= bool(self._shadows)
 
     def backward_nested(self) -> None:
@@ -107,6 +110,8 @@ class LocalGradients(Listener):
 
     def _gradient_arrives(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
         """What a parameter's hook calls: its gradient stays where it is."""
+        if not self._steps.watch.running:
+            self._steps.parameter_entered()
 
     def _backward_ends(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
         """Outside blocks and ``no_sync()``, at the boundary, the sum is reduced."""
@@ -117,7 +122,8 @@ class LocalGradients(Listener):
             self.reduce()
 
     def _backward(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
-        with upstream_engine.dividing_by_micro_steps(self._engine):
+        divides = upstream_engine.dividing_by_micro_steps(self._engine)
+        with divides, meanwhile(self, _is_engines=True):
             return wrapped(*args, **kwargs)
 
     def _step(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,8 @@ DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CONFIGURED = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 PRESCALED = {"prescale_gradients": True}
-#: Of the low-rank model: one more would make a leaf of the whole, which stock does not train.
+#: Of the low-rank model: one more would make a leaf of the whole, which stock does not train, as it
+#: does not train a block whose inputs need no gradient.
 WHOLE_BLOCKS = {"stage3_module_granularity_threshold": 129}
 #: DeepSpeed asks for it where gradients are divided before they are added.
 ALL_REDUCED = {"reduce_scatter": False}
@@ -128,7 +129,7 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
         PLAIN,
         Choice("frozen", {"model": "FrozenTrunk"}),
         Choice("tied", {"model": "TiedEmbedding"}),
-        Choice("whole_blocks", {"model": "Adapted"}, zero=WHOLE_BLOCKS, stages=(3,)),
+        Choice("whole_blocks", {"model": "AdaptedToTheInputs"}, zero=WHOLE_BLOCKS, stages=(3,)),
     ),
     "gathers": (
         PLAIN,

@@ -37,6 +37,8 @@ class ReduceBuckets:
         self._optimizer = optimizer
         self._own = getattr(optimizer, "ipg_buckets", None)
         self._only = next(iter(self._own.values())) if self._own and len(self._own) == 1 else None
+        #: Whether what waits in it lies there as it came.
+        self.is_one = self._own is None or self._only is not None
         self._params: dict[Any, tuple[Any, int]] = {}
         self._keys: dict[int, Any] = {}
         for group, params in enumerate(optimizer.bit16_groups):
@@ -50,10 +52,12 @@ class ReduceBuckets:
         self._diversion: Shadow | None = None
         self._handshake: Handshake | None = None
 
-    def waiting(self) -> list[Any]:
-        """What is in the buckets and not reduced yet."""
+    def waiting(self, comm_dtype: torch.dtype | None = None) -> list[Any]:
+        """What is in the buckets and not reduced yet; from 0.18.5 also in the one of a dtype."""
         if self._only is not None:
             return [*self._only.params]
+        if self._own is not None and comm_dtype is not None:
+            return [*self._own[comm_dtype].params]
         waiting = flat.in_buckets(self._optimizer)
         return [entry[-1] for entry in waiting] if self._own is None else waiting
 
@@ -90,8 +94,8 @@ class ReduceBuckets:
             return set()
         return {key for key, (param, _) in self._params.items() if reaches(param)}
 
-    def divert(self, put: Callable[[Any], None] | None) -> None:
-        """Let gradients that come be given to `put`, and not to a bucket; None: as ever."""
+    def divert(self, put: Callable[[Any], bool] | None) -> None:
+        """Ask `put` whether a gradient that comes goes on, into a bucket; None: as ever."""
         if self._diversion is not None:
             self._diversion.remove()
             self._diversion = None
@@ -100,11 +104,12 @@ class ReduceBuckets:
                 self._optimizer, "reduce_ready_partitions_and_remove_grads", self._instead(put)
             )
 
-    def _instead(self, put: Callable[[Any], None]) -> Callable[..., None]:
+    def _instead(self, put: Callable[[Any], bool]) -> Callable[..., None]:
         def instead(wrapped: Any, param: Any, group: int) -> None:
             # A gradient that comes in pieces is told when it is whole.
             if getattr(param, "ds_grad_is_ready", True):
-                put(self._keys[self._optimizer.get_param_id(param)])
+                if put(self._keys[self._optimizer.get_param_id(param)]):
+                    wrapped(param, group)
 
         return instead
 

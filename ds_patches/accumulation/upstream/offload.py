@@ -11,9 +11,12 @@ from traceback import walk_stack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_patches.core import live
 from ds_patches.runtime.attributes import meanwhile
+
+from . import flat
 
 
 def partitions(optimizer: Any) -> list[torch.Tensor]:
@@ -108,13 +111,32 @@ def zero_partitions(optimizer: Any, param_ids: Iterable[int]) -> None:
 def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
     """Add host sums to the fp32 gradients, where a backward at the boundary copies them."""
     for param_id in param_ids:
-        if (host_sum := optimizer.accumulated_grads_in_cpu.get(param_id)) is None:
-            continue
         target = _on_host(optimizer, param_id)
-        source_offset = optimizer.grad_position[param_id][1]
-        target.add_(host_sum.view(-1).narrow(0, source_offset, target.numel()))
+        if (sum_ := _on_device(optimizer, param_id)) is None:
+            if (host_sum := optimizer.accumulated_grads_in_cpu.get(param_id)) is None:
+                continue
+            source_offset = optimizer.grad_position[param_id][1]
+            sum_ = host_sum.view(-1).narrow(0, source_offset, target.numel())
+        target.add_(sum_)
         optimizer.norm_for_param_grads[param_id] = target.float().norm(2)
         optimizer.local_overflow |= not bool(target.isfinite().all())
+
+
+def take_to_device(optimizer: Any, param_ids: Iterable[int]) -> None:
+    """Let what is in the fp32 gradients be the sum that the next backward adds to."""
+    for param_id in param_ids:
+        if (sum_ := _on_device(optimizer, param_id)) is not None:
+            sum_.copy_(_on_host(optimizer, param_id))
+
+
+def _on_device(optimizer: Any, param_id: int) -> torch.Tensor | None:
+    """The sum of a step's gradients, where micro steps add in place and not on the host."""
+    group, _, _, numel = optimizer.grad_position[param_id]
+    if not flat.sums_in_place(optimizer, group):
+        return None
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    found: torch.Tensor = optimizer._get_compact_grad_partition_slice(group, rank, param_id, numel)
+    return found
 
 
 def _on_host(optimizer: Any, param_id: int) -> torch.Tensor:

@@ -90,6 +90,15 @@ def dividing_by_micro_steps(engine: Any) -> AbstractContextManager[None]:
     return meanwhile(engine, inside_no_sync_ctxt=False)
 
 
+def must_scale(engine: Any) -> None:
+    """Raises RuntimeError for a plain backward in fp16 where it does not: up to 0.18.2."""
+    if engine.fp16_enabled() and not engines.has_torch_style_backward(engine):
+        raise RuntimeError(
+            "backward() of a tensor in fp16: this DeepSpeed scales a loss in engine.backward() "
+            "alone. Call engine.backward(tensor) instead."
+        )
+
+
 def steps_now(engine: Any) -> bool:
     """Whether ``step`` would update the parameters: not at a micro step."""
     managed = getattr(engine, "managed_gradient_accumulation", None)  # 0.19.4

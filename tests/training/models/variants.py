@@ -190,6 +190,14 @@ class Adapted(TwoHeads):
             block.up, block.down = LowRank(block.up), LowRank(block.down)
 
 
+class AdaptedToTheInputs(Adapted):
+    """The embedding is trained as well: what goes into each block needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(True)
+
+
 class CheckpointedAdapted(Adapted):
     """The same, recomputed, with the inputs of its blocks made to need a gradient."""
 
