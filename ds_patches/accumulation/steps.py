@@ -151,7 +151,7 @@ class EngineSteps:
         """
         if not loss.requires_grad:
             return run(loss, *args, **given)  # for upstream to refuse
-        if loss.grad_fn is None:  # hooks of the user's own are to come after ours
+        if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
             loss = loss.view_as(loss)
         begun = self._begun
         handle = loss.register_hook(self._backward_entered)  # type: ignore[no-untyped-call]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 from ds_patches.accumulation import engines
@@ -14,6 +16,8 @@ from . import block
 from .binding import PATCH
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
+
+logger = logging.getLogger("ds_patches.coalesce")
 
 #: What the user chose.
 _options: Mapping[str, Any] = {option.name: option.default for option in PATCH.options}
@@ -44,6 +48,14 @@ def deactivate() -> Sequence[str]:
     return []
 
 
+@cache
+def _say_it_is_undivided() -> None:
+    logger.warning(
+        "engine.no_sync(): up to DeepSpeed 0.18.2 a backward in it is not divided by "
+        "gradient_accumulation_steps, and one outside is: multiply or divide by hand."
+    )
+
+
 def around_coalesce(
     wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs
 ) -> AbstractContextManager[None]:
@@ -63,6 +75,8 @@ def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContex
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Where upstream refuses it, or fails."""
     if _options["no_sync"] == "off" or upstream_engine.has_no_sync(engine):
+        if upstream_engine.leaves_undivided(engine):
+            _say_it_is_undivided()
         return wrapped(*args, **kwargs)
     engines.take_in(engine)
     local = _local.get(engine)

@@ -66,6 +66,11 @@ def has_no_sync(engine: Any) -> bool:
     return not (engine.zero_optimization_partition_gradients() or reduces)
 
 
+def leaves_undivided(engine: Any) -> bool:
+    """Whether upstream's does not divide by the micro steps in it: up to 0.18.2."""
+    return not engines.has_torch_style_backward(engine) and engine.gradient_accumulation_steps() > 1
+
+
 def gradient_method(optimizer: Any) -> str:
     """The method that a parameter's hook hands its gradient to, by its name."""
     flat = "process_gradients"  # 0.16.5, stages 1 and 2
