@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 from ds_patches.accumulation import engines
 from ds_patches.runtime.attached import Attached
@@ -18,6 +18,12 @@ from .local import LocalGradients
 from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.coalesce")
+
+_UNDIVIDED = (
+    "engine.no_sync(): up to DeepSpeed 0.18.2 a backward in it is not divided by "
+    "gradient_accumulation_steps, and one outside is: divide by hand in it"
+)
+_said_of: WeakSet[Any] = WeakSet()  # engines
 
 #: What the user chose.
 _options: Mapping[str, Any] = {option.name: option.default for option in PATCH.options}
@@ -48,14 +54,6 @@ def deactivate() -> Sequence[str]:
     return []
 
 
-@cache
-def _say_it_is_undivided() -> None:
-    logger.warning(
-        "engine.no_sync(): up to DeepSpeed 0.18.2 a backward in it is not divided by "
-        "gradient_accumulation_steps, and one outside is: multiply or divide by hand."
-    )
-
-
 def around_coalesce(
     wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs
 ) -> AbstractContextManager[None]:
@@ -75,8 +73,9 @@ def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContex
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Where upstream refuses it, or fails."""
     if _options["no_sync"] == "off" or upstream_engine.has_no_sync(engine):
-        if upstream_engine.leaves_undivided(engine):
-            _say_it_is_undivided()
+        if upstream_engine.leaves_undivided(engine) and engine not in _said_of:
+            _said_of.add(engine)
+            logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
     engines.take_in(engine)
     local = _local.get(engine)

@@ -35,6 +35,8 @@ class LocalGradients(Listener):
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay
         self._is_engines = False  # in engine.backward
+        #: Whether all plain backwards are divided by the micro steps, but of a tensor it misses.
+        self._divides_others = upstream_engine.divides_plain_backwards(engine)
 
     @property
     def waits(self) -> bool:
@@ -110,7 +112,7 @@ class LocalGradients(Listener):
 
     def _gradient_arrives(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
         """What a parameter's hook calls: its gradient stays where it is."""
-        if not self._steps.watch.running:
+        if self._divides_others and not self._steps.watch.running:
             self._steps.parameter_entered()
 
     def _backward_ends(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:

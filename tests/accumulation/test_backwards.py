@@ -10,7 +10,7 @@ import pytest
 from tests.scripts import losses, nested, slopes
 from tests.training import stock
 from tests.training.models import both_losses
-from tests.training.options import FP16, Options
+from tests.training.options import BF16_SUMS, FP16, Options
 from tests.training.run import check, run
 from tests.world import World
 
@@ -82,6 +82,11 @@ def test_a_backward_inside_another_belongs_to_it(
         reason = "as on stock: 'Gradient computed twice for this partition'"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     check(world, script, Options(stage, style=style), "accumulation")
+
+
+def test_so_does_one_of_a_bf16_optimizer(world: World) -> None:
+    """Its hook, which runs it, was there before ``engine.backward`` was called."""
+    check(world, nested.nested, Options(1, **BF16_SUMS), "accumulation")
 
 
 def a_step_between(trainer: Any) -> None:

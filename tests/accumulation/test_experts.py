@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.accumulation.bucket_order import merged
-from tests.scripts import adapters, experts, heads
+from tests.scripts import adapters, experts, heads, losses
 from tests.training import models
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.training.run import applied, check, run
@@ -57,6 +57,19 @@ def test_batches_of_one_to_three_experts(world: World, stage: int, more: dict[st
         needs_non_contiguous()
     needs_a_zero_optimizer(stage, more)
     check(world, experts.routed, Options(stage, **{**UNEVEN, **more}), "accumulation")
+
+
+@pytest.mark.core_case(stage=2, script=losses.two_backwards)
+@pytest.mark.parametrize("script", [losses.two_backwards, experts.routed])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_of_two_dtypes(world: World, stage: int, script: Any) -> None:
+    """Under autocast the norms have some of their own, and what is reduced first came later."""
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    zero = {"reduce_bucket_size": 600}  # up to 0.18.4 the largest parameter has to fit
+    options = Options(stage, model=script.options.model, settings=autocast, zero=zero)
+    for one in world.run(run, script, options, "accumulation"):
+        assert not one.error, one
+        assert one.difference < 0.02 * one.moved, one
 
 
 @pytest.mark.core_case(script=experts.routed_micro_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from tests.scripts import windows
 from tests.training import models, stock
 from tests.training.models import loss_of
 from tests.training.options import BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, Options
-from tests.training.run import applied, check
+from tests.training.run import applied, check, run
 from tests.training.surroundings import RATE, build_engine
 from tests.training.trainers import EngineTrainer, worst_difference
 from tests.world import World
@@ -169,6 +170,18 @@ def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> Non
 @STAGES
 def test_with_zero3_retain(world: World, stage: int, script: Any, style: str) -> None:
     check(world, script, script.at(stage, style=style), "coalesce", "zero3_retain")
+
+
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("more", [{"micro_steps": 2}, FP16], ids=["divided", "scaled"])
+@STAGES
+def test_a_tensor_that_is_no_output_is_refused(world: World, stage: int, more: Any) -> None:
+    """Where ``engine.backward`` would have done more than its plain backward."""
+    if "micro_steps" in more and not stock.TORCH_STYLE:
+        pytest.skip("stock divides no plain backward: the others are not either")
+    script = windows.window_over_an_auxiliary_tensor
+    for one in world.run(run, script, script.at(stage, style="engine", **more), "coalesce"):
+        assert re.search("engine.backward.(tensor|loss)", one.error), one
 
 
 @pytest.mark.core_case(script=windows.uneven_windows, more=OFFLOADED, stage=2)

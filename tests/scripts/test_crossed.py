@@ -22,7 +22,6 @@ UNLIKE_PYTORCH = {
 BY_HAND = "a gradient by hand beside fp32 sums of bf16: a part of it is lost, and nothing is said"
 AWAITS = {
     ("given_where_one_came_earlier", "bf16_fp32_sums"): BY_HAND,
-    ("given_between_micro_steps_offloaded", "bf16_fp32_sums"): BY_HAND,
 }
 
 

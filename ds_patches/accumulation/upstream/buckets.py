@@ -107,9 +107,9 @@ class ReduceBuckets:
     def _instead(self, put: Callable[[Any], bool]) -> Callable[..., None]:
         def instead(wrapped: Any, param: Any, group: int) -> None:
             # A gradient that comes in pieces is told when it is whole.
-            if getattr(param, "ds_grad_is_ready", True):
-                if put(self._keys[self._optimizer.get_param_id(param)]):
-                    wrapped(param, group)
+            is_whole = getattr(param, "ds_grad_is_ready", True)
+            if is_whole and put(self._keys[self._optimizer.get_param_id(param)]):
+                wrapped(param, group)
 
         return instead
 
