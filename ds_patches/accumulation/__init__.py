@@ -56,6 +56,8 @@ Not covered
     | an optimizer on NVMe; stage 0 and pipelines but for what is said above | left to stock |
     | checkpoints of bf16 at stage 0, 0.17.6 to 0.18.4 | stock's: an error, or no master weights |
     | stage 0 with fp16 from 0.18.3 on | left to stock, which does not scale the loss |
+    | ``safe_set_full_grad`` beside ``BF16_Optimizer`` | stock's: the step does not read it |
+    | a backward inside another, bf16 with fp32 sums at stage 1, to 0.18.4 | stock's: wrong |
     | a pipeline with ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
 
     The plain backward is right if a backward of an output came before it in the step, and
