@@ -42,4 +42,4 @@ def test_adapters_of_another_dtype_than_the_base(world: World) -> None:
         assert bool(error) == (stock.Version("0.19.2") == stock.RELEASE), error
     for error, difference, moved in world.run(under_init.train, PATCHES):
         assert not error
-        assert difference < 0.02 * moved
+        assert difference < 0.05 * moved
