@@ -15,7 +15,7 @@ from tests.scripts import adapters, experts, heads, losses
 from tests.training import models
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.training.run import applied, check, run
-from tests.training.stock import needs_a_zero_optimizer, needs_non_contiguous
+from tests.training.stock import needs_a_zero_optimizer, needs_non_contiguous, since
 from tests.training.trainers import engine_trainer
 from tests.world import World
 
@@ -81,6 +81,7 @@ def test_micro_steps_and_losses(world: World, stage: int, script: Any, model: st
     check(world, script, Options(stage, model=model, micro_steps=micro_steps), "accumulation")
 
 
+@since("0.16.6", "hooks that outlive the freezing of their parameter")
 @pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_larger_than_a_bucket_are_new(world: World, stage: int) -> None:
