@@ -6,7 +6,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,13 +16,11 @@ from tests.training.run import applied
 from tests.training.surroundings import RATE, build_engine
 from tests.training.trainers import parameters, worst_difference
 
-
-def lora(base: nn.Module) -> Any:
-    return get_peft_model(base, LoraConfig(r=2, init_lora_weights=False))  # type: ignore[arg-type]
+LLAMA = LlamaConfig(num_key_value_heads=1, **SIZES)
 
 
-def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=1, **SIZES))
+def lora(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(r=2, init_lora_weights=False))
 
 
 def train(patches: tuple[str, ...]) -> tuple[str, float, float]:
@@ -32,9 +29,9 @@ def train(patches: tuple[str, ...]) -> tuple[str, float, float]:
     torch.manual_seed(3)
     with applied(*patches):
         with deepspeed.zero.Init(config_dict_or_path=settings):
-            base = llama()
+            base = LlamaForCausalLM(LLAMA)
         engine = build_engine(lora(base), settings)
-        plain = lora(llama().bfloat16())
+        plain = lora(LlamaForCausalLM(LLAMA).bfloat16())
         try:
             start = parameters(engine.module)
             plain.load_state_dict(start)
