@@ -8,8 +8,8 @@ from tests.training.options import Options
 from tests.training.run import check
 from tests.world import RankError, World
 
-for name in ("transformers", "peft"):  # whose script it is trained by
-    pytest.importorskip(name, reason=f"{name} is not installed: it is in the extra `frameworks`")
+pytest.importorskip("peft", reason="peft is not installed: it is in the extra `frameworks`")
+pytest.importorskip("transformers", reason="transformers is not installed: `frameworks` has it")
 
 from tests.frameworks.user import lora, switch
 
