@@ -43,7 +43,7 @@ test: install ## lint, and the quick tests, on the newest DeepSpeed: eight minut
 
 test-turn: frameworks ## of what test-all has beside it, the part whose turn it is: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)
-	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $(RELEASE_TURNS) --within 240
+	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $(RELEASE_TURNS) --within 120
 
 test-all: frameworks ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
 	@$(MAKE) --no-print-directory lint
