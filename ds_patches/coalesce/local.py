@@ -9,6 +9,7 @@ from typing import Any
 from ds_patches.accumulation.flat_sum import FlatSum as FlatStepSum
 from ds_patches.accumulation.steps import EngineSteps, Listener
 from ds_patches.runtime.attributes import Shadow, meanwhile
+from ds_patches.runtime.engines import has_torch_style_backward
 from ds_patches.runtime.handshake import Handshake
 
 from .upstream import engine as upstream_engine
@@ -35,8 +36,8 @@ class LocalGradients(Listener):
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay
         self._is_engines = False  # in engine.backward
-        #: Whether all plain backwards are divided by the micro steps, but of a tensor it misses.
-        self._divides_others = upstream_engine.divides_plain_backwards(engine)
+        #: Whether plain backwards are divided by the micro steps, those that begin at an output.
+        self._divides_others = has_torch_style_backward(engine)
 
     @property
     def waits(self) -> bool:

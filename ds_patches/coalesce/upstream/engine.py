@@ -95,11 +95,6 @@ def dividing_by_micro_steps(engine: Any) -> AbstractContextManager[None]:
     return meanwhile(engine, inside_no_sync_ctxt=False)
 
 
-def divides_plain_backwards(engine: Any) -> bool:
-    """From 0.18.3, where they are over the engine's outputs."""
-    return engines.has_torch_style_backward(engine)
-
-
 def must_scale(engine: Any) -> None:
     """Raises RuntimeError for a plain backward in fp16 where it does not: up to 0.18.2."""
     if engine.fp16_enabled() and not engines.has_torch_style_backward(engine):
