@@ -102,6 +102,10 @@ class BucketOrder:
         if self._forms_all and self._formed is None:
             self._formed = [*self._now, self._buckets.waiting()]
 
+    def detach(self) -> None:
+        """Leave the optimizer's buckets to it."""
+        self._buckets.divert(None)
+
     # --- Of one backward --------------------------------------------------------------------------
 
     def _kept_to_the_order(self, waiting: Order) -> bool:

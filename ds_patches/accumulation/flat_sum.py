@@ -130,7 +130,7 @@ class FlatSum(GradientSum):
             self._shadow.remove()
             self._optimizer.overlap_comm = self._overlaps
         if self._order is not None:
-            self._order.begin_backward()
+            self._order.detach()
             self._reductions.remove()
 
     def _reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -63,8 +63,10 @@ class HostSum:
             return
         synchronize()
         if flat.adds_in_place(optimizer):
-            offload.take_to_device(optimizer, self._given)
-            self._given.clear()
+            taken = offload.take_to_device(optimizer, self._given)
+            self._pending |= taken
+            self._delivered -= taken
+            self._given -= taken
             return
         self._zero_what_is_older()
         for gradient in offload.partitions(optimizer):
@@ -82,7 +84,6 @@ class HostSum:
             gradient.add_(before)
         self._aside = []
         offload.renew_norms(self._optimizer)
-        self._given.clear()
 
     def complete(self) -> None:
         """A step is about to read the fp32 partitions."""

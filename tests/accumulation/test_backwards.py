@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import losses, nested, slopes
+from tests.scripts import by_hand, heads, losses, nested, slopes
 from tests.training import stock
-from tests.training.models import both_losses
-from tests.training.options import BF16_SUMS, FP16, Options
+from tests.training.models import both_losses, loss_of
+from tests.training.options import BF16_SUMS, FP16, OFFLOADED, Options
 from tests.training.run import check, run
 from tests.world import World
 
@@ -84,9 +84,26 @@ def test_a_backward_inside_another_belongs_to_it(
     check(world, script, Options(stage, style=style), "accumulation")
 
 
+@stock.since("0.18.6", "a BF16_Optimizer for this configuration")
 def test_so_does_one_of_a_bf16_optimizer(world: World) -> None:
     """Its hook, which runs it, was there before ``engine.backward`` was called."""
     check(world, nested.nested, Options(1, **BF16_SUMS), "accumulation")
+
+
+def given_before_two_micro_steps(trainer: Any) -> None:
+    """Of three, all but the last reach the head, which has a gradient by hand after the first."""
+    for step in trainer.steps():
+        for micro, reached in enumerate((heads.BOTH, heads.BOTH, heads.FIRST)):
+            trainer.backward(loss_of(trainer, step, micro, reached))
+            if micro == 0:
+                by_hand.give(trainer, step)
+            trainer.step()
+
+
+@pytest.mark.parametrize("more", [OFFLOADED, OFFLOADED | BF16_SUMS], ids=["fp32", "bf16"])
+def test_what_is_given_counts_once(world: World, more: dict[str, Any]) -> None:
+    options = Options(2, micro_steps=3, **more)
+    check(world, given_before_two_micro_steps, options, "accumulation")
 
 
 def a_step_between(trainer: Any) -> None:

@@ -81,6 +81,19 @@ def test_micro_steps_and_losses(world: World, stage: int, script: Any, model: st
     check(world, script, Options(stage, model=model, micro_steps=micro_steps), "accumulation")
 
 
+def left_at_the_buckets() -> list[str]:
+    """Of an engine that had a forward, and no backward, before the patch was taken back."""
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    with applied("accumulation"):
+        trainer = engine_trainer(stage=2, settings=autocast)
+        models.loss_of(trainer, 0)
+    return [name for name in vars(trainer.engine.optimizer) if name.startswith("reduce_r")]
+
+
+def test_taken_back_before_a_backward(world: World) -> None:
+    assert world.run(left_at_the_buckets) == [[], []]
+
+
 @since("0.16.6", "hooks that outlive the freezing of their parameter")
 @pytest.mark.core_case(stage=2)
 @pytest.mark.parametrize("stage", [1, 2])

@@ -122,11 +122,14 @@ def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
         optimizer.local_overflow |= not bool(target.isfinite().all())
 
 
-def take_to_device(optimizer: Any, param_ids: Iterable[int]) -> None:
-    """Let what is in the fp32 gradients be the sum that the next backward adds to."""
+def take_to_device(optimizer: Any, param_ids: Iterable[int]) -> set[int]:
+    """Let fp32 gradients be the sums that the next backward adds to; returns whose are now."""
+    taken = set()
     for param_id in param_ids:
         if (sum_ := _on_device(optimizer, param_id)) is not None:
             sum_.copy_(_on_host(optimizer, param_id))
+            taken.add(param_id)
+    return taken
 
 
 def _on_device(optimizer: Any, param_id: int) -> torch.Tensor | None:
