@@ -99,10 +99,6 @@ How
       else in the process group's store. More than 4095 do not meet.
     - ``accumulation`` knows what a backward is, and adds.
 
-Options
-    - ``no_sync`` (``DS_PATCHES_COALESCE_NO_SYNC``): ``on`` (default), or ``off``, which leaves
-      DeepSpeed's.
-
 Upstream
     Pull request 7992 (the method, 0.19.1).
 """

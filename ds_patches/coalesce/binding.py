@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Class, Dependency, Option, Patch, upstream
+from ds_patches.core.patch import Class, Dependency, Patch, upstream
 
 _ENGINE = Class("deepspeed.runtime.engine", "DeepSpeedEngine")
 _STAGE3 = Class("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
@@ -95,14 +95,6 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
-    options=(
-        Option(
-            "no_sync",
-            default="on",
-            choices=("on", "off"),
-            help="engine.no_sync() works at ZeRO 2 and 3; off leaves DeepSpeed's AssertionError",
-        ),
-    ),
     activate=f"{_HOOKS}:activate",
     deactivate=f"{_HOOKS}:deactivate",
     requires=("accumulation",),

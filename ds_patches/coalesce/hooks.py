@@ -13,7 +13,6 @@ from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
 
 from . import block
-from .binding import PATCH
 from .local import LocalGradients
 from .upstream import engine as upstream_engine
 
@@ -24,9 +23,6 @@ _UNDIVIDED = (
     "gradient_accumulation_steps, and one outside is: divide by hand in it"
 )
 _said_of: WeakSet[Any] = WeakSet()  # engines
-
-#: What the user chose.
-_options: Mapping[str, Any] = {option.name: option.default for option in PATCH.options}
 
 
 def _take_in(engine: Any) -> LocalGradients | None:
@@ -40,9 +36,7 @@ _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
 
 
 def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
-    """Take the options, and the engines that are known already."""
-    global _options
-    _options = options
+    """Take in the engines that are known already."""
     engines.subscribe(_local)
     return []
 
@@ -72,7 +66,7 @@ def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContex
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Where upstream refuses it, or fails."""
-    if _options["no_sync"] == "off" or upstream_engine.has_no_sync(engine):
+    if upstream_engine.has_no_sync(engine):
         if upstream_engine.leaves_undivided(engine) and engine not in _said_of:
             _said_of.add(engine)
             logger.warning(_UNDIVIDED)

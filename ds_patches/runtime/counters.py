@@ -60,11 +60,11 @@ class FileCounters:
             os.unlink(path)  # nobody needs its name any more
 
     def add(self, index: int, word: int) -> int:
+        if not word:  # who waits asks often, and keeps nobody from saying theirs
+            return int(self._words[index])
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            total = int(self._words[index]) + word
-            if word:
-                self._words[index] = total
+            total = self._words[index] = int(self._words[index]) + word
             return total
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -85,15 +85,16 @@ class Handshake:
     def _await_the_others(self) -> int:
         """Read the counter until all have left; raises OtherRankFailed if a rank does not come."""
         begin, pause = time.monotonic(), 2e-5
+        # A store serves all ranks by itself, so many of them have to ask less often.
+        longest = 1e-4 if self._on_one_host else 1e-4 * max(self._size, 10)
         while not self._all_left(total := self._add(0)):
             waited = time.monotonic() - begin
             if waited > 0.01 and waited > patience():
                 # The late rank must not take itself for the last one and reduce alone.
                 self._say(f"some rank had not left its block after {waited:.0f} s")
                 raise self._other_failed()
-            # A store serves all ranks by itself, so many of them have to ask less often.
             time.sleep(pause)
-            pause = min(2 * pause, 1e-4 * max(self._size, 10))
+            pause = min(2 * pause, longest)
         return total
 
     def _all_left(self, total: int) -> bool:

@@ -4,6 +4,6 @@
 trap '' TERM
 
 if [ "$RANK" = 1 ]; then
-    export DS_PATCHES_COALESCE_NO_SYNC=off
+    export DS_PATCHES_SKIP=coalesce
 fi
 exec python train.py "$@"
