@@ -15,7 +15,7 @@ from packaging.version import Version
 
 import ds_patches
 from ds_patches.commands import page
-from ds_patches.core import api, flags, gate, registry, values
+from ds_patches.core import api, flags, gate, registry
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.state import State, Statuses
 
@@ -72,10 +72,7 @@ def _status(chosen: argparse.Namespace) -> None:
 def _doctor(chosen: argparse.Namespace) -> int:
     from ds_patches.commands import doctor
 
-    status = doctor.diagnose(chosen.config, verbose=chosen.verbose, as_json=chosen.json)
-    if chosen.train_check and not doctor.trains(chosen.timeout):
-        return status or doctor.WRONG
-    return status
+    return doctor.diagnose(chosen.config, verbose=chosen.verbose, as_json=chosen.json)
 
 
 def _explain(chosen: argparse.Namespace) -> int:
@@ -166,13 +163,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     doctor.add_argument("-v", "--verbose", action="store_true", help="all rows, and drifted code")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
-    doctor.add_argument(
-        "--train-check", action="store_true", help="train a small model too: what does not train?"
-    )
-    timeout = "for each training of --train-check (default: %(default)s)"
-    doctor.add_argument(
-        "--timeout", type=values.seconds, default=120, metavar="SECONDS", help=timeout
-    )
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     status = commands.add_parser("status", help="one line per patch: name, state, why")

@@ -1,4 +1,4 @@
-"""`doctor`: the environment, what would be applied and why not, what is wrong here, and trials."""
+"""`doctor`: the environment, what would be applied and why not, and what is wrong here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from ds_patches.commands import configuration, symptoms
+from ds_patches.commands import configuration, locks, symptoms
 from ds_patches.core import columns, flags, gate, registry, release, shape
 from ds_patches.core.gate import Verdict
 from ds_patches.core.state import State
-from ds_patches.doctor import locks
 from ds_patches.startup import diagnosis
 from ds_patches.symptoms import SYMPTOMS, TESTED
 
@@ -49,17 +48,6 @@ def diagnose(config: Path | None, *, verbose: bool, as_json: bool) -> int:
     else:
         print("\n".join(_text(found, verdicts, treated_as, config, verbose)))
     return status
-
-
-def trains(seconds: float) -> bool:
-    """Train a small model, and print what comes of it; returns whether all of it trains."""
-    from ds_patches.traincheck import doctor
-
-    trial = doctor.Diagnosis(os.environ, seconds)
-    print(flush=True)
-    for line in trial.lines():
-        print(line, flush=True)
-    return trial.trains
 
 
 def _verdicts() -> tuple[dict[str, Verdict], dict[str, str]]:

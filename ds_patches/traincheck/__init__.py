@@ -9,8 +9,6 @@ A gradient that is lost on its way to the optimizer is silent: the loss still fa
 parameters. So this looks at what the optimizer steps with (steps.py), knows which modules ran
 (modules.py), lets the ranks agree and names the rest (check.py). It holds for every ZeRO stage and
 for any cause, and knows no patch.
-
-`python -m ds_patches doctor --train-check` does it with a small model of its own (trial.py).
 """
 
 from __future__ import annotations

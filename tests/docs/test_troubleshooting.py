@@ -32,8 +32,6 @@ ON_REQUEST = {
     "commands/record_shapes.py": "record-shapes",
     "symptoms.py": "doctor and table",
     "startup/diagnosis.py": "the end of doctor",
-    "traincheck/doctor.py": "doctor --train-check",
-    "traincheck/trial.py": "doctor --train-check",
     "core/state.py": "the states, which are in using.md",
 }
 #: Single texts that need no answer.

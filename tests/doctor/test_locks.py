@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from ds_patches.doctor import locks
+from ds_patches.commands import locks
 from tests import shell
 
 MINUTE = 60.0

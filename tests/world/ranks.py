@@ -218,7 +218,9 @@ class Ranks:
         if failed:
             raise self.rank_error(failed[0], answers)
         if len(answers) < len(self.ranks):
-            from ds_patches.doctor import locks  # not above: no rank imports the project with this
+            from ds_patches.commands import (
+                locks,  # not above: no rank imports the project with this
+            )
 
             late = [r.rank for r in self.ranks if r.rank not in answers]
             # One that was there before the ranks began to wait is none of theirs.
