@@ -182,6 +182,9 @@ NOT_CURED = (
     Symptom("`engine.scale(loss).backward()`", "`'DeepSpeedEngine' object has no attribute "
             "'scale'`", _ALL, "0.16.0", "0.18.3", "", add="`engine.backward(loss)`",
             anchor="no-scale"),
+    Symptom("`GatheredParameters` in a forward, or after one that raised",
+            "`Cannot partition a param in flight`", _3, "0.16.0", None, "",
+            add='`"stage3_prefetch_bucket_size": 0`', anchor="inflight"),
     Symptom("several CPU ranks", "`Output 0 of Split is a view and is being modified inplace`",
             _FLAT, "0.18.7", "0.19.0", "", anchor="split-view"),
 )
