@@ -107,7 +107,8 @@ def _is_meant(text: str, hit: re.Match[str], short: bool) -> bool:
         return "ds_patches" in line.lower()
     if re.search("(IndexError|TypeError): ", line):
         frames = re.findall('File "([^"]+)"', text[max(0, hit.start() - 4000) : hit.start()])
-        return not frames or any(word in frames[-1] for word in ("deepspeed", "ds_patches"))
+        callers = [one for one in frames if "/torch/" not in one]  # who has called PyTorch
+        return not callers or any(word in callers[-1] for word in ("deepspeed", "ds_patches"))
     return True
 
 
