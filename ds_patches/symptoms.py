@@ -185,6 +185,9 @@ NOT_CURED = (
     Symptom("`GatheredParameters` in a forward, or after one that raised",
             "`Cannot partition a param in flight`", _3, "0.16.0", None, "",
             add='`"stage3_prefetch_bucket_size": 0`', anchor="inflight"),
+    Symptom("training that goes on after a gather raised, out of memory say",
+            "`'status': 'INFLIGHT'`", _3, "0.16.0", None, "", add="a restart from a checkpoint",
+            anchor="inflight"),
     Symptom("several CPU ranks", "`Output 0 of Split is a view and is being modified inplace`",
             _FLAT, "0.18.7", "0.19.0", "", anchor="split-view"),
 )

@@ -27,6 +27,8 @@ from tests.world import World
 
 PLACES = ["forward", "first backward", "middle backward", "last backward", "between", "after"]
 STAGES = [1, 2, 3]
+#: Here a device may be out of memory, when parameters are in flight already.
+GATHER = "deepspeed.runtime.zero.partition_parameters._dist_allgather_fn"
 
 
 def block_that_raises(trainer: Any, place: str, step: int) -> None:
@@ -37,7 +39,10 @@ def block_that_raises(trainer: Any, place: str, step: int) -> None:
             for index in range(3):
                 RaiseInForward.armed = place == "forward" and index == 1
                 RaiseInBackward.armed = index == failing
-                trainer.backward(loss_of(trainer, step, index))
+                with contextlib.ExitStack() as gather:
+                    if place == "gather" and index == 0:
+                        gather.enter_context(mock.patch(GATHER, side_effect=Boom))
+                    trainer.backward(loss_of(trainer, step, index))
                 if place == "between" and index == 1:
                     raise Boom("in user code")
             if place == "after":
@@ -82,6 +87,7 @@ MIDDLE = "middle backward"
 @pytest.mark.core_case(script=fail_and_go_on, failing=ALL_RANKS, place=MIDDLE, more={})
 @pytest.mark.core_case(script=fail_and_go_on, failing=ONE_RANK, place=MIDDLE, stage=2)
 @pytest.mark.core_case(script=all_gathered, place=MIDDLE)
+@pytest.mark.core_case(place="gather")
 @pytest.mark.parametrize(
     ("script", "stage", "failing", "place", "more"),
     [
@@ -99,6 +105,7 @@ MIDDLE = "middle backward"
         *((fail_and_go_on, stage, ONE_RANK, p, {}) for stage in (1, 2) for p in PLACES),
         (on_two_hosts, 2, ONE_RANK, MIDDLE, {}),
         (fail_and_go_on, 3, ONE_RANK, "after", {}),  # its last gather
+        (fail_and_go_on, 3, ALL_RANKS, "gather", {}),
         *((all_gathered, 3, ONE_RANK, place, {}) for place in PLACES),
     ],
 )

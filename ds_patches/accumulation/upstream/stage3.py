@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
+_COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
@@ -70,6 +71,11 @@ def partition_parameters(optimizer: Any) -> None:
     """Partition every parameter, whoever uses it: a backward that raised left some gathered."""
     offload = optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
+    in_flight = getattr(coordinator, _COORDINATOR + "inflight_param_registry")
+    for param in offload.module.parameters():
+        # Its gather raised, out of memory say: nobody can wait for it. Its partition is there.
+        if param.ds_status.name == "INFLIGHT" and param not in in_flight:
+            param.ds_status = type(param.ds_status).AVAILABLE
     coordinator.release_and_reset_all(offload.module)
     if hasattr(coordinator, "release_backward_leftovers"):  # 0.19.3
         coordinator.release_backward_leftovers()
