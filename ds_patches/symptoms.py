@@ -137,7 +137,7 @@ CURED = (
             "0.16.6", None, "dc_fallback", anchor="does-not-train", needs="deepcompile script"),
     Symptom("a trained module beside its frozen original (PEFT's `modules_to_save`)",
             "`'Linear' object has no attribute 'ds_grads_remaining'`",
-            _3, "0.16.0", "0.19.3", "zero3_retain", anchor="grads-remaining"),
+            _3, "0.16.5", "0.19.3", "zero3_retain", anchor="grads-remaining"),
     Symptom("a frozen model with adapters (LoRA), `checkpoint(use_reentrant=False)`",
             "`Recomputed values for the following tensors have different metadata`",
             _3, "0.16.0", "0.19.3", "zero3_retain", anchor="recomputed-values"),

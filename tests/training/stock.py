@@ -28,6 +28,9 @@ LINEAR_SAVES_NO_WEIGHT = Version("0.19.4") <= RELEASE
 #: Recomputation finds frozen parameters empty (pull request 8148).
 LOSES_FROZEN = Version("0.19.3") > RELEASE
 
+#: A module's counter of gradients is taken for another's that has it (pull request 8144).
+TAKES_COUNTERS = Version("0.16.5") <= RELEASE < Version("0.19.3")
+
 #: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
 #: finds none of them, and reduces nothing; with a single backward, before any patch.
 NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
