@@ -12,6 +12,7 @@ import inspect
 import itertools
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -207,7 +208,20 @@ def _options() -> str:
     return "\n".join(rows)
 
 
-_TABLES = {"symptoms": _symptoms, "patches": _patches, "options": _options}
+def _older() -> str:
+    """What was recorded of other code than there is now."""
+    from tests.releases import columns, record  # beside this file, and heavier than the rest
+
+    now = {column: columns.sources(column) for column in columns.columns()}
+    found = record.load().of.values()
+    older = Counter(one.column for one in found if one.sources != now[one.column])
+    if not older:
+        return "Every cell is of the code that this page was built from."
+    cells = ", ".join(f"`{column}` ({count} cells)" for column, count in older.items())
+    return f"Older than the code that this page was built from: {cells}."
+
+
+_TABLES = {"symptoms": _symptoms, "patches": _patches, "options": _options, "older": _older}
 
 
 def _link(found: re.Match[str], here: str, repository: Path) -> str:

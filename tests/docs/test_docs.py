@@ -17,12 +17,13 @@ from ds_patches.core import flags, registry
 from ds_patches.core.state import State
 from ds_patches.symptoms import SYMPTOMS
 from tests.core import fake
+from tests.releases import columns, record
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 #: What the site is built of.
 SOURCES = (
-    *("docs", "tools", "ds_patches", "benchmarks", "examples"),
+    *("docs", "tools", "ds_patches", "benchmarks", "examples", "tests"),
     *("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
 )
 
@@ -117,6 +118,14 @@ def test_every_command_in_the_docs_exists() -> None:
             assert name in command_line._COMMANDS, (page.name, name)
         for name in re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE):
             assert name in targets, (page.name, name)
+
+
+def test_a_record_of_older_code_reads_as_old(site: Path) -> None:
+    now = {column: columns.sources(column) for column in columns.columns()}
+    older = [one.column for one in record.load().of.values() if one.sources != now[one.column]]
+    said = _Page(site / "compatibility.html").text
+    assert all(f"{column} ({older.count(column)} cells)" in said for column in older)
+    assert older or "Every cell is of the code that this page was built from." in said
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
