@@ -54,7 +54,7 @@ no_sync()
       boundary it is an AssertionError. Outside, before what waits is reduced, it is a RuntimeError.
     - A loss is divided by gradient_accumulation_steps there too, as Accelerate expects. Stock up to
       0.18.2 leaves that out.
-    - Stage 1, and engines that cannot have a block, keep stock's.
+    - Stage 1 without ``overlap_comm``, and engines that cannot have a block, keep stock's.
 
 Risks
     - **Micro steps.** With gradient_accumulation_steps above 1 a block is one micro step, and its

@@ -80,7 +80,8 @@ def _status(verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[A
     broken = any(one.reason.startswith("the import of ") for one in wanted)
     if broken or any(one.state is State.NOT_INSTALLED for one in verdicts.values()):
         return UNKNOWN
-    bad = any(one.state in (State.BROKEN, State.SHAPE_CHANGED) for one in wanted)
+    refused = (State.BROKEN, State.SHAPE_CHANGED, State.UNKNOWN_VERSION)
+    bad = any(one.state in refused for one in wanted)
     return WRONG if bad or any(one["applies"] and one["cure"] != "patch" for one in rows) else SOUND
 
 

@@ -7,11 +7,11 @@ The handwritten digits of scikit-learn are cut in two, and the model learns whic
 to which left one. All other halves of the batch, on every rank, are negatives. So the loss needs
 the embeddings of the whole batch at once; its activations it does not: each chunk has a forward and
 a backward of its own, which carries the loss's gradient from embeddings to parameters. All these
-backwards are one window of `engine.coalesce_grad_reduction()`.
+backwards are one block of `engine.coalesce_grad_reduction()`.
 
-The run is also a check. It trains at ZeRO 1, 2 and 3, stock and with a window, beside plain PyTorch
+The run is also a check. It trains at ZeRO 1, 2 and 3, stock and with a block, beside plain PyTorch
 that puts the whole batch through the model at once. Its exit code is 0 only if every run with a
-window has the loss curve of plain PyTorch, that curve falls, and the number of reductions is that
+block has the loss curve of plain PyTorch, that curve falls, and the number of reductions is that
 of one backward.
 
 `train` is the script a user would write; `model` and `digits` belong to it. `curves` are the runs

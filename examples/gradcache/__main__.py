@@ -1,4 +1,4 @@
-"""`python -m examples.gradcache`: train stock and with windows, compare. See the package."""
+"""`python -m examples.gradcache`: train stock and with blocks, compare. See the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANKS = 2
 _TAIL_LINES = 60
 _DESCRIPTION = (
     "Train by GradCache at ZeRO 1, 2 and 3, stock and with one reduction per step, and compare "
-    "with plain PyTorch. Exits with 0 if the runs with a window are right. Run by torchrun it is "
+    "with plain PyTorch. Exits with 0 if the runs with a block are right. Run by torchrun it is "
     "one rank; else it starts two, on CPU."
 )
 

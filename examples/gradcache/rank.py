@@ -11,7 +11,7 @@ STAGES = (1, 2, 3)
 
 
 def main(steps: int) -> int:
-    """Returns 0 if every run with windows is right, 1 if one is not; alike on all ranks."""
+    """Returns 0 if every run with blocks is right, 1 if one is not; alike on all ranks."""
     shown = _own_standard_output()
     device = _join()
 
@@ -31,7 +31,7 @@ def main(steps: int) -> int:
     faults = [] if plain.falls() else ["plain PyTorch does not learn"]
     for stage in STAGES:
         curve = curves.cached(stage, work, windows=True)
-        table.show(f"ZeRO-{stage}, one window", curve, plain)
+        table.show(f"ZeRO-{stage}, one block", curve, plain)
         faults += [f"ZeRO-{stage}: {fault}" for fault in curve.faults(plain)]
     table.verdict(faults)
     dist.destroy_process_group()

@@ -46,7 +46,7 @@ class Table:
         for fault in faults:
             self._say(textwrap.fill(f"FAILED: {fault}", 80))
         if not faults:
-            self._say("With a window, ZeRO trains as plain PyTorch does on the whole batch.")
+            self._say("With a block, ZeRO trains as plain PyTorch does on the whole batch.")
 
     def _say(self, text: str = "") -> None:
         if self._into is not None:

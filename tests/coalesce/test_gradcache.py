@@ -66,9 +66,9 @@ def test_the_command() -> None:
     number = r"\d\.\d{4}"
     row = rf"^ZeRO-%s, %s +(\d+)(?:  {number}){{4}} +(\d\.\de[+-]\d\d)$"
     for stage in (1, 2, 3):
-        for way, reductions in (("stock", "8"), ("one window", "1")):
+        for way, reductions in (("stock", "8"), ("one block", "1")):
             found = re.search(row % (stage, way), done.stdout, re.M)
             assert found, done.stdout
             assert found[1] == reductions
-            right = way == "one window" or stage == 3
+            right = way == "one block" or stage == 3
             assert (float(found[2]) < 1e-5) == right, done.stdout

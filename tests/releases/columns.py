@@ -37,11 +37,18 @@ def marked_files(roots: Iterable[str] = ("tests",)) -> list[str]:
 
 
 def sources(column: str) -> str:
-    """A digest of a column's code and tests: what belongs to another patch is no part of it."""
-    others = set(registry.patches()) - {column}
+    """A digest of a column's code and core tests.
+
+    What belongs to another patch is no part of it, nor what answers questions, nor a patch's page.
+    """
+    others = {*registry.patches(), "commands", "symptoms.py"} - {column}
+    pages = {Path("ds_patches", name, "__init__.py") for name in registry.patches()}
+    roots = ("ds_patches", "tests/training", *tests_of(column))
+    marked = {*map(Path, marked_files(roots))}
     digest = hashlib.sha256()
-    for path in sorted(_files("ds_patches", "tests/training", *tests_of(column))):
-        if path.parts[1] not in others:
+    for path in sorted(_files(*roots)):
+        unmarked = path.match("test_*.py") and path not in marked
+        if path.parts[1] not in others and path not in pages and not unmarked:
             digest.update(f"{path}\0".encode() + (ROOT / path).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -14,6 +14,7 @@ from ds_patches.core import registry
 from ds_patches.core.state import State
 from tests.core import fake
 from tests.releases import matrix
+from tests.releases.run import python
 
 NEXT = "0.19.9"
 BUILT = "0.19.8+0123abc"  # from upstream's sources, before the release
@@ -88,6 +89,14 @@ def test_a_patch_says_what_it_does_not_know(number: int, answers_of: Any) -> Non
     assert others == {State.UNKNOWN_VERSION}
 
 
+def test_doctor_does_not_pass_a_release_that_nobody_has_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
+    _make(tmp_path / NEXT, NEXT)
+    assert python(NEXT, "-m", "ds_patches", "doctor").returncode == 1
+
+
 def test_what_is_known_is_applied(number: int, answers_of: Any) -> None:
     """And nothing that needs a patch which is not."""
     answers = answers_of(BUILT)
@@ -96,14 +105,14 @@ def test_what_is_known_is_applied(number: int, answers_of: Any) -> None:
     assert live == {*answers} - {*CHANGED[number]} - needing
 
 
-def _make(folder: Path, version: str, number: int) -> None:
+def _make(folder: Path, version: str, number: int = 0) -> None:
     """Put it there: the installed one's files, edited."""
     found = distribution("deepspeed")
     package = Path(str(found.locate_file("deepspeed")))
     shutil.copytree(package, folder / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
     metadata = fake.edited(found.read_text("METADATA") or "", found.version, version)
     fake.write(folder / f"deepspeed-{version}.dist-info" / "METADATA", metadata)
-    for name, edits in EDITS[number].items():
+    for name, edits in EDITS.get(number, {}).items():
         file = folder / "deepspeed" / name
         for old, new in edits:
             file.write_text(fake.edited(file.read_text("utf-8"), old, new), encoding="utf-8")
