@@ -197,6 +197,12 @@ def test_another_patch_is_no_part_of_the_sources(
     for path in (*edited, "tests/world/test_world.py"):
         fake.write(tmp_path / path, "one\n")
     before = columns.sources(CORE), columns.sources(PATCH)
+    for path in (
+        *("ds_patches/symptoms.py", "ds_patches/commands/a.py", f"ds_patches/{PATCH}/__init__.py"),
+        f"tests/{PATCH}/test_no_core_case.py",
+    ):
+        fake.write(tmp_path / path, "two\n")
+    assert (columns.sources(CORE), columns.sources(PATCH)) == before
     fake.write(tmp_path / edited[2], "two\n")
     after = columns.sources(CORE), columns.sources(PATCH)
     assert (before[0] == after[0], before[1] == after[1]) == (True, False)
