@@ -64,16 +64,30 @@ class SavedTensorsHooks:
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         self._hooks = pack, unpack
+        self._entered = 0
 
     def __enter__(self) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        self._entered += 1
 
     def __exit__(self, *raised: Any) -> None:
+        self._entered -= 1
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def run_without(self, graph: Callable[..., Any], inputs: Any) -> Any:
-        """Run a compiled graph with these hooks out of its way, where they are the innermost."""
-        innermost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        """Run a compiled graph with these hooks out of its way, where they are the innermost.
+
+        Raises NotImplementedError with torch 2.7 and older, which do not tell which ones are.
+        """
+        if not self._entered:
+            return graph(*inputs)
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is None:
+            raise NotImplementedError(
+                "dc_fallback needs torch 2.8 or later for a compiled graph beside code that Dynamo "
+                "skips"
+            )
+        innermost = top(True)
         if innermost is None or innermost[0] is not self._hooks[0]:
             return graph(*inputs)
         torch._C._autograd._pop_saved_tensors_default_hooks()

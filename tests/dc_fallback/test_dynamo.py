@@ -207,6 +207,14 @@ def test_after_a_forward_that_raised_they_are_gone() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_an_older_torch_is_refused_where_it_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    seen, x = Seen(), torch.ones(3, requires_grad=True)
+    with seen.hooks, pytest.raises(NotImplementedError, match=r"torch 2\.8"):
+        seen.hooks.run_without(graph, (x,))
+    assert torch.equal(seen.hooks.run_without(graph, (x,)), graph(x))
+
+
 @pytest.mark.parametrize("on_first", [True, False])
 def test_on_and_off_compiles_nothing_again(on_first: bool) -> None:
     seen, forward, backward = Seen(), Counting(boxed=True), Counting(boxed=True)

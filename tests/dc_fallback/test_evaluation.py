@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from ds_patches.dc_fallback import hooks
 from tests.dc_fallback import stand_in
@@ -62,5 +63,7 @@ def waiting(patch: bool, inference: bool) -> tuple[list[int], list[bool]]:
 @pytest.mark.core_case
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 def test_deepcompile_waits_for_no_backward_of_an_evaluation(world: World, inference: bool) -> None:
-    assert world.run(waiting, False, inference)[0] == ([0, 1, 1], [True])
+    # Up to torch 2.11 the next backward ends the wait: it is compiled again.
+    late = int(Version(torch.__version__) >= Version("2.12"))
+    assert world.run(waiting, False, inference)[0] == ([0, 1, late], [True])
     assert world.run(waiting, True, inference)[0] == ([0, 0, 0], [True])
