@@ -1,4 +1,4 @@
-# From a fresh clone on a machine with Python 3.10 or newer:
+# From a fresh clone on a machine with Python 3.11 or newer:
 #   make demo    the main job on real input        make test    what every change has to pass
 # Both create .venv first; a second call installs nothing.
 
@@ -81,7 +81,7 @@ frameworks: install ## what only test-all has: frameworks, and older releases in
 # torch first, so that nothing below chooses one.
 .venv/.torch:
 	@$(PYTHON) -c 'import sys; v = sys.version; \
-	    sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: " + v)'
+	    sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: " + v)'
 	@echo "== .venv and torch $(TORCH)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install torch==$(TORCH)

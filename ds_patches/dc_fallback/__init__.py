@@ -44,6 +44,7 @@ Not covered
     | sequence parallelism | left to stock, with a warning |
     | AutoEP, if experts are averaged over more ranks than hold them | the same |
     | ``torch.func.grad`` and its like in a skipped frame | PyTorch raises |
+    | a compiled graph beside a skipped frame, with torch to 2.7 | NotImplementedError |
 
 Cost
     In one round on 2 H200, a model of which Dynamo skips half took 0.54 of eager ZeRO-3's time, and
