@@ -135,20 +135,3 @@ def test_what_cannot_run_is_said_at_once(command: str, complaint: str) -> None:
     done = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert complaint in done.stderr
-
-
-def test_startup_prints_every_start_call_and_bar() -> None:
-    command = [sys.executable, "-m", "benchmarks.startup", "--rounds", "3", "--imports", "1"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    bare = table(done.stdout, "python -c pass")
-    assert all(float(cells[1]) > 0 for cells in bare)
-    bars = [("no hook", "-"), ("DS_PATCHES unset", "< 2"), ("DS_PATCHES=all", "< 10")]
-    assert [(cells[0], cells[4]) for cells in bare] == bars
-    imports = table(done.stdout, "python -c 'import deepspeed'")
-    assert [cells[0] for cells in imports][:2] == ["DS_PATCHES unset", "DS_PATCHES=all"]
-    assert float(imports[0][1]) > 10 * float(bare[0][1]), "DeepSpeed was imported"
-    calls = table(done.stdout, "import deepspeed, then")
-    names = [cells[0].partition("()")[0] for cells in calls]
-    assert names == ["apply_all", "unapply_all", "apply_all"]
-    assert [cells[3] for cells in calls] == ["< 350", "-", "< 150"]
-    assert float(calls[0][1]) > float(calls[2][1]), "the shapes are known, nothing is imported"
