@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 #: The newest release that was looked at. "No release is right" means none up to this one.
 TESTED = "0.19.8"
+OLDEST = "0.16.0"
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ SETTINGS = (
     Symptom("no `gradient_clipping` in the configuration",
             "gradients are clipped to 1.0: a changed default, no defect", _ALL, "0.19.3", None, "",
             add='`"gradient_clipping": 0.0`', anchor="clipped", needs="unclipped"),
+    Symptom("a section of the configuration that was removed, such as `nebula`",
+            "`DeepSpeedConfigError: Nebula checkpointing has been removed`", (0, *_ALL), "0.19.7",
+            None, "", add="take the section out", anchor="removed-section", needs="first"),
     Symptom("a section of the configuration that was removed, such as `elasticity`",
             "`DeepSpeedConfigError: Elastic training has been removed`", (0, *_ALL), "0.19.8", None,
             "", add="take the section out", anchor="removed-section", needs="removed"),

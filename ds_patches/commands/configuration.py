@@ -13,11 +13,11 @@ from ds_patches.symptoms import Symptom
 #: What a setting is; None where the file leaves it open.
 Facts = Mapping[str, bool | int | None]
 
-#: Sections that DeepSpeed 0.19.8 refuses, and those of zero_optimization.
-REMOVED = ("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients",
-           "eigenvalue", "sparse_attention", "elasticity", "graph_harvesting",
-           "curriculum_learning", "progressive_layer_drop")  # fmt: skip
-OF_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
+#: Sections that DeepSpeed refuses from 0.19.7 on, and from 0.19.8 on; those of zero_optimization.
+FIRST = ("nebula", "compression_training", "quantize_training", "sparse_attention",
+         "mics_shard_size", "mics_hierarchical_params_gather")  # fmt: skip
+REMOVED = ("amp", "sparse_gradients", "eigenvalue", "elasticity", "graph_harvesting",
+           "curriculum_learning", "progressive_layer_drop", "zeropp_loco_param")  # fmt: skip
 
 
 def read(file: Path) -> Facts:
@@ -57,7 +57,8 @@ def _facts(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Facts:
         "scattered": not zero.get("contiguous_gradients", True),
         "deepcompile": bool(inner.get("compile", {}).get("deepcompile")),
         "pipeline": "pipeline" in inner or None,
-        "removed": any(name in inner for name in REMOVED) or any(name in zero for name in OF_ZERO),
+        "first": any(name in inner or name in zero for name in FIRST),
+        "removed": any(name in inner or name in zero for name in REMOVED),
         "script": None,
     }
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 from ds_patches.commands import page, symptoms
 from ds_patches.commands.page import Section
 from ds_patches.core import columns, release
-from ds_patches.symptoms import SYMPTOMS, TESTED, Symptom
+from ds_patches.symptoms import OLDEST, SYMPTOMS, TESTED, Symptom
 
 _MOST = 3
 _REPORT = "report it where you got ds_patches, with the traceback and `ds-patches doctor --json`"
@@ -43,14 +43,15 @@ def answers(
     """Yield what is known of a text; cures: for each patch, why it would not be applied."""
     for section, said in sections(text):
         rows = _rows(section, said, version)
-        for one in rows:
-            yield _of_row(one, section, version, cures)
-        if not rows:
-            yield {
+        found = [_of_row(one, section, version, cures) for one in rows] or [
+            {
                 "what": symptoms.plain(section.title),
                 "do": _first(section.body),
                 "read": _read(section),
             }
+        ]
+        # Without a message it is a guess, by the words.
+        yield from (one if said else one | {"what": f"perhaps: {one['what']}"} for one in found)
 
 
 def sections(text: str) -> list[tuple[Section, str]]:
@@ -123,6 +124,8 @@ def _of_row(
     elif symptoms.is_wrong(one, version):
         cure = symptoms.cure(one, version, cures)
         answer |= {"here": f"DeepSpeed {version}: {cure.said}", "do": symptoms.plain(cure.do)}
+    elif not Version(OLDEST) <= version <= Version(TESTED):
+        answer |= {"here": f"DeepSpeed {version} was not tested", "do": _REPORT}
     else:
         answer |= {"here": f"DeepSpeed {version} is not known to do this", "do": _REPORT}
     return answer | {"read": _read(section)}

@@ -13,7 +13,10 @@ from ds_patches.core import gate, registry, release
 from ds_patches.symptoms import SYMPTOMS, Symptom
 
 _TITLES = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
-_LINE = "add `import ds_patches.auto` above deepspeed.initialize"
+_LINE = (
+    "add `import ds_patches.auto` above deepspeed.initialize, or start it by "
+    "`DS_PATCHES=all ds-patches run -- ...`"
+)
 
 
 def markdown(page: str = "", patches: str = "", only: str = "") -> str:
@@ -52,6 +55,8 @@ def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
     ends = [end for end in (one.right, _floor(one)) if end and Version(end) > version]
     better = min(ends, key=Version, default="")
     upgrade = f"upgrade DeepSpeed to {better} or later" if better else ""
+    if better and better != one.right:
+        upgrade += f", and apply {one.patch}"  # which is for no older one
     if one.patch and not why:
         also = f", and {one.add}" if one.add else ""
         return Cure("patch", f"cured by {one.patch}", f"{_LINE}{also}")
