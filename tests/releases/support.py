@@ -19,11 +19,12 @@ from packaging.version import Version
 from ds_patches.core import registry
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import State
+from ds_patches.symptoms import OLDEST
 from tests import releases
 from tests.releases import matrix, page, record, say
 from tests.releases.install import install
 
-FIRST = Version("0.16.0")
+FIRST = Version(OLDEST)
 _LINE = "Available versions:"
 _RANGE = re.compile(r'(\bsupported="[^"]*<=)[^",]+(")')
 
