@@ -104,7 +104,6 @@ UNKNOWN = "no command is 'statsu' (did you mean 'status'?); the commands are: ex
         (("statsu",), {}, UNKNOWN),
         (("status", "smaple"), {}, "status: no patch is named 'smaple' (did you mean 'sample'?)"),
         (("status", "--jsno"), {}, "--jsno means nothing (did you mean '--json'?)"),
-        (("doctor", "--timeout", "nan"), {}, "--timeout: invalid seconds value: 'nan'"),
     ],
 )
 def test_a_word_that_means_nothing_is_an_error(
