@@ -90,6 +90,8 @@ def a_new_process() -> Iterator[None]:
 
     ranks = os.environ["WORLD_SIZE"] != "1"
     launched = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": str(ranks)}
+    if not ranks:
+        launched["LOCAL_RANK"] = "-1"  # Accelerate 1.11 makes a process of any other number DDP's
     with mock.patch.dict(os.environ, launched):
         PartialState(backend="gloo" if ranks else None)
         try:

@@ -101,6 +101,13 @@ def causal(folder: Path) -> Parameters:
     return saved.save_causal(folder / "lm")
 
 
+def adapted(folder: Path) -> Parameters:
+    """One adapter's half that begins with zeros."""
+    causal(folder)
+    name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.default.weight"
+    return {name: torch.zeros(8, 2)}
+
+
 def embedder(folder: Path) -> Parameters:
     return saved.save_embedder(folder / "embedder")
 
@@ -186,6 +193,18 @@ TRAININGS = [
         **HEADS,
     ),
     TWO_LOSSES,
+    Training(
+        "TRL, DPO with LoRA",
+        "preferences",
+        ("dpo", Path("lm"), Path("dpo")),
+        adapted,
+        {3: RIGHT},
+        {3: "Recomputed values for the following tensors have different metadata"},
+        reductions=1,
+        steps=2,
+        without={"per_device_train_batch_size": 4},
+        exhaustive=True,
+    ),
     Training(
         "Lightning, two losses",
         "lit",

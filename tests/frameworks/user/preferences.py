@@ -18,7 +18,7 @@ COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_checkpointing": True,
     "optim": "sgd",
-    "learning_rate": 0.5,
+    "learning_rate": 50.0,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
     "logging_steps": 1,
