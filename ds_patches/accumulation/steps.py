@@ -173,9 +173,11 @@ class EngineSteps:
         self.watch.forget()
         self._dropped = True
         self._micro_steps = None
-        logger.warning(
-            "A backward raised: every gradient reduced since the last optimizer step was dropped."
-        )
+        if self._before is not None or upstream_engine.may_have_come(self._engine):
+            logger.warning(
+                "A backward raised: every gradient reduced since the last optimizer step was "
+                "dropped."
+            )
         engines.forget_backward(self._engine)
         self.sum.abandon()
         for listener in self.listeners:

@@ -91,10 +91,3 @@ def test_ranks_with_live_patches_come_to_one_verdict(
         assert re.match(verdict if mine.live else "$", verdicts[rank]), verdicts
     waited = silent and SOFT in holdings
     assert ("did not say" in caplog.text) is waited, "warned of before the time is over"
-
-
-@pytest.mark.exhaustive
-def test_the_benchmark_of_many_ranks_runs() -> None:
-    from benchmarks.agreement import seconds
-
-    assert 0 < seconds(ranks=12, processes=2) < 30

@@ -53,7 +53,12 @@ def main(release: str | None) -> None:
         print("| script | stage | stock | reductions | patched | reductions |")
         print("|---|---|---|---|---|---|")
         for one in TRAININGS:
-            start, reference = one.start(folder), one.on_one(alone, folder)
+            start = one.start(folder)
+            try:
+                reference = one.on_one(alone, folder)
+            except AssertionError as why:  # these packages do not go together
+                print(f"| {one.title} | | without DeepSpeed: {' '.join(str(why).split())[:160]} |")
+                continue
             for stage in one.stock:
                 found = [one.on_two(world, folder, stage) for world in (stock, patched)]
                 told = " | ".join(cells(run, reference, start, one) for run in found)

@@ -73,8 +73,13 @@ def reached_no_parameter(engine: Any) -> bool:
 
     Upstream's epilogue fails where no gradient has come.
     """
+    return not (engine._running_engine_backward or may_have_come(engine))
+
+
+def may_have_come(engine: Any) -> bool:
+    """Whether a gradient has come to a parameter in this backward, as far as the release knows."""
     state = hook_state(engine.optimizer)
-    return bool(state) and not (engine._running_engine_backward or state.hooks_fired_this_backward)
+    return not state or bool(state.hooks_fired_this_backward)
 
 
 @cache
