@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_patches.runtime import graph_task
+
 
 def leave_alone(function: Callable[..., Any]) -> None:
     """Have Dynamo never compile `function` by itself; compiled frames that call it still trace it.
@@ -81,8 +83,7 @@ class SavedTensorsHooks:
         """
         if not self._entered:
             return graph(*inputs)
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None:
+        if (top := graph_task.top_saved_tensors_hooks) is None:
             raise NotImplementedError(
                 "dc_fallback needs torch 2.8 or later for a compiled graph beside code that Dynamo "
                 "skips"

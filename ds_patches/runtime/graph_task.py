@@ -8,16 +8,24 @@ three fates of a run apart: alive (still running), finished, or gone without fin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils import checkpoint
 
 NO_TASK = -1
 #: Id of the graph task that is running on this thread, or :data:`NO_TASK`.
 current_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+#: Called with True, the hooks that take what this thread saves for a backward; from torch 2.8 on.
+top_saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
@@ -25,12 +33,20 @@ def at_end_of_task(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def saved_by_hooks() -> bool:
-    """Whether hooks take what this thread saves for a backward.
+def recomputes_for_hooks() -> bool:
+    """In a graph task: whether ``checkpoint(use_reentrant=False)`` recomputes what is running.
 
-    In a graph task they are those of a ``checkpoint(use_reentrant=False)`` that is recomputed.
+    To torch 2.7 nothing tells which hooks take what is saved, but the call that recomputes is in
+    the stack.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if top_saved_tensors_hooks is not None:
+        return top_saved_tensors_hooks(True) is not None
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame, code = caller, caller.f_code
+        if code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
+            return True
+    return False
 
 
 def accumulates() -> bool:

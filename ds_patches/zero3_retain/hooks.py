@@ -9,9 +9,8 @@ from typing import Any
 from ds_patches.accumulation import engines
 from ds_patches.runtime.attached import Attached
 from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
-from ds_patches.runtime.graph_task import NO_TASK, current_task_id
+from ds_patches.runtime.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
 
-from . import recomputation
 from .gathers import Gathers
 
 
@@ -55,7 +54,7 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of a module that has run, in a backward too: there to be recomputed."""
-    if current_task_id() == NO_TASK or not recomputation.is_for_hooks():
+    if current_task_id() == NO_TASK or not recomputes_for_hooks():
         return wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
@@ -69,5 +68,5 @@ def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) ->
 
     Reentrant recomputation has a backward of its own, which gathers and releases each module.
     """
-    if recomputation.is_for_hooks():
+    if recomputes_for_hooks():
         wrapped(*args, **kwargs)

@@ -14,6 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from ds_patches.dc_fallback import dynamo
 from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
+from ds_patches.runtime import graph_task
 
 COMPILED, EAGER = 1.0, 2.0
 
@@ -208,7 +209,7 @@ def test_after_a_forward_that_raised_they_are_gone() -> None:
 
 
 def test_an_older_torch_is_refused_where_it_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    monkeypatch.setattr(graph_task, "top_saved_tensors_hooks", None)
     seen, x = Seen(), torch.ones(3, requires_grad=True)
     with seen.hooks, pytest.raises(NotImplementedError, match=r"torch 2\.8"):
         seen.hooks.run_without(graph, (x,))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ds_patches.runtime.coordinator import in_flight
+
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
-_COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
@@ -71,10 +72,10 @@ def partition_parameters(optimizer: Any) -> None:
     """Partition every parameter, whoever uses it: a backward that raised left some gathered."""
     offload = optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
-    in_flight = getattr(coordinator, _COORDINATOR + "inflight_param_registry")
+    pending = in_flight(coordinator)
     for param in offload.module.parameters():
         # Its gather raised, out of memory say: nobody can wait for it. Its partition is there.
-        if param.ds_status.name == "INFLIGHT" and param not in in_flight:
+        if param.ds_status.name == "INFLIGHT" and param not in pending:
             param.ds_status = type(param.ds_status).AVAILABLE
     coordinator.release_and_reset_all(offload.module)
     if hasattr(coordinator, "release_backward_leftovers"):  # 0.19.3

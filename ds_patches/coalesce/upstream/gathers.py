@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ds_patches.runtime.attributes import Shadow, meanwhile
-from ds_patches.runtime.device import accelerator, keeps_order, wait_for_current
-
-_COORDINATOR = "_PartitionedParameterCoordinator__"
+from ds_patches.runtime.coordinator import after_gathers, arrive, in_flight, private, private_name
+from ds_patches.runtime.device import wait_for_current
 
 
 def why_not(engine: Any) -> str | None:
@@ -36,7 +35,7 @@ def why_not_unasked(engine: Any) -> str | None:
         return "gather_once was not tested with quantized weights"
     # As the coordinator counts what is live: elements of any dtype, persistent ones, no padding.
     elements = sum(param.ds_numel for param in offload.module.parameters())
-    most = int(_private(coordinator, "max_n_available_params"))
+    most = int(private(coordinator, "max_n_available_params"))
     if elements > most:
         return f"{elements} elements are more than stage3_max_live_parameters, {most}"
     return None
@@ -50,26 +49,26 @@ def gather(offload: Any) -> None:
     At most two prefetch buckets are on their way at a time, each in a buffer of its own.
     """
     coordinator = offload.get_param_coordinator()
-    previous = list(_private(coordinator, "inflight_param_registry"))  # prefetched
-    longest = int(_private(coordinator, "prefetch_bucket_sz"))
+    previous = list(in_flight(coordinator))  # prefetched
+    longest = int(private(coordinator, "prefetch_bucket_sz"))
     chunks = list(_chunks(offload.module.parameters(), longest))
     if not previous and not chunks:
         return
-    stream = _private(coordinator, "allgather_stream")
-    wait_for_current(stream)  # a step has just written the partitions
+    wait_for_current(
+        private(coordinator, "allgather_stream")
+    )  # a step has just written the partitions
     for chunk in chunks:
-        _private(coordinator, "all_gather_params")(chunk, forward=True)
-        _arrive(coordinator, previous)
+        private(coordinator, "all_gather_params")(chunk, forward=True)
+        arrive(coordinator, previous)
         previous = chunk
-    _arrive(coordinator, previous)
-    if not keeps_order():
-        accelerator().current_stream().wait_stream(stream)
+    arrive(coordinator, previous)
+    after_gathers(coordinator)
 
 
 def hold(offload: Any) -> list[Shadow]:
     """Let nothing be released until the shadows are removed, but by who partitions everything."""
     coordinator = offload.get_param_coordinator()
-    name = _COORDINATOR + "release_param"
+    name = private_name("release_param")
     release = getattr(coordinator, name)
 
     def everything(wrapped: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +78,7 @@ def hold(offload: Any) -> list[Shadow]:
     return [
         Shadow(coordinator, name, lambda *_, **__: None),
         # It keeps its answers, and would answer by what a block holds.
-        Shadow(coordinator, _COORDINATOR + "params_to_release", lambda *_, **__: set()),
+        Shadow(coordinator, private_name("params_to_release"), lambda *_, **__: set()),
         Shadow(coordinator, "release_and_reset_all", everything),
     ]
 
@@ -94,7 +93,7 @@ def release(offload: Any) -> None:
     coordinator = offload.get_param_coordinator()
     for param in offload.module.parameters():
         if not param.ds_persist and not param.is_external_param:
-            _private(coordinator, "release_param")(param)
+            private(coordinator, "release_param")(param)
 
 
 def reset(offload: Any) -> None:
@@ -126,14 +125,3 @@ def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
         size += param.ds_numel
     if chunk:
         yield chunk
-
-
-def _arrive(coordinator: Any, params: Iterable[Any]) -> None:
-    in_flight = _private(coordinator, "inflight_param_registry")
-    with accelerator().stream(_private(coordinator, "allgather_stream")):
-        for param in params:
-            in_flight.pop(param).wait()
-
-
-def _private(coordinator: Any, name: str) -> Any:
-    return getattr(coordinator, _COORDINATOR + name)

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_COORDINATOR = "_PartitionedParameterCoordinator__"
+from ds_patches.runtime.coordinator import private
 
 
 @contextmanager
 def renumbered(coordinator: Any) -> Iterator[None]:
     """Modules get other numbers meanwhile, by which an unfinished trace has to know them then."""
-    order = getattr(coordinator, _COORDINATOR + "submodule_order")
+    order = private(coordinator, "submodule_order")
     modules = {_number(module): module for module in order}
     yield
     if coordinator.is_record_trace():
-        steps = getattr(coordinator, _COORDINATOR + "step_id_module_fetched_for")
+        steps = private(coordinator, "step_id_module_fetched_for")
         before = {module: steps.pop(number, ()) for number, module in modules.items()}
         for module, fetched in before.items():
             steps[_number(module)].extend(fetched)

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from ds_patches.runtime.device import accelerator, keeps_order
+from ds_patches.runtime.coordinator import after_gathers, arrive, in_flight, private, private_name
 
 #: Of a module: the autograd Functions at its outputs and at its inputs.
 Functions = tuple[Any, Any]
 
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 _MISSING = object()
-_COORDINATOR = "_PartitionedParameterCoordinator__"
-_ACTIVE_FETCHES = _COORDINATOR + "active_backward_submodules"
+_ACTIVE_FETCHES = private_name("active_backward_submodules")
 _LEAF_INPUTS = "_leaf_module_inputs_remaining"
 
 
@@ -62,18 +61,13 @@ def release_all(offload: Any) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     coordinator = offload.get_param_coordinator()
-    in_flight = getattr(coordinator, _COORDINATOR + "inflight_param_registry")
-    if in_flight:
-        stream = getattr(coordinator, _COORDINATOR + "allgather_stream")
-        with accelerator().stream(stream):
-            for param in list(in_flight):
-                in_flight.pop(param).wait()
-        if not keeps_order():
-            accelerator().current_stream().wait_stream(stream)
+    if pending := list(in_flight(coordinator)):
+        arrive(coordinator, pending)
+        after_gathers(coordinator)
     for param in offload.module.parameters():
         stays = param.ds_persist or param.is_external_param or param.ds_active_sub_modules
         if param.ds_status == ZeroParamStatus.AVAILABLE and not stays:
-            getattr(coordinator, _COORDINATOR + "release_param")(param)
+            private(coordinator, "release_param")(param)
 
 
 def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
@@ -135,9 +129,9 @@ def rewind_prefetch(offload: Any) -> None:
     coordinator = offload.get_param_coordinator()
     if not coordinator.is_complete_trace():
         return
-    step_id = getattr(coordinator, _COORDINATOR + "step_id")
-    order = getattr(coordinator, _COORDINATOR + "param_order")
+    step_id = private(coordinator, "step_id")
+    order = private(coordinator, "param_order")
     rest = deque(use for use in order if use.step_id_last_used_at >= step_id)
-    setattr(coordinator, _COORDINATOR + "param_queue", rest)
+    setattr(coordinator, private_name("param_queue"), rest)
     last_fetched: defaultdict[Any, int] = defaultdict(lambda: int(-1e10))
-    setattr(coordinator, _COORDINATOR + "most_recent_step_id_param_fetched_for", last_fetched)
+    setattr(coordinator, private_name("most_recent_step_id_param_fetched_for"), last_fetched)
