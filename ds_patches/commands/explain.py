@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
@@ -20,10 +21,13 @@ _REPORT = "report it where you got ds_patches, with the traceback and `ds-patche
 
 
 def explain(text: str, asked: Version | None, *, as_json: bool) -> bool:
-    """Print what is known of a text, for the release that is asked for, or installed.
+    """Print what is known of a text, or a file's, for the release that is asked for, or installed.
 
     Returns whether anything is.
     """
+    if os.path.isfile(text):
+        with open(text, encoding="utf-8", errors="replace") as file:
+            text = file.read()
     installed = release.installed()
     version = asked or (installed.version if installed else None)
     cures = symptoms.of_releases(asked) if asked else symptoms.here()
@@ -41,9 +45,11 @@ def answers(
     text: str, version: Version | None, cures: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
     """Yield what is known of a text; cures: for each patch, why it would not be applied."""
-    for section, said in sections(text):
+    found = sections(text)
+    applying = [one for one in found if not one[1] and _applies(one[0], version)]
+    for section, said in applying or found:
         rows = _rows(section, said, version)
-        found = [_of_row(one, section, version, cures) for one in rows] or [
+        told = [_of_row(one, section, version, cures) for one in rows] or [
             {
                 "what": symptoms.plain(section.title),
                 "do": _first(section.body),
@@ -51,7 +57,11 @@ def answers(
             }
         ]
         # Without a message it is a guess, by the words.
-        yield from (one if said else one | {"what": f"perhaps: {one['what']}"} for one in found)
+        yield from (one if said else one | {"what": f"perhaps: {one['what']}"} for one in told)
+
+
+def _applies(section: Section, version: Version | None) -> bool:
+    return version is not None and any(symptoms.is_wrong(one, version) for one in _of(section))
 
 
 def sections(text: str) -> list[tuple[Section, str]]:
@@ -64,7 +74,7 @@ def sections(text: str) -> list[tuple[Section, str]]:
     found: dict[Section, str] = {}
     for section, said in page.hits(text, known):
         found.setdefault(section, said)
-    return [*found.items()][:_MOST] or [(one, "") for one in _about(text)]
+    return [*found.items()][:_MOST] or [(one, "") for one in _about(text)[:_MOST]]
 
 
 def _told(one: Symptom) -> tuple[str, ...]:
@@ -76,7 +86,7 @@ def _told(one: Symptom) -> tuple[str, ...]:
 
 
 def _about(text: str) -> list[Section]:
-    """Return the section that has most of a question's words, the rarer the better."""
+    """Return the sections that have most of a question's words, the rarer the better."""
     asked = page.words(text)
     if not asked or "\n" in text.strip():
         return []
@@ -87,8 +97,8 @@ def _about(text: str) -> list[Section]:
         title, all_ = every[section]
         return sum(rare[w] * ((w in title) + (w in all_)) for w in asked)
 
-    best = max(every, key=score)
-    return [best] if score(best) > sum(rare.values()) / 2 else []
+    best = max(map(score, every))
+    return [one for one in every if score(one) == best > sum(rare.values()) / 2]
 
 
 def _words(section: Section) -> frozenset[str]:
