@@ -43,6 +43,7 @@ _ALL, _FLAT, _3 = (1, 2, 3), (1, 2), (3,)
 _BLOCK = "`with engine.coalesce_grad_reduction():`"
 _LAST = "only the last backward counts"
 _REDUCED = "`has already been reduced. Gradient computed twice for this partition`"
+_GAN = "two engines in one step, as of a GAN"
 _OLD = "it is stepped with its previous gradient"
 
 # A table, laid out by hand.
@@ -117,8 +118,13 @@ CURED = (
     Symptom("any backward, with torch 2.4 or older",
             "`'NoneType' object has no attribute 'next_functions'`",
             _ALL, "0.18.3", "0.18.7", "accumulation", anchor="inference-tensors"),
-    Symptom("two engines in one step, as of a GAN", _REDUCED,
-            (2,), "0.18.3", None, "accumulation", anchor="reduced-twice"),
+    Symptom(_GAN, _REDUCED, (2,), "0.16.5", "0.18.3", "accumulation", anchor="reduced-twice"),
+    Symptom(_GAN, _REDUCED, (2,), "0.19.6", None, "accumulation", anchor="reduced-twice"),
+    Symptom(_GAN, "wrong gradients", _3, "0.18.3", "0.19.6", "accumulation",
+            anchor="other-gradients"),
+    Symptom("two engines in one step, one of them frozen meanwhile",
+            "`list index out of range`, or wrong gradients at ZeRO-3",
+            _ALL, "0.18.5", "0.19.6", "accumulation", anchor="other-gradients"),
     Symptom("a backward inside another, as in `CachedMultipleNegativesRankingLoss`", _REDUCED,
             _FLAT, "0.16.0", None, "coalesce", anchor="reduced-twice"),
     Symptom("`engine.no_sync()`, `accelerator.accumulate()`",
