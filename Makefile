@@ -24,14 +24,13 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-all test-turn lint docs compatibility release-support \
-	install frameworks clean
+.PHONY: help demo example test test-all test-turn lint docs shapes install frameworks clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## two losses over one ZeRO-3 forward, stock and patched
-	$(BIN)/python -m demo
+	$(BIN)/python -m examples.two_losses
 
 example: install ## GradCache over two ranks, one gradient reduction a step
 	$(BIN)/python -m examples.gradcache
@@ -49,7 +48,7 @@ test-all: frameworks ## lint, the whole suite, an old DeepSpeed's, the core test
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST)
 	$(BIN)/python -m tests.releases run --whole 0.18.2
-	@$(MAKE) --no-print-directory compatibility
+	$(BIN)/python -m tests.releases record
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check --extend-exclude .releases .
@@ -59,13 +58,8 @@ lint: install ## ruff and mypy
 docs: install ## the site, in build/site; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-compatibility: install ## every known DeepSpeed, and other torches; into docs/compatibility.*
-	$(BIN)/python -m tests.releases record
-	$(BIN)/python -m tests.releases record --pair
-
-release-support: install ## VERSION=0.0.0: ranges, shapes, tests and page for a new DeepSpeed
-	@test -n "$(VERSION)" || { echo "make release-support VERSION=0.0.0"; exit 2; }
-	$(BIN)/python -m tests.releases support $(VERSION)
+shapes: install ## what the code looks like in each release, into ds_patches/core/shapes.json
+	$(BIN)/python -m tests.releases shapes
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
 

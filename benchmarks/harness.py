@@ -1,212 +1,273 @@
-"""Run a benchmark: parse, measure its rows in turn, keep them after each piece, show, judge.
+"""What the benchmarks share: options, ranks, engines, and rows that take turns.
 
-Under torchrun all rows run in its processes. A benchmark whose rows need processes of their own is
-started without, and starts torchrun for each row in each round, which brings it back here.
+Rows that are compared take turns in short blocks, and the order turns around with each round:
+A B C, C B A, A B C ... So a slow minute of the machine meets all of them. Patches are applied for a
+block and taken back after it. The first row is what the others are divided by, round by round; all
+rounds are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import logging
 import os
+import platform
+import statistics
 import subprocess
-import sys
-import tempfile
-import traceback
+import time
 import warnings
-from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date, timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from benchmarks import probes
-from benchmarks.engines import free
-from benchmarks.options import kept, parsed, words, write
-from benchmarks.provenance import ROOT, p2p, provenance
-from benchmarks.rows import Row
-from benchmarks.workload import Standing, Workload
-
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16
+SEED = 1234
+HEADER = ("what", "row", "median", "all rounds", "peak MiB")
 # A rank that waits longer has lost the others: end with a message, not at a job's time limit.
 _PATIENCE = timedelta(minutes=2)
-# DeepSpeed's builder asks the GPU what it is where the first is not set, and cannot read all that
-# torch can where it is. The others would change what is measured.
-_LEFT_OUT = ("TORCH_CUDA_ARCH_LIST", "DS_PATCHES")
+# Real updates, but so small that the weights hardly change over some hundred steps.
+_LEARNING_RATE = 1e-6
 
 
-def main(kind: type[Workload]) -> int:
-    """Run what the command line asks for; 0 if every row did what it should."""
-    parser = argparse.ArgumentParser(f"benchmarks.{kind.name}", description=kind.__doc__)
-    options = parsed(parser, kind)
-    if "LOCAL_RANK" in os.environ:
-        return _under_torchrun(kind, options)
-    if not kind.own_processes:
-        parser.error(f"start it with torchrun --nproc-per-node 2 -m {parser.prog}")
-    return _with_processes_of_their_own(kind(options))
+@dataclass
+class Row:
+    """`step`, with `patches` applied. `ms`: the median step of each round; `error`: in its place.
+
+    `patches`: names, or "all". `peak`: MiB, the most of any round.
+    """
+
+    name: str
+    step: Callable[[], object]
+    patches: Sequence[str] = ()
+    ms: list[float] = field(default_factory=list)
+    peak: float = 0.0
+    error: str = ""
 
 
-def _under_torchrun(kind: type[Workload], options: argparse.Namespace) -> int:
-    device = _join(options.device)
-    book = Book(kind(options, device), provenance(device, options.commit))
-    _say(", ".join(f"{key} {value}" for key, value in book.provenance.items()))
-    for group in book.workload.standing_together():
-        book.rows += group
-        try:
-            _measure(book.workload, group)
-        except Exception as error:
-            if kind.own_processes:  # whoever started it reads what was printed
-                raise
-            for row in group:
-                row.error = f"{type(error).__name__}: {error}"
-            if not all(map(book.workload.may_fail, group)):
-                traceback.print_exc()
-        free(device)
-        dist.barrier()
-        book.keep(group)
-    code = 0 if kind.own_processes else book.end()
-    dist.destroy_process_group()
-    return code
+def options(doc: str | None, gpu: dict[str, Any], **cpu: Any) -> argparse.Namespace:
+    """Options and their defaults; `cpu`: other ones where there is no GPU."""
+    parser = argparse.ArgumentParser(description=doc)
+    for name, value in (gpu if ON_GPU else gpu | cpu).items():
+        many = isinstance(value, list)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(value[0] if many else value),
+            nargs="+" if many else None,
+            default=value,
+            help=f"default: {value}",
+        )
+    return parser.parse_args()
 
 
-def _join(kind: str) -> torch.device:
-    """Bring the process group up; `kind`: cuda or cpu. Nothing of DeepSpeed is compiled."""
-    if kind == "cpu":
+def start(of: argparse.Namespace) -> torch.device:
+    """Bring this rank up, and begin what is printed."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("start it with torchrun --nproc-per-node 2 -m benchmarks.NAME")
+    if not ON_GPU:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import deepspeed.ops
 
     # On CPU it would build a shared-memory all-reduce with g++; this table is its own switch.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    upstream = logging.getLogger("DeepSpeed")
-    upstream.setLevel(logging.WARNING)
-    # Said of torch's own optimizers, by every engine.
-    upstream.addFilter(lambda record: "untested optimizer" not in record.getMessage())
-    # The patch comes and goes with every block: what applying has to note is no news here.
-    logging.getLogger("ds_patches").addFilter(lambda record: record.levelno > logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Patches come and go with every block: what applying has to note is no news here.
+    logging.getLogger("ds_patches").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that newer torch deprecates, with a warning per call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
         torch.cuda.set_device(device)
-    deepspeed.init_distributed("gloo" if kind == "cpu" else "nccl", timeout=_PATIENCE)
+    deepspeed.init_distributed("nccl" if ON_GPU else "gloo", timeout=_PATIENCE)
+    head(of)
     return device
 
 
-def _measure(workload: Workload, rows: Sequence[Row]) -> None:
-    """A block of each row per round: A B C, C B A, A B C ...; drift meets all of them alike."""
-    data, before = workload.data(rows[0]), probes.allocated_mib(workload.device)
-    with workload.engine(rows[0]) as engine:
-        stood = [
-            Standing(row, engine, workload.step(row, engine, data), data, before) for row in rows
-        ]
-        for at in stood:
-            with workload.patched(at.row):
-                workload.look(at)
-        for _ in range(workload.options.rounds):
-            for at in stood:
-                with workload.patched(at.row):
-                    at.row.take(workload.time(at))
-            stood.reverse()
+def head(of: argparse.Namespace) -> None:
+    """Say what a reader needs to judge the numbers: date, machine, versions, commit, options."""
+    import deepspeed
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if ON_GPU else "-"  # type: ignore[no-untyped-call]
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if ON_GPU else "CPU, whose times mean nothing"
+    ranks = dist.get_world_size() if dist.is_initialized() else 2
+    say(
+        f"{date.today()}, {ranks} x {device}, DeepSpeed {deepspeed.__version__}, torch "
+        f"{torch.__version__}, NCCL {nccl}, Python {platform.python_version()}, commit {commit}, "
+        f"{ {k: v for k, v in os.environ.items() if k.startswith('NCCL_')} }, {vars(of)}\n"
+    )
+    say(f"{line(HEADER)}\n{line(['---'] * len(HEADER))}")
 
 
-def _with_processes_of_their_own(workload: Workload) -> int:
-    """The same order. What failed is over."""
-    book = Book(workload, {})
-    book.rows += [row for group in workload.standing_together() for row in group]
-    turn = list(book.rows)
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(workload.options.rounds):
-            for row in turn:
-                if row.error is None:
-                    run = _in_processes(workload, row, Path(folder))
-                    book.provenance = book.provenance or run.get("provenance", {})
-                    book.keep([row])
-            turn.reverse()
-    return book.end()
+def compare(what: str, rows: Sequence[Row], of: argparse.Namespace, device: torch.device) -> None:
+    """Measure the rows in turns, and print them."""
+    turn = list(rows)
+    for _ in range(of.rounds):
+        for row in turn:
+            with applied(row.patches):
+                measure(row, of, device)
+        turn.reverse()
+    show(what, rows)
 
 
-def _in_processes(workload: Workload, row: Row, folder: Path) -> dict[str, Any]:
-    """One round of `row`, which takes what came of it; the run that the processes kept."""
-    options, path, log = workload.options, folder / "row.json", folder / "row.log"
-    path.unlink(missing_ok=True)
-    own = {"rounds": 1, "json": path, "commit": options.commit, "reference": folder / "kept.pt"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.ranks), "-m", f"benchmarks.{workload.name}"]
-    command += words(kept(options) | workload.chosen(row) | own)
-    row.error = _run(command, log, options.seconds)
-    if row.error is not None and not workload.may_fail(row):
-        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
-    run: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for one in run.get("rows", ()):
-        row.add(one)
-    return run
+def measure(row: Row, of: argparse.Namespace, device: torch.device) -> None:
+    """One block. A step counts as its slowest rank took it: the others wait for that one."""
+    for _ in range(of.warmup):
+        row.step()
+    if ON_GPU:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    marks = [_mark()]
+    for _ in range(of.steps):
+        row.step()
+        marks.append(_mark())
+    if ON_GPU:
+        torch.cuda.synchronize(device)
+        # With memory that was given up and that a stream has still to get done with.
+        peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"] / 2**20
+        row.peak = max(row.peak, peak)
+    ms = torch.tensor([_between(*both) for both in pairwise(marks)], device=device)
+    dist.all_reduce(ms, dist.ReduceOp.MAX)
+    row.ms.append(statistics.median(ms.tolist()))
 
 
-def _run(command: Sequence[str], log: Path, seconds: int) -> str | None:
-    """What went wrong."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(_LEFT_OUT)}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=clean, stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return f"not done after {seconds} s"
-    finally:
-        process.terminate()  # torchrun takes its ranks along
-        process.wait()
-    raised = [line for line in log.read_text(errors="replace").split("\n") if "Error: " in line]
-    # What torchrun says of its end names no reason.
-    named = [line.strip() for line in raised if "ChildFailedError" not in line]
-    return f"exit code {code}: {(named or ['no exception was printed'])[-1]}" if code else None
+def show(what: str, rows: Sequence[Row]) -> None:
+    """The first row's milliseconds, and of the others the ratios to it."""
+    first = rows[0]
+    for row in rows:
+        if row is first:
+            found, unit = row.ms, "{:.2f} ms"
+        else:
+            found, unit = [ms / base for ms, base in zip(row.ms, first.ms, strict=False)], "{:.3f}"
+        median = unit.format(statistics.median(found)) if found else "-"
+        rounds = " ".join(f"{one:.3f}" for one in found)
+        say(line([what, row.name, row.error or median, rounds, f"{row.peak:.0f}"]))
 
 
-class Book:
-    """A run so far, on rank 0: where it is from, and its rows."""
-
-    def __init__(self, workload: Workload, provenance: dict[str, str]) -> None:
-        self.workload = workload
-        self.provenance = provenance
-        self.rows: list[Row] = []
-
-    def keep(self, news: Sequence[Row]) -> None:
-        """After every piece of work: what was measured stays, whatever comes next."""
-        for row in news:
-            done = "not timed" if row.median is None else f"{row.median:.2f} ms"
-            _say(f"{self.workload.named(row)}: {row.error or done}")
-        if _is_first():
-            write(self.workload.options.json, self._document())
-
-    def end(self) -> int:
-        """Show it, and what failed; the exit status."""
-        _say("", self.workload.section(self._document()), "")
-        if self.workload.options.device == "cpu":
-            _say("On CPU these times mean nothing; on GPUs the bars do.")
-        failures = [(row, wrong) for row in self.rows for wrong in self.workload.wrong(row)]
-        for row, wrong in failures:
-            _say(f"FAILED: {self.workload.named(row)}: {wrong}")
-        return int(bool(failures))
-
-    def _document(self) -> dict[str, Any]:
-        bars = self.workload.bars(self.rows, p2p(self.provenance))
-        return {
-            "provenance": self.provenance,
-            "options": kept(self.workload.options),
-            "bars": [bar.plain() for bar in bars],
-            "rows": [row.plain() for row in self.rows],
-        }
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _say(*lines: str) -> None:
+def say(text: str) -> None:
     """Print on one rank."""
-    if _is_first():
-        print(*lines, sep="\n", flush=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+@contextmanager
+def applied(names: Sequence[str]) -> Iterator[None]:
+    """These patches inside, none outside; "all": what `apply_all` applies."""
+    import ds_patches
+
+    if live := [name for name in ds_patches.names() if ds_patches.is_applied(name)]:
+        raise RuntimeError(f"applied already: {', '.join(live)}")
+    if "all" in names:
+        ds_patches.apply_all()
+    for name in {*names} - {"all"}:
+        ds_patches.apply(name)  # raises if it is not live
+    try:
+        yield
+    finally:
+        ds_patches.unapply_all()
+
+
+def mlp(layers: int, width: int, device: torch.device) -> nn.Sequential:
+    """`layers` times Linear(`width`, bias=False) + ReLU: the same weights at every call."""
+    return _chain([(width, width)] * layers, device)
+
+
+def blocks(layers: int, width: int, device: torch.device) -> nn.Sequential:
+    """What a Transformer has to reduce, without its attention: a block for six `layers`.
+
+    RMSNorm, four Linear(`width`), RMSNorm, one Linear to 4 x `width` and one back, as in `mlp`.
+    """
+    wide = 4 * width
+    block = [(width,), *[(width, width)] * 4, (width,), (width, wide), (wide, width)]
+    return _chain(block * (layers // 6), device)
+
+
+def _chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequential:
+    """Of each `(n, m)` Linear(n, m, bias=False) + ReLU, of each `(n,)` RMSNorm(n)."""
+    torch.manual_seed(SEED)
+    chain = nn.Sequential()
+    for shape in shapes:
+        if len(shape) == 1:
+            chain.append(nn.RMSNorm(*shape, device=device, dtype=DTYPE))
+            continue
+        linear = nn.Linear(*shape, bias=False, device=device, dtype=DTYPE)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        chain.extend([linear, nn.ReLU()])
+    return chain
+
+
+def batches(count: int, rows: int, width: int, device: torch.device) -> list[Tensor]:
+    """This rank's, each [rows, width]; every rank has its own."""
+    made = torch.Generator(device).manual_seed(SEED + 1 + dist.get_rank())
+    shape = (rows, width)
+    return [torch.randn(shape, generator=made, dtype=DTYPE, device=device) for _ in range(count)]
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    return outputs.float().pow(2).mean()
+
+
+def config(batch: int, micro_steps: int = 1, **zero_optimization: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration, with all whose default has changed between releases."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "stage3_param_persistence_threshold": 0,
+            **zero_optimization,
+        },
+    }
+
+
+@contextmanager
+def engine(model: nn.Module, settings: dict[str, Any]) -> Iterator[Any]:
+    """A ``DeepSpeedEngine`` with AdamW, of which nothing is left afterwards."""
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
+    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    try:
+        yield made
+    finally:
+        made.destroy()
+        # DeepSpeed's caches keep a destroyed engine alive. Its tensors need not stay with it.
+        for holder in (*model.parameters(), made.optimizer):
+            vars(holder).clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _mark() -> Any:
+    """Now: of a GPU as an event, for which nothing waits that would not wait in training."""
+    if not ON_GPU:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Milliseconds."""
+    return float(begin.elapsed_time(end) if ON_GPU else 1e3 * (end - begin))

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
         unapply_all,
     )
     from ds_patches.core.errors import (
-        AlreadyApplied,
-        BrokenPatch,
         DsPatchesError,
         FlagError,
         OtherRankFailed,
         PatchNotApplied,
         RanksDisagree,
+        Refused,
         UnknownPatch,
     )
     from ds_patches.core.state import PatchStatus, State
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AlreadyApplied",
-    "BrokenPatch",
     "DsPatchesError",
     "FlagError",
     "NotChecked",
@@ -47,6 +44,7 @@ __all__ = [
     "PatchNotApplied",
     "PatchStatus",
     "RanksDisagree",
+    "Refused",
     "State",
     "TrainReport",
     "UnknownPatch",

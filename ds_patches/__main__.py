@@ -14,10 +14,10 @@ from pathlib import Path
 from packaging.version import Version
 
 import ds_patches
-from ds_patches.commands import page
-from ds_patches.core import api, flags, gate, registry
+from ds_patches.commands.explain import page
+from ds_patches.core import api, flags, registry
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
-from ds_patches.core.state import State, Statuses
+from ds_patches.core.state import Statuses
 
 _EXAMPLES = """\
 examples:
@@ -25,13 +25,12 @@ examples:
   ds-patches doctor --json --config ds_config.json
   ds-patches run -- torchrun train.py
 
-for maintainers: record-shapes
 all errors and what helps: {page}
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 for a fault that it found, 2 for a flag that means nothing."""
+    """Run one command. Returns its exit status: 2 for a flag that means nothing."""
     # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
     # becomes would ignore it too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -48,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(_COMMANDS[chosen.command](chosen) or 0)
     except DsPatchesError as error:
+        if getattr(chosen, "json", False):
+            print(json.dumps({"status": 2, "error": str(error)}, indent=2))
         print(f"ds_patches: {error}", file=sys.stderr)
         return 2
 
@@ -59,8 +60,6 @@ def _status(chosen: argparse.Namespace) -> None:
     if chosen.name is not None:
         patch = registry.patch(chosen.name, "status")
         statuses = Statuses({patch.name: statuses[patch.name]})
-        if statuses[patch.name].state is State.BROKEN:
-            gate.read(patch)
     if chosen.json:
         print(json.dumps({n: s.as_json() for n, s in statuses.items()}, indent=2))
     elif chosen.verbose or chosen.name is not None:
@@ -72,7 +71,9 @@ def _status(chosen: argparse.Namespace) -> None:
 def _doctor(chosen: argparse.Namespace) -> int:
     from ds_patches.commands import doctor
 
-    return doctor.diagnose(chosen.config, verbose=chosen.verbose, as_json=chosen.json)
+    return doctor.diagnose(
+        chosen.config, chosen.release, verbose=chosen.verbose, as_json=chosen.json
+    )
 
 
 def _explain(chosen: argparse.Namespace) -> int:
@@ -81,13 +82,15 @@ def _explain(chosen: argparse.Namespace) -> int:
     if chosen.text is None and sys.stdin.isatty():
         raise FlagError('explain needs a text: ds-patches explain "ERROR", or explain < job.log')
     text = sys.stdin.buffer.read().decode(errors="replace") if chosen.text is None else chosen.text
-    return int(not explain.explain(text, chosen.release, as_json=chosen.json))
+    return explain.explain(text, chosen.release, verbose=chosen.verbose, as_json=chosen.json)
 
 
 def _run(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import command
 
     flags.read(registry.patches())  # one that means nothing: a program would run on unpatched
+    for hint in flags.misspelt(os.environ):
+        print(f"ds_patches: {hint}", file=sys.stderr)
     words = chosen.words[1:] if chosen.words[:1] == ["--"] else chosen.words
     command.run(words, os.environ)
 
@@ -96,7 +99,7 @@ def _enable(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import site_packages
 
     print(f"ds_patches: enabled by {site_packages.enable()}")
-    print(f"ds_patches: DS_PATCHES=all now patches every program of {sys.prefix}")
+    print("ds_patches: nothing changes until a job sets DS_PATCHES=all")
 
 
 def _disable(chosen: argparse.Namespace) -> None:
@@ -124,13 +127,6 @@ def _env(chosen: argparse.Namespace) -> None:
         print(*variables.lines(os.environ), sep="\n")
 
 
-def _record_shapes(chosen: argparse.Namespace) -> int:
-    from ds_patches.commands import record_shapes
-
-    patch = registry.patch(chosen.name, "record-shapes")
-    return int(not record_shapes.record(patch, chosen.releases))
-
-
 _COMMANDS = {
     "explain": _explain,
     "doctor": _doctor,
@@ -139,7 +135,6 @@ _COMMANDS = {
     "enable": _enable,
     "disable": _disable,
     "env": _env,
-    "record-shapes": _record_shapes,
 }
 
 
@@ -148,19 +143,23 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     parser = argparse.ArgumentParser(
         prog="ds-patches",
         description=(ds_patches.__doc__ or "").partition("\n")[0],
-        epilog=_EXAMPLES.format(page=page.path()),
+        epilog=_EXAMPLES.format(page=page()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     explain = commands.add_parser("explain", help="what an error is, and what helps")
     explain.add_argument("text", nargs="?", metavar="TEXT", help="the error; else stdin, as a log")
-    explain.add_argument("--release", type=Version, metavar="X.Y.Z", help="default: the installed")
+    explain.add_argument(
+        "--release", type=Version, metavar="X.Y.Z", help="default: the log's, or the installed"
+    )
+    explain.add_argument("-v", "--verbose", action="store_true", help="the section to read, too")
     explain.add_argument("--json", action="store_true", help="the same as JSON")
     doctor = commands.add_parser("doctor", help="what is wrong here, what would be applied")
     doctor.add_argument(
         "--config", type=Path, metavar="FILE", help="of DeepSpeed, or YAML around it: what applies"
     )
+    doctor.add_argument("--release", type=Version, metavar="X.Y.Z", help="default: the installed")
     doctor.add_argument("-v", "--verbose", action="store_true", help="all rows, and drifted code")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
     run = commands.add_parser("run", help="run a command patched, and all that it starts")
@@ -182,11 +181,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             metavar="FILE",
             help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
         )
-    record = commands.add_parser("record-shapes", description="Write the shapes.json of a patch.")
-    record.add_argument("name", metavar="NAME", help="the patch")
-    record.add_argument(
-        "--releases", type=Path, required=True, metavar="DIR", help="a folder for each DeepSpeed"
-    )
     return parser, commands.choices
 
 

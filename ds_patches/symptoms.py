@@ -1,132 +1,175 @@
 """What releases of DeepSpeed get wrong, in ordinary scripts, and what helps.
 
-Data only: the table of the site, `doctor` and `explain` are made of it. What is said besides, and
-the wording of messages, is in docs/troubleshooting.md, in the section that a row names.
+Data: the table of the site, `doctor` and `explain` are made of it. What is said besides is in
+docs/troubleshooting.md, in the section that a row names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ds_patches.core.symptom import Symptom
 
 #: The newest release that was looked at. "No release is right" means none up to this one.
 TESTED = "0.19.8"
 OLDEST = "0.16.0"
 
-
-@dataclass(frozen=True)
-class Symptom:
-    """A script, what it comes to on stock DeepSpeed, and where.
-
-    script, outcome: Markdown; a message of DeepSpeed's or PyTorch's stands in backticks.
-    stages: the ZeRO stages.
-    first, right: the first release that is wrong, and the first that is right again; None if no
-        release is.
-    patch: the one that cures it, or nothing.
-    add: what the script needs besides `ds_patches.apply_all()`; without a patch, instead of it.
-    anchor: of its section in docs/troubleshooting.md.
-    needs: what brings it about: settings, by their names in commands/configuration.py, and
-        "script" where the script has to do something besides.
-    """
-
-    script: str
-    outcome: str
-    stages: tuple[int, ...]
-    first: str
-    right: str | None
-    patch: str
-    add: str = ""
-    anchor: str = ""
-    needs: str = "script"
-
-
-_ALL, _FLAT, _3 = (1, 2, 3), (1, 2), (3,)
+_ALL, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _BLOCK = "`with engine.coalesce_grad_reduction():`"
 _LAST = "only the last backward counts"
-_REDUCED = "`has already been reduced. Gradient computed twice for this partition`"
+_REDUCED = "`has already been reduced. Gradient computed twice`"
 _GAN = "two engines in one step, as of a GAN"
 _OLD = "it is stepped with its previous gradient"
+_BACKWARD = "run_backward"
+#: Anywhere in a log: DeepSpeed prints its configuration.
+COMPILED = 'deepcompile=True|"deepcompile": true|deepspeed/compile/'
+_PIPE = "runtime/pipe/"
+_OWN_CHECKPOINT = "activation_checkpointing/checkpointing.py"
+_BUCKET = "!reduce_ipg_grads|reduce_independent_p_g_buckets"
+_COUNTED = "?count_used_parameters_in_backward"
 
 # A table, laid out by hand.
 # fmt: off
+_GONE = ("`The size of tensor a (64) must match the size of tensor b (0)`",
+         "`but got weight of shape [0] and normalized_shape = [64]`",
+         "`Expected !gamma.defined() || gamma.numel() == C to be true, but got false`",
+         "`weight should have at least three dimensions`")
+_LOSSES = ("two loss last", "two loss first", "several loss last", "only last backward")
+_DROPPED = ("micro step lost", "micro step drop")
+_NO_SECTION = "`DeepSpeedConfigError: ... has been removed`"
 CURED = (
     Symptom("two backwards over one forward",
             "`The size of tensor a (0) must match the size of tensor b (64)`",
-            _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor"),
+            _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor", asked=_GONE,
+            shown=_BACKWARD),
+    Symptom("two backwards over one forward, with `deepspeed.checkpointing.checkpoint`",
+            "`'NoneType' object is not iterable`", (0, *_ALL), "0.16.0", None,
+            "activation_checkpointing", anchor="none-not-iterable", shown=f"!{_OWN_CHECKPOINT}"),
+    Symptom("two backwards over one forward, with DeepSpeed's `non_reentrant_checkpoint`",
+            "memory grows with each backward that retains its graph", (0, *_ALL), "0.16.0", None,
+            "activation_checkpointing", anchor="own-checkpointing",
+            asked=("memory grow backward", "memory grow retain_graph")),
+    Symptom("DeepSpeed's `non_reentrant_checkpoint`, if a layer that trains comes last in it",
+            "`The size of tensor a (0) must match the size of tensor b (32)`",
+            _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor", asked=_GONE,
+            shown=_OWN_CHECKPOINT),
     Symptom("a gradient penalty (`create_graph=True`)",
             "`mat2 must be a matrix`, or wrong gradients",
-            _3, "0.16.0", None, "zero3_retain", anchor="gradient-penalty"),
+            _3, "0.16.0", None, "zero3_retain", anchor="gradient-penalty",
+            asked=("gradient penalty", "create_graph"), shown=_BACKWARD),
     Symptom("a second backward before `engine.step()`",
             "`'NoneType' object is not iterable`",
-            _FLAT, "0.17.6", "0.18.3", "accumulation", anchor="none-not-iterable"),
+            _12, "0.17.6", "0.18.3", "accumulation", anchor="none-not-iterable",
+            shown="!independent_gradient_partition_epilogue"),
     Symptom("a second backward before `engine.step()`", _LAST,
-            _FLAT, "0.18.3", None, "accumulation", anchor="last-loss"),
+            _12, "0.18.3", None, "accumulation", anchor="last-loss",
+            asked=_LOSSES),
     Symptom("a second backward before `engine.step()`, optimizer on the CPU", _LAST,
-            _FLAT, "0.16.0", None, "accumulation", anchor="last-loss", needs="offload script"),
+            _12, "0.16.0", None, "accumulation", anchor="last-loss", needs="offload script",
+            asked=_LOSSES),
     Symptom("two forwards, then their backwards, before one `engine.step()`", _LAST,
-            _3, "0.18.5", None, "accumulation", anchor="last-loss"),
+            _3, "0.18.5", None, "accumulation", anchor="last-loss", asked=_LOSSES),
     Symptom("gradient accumulation",
             "only the last micro step counts",
-            (2,), "0.17.6", "0.18.3", "accumulation", anchor="micro-steps", needs="accumulation"),
+            (2,), "0.17.6", "0.18.3", "accumulation", anchor="micro-steps", needs="accumulation",
+            asked=(*_DROPPED, "only last micro step")),
     Symptom("three micro steps or more, or a boundary set by hand, optimizer on the CPU",
             "micro steps in the middle are dropped", (2,), "0.16.0", "0.19.0", "accumulation",
-            anchor="micro-steps", needs="accumulation offload"),
+            anchor="micro-steps", needs="accumulation offload", asked=_DROPPED),
     Symptom("a parameter that a step does not use, as an expert that no token is sent to", _OLD,
-            _3, "0.16.0", None, "accumulation", anchor="stale-gradient"),
+            _3, "0.16.0", None, "accumulation", anchor="stale-gradient",
+            asked=("unused parameter move", "unused parameter update", "stale gradient")),
     Symptom("a parameter that a step does not use, optimizer on the CPU", _OLD,
-            _FLAT, "0.16.0", None, "accumulation", anchor="stale-gradient", needs="offload script"),
+            _12, "0.16.0", None, "accumulation", anchor="stale-gradient", needs="offload script"),
     Symptom("`overlap_comm`, and a parameter that the last micro step does not use",
             "its gradient is lost", (1,), "0.16.0", None, "accumulation", anchor="micro-steps",
             needs="accumulation overlap script"),
+    Symptom("outputs that lead to one another, as in `engine(input_ids, labels=labels).loss` of "
+            "transformers, and gradient accumulation",
+            "all weights move a part as far: with 4 micro steps a quarter or less",
+            (0, 1, 2), "0.18.3", "0.19.6", "accumulation", anchor="divided-again",
+            needs="accumulation script", asked=("weight move quarter", "gradient divided again")),
+    Symptom("outputs that lead to one another, gradient accumulation, and a plain "
+            "`loss.backward()` or `engine.scale(loss).backward()`",
+            "all weights move a part as far: with 4 micro steps a quarter or less",
+            _12, "0.18.3", None, "accumulation", anchor="divided-again",
+            needs="accumulation script"),
+    Symptom("`engine.set_train_batch_size()` in the middle of a training",
+            "the next step has a part of its micro steps",
+            (0, *_ALL), "0.16.0", None, "accumulation", anchor="batch-size",
+            asked=("set_train_batch_size",)),
     Symptom("`engine(x)` and `engine.module(x)` in one step",
             "wrong gradients",
-            _FLAT, "0.18.3", "0.19.6", "accumulation", anchor="other-gradients"),
+            _12, "0.18.3", "0.19.6", "accumulation", anchor="other-gradients"),
     Symptom("`engine(x)` and `engine.module(x)` in one step",
             "wrong gradients",
             _3, "0.18.3", None, "accumulation", anchor="other-gradients"),
     Symptom("`scale_wrt_gas=False`, which Accelerate passes",
             "gradients are divided by the micro steps", _ALL, "0.18.3", "0.18.4", "accumulation",
-            anchor="other-gradients", needs="accumulation script"),
+            anchor="other-gradients", needs="accumulation script", asked=("scale_wrt_gas",)),
     Symptom("`torch.autograd.grad` at an output",
             "its result is divided by the micro steps, or `list index out of range`",
-            _ALL, "0.18.3", None, "accumulation", anchor="other-gradients"),
+            _ALL, "0.18.3", None, "accumulation", anchor="other-gradients", shown=_BUCKET),
     Symptom("bf16 with fp32 sums",
             "the last micro step is not averaged over the ranks", (1,), "0.18.3", "0.19.0",
-            "accumulation", anchor="not-averaged", needs="sums"),
+            "accumulation", anchor="not-averaged", needs="sums",
+            asked=("rank not average gradient", "gradient not averaged")),
     Symptom("bf16 with fp32 sums, optimizer on the CPU",
             "no gradient is averaged over the ranks", (1,), "0.16.0", "0.19.8",
             "accumulation", anchor="not-averaged", needs="sums offload"),
     Symptom("CPU ranks without `contiguous_gradients`",
-            "no gradient is averaged over the ranks", _FLAT, "0.16.0", "0.19.8",
+            "no gradient is averaged over the ranks", _12, "0.16.0", "0.19.8",
             "accumulation", anchor="not-averaged", needs="scattered script"),
     Symptom("ranks that use different parameters in a step: experts of a MoE model such as "
             "Mixtral, a tower of one modality",
             "gradients of different parameters are added to one another, or a hang",
-            _FLAT, "0.16.0", None, "accumulation", anchor="ranks-differ"),
+            _12, "0.16.0", None, "accumulation", anchor="ranks-differ",
+            asked=("rank different parameter", "expert wrong gradient", "moe wrong gradient")),
     Symptom("bf16 without ZeRO", "the loss hardly falls; to 0.18.2 older gradients are added",
-            (0,), "0.17.6", "0.18.6", "accumulation", anchor="bf16-without-zero", needs="bf16"),
+            (0,), "0.17.6", "0.18.6", "half_without_zero", anchor="bf16-without-zero",
+            needs="bf16",
+            asked=("bf16 without zero", "bf16 stage 0")),
+    Symptom("bf16 without ZeRO, or at ZeRO-1 with fp32 sums: save and resume",
+            "`object has no attribute 'dp_process_group'`, or the optimizer starts anew",
+            (0, 1), "0.17.6", "0.18.5", "half_without_zero", anchor="bf16-without-zero",
+            needs="bf16 script",
+            asked=("loss spike checkpoint", "loss spike resum", "optimizer start anew")),
+    Symptom("fp16 without ZeRO",
+            "gradients are divided by a loss scale that was never applied; overflow is not seen",
+            (0,), "0.18.3", None, "half_without_zero", anchor="fp16-without-zero", needs="fp16",
+            asked=("fp16 without zero", "fp16 stage 0")),
+    Symptom("fp16 without ZeRO, FusedAdam", "no step is taken", (0,), "0.17.6", "0.18.2",
+            "half_without_zero", anchor="fp16-without-zero", needs="fp16 script"),
+    Symptom("fp16 without ZeRO, in a step that raises the loss scale",
+            "its gradients are divided by two", (0,), "0.16.0", None, "half_without_zero",
+            anchor="fp16-without-zero", needs="fp16"),
     Symptom("a pipeline (`PipelineModule`) with micro steps", "they are added up, not averaged",
-            (0, 1), "0.16.0", "0.18.3", "accumulation", anchor="pipelines",
-            needs="pipeline accumulation"),
+            (0, 1), "0.16.0", "0.18.3", "pipelines", anchor="pipelines",
+            needs="pipeline accumulation", asked=("pipeline train much", "pipeline gradient")),
     Symptom("a pipeline of two stages or more with micro steps",
-            "all stages but the last hardly train", (0, 1), "0.18.3", "0.19.3", "accumulation",
+            "all stages but the last hardly train", (0, 1), "0.18.3", "0.19.3", "pipelines",
             anchor="pipelines", needs="pipeline accumulation"),
-    Symptom("a pipeline of two stages or more without ZeRO, or with fp16",
+    Symptom("a pipeline of two stages or more without ZeRO, or with fp16 at ZeRO-1",
             "`Direct calls to tensor.backward() are not supported`; `Loss scaling is required`",
-            (0, 1), "0.18.3", "0.18.5", "accumulation", anchor="direct-calls", needs="pipeline"),
+            (0, 1), "0.18.3", "0.18.5", "pipelines", anchor="direct-calls", needs="pipeline",
+            shown=_PIPE),
+    Symptom("a pipeline of two stages or more with fp16 and without ZeRO",
+            "`Direct calls to tensor.backward() are not supported`",
+            (0,), "0.18.3", "0.18.5", "half_without_zero", anchor="direct-calls",
+            needs="pipeline fp16", shown=_PIPE),
     Symptom("a model of many parameters", "a backward takes up to 2.5 times as long",
-            _ALL, "0.18.5", "0.18.7", "accumulation", anchor="counts-again", needs=""),
+            _ALL, "0.18.5", "0.18.7", "accumulation", anchor="counts-again", needs="",
+            asked=("backward slow", "backward take long")),
     Symptom("any backward, with torch 2.4 or older",
             "`'NoneType' object has no attribute 'next_functions'`",
-            _ALL, "0.18.3", "0.18.7", "accumulation", anchor="inference-tensors"),
+            _ALL, "0.18.3", "0.18.7", "accumulation", anchor="inference-tensors", shown=_COUNTED),
     Symptom(_GAN, _REDUCED, (2,), "0.16.5", "0.18.3", "accumulation", anchor="reduced-twice"),
     Symptom(_GAN, _REDUCED, (2,), "0.19.6", None, "accumulation", anchor="reduced-twice"),
     Symptom(_GAN, "wrong gradients", _3, "0.18.3", "0.19.6", "accumulation",
             anchor="other-gradients"),
     Symptom("two engines in one step, one of them frozen meanwhile",
             "`list index out of range`, or wrong gradients at ZeRO-3",
-            _ALL, "0.18.5", "0.19.6", "accumulation", anchor="other-gradients"),
+            _ALL, "0.18.5", "0.19.6", "accumulation", anchor="other-gradients", shown=_BUCKET),
     Symptom("a backward inside another, as in `CachedMultipleNegativesRankingLoss`", _REDUCED,
-            _FLAT, "0.16.0", None, "coalesce", anchor="reduced-twice"),
+            _12, "0.16.0", None, "coalesce", anchor="reduced-twice"),
     Symptom("`engine.no_sync()`, `accelerator.accumulate()`",
             "`no_sync context manager is incompatible with gradient partitioning logic of "
             "ZeRO stage 2`", (2, 3), "0.16.0", None, "coalesce", anchor="no-sync"),
@@ -137,69 +180,157 @@ CURED = (
             "half of the block is stepped, or other ranks hang",
             _ALL, "0.19.1", None, "coalesce", anchor="half-a-block"),
     Symptom("DeepCompile, and a frame that Dynamo skips", "`'weight' must be 2-D`",
-            _3, "0.16.6", None, "dc_fallback", anchor="weight-2d", needs="deepcompile script"),
+            _3, "0.16.6", None, "dc_fallback", anchor="weight-2d", needs="deepcompile script",
+            asked=("`mat2 must be a matrix, got 1-D tensor`",
+                   "`got [32, 64] but expected shape compatible with [0]`"), shown=COMPILED),
     Symptom("DeepCompile, and a frame that Dynamo skips", "its parameters do not train", _3,
-            "0.19.3", None, "dc_fallback", anchor="does-not-train", needs="deepcompile script"),
+            "0.19.3", None, "dc_fallback", anchor="does-not-train", needs="deepcompile script",
+            asked=("deepcompile not train",)),
     Symptom("DeepCompile, and several forwards or backwards before one step", "only one counts", _3,
             "0.16.6", None, "dc_fallback", anchor="does-not-train", needs="deepcompile script"),
     Symptom("a trained module beside its frozen original (PEFT's `modules_to_save`)",
-            "`'Linear' object has no attribute 'ds_grads_remaining'`",
+            "`has no attribute 'ds_grads_remaining'`",
             _3, "0.16.5", "0.19.3", "zero3_retain", anchor="grads-remaining"),
     Symptom("a frozen model with adapters (LoRA), `checkpoint(use_reentrant=False)`",
             "`Recomputed values for the following tensors have different metadata`",
-            _3, "0.16.0", "0.19.3", "zero3_retain", anchor="recomputed-values"),
+            _3, "0.16.0", "0.19.3", "zero3_retain", anchor="recomputed-values",
+            shown=r"deepspeed[\s\S]*torch\.Size\(\[0\]\)"),
     Symptom("a frozen model with adapters (LoRA), `checkpoint(use_reentrant=True)`",
             "all that is frozen stays gathered in a backward",
             _3, "0.19.3", None, "zero3_retain", anchor="recomputed-values"),
     Symptom("an evaluation under `torch.inference_mode()` between training steps",
             "`Inference tensors cannot be saved for backward`, or "
             "`'NoneType' object has no attribute 'next_functions'`",
-            _3, "0.16.0", None, "zero3_hooks", anchor="inference-tensors"),
+            _3, "0.16.0", None, "zero3_hooks", anchor="inference-tensors",
+            asked=("inference_mode",), shown=rf"{_COUNTED}|deepspeed[\s\S]*Inference tensors"),
     Symptom("generation with ZeRO-3's hooks removed and added again, as by TRL",
             "`pop from an empty deque`",
-            _3, "0.16.0", "0.19.2", "zero3_hooks", anchor="empty-deque"),
+            _3, "0.16.0", "0.19.2", "zero3_hooks", anchor="empty-deque",
+            shown="partitioned_param_coordinator"),
     Symptom("parameters of several dtypes gathered together, as adapters under `zero.Init`",
             "`output tensor must have the same type as input tensor`",
-            _3, "0.16.0", "0.19.3", "zero3_hooks", anchor="several-dtypes"),
+            _3, "0.16.0", "0.19.3", "zero3_hooks", anchor="several-dtypes",
+            shown="partition_parameters"),
+    Symptom("bf16 or fp16, and buffers in fp32, such as rotary tables and a router's bias",
+            "they are rounded: logits of long sequences are off, other experts are chosen",
+            (0, *_ALL), "0.16.0", "0.19.2", "fp32_buffers", anchor="cast-buffers",
+            asked=("logit long sequence", "buffer round", "rotary round", "rotary bf16")),
+    Symptom("a model made in `zero.Init`, as by `from_pretrained`, that makes buffers in fp32",
+            "they are made in half precision, and what is computed of them, too",
+            _3, "0.16.0", None, "fp32_buffers", anchor="cast-buffers"),
+    Symptom("`zero_hpz_partition_size` (ZeRO++), and weights that are loaded into a model of "
+            "`zero.Init` or an engine", "the first step is made with other weights",
+            _3, "0.16.0", "0.18.3", "zero3_weights", anchor="fetched-wrong", needs="hpz script",
+            asked=("hpz weight", "zero_hpz_partition_size")),
+    Symptom("`stage3_use_all_reduce_for_fetch_params`",
+            "parameters that do not divide among the ranks are gathered wrong",
+            _3, "0.16.0", "0.19.4", "zero3_weights", anchor="fetched-wrong",
+            needs="all_reduce_fetch",
+            asked=("stage3_use_all_reduce_for_fetch_params",)),
+    Symptom("`safe_get_full_fp32_param` after a universal checkpoint was loaded",
+            "it reads momentum, or another optimizer state; to set weights sets that", _12,
+            "0.16.0", "0.19.7", "universal_checkpoint", anchor="universal-checkpoint",
+            needs="universal script", asked=("universal checkpoint", "safe_get_full_fp32_param")),
+    Symptom("`TiledMLP`, `sequence_tiled_compute` and other tiled computations of ALST",
+            "wrong gradients", _12, "0.17.0", "0.18.6",
+            "zero12_gradients", anchor="tiled",
+            asked=("TiledMLP", "tiled gradient", "sequence_tiled_compute")),
+    Symptom("fp16, and a gradient that overflows on one rank alone", "the job hangs", (1,),
+            "0.17.1", "0.18.0", "zero12_gradients", anchor="one-rank-overflows",
+            needs="fp16 script", asked=("hang fp16", "hang overflow")),
+    Symptom("`WarmupLR` without `warmup_max_lr`, and several parameter groups",
+            "all groups get the first one's rate",
+            (0, *_ALL), "0.17.2", "0.19.4", "schedules", anchor="schedules", needs="warmup script",
+            asked=("warmup group", "WarmupLR")),
+    Symptom("`WarmupCosineLR` and several parameter groups",
+            "all groups but the first take their first step with the full rate",
+            (0, *_ALL), "0.16.0", "0.19.0", "schedules", anchor="schedules", needs="cosine script",
+            asked=("WarmupCosineLR",)),
+    Symptom("`WarmupCosineLR` past `total_num_steps`",
+            "the rate rises again, or a division by zero",
+            (0, *_ALL), "0.16.0", "0.19.3", "schedules", anchor="schedules", needs="cosine script",
+            asked=("WarmupCosineLR",)),
+    Symptom("Muon", "a matrix that lies on two ranks gets another update", _12, "0.17.6", "0.19.3",
+            "muon", anchor="muon", needs="muon", asked=("muon wrong",)),
+    Symptom("Muon", "momentum is lost", _12, "0.19.7", "0.19.8", "muon", anchor="muon",
+            needs="muon", asked=("muon momentum",)),
+    Symptom("Muon with fp16", "matrices do not train", _ALL, "0.17.6", "0.19.8", "muon",
+            anchor="muon", needs="muon fp16", asked=("muon fp16",)),
+    Symptom("Muon and micro steps", "each is orthogonalised by itself", _3, "0.18.9", "0.19.8",
+            "muon", anchor="muon", needs="muon accumulation", asked=("muon micro step",)),
+    Symptom("Muon, and matrices of several shapes",
+            "`invalid tensor size at index 1 (expected (16, 16), got (4, 16))`", _3, "0.18.9",
+            "0.19.8", "muon", anchor="muon", needs="muon", shown="_apply_distributed_muon_update"),
+    Symptom("Muon, and a model made in `zero.Init`", "every parameter trains with Adam", _3,
+            "0.18.9", "0.19.7", "muon", anchor="muon", needs="muon script", asked=("muon adam",)),
+    Symptom("Muon without ZeRO", "Muon is plain SGD", (0,), "0.17.6", "0.19.7", "muon",
+            anchor="muon", needs="muon", asked=("muon sgd",)),
+    Symptom("Muon and two losses", _LAST, _12, "0.17.6", None, "muon", anchor="muon",
+            needs="muon script", asked=("muon two loss", "muon backward")),
     Symptom("`overlap_comm` on GPUs",
             "NaN, or other numbers in each run",
-            _ALL, "0.16.0", None, "stream_safety", anchor="streams-race", needs="overlap"),
+            _ALL, "0.16.0", None, "stream_safety", anchor="streams-race", needs="overlap",
+            asked=("nan overlap_comm", "number each run")),
 )
 SETTINGS = (
     Symptom("no `gradient_clipping` in the configuration",
             "gradients are clipped to 1.0: a changed default, no defect", _ALL, "0.19.3", None, "",
-            add='`"gradient_clipping": 0.0`', anchor="clipped", needs="unclipped"),
+            add='`"gradient_clipping": 0.0`', anchor="clipped", needs="unclipped",
+            asked=("loss spike upgrad", "grad_norm upgrad", "grad_norm changed", "clipped")),
     Symptom("a section of the configuration that was removed, such as `nebula`",
-            "`DeepSpeedConfigError: Nebula checkpointing has been removed`", (0, *_ALL), "0.19.7",
-            None, "", add="take the section out", anchor="removed-section", needs="first"),
+            "`Nebula checkpointing has been removed`", (0, *_ALL), "0.19.7", None, "",
+            add="take the section out", anchor="removed-section", needs="first",
+            asked=(_NO_SECTION,)),
     Symptom("a section of the configuration that was removed, such as `elasticity`",
-            "`DeepSpeedConfigError: Elastic training has been removed`", (0, *_ALL), "0.19.8", None,
-            "", add="take the section out", anchor="removed-section", needs="removed"),
+            "`Elastic training has been removed`", (0, *_ALL), "0.19.8", None, "",
+            add="take the section out", anchor="removed-section", needs="removed",
+            asked=(_NO_SECTION,)),
     Symptom("small parameters, ranks on CPU", "weights may become infinite", _3, "0.16.0", "0.19.8",
             "", add='`"stage3_param_persistence_threshold": 0`', anchor="late-gathers",
-            needs="script"),
+            asked=("weight infinite",)),
 )
 #: What no patch cures. A row that gets its patch moves up to CURED.
 NOT_CURED = (
     Symptom("experts, or other parts that ranks do not all use",
             "the job hangs at the first step, or a collective does not match", _3, "0.16.0", None,
-            "", add="`set_z3_leaf_modules`", anchor="experts-hang"),
+            "", add="`set_z3_leaf_modules`", anchor="experts-hang",
+            asked=("hang expert", "hang moe")),
+    Symptom("Muon with `offload_optimizer`", "Muon is plain SGD", _12, "0.17.6", "0.19.8", "",
+            add="the optimizer on the device", anchor="muon", needs="muon offload",
+            asked=("muon sgd",)),
+    Symptom("a parameter group that is wholly frozen", "to build the engine raises", _12, "0.16.0",
+            None, "", add="an optimizer without that group", anchor="frozen-group",
+            asked=("frozen group", "expected non-empty list")),
+    Symptom("ALST's own loop, in which losses are gathered so that gradients flow through",
+            "gradients are multiplied by its ranks", (0, *_12), "0.16.0", None, "",
+            add='`"stage": 3`', anchor="gathered-losses", asked=("sequence_parallel_size",)),
+    Symptom("AutoTP with bf16 and `gradient_clipping`", "clipped by the norm of one rank's shards",
+            (0,), "0.16.0", None, "", add='`"stage": 1`', anchor="one-ranks-norm",
+            asked=("autotp norm", "autotp clip"), needs="bf16 script"),
     Symptom("a plain `loss.backward()` without ZeRO",
-            "`Direct calls to tensor.backward() are not supported in this configuration`",
+            "`Direct calls to tensor.backward() are not supported`",
             (0,), "0.18.4", None, "", add="`engine.backward(loss)`", anchor="direct-calls"),
-    Symptom("a plain `loss.backward()`", _REDUCED, _FLAT, "0.16.0", "0.18.3", "",
+    Symptom("a plain `loss.backward()`", _REDUCED, _12, "0.16.0", "0.18.3", "",
             add="`engine.backward(loss)`", anchor="reduced-twice"),
     Symptom("`engine.scale(loss).backward()`", "`'DeepSpeedEngine' object has no attribute "
             "'scale'`", _ALL, "0.16.0", "0.18.3", "", add="`engine.backward(loss)`",
-            anchor="no-scale"),
+            anchor="no-scale", asked=("`has no attribute 'ipg_index'`",)),
     Symptom("`GatheredParameters` in a forward, or after one that raised",
             "`Cannot partition a param in flight`", _3, "0.16.0", None, "",
-            add='`"stage3_prefetch_bucket_size": 0`', anchor="inflight"),
+            add='`"stage3_prefetch_bucket_size": 0`', anchor="inflight",
+            asked=("inflight", "`'status': 'INFLIGHT'`")),
     Symptom("training that goes on after a gather raised, out of memory say",
             "`'status': 'INFLIGHT'`", _3, "0.16.0", None, "", add="a restart from a checkpoint",
             anchor="inflight"),
+    Symptom("bf16 or fp16, and a buffer in fp32 that is added to activations",
+            "`mat1 and mat2 must have the same dtype`", (0, *_ALL), "0.19.2", None, "",
+            add="`x + self.table.to(x.dtype)`", anchor="fp32-meets-half", shown="?deepspeed"),
+    Symptom("BatchNorm under bf16 or fp16", "`expected scalar type BFloat16 but found Float`",
+            (0, *_ALL), "0.19.2", None, "", add="`model.bfloat16()`", anchor="fp32-meets-half",
+            asked=("`Expected running_mean to have type BFloat16 but got Float`",),
+            shown="?deepspeed"),
     Symptom("several CPU ranks", "`Output 0 of Split is a view and is being modified inplace`",
-            _FLAT, "0.18.7", "0.19.0", "", anchor="split-view"),
+            _12, "0.18.7", "0.19.0", "", anchor="split-view", shown="all_gather_dp_groups"),
 )
 # fmt: on
 SYMPTOMS = CURED + SETTINGS + NOT_CURED

@@ -1,1 +1,1 @@
-"""Training scripts that use the patches, each run by one command."""
+"""Whole programs, on scikit-learn's handwritten digits. Each is also a check of what it shows."""

@@ -6,12 +6,11 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.quick import sampling
-from tests.releases import turn
+from tests.releases import this_turn
 from tests.world import World
 
 # Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
@@ -51,10 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out_of_the_core(item)
     sampling.mark(items)
     if turns := config.getoption("--turn-of"):
-        _keep_one_turn(config, items, turn.this(turns))
+        _keep_one_turn(config, items, turns)
 
 
-def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], now: turn.Turn) -> None:
+def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], turns: int) -> None:
     """Keep every Nth file with what is exhaustive of it: neighbours, which are alike, go apart."""
     exhaustive = {
         item: (item.path, item.name if mark.kwargs.get("apart") else "")
@@ -62,7 +61,7 @@ def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], now: turn.Tu
         if (mark := item.get_closest_marker("exhaustive"))
     }
     units = sorted({*exhaustive.values()}, key=lambda unit: (bool(unit[1]), unit))
-    due = {*units[now.number :: now.of]}
+    due = {*units[this_turn(turns) :: turns]}
     kept = [item for item, unit in exhaustive.items() if unit in due]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
@@ -83,7 +82,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     found = importlib.util.find_spec("deepspeed")
     version = importlib.metadata.version("deepspeed")
     turns = config.getoption("--turn-of")
-    said = [f"exhaustive: {turn.this(turns)}"] if turns else []
+    said = [f"exhaustive: turn {this_turn(turns)} of {turns}"] if turns else []
     return [f"deepspeed: {version} ({found.origin})", *said]
 
 
@@ -101,11 +100,14 @@ def fresh_world() -> Iterator[World]:
         yield own
 
 
-@pytest.fixture
-def no_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that releases are in, with an index that has none."""
-    monkeypatch.setenv("DEEPSPEED_TEST_RELEASES", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    return tmp_path
+@pytest.fixture(scope="module")
+def three() -> Iterator[World]:
+    """Divisors that are no power of two, partitions that end in odd places."""
+    with World(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    with World(4) as ranks:
+        yield ranks

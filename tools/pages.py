@@ -8,11 +8,11 @@ becomes the path of that file.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,15 +23,21 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from ds_patches.commands import symptoms
+import ds_patches
+from ds_patches import ledger
+from ds_patches.commands import cures
 from ds_patches.core import flags, registry
-from ds_patches.core.patch import Dependency, Option, Patch, Place
+from ds_patches.core.patch import Dependency, Patch, Place
+from ds_patches.core.symptom import Symptom
 from ds_patches.symptoms import SYMPTOMS
 
 _FOLDER = "patches"
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
 _PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
+#: A row of a walk through the code: a file of the package, and a function or class in it.
+_STEP = re.compile(r"(?<=^\| `)([\w/.]+)(` \| `)([\w.]+)(?=`)", re.M)
+_PULL = "https://github.com/deepspeedai/DeepSpeed/pull"
 _CURES = "What it cures"
 #: Of a page's sections; others come last.
 _ORDER = (
@@ -47,8 +53,6 @@ _ORDER = (
     "Cost",
     "Why",
     "How",
-    "Option",
-    "Options",
     "Upstream",
     "Remove it when",
 )
@@ -75,22 +79,34 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"exclude": True}  # tables of numbers, with every patch's words
     repository = Path(config.docs_dir).parent
     with_tables = _MARKER.sub(lambda found: _table(found[1]), markdown)
+    if page.file.src_uri == "how-it-works.md":
+        with_tables = _STEP.sub(_with_line, with_tables)
     here = posixpath.dirname(page.file.src_uri)
     return _LINK.sub(lambda found: _link(found, here, repository), with_tables)
 
 
+def line_of(file: str, name: str) -> int:
+    """Return the line of a file of the package in which a function or class begins."""
+    scope: Any = ast.parse(
+        (Path(str(ds_patches.__file__)).parent / file).read_text(encoding="utf-8")
+    )
+    for part in name.split("."):
+        scope = next(one for one in scope.body if getattr(one, "name", None) == part)
+    return int(scope.lineno)
+
+
+def _with_line(step: re.Match[str]) -> str:
+    return f"{step[1]}:{line_of(step[1], step[3])}{step[2]}{step[3]}"
+
+
 def page_of(patch: Patch) -> str:
-    """Return the page of one patch. A section that its docstring lacks is the binding's."""
+    """Return the page of one patch."""
     summary, sections = _docstring(patch)
     if any(one.patch == patch.name for one in SYMPTOMS):
-        table = symptoms.markdown("../troubleshooting.md", only=patch.name)
+        table = _symptoms("../troubleshooting.md", only=patch.name)
         sections[_CURES] = f'<div class="symptoms" markdown>\n\n{table}\n\n</div>'
-    written = {
-        "Why": patch.why,
-        "How": patch.how,
-        "Remove it when": patch.remove_when and f"{patch.remove_when}.",
-    }
-    sections = {name: text for name, text in written.items() if text} | sections
+    if patch.remove_when:
+        sections["Remove it when"] = f"{patch.remove_when}."
     names = sorted(sections, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
     parts = [f"# {patch.name}", summary]
     parts += [f"## {name}\n\n{sections[name]}" for name in names]
@@ -103,7 +119,7 @@ def _uri(name: str) -> str:
 
 def _docstring(patch: Patch) -> tuple[str, dict[str, str]]:
     """Return the summary and the sections: a line at the margin over an indented text."""
-    text = inspect.getdoc(import_module(patch.package)) or f"{patch.summary}."
+    text = inspect.getdoc(import_module(f"ds_patches.{patch.name}")) or f"{patch.summary}."
     text = text.replace("``", "`")
     summary, *rest = _HEADING.split(_PAGE_OF_DOCS.sub(_page_link, text))
     bodies = (inspect.cleandoc(f"\n{body}") for body in rest[1::2])
@@ -122,32 +138,15 @@ def _glance(patch: Patch) -> str:
     ranks = "all ranks of an engine must have it alike" if patch.collectives else "each for itself"
     facts = [
         ("DeepSpeed", f"`{patch.supported}`"),
-        ("Fixed upstream", f"{patch.fixed_in} and later" if patch.fixed_in else "in no release"),
         ("Upstream", links),
         ("Ranks", ranks),
-        *((f"`{variable}`", meaning) for variable, meaning in _variables(patch)),
+        (f"`{_variable(patch)}`", "`1` or `0`: apply it or do not, whatever the lists say"),
     ]
     return "\n".join(f"- **{name}**: {what}" for name, what in facts if what)
 
 
-def _variables(patch: Patch) -> Iterator[tuple[str, str]]:
-    """Return the patch's own variables with their values and meaning."""
-    own = flags.variables({patch.name: patch})[len(flags.variables({})) :]
-    meanings, defaults = [_switch(patch)], flags.defaults(patch)
-    meanings += [f"{_values(one, defaults[one.name])}: {one.help}" for one in patch.options]
-    return zip(own, meanings, strict=True)
-
-
-def _switch(patch: Patch) -> str:
-    meaning = "`1` or `0`: apply it or do not, whatever the lists say"
-    choices = [_values(option) for option in patch.options if option.several]
-    return "; ".join([meaning, *(f"{values}: apply it so" for values in choices)])
-
-
-def _values(option: Option, default: str = "") -> str:
-    usual = default.split(",")
-    values = ", ".join(f"`{word}`" + " (default)" * (word in usual) for word in option.words)
-    return f"one or more of {values}" if option.several else values
+def _variable(patch: Patch) -> str:
+    return flags.variables({patch.name: patch})[-1]
 
 
 def _touches(patch: Patch) -> Iterator[str]:
@@ -182,9 +181,20 @@ def _table(name: str) -> str:
     return _TABLES[name]()
 
 
-def _symptoms() -> str:
-    """The table of the README, with links to the pages."""
-    return symptoms.markdown("troubleshooting.md", f"{_FOLDER}/{{}}.md")
+def _symptoms(page: str = "troubleshooting.md", only: str = "") -> str:
+    """A row for each symptom; of one patch, those that it cures, without the column for it."""
+    titles = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
+    rows = [titles, ("---",) * len(titles)]
+    rows += [_symptom(one, page) for one in SYMPTOMS if only in ("", one.patch)]
+    return "\n".join(f"|{'|'.join(row[: 5 if only else 6])}|" for row in rows)
+
+
+def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
+    script = f"[{one.script}]({page}#{one.anchor})"
+    cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.add)))
+    cure += f", on {floor} and later" if (floor := cures.floor(one)) else ""
+    stages = ", ".join(map(str, one.stages))
+    return script, one.outcome, stages, one.first, one.right or "none", cure
 
 
 def _patches() -> str:
@@ -198,30 +208,35 @@ def _patches() -> str:
     return "\n".join(rows)
 
 
-def _options() -> str:
-    """A row for each variable that belongs to a patch."""
-    rows = ["| variable | patch | meaning |", "|---|---|---|"]
-    for name, patch in registry.patches().items():
-        for variable, meaning in _variables(patch):
-            cell = meaning.replace("|", r"\|")
-            rows.append(f"| `{variable}` | [{name}]({_uri(name)}) | {cell} |")
+def _ledger() -> str:
+    """A section for each release, the newest first: what it was the first to have right."""
+    lines = []
+    fixes = [ledger.Fix(**line) for line in ledger.read()["fixes"]]
+    for right, some in itertools.groupby(reversed(fixes), key=lambda one: one.right):
+        lines += [f"\n## {right}\n", "|with|what a script sees|ZeRO|wrong from|upstream|helps|"]
+        lines += ["|---" * 6 + "|", *map(_fix, some)]
+    return "\n".join(lines)
+
+
+def _fix(one: ledger.Fix) -> str:
+    needs = ", ".join(name for name in one.needs.split() if name != "script")
+    stages = ", ".join(one.stages) if len(one.stages) < 4 else "any"
+    links = ", ".join(f"[#{one}]({_PULL}/{one})" for one in one.numbers.split())
+    helps = f"[{one.by}]({_uri(one.by)})" if one.by else one.do or f"{one.right} or later"
+    return f"|{needs}|{one.seen}|{stages}|{one.first}|{links}|{helps}|"
+
+
+def _words() -> str:
+    """A row for each word of the ledger's first column."""
+    rows = ["|word|what it is|", "|---|---|"]
+    for name, places in ledger.read()["settings"].items():
+        keys = " or ".join(f"`{place.partition('=')[0]}`" for place in places)
+        rows.append(f"|{name}|{keys}|")
+    rows += [f"|{name}|{what}|" for name, what in ledger.read()["doings"].items()]
     return "\n".join(rows)
 
 
-def _older() -> str:
-    """What was recorded of other code than there is now."""
-    from tests.releases import columns, record  # beside this file, and heavier than the rest
-
-    now = {column: columns.sources(column) for column in columns.columns()}
-    found = record.load().of.values()
-    older = Counter(one.column for one in found if one.sources != now[one.column])
-    if not older:
-        return "Every cell is of the code that this page was built from."
-    cells = ", ".join(f"`{column}` ({count} cells)" for column, count in older.items())
-    return f"Older than the code that this page was built from: {cells}."
-
-
-_TABLES = {"symptoms": _symptoms, "patches": _patches, "options": _options, "older": _older}
+_TABLES = {"symptoms": _symptoms, "patches": _patches, "ledger": _ledger, "words": _words}
 
 
 def _link(found: re.Match[str], here: str, repository: Path) -> str:

@@ -8,13 +8,14 @@ Use
     divided. A gradient that ``safe_set_full_grad`` gives counts too, and the next backward adds to
     it. ``safe_get_full_grad`` reads zero where the step has not been, and no older step's gradient.
 
+    A gradient is divided by the micro steps once, whichever outputs it passes on its way, also
+    without ZeRO. For that each output of a forward with several gets a tensor of its own, as stock
+    has it at ZeRO 3.
+
     At ZeRO 1 and 2 ranks may use different parameters in a step, as with the experts of a MoE model
     or a tower of one modality. A parameter that some rank used gets the sum over the ranks, divided
     by all of them, as with ``find_unused_parameters`` of PyTorch's DDP; one that none used has no
     gradient.
-
-    Pipelines (``PipelineModule``) average their micro steps on every stage, and run without ZeRO
-    and with fp16 in 0.18.3 and 0.18.4 too. bf16 without ZeRO trains, with no loss scale.
 
     ``zero3_retain`` and ``coalesce`` require this patch. Asking for one of them applies it, too.
 
@@ -39,35 +40,33 @@ Risks
       parameters, as through a frozen discriminator, does not count among its backwards.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor. The optimizer
       steps a parameter without a gradient with zeros; momentum and weight decay still move it.
-    - **Pipelines, 0.16.0 to 0.18.2.** They add their micro steps up, where 0.15.4 averages, as
-      DeepSpeed documents it: from 0.16.0 on a loss is divided where its backward reduces, and a
-      pipeline reduces later. With this patch they average, with a warning: a learning rate that
-      was tuned to the sum is to be multiplied by the micro steps.
     - **Clipping.** DeepSpeed 0.19.3 and later clip to 1.0 unless ``gradient_clipping`` says
       otherwise. That is a changed default, no defect, but such a step is not PyTorch's.
 
 Not covered
     | what | what happens |
     |---|---|
-    | with Muon, a second backward at the accumulation boundary | refused: an error with the cures |
+    | Muon without ``muon``, a second backward at the boundary | refused: an error with the cures |
     | ``tensor.backward()`` of what ``engine(x)`` did not return | refused, see below |
     | ZenFlow, SuperOffload and MiCS optimizers | left to stock, with a warning |
     | DeepCompile, compiled autograd | left to stock |
-    | an optimizer on NVMe; stage 0 and pipelines but for what is said above | left to stock |
-    | checkpoints of bf16 at stage 0, 0.17.6 to 0.18.4 | stock's: an error, or no master weights |
-    | stage 0 with fp16 from 0.18.3 on | left to stock, which does not scale the loss |
+    | an optimizer on NVMe; stage 0, but for the division | left to stock |
+    | pipelines; half precision without ZeRO | see ``pipelines``, ``half_without_zero`` |
     | ``safe_set_full_grad`` beside ``BF16_Optimizer`` | stock's: the step does not read it |
     | a backward inside another, bf16 with fp32 sums at stage 1, to 0.18.4 | stock's: wrong |
-    | a pipeline with ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
 
     The plain backward is right if a backward of an output came before it in the step, and
     ``engine.backward(tensor)`` is right for any tensor. In 0.18.3 and 0.18.4 the plain one is
-    stock's: wrong, or an error. Muon would orthogonalise each of two backwards by itself, and not
-    their sum.
+    stock's: wrong, or an error.
 
 Cost
     An ordinary step takes 0.99 to 1.07 of stock's time at ZeRO 1 and 2, and 0.90 to 0.95 at ZeRO 3,
     with ``coalesce`` and ``zero3_retain`` applied as well (docs/benchmarks.md).
+
+Why
+    Between two steps every backward adds to the gradient in PyTorch. DeepSpeed keeps the last of
+    several backwards, loses micro steps, or steps with an older gradient, in silence; which,
+    depends on the release, the stage and the settings.
 
 How
     The patch watches each run of the autograd engine that reaches the engine's outputs, or the loss
@@ -77,6 +76,10 @@ How
 
 Upstream
     Pull requests 7665 (``loss.backward()``, 0.18.3), 7967 and 7981 (offload, 0.19.0), 7985 (bf16,
-    0.19.0), 8382 (CPU, 0.19.8), 7839 (bf16 without ZeRO, 0.18.6), 7886 (counting, 0.18.7), 8154
-    (pipelines, 0.19.3); issues 7718, 7724, 7773, 7830, 7837 and 8152.
+    0.19.0), 8382 (CPU, 0.19.8), 7886 (counting, 0.18.7); issues 7718, 7724, 7773, 7830,
+    7837 and 8224.
 """
+
+from ds_patches.core import handles
+
+apply, unapply, is_applied = handles.of(__name__)

@@ -8,22 +8,23 @@ at a bucket, that its own is another takes it back; from there on each gradient 
 turn in the order, and what has none by the end of the backward is reduced as zero. Ranks that keep
 to the order hear nothing of this, and pay one comparison for each bucket.
 
-What no rank has used so far is in no bucket. Only while there is such a parameter, the ranks ask
-each other at the end of a backward whether it was used.
+What no rank has used so far is in no bucket. Only while there is such a parameter, one more
+collective at the end of a backward says whether a rank has used one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_patches.runtime.graph_task import current_task_id
-
-from .upstream.buckets import ReduceBuckets
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.errors import Refused
+from ds_patches.training.graph_task import current_task_id, reaches
+from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 #: Parameters, each by what DeepSpeed keeps of it in a bucket.
 Order = list[Any]
@@ -60,9 +61,12 @@ class BucketOrder:
         self._absent: set[Any] = set()  # of that, what no gradient will come to
         self._is_own = False  # what is in the buckets was put there by us, in the order
         tells = self._order is not None or self._buckets.is_one
-        self._buckets.divert(None if tells else self._arrives)
+        if not tells:
+            self._buckets.divert(self._arrives)
+        elif self._buckets.diversion:
+            self._buckets.let_in()
 
-    def reduce(self, wrapped: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Around the reduction of what is in the buckets, which may have to wait elsewhere."""
         waiting = self._buckets.waiting(*args, **kwargs)
         if not waiting:  # a parameter comes that is larger than a bucket
@@ -72,7 +76,7 @@ class BucketOrder:
             fits = self._is_own or self._came is None
         else:
             if self._is_own and formed is not None:
-                raise RuntimeError(_CANNOT_BE_FORMED)
+                raise Refused(_CANNOT_BE_FORMED)
             fits = self._is_own or (self._order is None and self._is_the_same(waiting))
         if fits:
             self._now.append(waiting)
@@ -98,13 +102,14 @@ class BucketOrder:
         if self._unused:
             self._look_for_new_ones()
         self._is_own = True  # the last bucket, which upstream reduces next
-        self._buckets.divert(None)
+        if self._buckets.diversion:
+            self._buckets.let_in()
         if self._forms_all and self._formed is None:
             self._formed = [*self._now, self._buckets.waiting()]
 
     def detach(self) -> None:
         """Leave the optimizer's buckets to it."""
-        self._buckets.divert(None)
+        self._buckets.let_in()
 
     # --- Of one backward --------------------------------------------------------------------------
 
@@ -117,8 +122,17 @@ class BucketOrder:
     def _is_the_same(self, waiting: Order) -> bool:
         """On all ranks, in a first backward."""
         if not self._foreseen and current_task_id() == self._task:
-            self._foreseen = self._buckets.reached()
+            self._foreseen = self._reached()
         return self._came is None and self._all_have([waiting])
+
+    def _reached(self) -> set[Any]:
+        """Inside a backward: what it brings gradients to, but for backwards within it.
+
+        Nothing where all have come already.
+        """
+        if self._buckets.come_late:
+            return set()
+        return {key for key in self._buckets.params if reaches(self._buckets.param_of(key))}
 
     def _hold(self) -> None:
         """Let gradients wait for their turn, also those that are in the buckets."""
@@ -127,7 +141,7 @@ class BucketOrder:
             self._due = [one for one in self._order or () if one not in self._came][::-1]
             self._came.update(dict.fromkeys(self._buckets.take_out()))
             if self._foresees and current_task_id() == self._task:
-                reached = self._buckets.reached()
+                reached = self._reached()
                 if reached.issuperset(self._came):
                     self._absent = {*self._due} - reached
             self._buckets.divert(self._wait_for_its_turn)
@@ -144,7 +158,7 @@ class BucketOrder:
         assert self._came is not None
         is_put_in = param in self._came and param not in self._due and param not in self._unused
         if param in self._absent or is_put_in:
-            raise RuntimeError(_REDUCED)
+            raise Refused(_REDUCED)
         self._came[param] = None
         while self._due and (self._due[-1] in self._came or self._due[-1] in self._absent):
             self._put_in([self._due.pop()])
@@ -172,7 +186,7 @@ class BucketOrder:
         """Reduce what no rank had used before, if one has now, and put it into the order."""
         came = [*(self._came or ())]
         is_new = not self._unused.isdisjoint(came)
-        if not self._buckets.any_rank(is_new):
+        if not self._any_rank(is_new):
             return
         assert self._order is not None
         before = {*self._order}
@@ -180,6 +194,12 @@ class BucketOrder:
         self._formed, self._forms_all = None, False
         self._put_in(one for one in order if one not in before)
         self._set_order(order)
+
+    def _any_rank(self, says: bool) -> bool:
+        """Whether one of the ranks says so, in one more collective among a backward's own."""
+        said = torch.tensor([says], dtype=torch.int32, device=self._buckets.device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._buckets.group)
+        return bool(said.item())
 
     def _all_have(self, orders: list[Order]) -> bool:
         text = repr(orders).encode()

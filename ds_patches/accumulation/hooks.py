@@ -6,40 +6,69 @@ as good as one built after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ds_patches.runtime.attributes import Args, Kwargs, Wrapped, meanwhile
-from ds_patches.runtime.engines import built
-from ds_patches.runtime.graph_task import NO_TASK, accumulates, current_task_id
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.engines import built
+from ds_patches.training import kept
+from ds_patches.training.graph_task import NO_TASK, accumulates, current_task_id
+from ds_patches.training.steps import EngineSteps, GradientSum
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import zero12
+from ds_patches.upstream.kinds import Kind, kind_of
 
-from . import engines, pipeline
-from .flat_sum import FlatSum
-from .partition_sum import PartitionSum
-from .steps import EngineSteps
-from .upstream import engine as upstream_engine
-from .upstream import flat
+from .bf16_sum import Bf16Sum
+from .division import Division, divisions
+from .zero3_sum import Zero3Sum
+from .zero12_sum import Zero12Sum
 
-#: Looked up in the `__dict__` of an engine or its optimizer, as `engines.of` does, by each wrapper
+logger = logging.getLogger("ds_patches.accumulation")
+
+_IN_THE_MIDDLE = (
+    "engine.set_train_batch_size() after %d micro step(s) of a step, which is now of another "
+    "number of them: call it right after the engine.step() that ends one."
+)
+
+#: Looked up in the `__dict__` of an engine or its optimizer, as `kept.of` does, by each wrapper
 #: that a training step calls: a call less for each.
-KEY = engines.KEY
+KEY = kept.KEY
+_DIVISION = divisions.key
 #: The list of parameters that was counted last, in which graph task, and how many that reaches.
 _counted = (0, NO_TASK, 0)
 
 
-def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+def activate() -> Sequence[str]:
     """Name what is out of reach."""
+    kept.keep(_sum_of)
     count = len(built())
     return [f"{count} engine(s) built before: patched from their next forward on"] if count else []
 
 
-def deactivate() -> Sequence[str]:
+def deactivate() -> None:
     """Leave every engine to stock."""
-    engines.detach_all()
-    return []
+    for _, division in divisions.detach_all():
+        division.detach()
+    kept.detach_all()
+
+
+def _sum_of(engine: Any) -> GradientSum | None:
+    """What adds up the gradients of an engine's steps; None leaves it to stock.
+
+    Asked once, whoever takes the engine in: and it divides from then on.
+    """
+    divisions(engine)
+    reason = upstream_engine.why_not_covered(engine)
+    if reason is None:
+        sums = {Kind.ZERO12: Zero12Sum, Kind.ZERO3: Zero3Sum, Kind.BF16: Bf16Sum}
+        return sums[kind_of(engine.optimizer)](engine)
+    if reason:
+        logger.warning("accumulation leaves this engine to stock DeepSpeed: %s.", reason)
+    return None
 
 
 # --- DeepSpeedEngine ----------------------------------------------------------------------------
@@ -47,12 +76,12 @@ def deactivate() -> Sequence[str]:
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None or engine._is_compiled:
-        steps = engines.take_in(engine)
+    if steps is None or upstream_engine.is_compiled(engine):
+        steps = kept.take_in(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
     if steps.watch.raised:
-        steps.recover()
+        steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
         steps.forward_ran(outputs)
@@ -60,55 +89,63 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """What the loss is a function of does not matter, so that any tensor may have a backward."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
-        steps = engines.take_in(engine)
-    loss = args[0] if args else kwargs.pop("loss", None)
-    if engine.pipeline_parallelism:
-        loss = pipeline.averaged(engine, loss)
-    if steps is None or not isinstance(loss, torch.Tensor):
-        return wrapped(loss, *args[1:], **kwargs)
-    if not upstream_engine.divides_at_outputs():
-        return steps.backward(loss, wrapped, *args[1:], **kwargs)
-    if _scales(*args[1:], **kwargs):
-        loss = loss / engine.gradient_accumulation_steps()
-    kwargs = {**kwargs, "scale_wrt_gas": False}
-    with meanwhile(steps, has_divided=True):
-        return steps.backward(loss, wrapped, *args[1:2], **kwargs)
+        steps = kept.take_in(engine)
+    loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
+    division: Division | None = vars(engine).get(_DIVISION)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        return wrapped(loss, *rest)  # for upstream to refuse
+    run = wrapped
+    if division is not None and upstream_engine.divides_at_outputs():
+        run = partial(division.backward, wrapped, engine)
+    if steps is None:
+        return run(loss, *rest)
+    if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
+        loss = loss.view_as(loss)
+    begun, outer = steps.begun, steps.in_engine_backward
+    steps.in_engine_backward = True
+    handle = loss.register_hook(partial(steps.entered, is_backward=True))  # type: ignore[no-untyped-call]
+    try:
+        return run(loss, *rest)
+    except BaseException:
+        if steps.begun != begun:
+            steps.drop_failed_backward()
+        raise
+    finally:
+        handle.remove()
+        steps.in_engine_backward = outer
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    if engine.pipeline_parallelism and pipeline.is_divided(engine):
-        return args[0]
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None or (not steps.has_divided and (steps.watch.runs_here or accumulates())):
+    division: Division | None = vars(engine).get(_DIVISION)
+    has_divided = division is not None and division.has_divided
+    is_backward = steps is None or steps.watch.task_id == current_task_id()
+    if not has_divided and (is_backward or accumulates()):
         return wrapped(*args, **kwargs)
-    return args[0]  # divided, or of torch.autograd.grad
-
-
-def _scales(retain_graph: bool = False, scale_wrt_gas: bool = True) -> bool:
-    return scale_wrt_gas
+    return in_order(wrapped, args, kwargs)[0]  # divided, or of torch.autograd.grad
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Accept the ``retain_graph`` of upstream's open pull request 8135; it is not needed here."""
-    kwargs.pop("retain_graph", None)
-    return wrapped(*args[:1], **kwargs)
+    return wrapped(*args, **{key: one for key, one in kwargs.items() if key != "retain_graph"})
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if engine.pipeline_parallelism:
-        return pipeline.prologue(engine, wrapped)
     if steps is None or steps.prologue_is_due:
         return wrapped(*args, **kwargs)
-    return steps.output_entered()
+    if steps.watch.task_id != current_task_id():
+        steps.entered()
+    return None
 
 
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
     steps: EngineSteps | None = vars(state).get(KEY)
-    if steps is None or steps.watch.running:
+    if steps is None or steps.prologue_is_due or steps.watch.running:
         return wrapped(*args, **kwargs)
     return steps.parameter_entered()
 
@@ -116,7 +153,14 @@ def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwar
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """It has the epilogue of a backward that ``engine.backward`` has not begun."""
     steps: EngineSteps | None = vars(engine).get(KEY)
-    return wrapped(*args, **kwargs) if steps is None else steps.post_hook(wrapped)
+    if steps is not None:
+        watch = steps.watch
+        if watch.task_id not in (None, current_task_id()) and watch.running:
+            return None  # one inside another leaves it to the outer one
+        is_plain = not steps.in_engine_backward
+        if is_plain and upstream_engine.reached_no_parameter(engine) and steps.passed_by():
+            return None
+    return wrapped(*args, **kwargs)
 
 
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -126,6 +170,23 @@ def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -
     if steps is not None:
         steps.zero_grad()
     return result
+
+
+def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> None:
+    """It changes the micro steps of a step; upstream goes on counting as if it always had so many.
+
+    The first step afterwards would be short of some.
+    """
+    begun = engine.micro_steps % engine.gradient_accumulation_steps()
+    wrapped(*args, **kwargs)
+    if engine.pipeline_parallelism:  # whose schedule counts for itself
+        return
+    if begun:
+        logger.warning(_IN_THE_MIDDLE, begun)
+    else:
+        upstream_engine.count_anew(engine)
+    if (division := divisions.get(engine)) is not None:
+        division.follow(engine)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -138,24 +199,17 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 # --- ZeRO ---------------------------------------------------------------------------------------
 
 
-def around_flat_epilogue(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    steps: EngineSteps | None = vars(optimizer).get(KEY)
-    if steps is None or not isinstance(steps.sum, FlatSum):
-        return wrapped(*args, **kwargs)
-    return steps.epilogue(wrapped)
-
-
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    if not flat.forgets_micro_steps(optimizer):
+    if not zero12.forgets_micro_steps(optimizer):
         return wrapped(*args, **kwargs)
-    return flat.add_to_earlier(wrapped, optimizer, *args, *kwargs.values())
+    return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     """Up to 0.19.7 it finds no gradient on a CPU: ``contiguous_gradients`` off reduces nothing."""
-    (tensors,) = (*args, *kwargs.values())
+    (tensors,) = in_order(wrapped, args, kwargs)
     found = wrapped(tensors)
-    return found if sum(map(len, found)) == len(tensors) else flat.by_dtype(tensors)
+    return found if sum(map(len, found)) == len(tensors) else zero12.by_dtype(tensors)
 
 
 # --- Gradients that a script reads or gives by hand at stage 3, as ``safe_set_full_grad`` does ---
@@ -167,7 +221,7 @@ def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
 def around_get_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The gradient of a parameter, or this rank's part of it."""
     if (partitions := _partitions_of(optimizer)) is not None:
-        partitions.settle(*args, *kwargs.values())
+        partitions.settle(*in_order(wrapped, args, kwargs))
     return wrapped(*args, **kwargs)
 
 
@@ -175,16 +229,16 @@ def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     """A value for one parameter's gradient, or a function to change those of several."""
     if (partitions := _partitions_of(optimizer)) is None:
         return wrapped(*args, **kwargs)
-    _, params = (*args, *kwargs.values())
+    _, params = in_order(wrapped, args, kwargs)
     ids = partitions.settle(*params if isinstance(params, (list, tuple)) else [params])
     result = wrapped(*args, **kwargs)
     partitions.given(ids)
     return result
 
 
-def _partitions_of(optimizer: Any) -> PartitionSum | None:
-    steps = vars(optimizer).get(KEY) or engines.of_optimizer(optimizer)
-    return steps.sum if steps is not None and isinstance(steps.sum, PartitionSum) else None
+def _partitions_of(optimizer: Any) -> Zero3Sum | None:
+    steps = vars(optimizer).get(KEY) or kept.of_optimizer(optimizer)
+    return steps.sum if steps is not None and isinstance(steps.sum, Zero3Sum) else None
 
 
 # --- What a backward will reach ------------------------------------------------------------------
@@ -196,7 +250,7 @@ def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
     To PyTorch 2.4 a parameter has its node only where gradients are recorded.
     """
     global _counted
-    (parameters,) = args
+    (parameters,) = in_order(wrapped, args, kwargs)
     task = current_task_id()
     counted = _counted  # another thread may be in another task
     if counted[:2] != (id(parameters), task) or task == NO_TASK:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ds_patches.runtime import engines
-from ds_patches.runtime.attributes import Shadow, meanwhile
-from ds_patches.runtime.device import synchronize
-
-from .upstream import flat, offload
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
+from ds_patches.core.shadow import Shadow
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import zero12
+from ds_patches.upstream import zero12_offload as offload
+from ds_patches.upstream.accelerator import synchronize
 
 
 class HostSum:
@@ -31,8 +32,10 @@ class HostSum:
         self._given = offload.filled(optimizer) if is_new else set[int]()
         self._delivered = set(self._given)
         #: At this one optimizer: it is called for every parameter, and only here it matters.
-        self._copies = Shadow(optimizer, "copy_grads_in_partition", self._copy)
-        self._links = Shadow(optimizer, "_get_offload_gradient_dict", self._link)
+        self.shadows = [
+            Shadow(optimizer, "copy_grads_in_partition", self._copy),
+            Shadow(optimizer, offload.LINKING_METHOD, self._link),
+        ]
         offload.watch(optimizer, self._settle)
 
     @property
@@ -62,7 +65,7 @@ class HostSum:
         if self._aside or not self._delivered:
             return
         synchronize()
-        if flat.adds_in_place(optimizer):
+        if zero12.adds_in_place(optimizer):
             taken = offload.take_to_device(optimizer, self._given)
             self._pending |= taken
             self._delivered -= taken
@@ -112,30 +115,29 @@ class HostSum:
 
     def detach(self) -> None:
         """Leave the optimizer to stock."""
-        self._copies.remove()
-        self._links.remove()
         offload.watch(self._optimizer, None)
 
-    def _link(self, wrapped: Any) -> None:
+    def _link(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """A checkpoint was loaded: what scripts look at is there anew."""
-        wrapped()
+        wrapped(*args, **kwargs)
         offload.watch(self._optimizer, self._settle)
 
     def _zero_what_is_older(self) -> None:
         optimizer = self._optimizer
         offload.zero_partitions(optimizer, optimizer.grad_position.keys() - self._delivered)
 
-    def _copy(self, wrapped: Any, param: Any, *rest: Any) -> Any:
+    def _copy(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Stock's ``copy_grads_in_partition``, made to add to what is pending alone."""
         optimizer = self._optimizer
+        param = in_order(wrapped, args, kwargs)[0]
         param_id = optimizer.get_param_id(param)
-        boundary = engines.at_boundary(optimizer)
+        boundary = upstream_engine.is_at_boundary(optimizer)
         adds = param_id in self._pending
         with (
             meanwhile(optimizer, micro_step_id=int(adds)),
             offload.keeping_micro_steps(optimizer, also=adds or not boundary),
         ):
-            result = wrapped(param, *rest)
+            result = wrapped(*args, **kwargs)
         if boundary:
             self._pending.discard(param_id)
             self._delivered.add(param_id)

@@ -102,3 +102,7 @@ How
 Upstream
     Pull request 7992 (the method, 0.19.1).
 """
+
+from ds_patches.core import handles
+
+apply, unapply, is_applied = handles.of(__name__)

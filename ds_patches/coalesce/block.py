@@ -8,15 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ds_patches.accumulation.steps import EngineSteps
-from ds_patches.core import lifecycle
-from ds_patches.runtime.counters import are_on_one_host
-from ds_patches.runtime.handshake import MOST_RANKS, Handshake
+import torch.distributed as dist
 
+from ds_patches.core import agreement, lifecycle
+from ds_patches.core.errors import Misused, NotCovered, Refused
+from ds_patches.training.steps import EngineSteps
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import zero3_gathers as gathers
+
+from .counters import are_on_one_host
 from .gather_once import GatherOnce
+from .handshake import MOST_RANKS, Handshake
 from .local import LocalGradients
-from .upstream import engine as upstream_engine
-from .upstream import gathers
 
 logger = logging.getLogger("ds_patches.coalesce")
 
@@ -27,16 +30,21 @@ def around(
 ) -> Iterator[None]:
     """Gather gradients, and reduce them once, after all ranks have come; or none if one raised.
 
-    Raises RuntimeError if a backward inside raised and the exception was caught inside.
+    Raises Refused if a backward inside raised and the exception was caught inside.
     """
-    assert not local.in_block, (
-        "coalesce_grad_reduction() blocks cannot be nested: one of this engine is open"
-    )
-    assert not engine.inside_no_sync_ctxt, "coalesce_grad_reduction() cannot be nested in no_sync()"
+    if local.in_block:
+        raise Misused(
+            "coalesce_grad_reduction() cannot be nested inside another: one of this engine is open"
+        )
+    if engine.inside_no_sync_ctxt:
+        raise Misused(
+            "coalesce_grad_reduction() cannot be nested inside another no_sync context: open it "
+            "outside of no_sync(), which it needs no more"
+        )
     gathered = _gathers(engine, steps, gather_once)
-    ranks = upstream_engine.ranks(engine)
+    ranks = agreement.ranks_of(engine)
     handshake = local.handshake = local.handshake or _handshake(ranks)
-    boundary = engine._is_gradient_accumulation_boundary
+    boundary = upstream_engine.asked_boundary(engine)
     try:
         if handshake is not None:
             handshake.begin()
@@ -48,7 +56,7 @@ def around(
         yield
         steps.recover()
         if local.failed:
-            raise RuntimeError(
+            raise Refused(
                 "a backward inside this coalesce_grad_reduction() raised, and what was caught "
                 "inside had dropped its gradients; let the exception leave the block"
             )
@@ -65,6 +73,7 @@ def around(
         local.end()
         steps.recover()
         upstream_engine.forget_backward(engine)
+        upstream_engine.stop_timers(engine)
         upstream_engine.restore_boundary(engine, boundary)
         local.sum.drop()
         logger.warning("A coalesce_grad_reduction() block raised: its gradients were dropped.")
@@ -81,13 +90,15 @@ def _handshake(ranks: Sequence[int]) -> Handshake | None:
     """None where there is nobody to shake hands with, or where they are more than it can count."""
     if not 1 < len(ranks) <= MOST_RANKS:
         return None
-    return Handshake(ranks, "in this coalesce_grad_reduction(),", are_on_one_host(os.environ))
+    place = agreement.meeting("coalesce", ranks, dist.get_rank())
+    where = "in this coalesce_grad_reduction(),"
+    return Handshake(place, len(ranks), where, are_on_one_host(os.environ))
 
 
 def _gathers(engine: Any, steps: EngineSteps, asked: bool | None) -> GatherOnce | None:
     """How a block gathers; None: as DeepSpeed does. `asked`: what its caller says."""
     if asked and (reason := gathers.why_not(engine)) is not None:
-        raise NotImplementedError(reason)
+        raise NotCovered(reason)
     if not engine.zero_optimization_partition_weights():
         return None
     reason = gathers.why_not_unasked(engine) if asked is None else f"gather_once={asked}"

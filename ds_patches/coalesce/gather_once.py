@@ -7,13 +7,12 @@ follows runs as in a plain module.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ds_patches.accumulation.steps import EngineSteps, Listener
-from ds_patches.runtime.attributes import Shadow
-
-from .suspended_hooks import SuspendedHooks
-from .upstream import gathers
+from ds_patches.core.shadow import Shadow
+from ds_patches.training.steps import EngineSteps, Listener
+from ds_patches.upstream import zero3_gathers as gathers
 
 
 class GatherOnce(Listener):
@@ -26,7 +25,7 @@ class GatherOnce(Listener):
         self._engine, self._steps, self._at_once = engine, steps, at_once
         self._offload = engine.optimizer.parameter_offload
         self._held: list[Shadow] = []
-        self._hooks: SuspendedHooks | None = None
+        self._restore: Callable[[], None] | None = None  # the module hooks, once they are away
         self._handles: list[Any] = []
 
     def begin(self) -> None:
@@ -43,8 +42,8 @@ class GatherOnce(Listener):
             self._steps.listeners.remove(self)
         for handle in self._handles:
             handle.remove()
-        if self._hooks is not None:
-            self._hooks.restore()
+        if self._restore is not None:
+            self._restore()
         for shadow in self._held:
             shadow.remove()
 
@@ -55,7 +54,7 @@ class GatherOnce(Listener):
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
-        if self._hooks is not None:
+        if self._restore is not None:
             gathers.gather(self._offload)  # if somebody has partitioned it since the forward
         elif not self._handles:
             self._handles = [self._engine.register_forward_pre_hook(self._gather_the_rest)]
@@ -65,12 +64,37 @@ class GatherOnce(Listener):
 
     def _gather_the_rest(self, *_: Any) -> None:
         """Gather what is not, and take the hooks away. A collective."""
-        if self._hooks is not None:
+        if self._restore is not None:
             return
         offload = self._offload
         gathers.gather(offload)
-        self._hooks = SuspendedHooks([*offload.forward_hooks, *offload.backward_hooks])
+        self._restore = suspend([*offload.forward_hooks, *offload.backward_hooks])
         self._held.append(gathers.keep_trace(offload))
         # Whoever partitions, to save a checkpoint say, finds nobody else who gathers again.
         again = offload.module.register_forward_pre_hook(lambda *_: gathers.gather(offload))
         self._handles.append(again)
+
+
+def suspend(handles: Iterable[Any]) -> Callable[[], None]:
+    """Take module hooks out, by their handles; return what puts them back in their old order.
+
+    A handle whose hook or module is gone is left out, and other hooks may come and go meanwhile.
+    """
+    registries: dict[int, tuple[dict[int, Any], set[int]]] = {}
+    for handle in handles:
+        registry = handle.hooks_dict_ref()
+        if registry is not None and handle.id in registry:
+            registries.setdefault(id(registry), (registry, set()))[1].add(handle.id)
+    taken = [(registry, dict(registry), keys) for registry, keys in registries.values()]
+    for registry, _, keys in taken:
+        for key in keys:
+            del registry[key]
+
+    def restore() -> None:
+        for registry, before, keys in taken:
+            now = dict(registry)
+            registry.clear()
+            registry.update((k, v) for k, v in before.items() if k in keys or k in now)
+            registry.update((k, v) for k, v in now.items() if k not in before)
+
+    return restore

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
-from ds_patches.accumulation import engines
-from ds_patches.runtime.attached import Attached
-from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.errors import Misused, NotCovered, Refused
+from ds_patches.training import kept
+from ds_patches.training.kept import Attached
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream.kinds import Kind, kind_of
 
 from . import block
 from .local import LocalGradients
-from .upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.coalesce")
 
@@ -26,26 +28,23 @@ _said_of: WeakSet[Any] = WeakSet()  # engines
 
 
 def _take_in(engine: Any) -> LocalGradients | None:
-    steps = engines.of(engine.optimizer)
-    if steps is None or not upstream_engine.is_covered(engine):
-        return None
-    return LocalGradients(engine, steps)
+    steps = kept.of(engine.optimizer)
+    return None if steps is None or _refusal(engine) else LocalGradients(engine, steps)
 
 
 _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
 
 
-def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+def activate() -> Sequence[str]:
     """Take in the engines that are known already."""
-    engines.subscribe(_local)
+    kept.subscribe(_local)
     return []
 
 
-def deactivate() -> Sequence[str]:
+def deactivate() -> None:
     """Leave every engine to stock."""
-    for local in engines.unsubscribe(_local):
+    for local in kept.unsubscribe(_local):
         local.end()
-    return []
 
 
 def around_coalesce(
@@ -56,11 +55,15 @@ def around_coalesce(
 
 
 def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContextManager[None]:
-    upstream_engine.must_be_covered(engine)
-    steps = engines.take_in(engine)
+    if (refusal := _refusal(engine)) is not None:
+        raise refusal
+    steps = kept.take_in(engine)
     local = _local.get(engine)
-    assert steps is not None
-    assert local is not None
+    if steps is None or local is None:
+        raise NotCovered(
+            "coalesce_grad_reduction() does not cover this engine: accumulation leaves it to "
+            "DeepSpeed"
+        )
     return block.around(engine, steps, local, gather_once)
 
 
@@ -71,6 +74,42 @@ def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
             _said_of.add(engine)
             logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
-    engines.take_in(engine)
+    kept.take_in(engine)
     local = _local.get(engine)
     return wrapped(*args, **kwargs) if local is None else local.no_sync()
+
+
+def _refusal(engine: Any) -> Refused | None:
+    """What the native method raises for an engine that cannot have a block, if it cannot.
+
+    Misused: unmanaged gradient accumulation. NotCovered: no ZeRO, a pipeline, an optimizer or a
+    backward that reduces in a way of its own.
+    """
+    method = "coalesce_grad_reduction()"
+    if not upstream_engine.manages_boundary(engine):
+        return Misused(
+            f"{method} is not supported with managed_gradient_accumulation=False: "
+            "step() is the boundary already"
+        )
+    reason = _why_not(engine)
+    return None if reason is None else NotCovered(f"{method} {reason}")
+
+
+def _why_not(engine: Any) -> str | None:
+    optimizer = engine.optimizer
+    if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
+        return f"requires ZeRO stage 1/2/3; this engine has stage {stage}"
+    if engine.pipeline_parallelism:
+        return "is not supported under pipeline parallelism"
+    if getattr(engine, "zenflow", False):
+        return "does not cover ZenFlow: it moves gradients in a way of its own"
+    if kind_of(optimizer) not in (Kind.ZERO12, Kind.ZERO3):
+        name = type(optimizer).__name__
+        return f"does not cover the optimizer wrapper {name}: it takes gradients past ZeRO's hooks"
+    if getattr(optimizer, "swap_optimizer", False):
+        return "does not cover an optimizer offloaded to NVMe: it swaps within each backward"
+    if upstream_engine.is_deep_compiled(engine):
+        return "does not cover DeepCompile: its graphs reduce by themselves"
+    if upstream_engine.folds_experts(engine):
+        return "does not cover AutoEP folding: its tensor parallel correction is per backward"
+    return None

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_patches.accumulation.flat_sum import FlatSum as FlatStepSum
-from ds_patches.accumulation.steps import EngineSteps, Listener
-from ds_patches.runtime.attributes import Shadow, meanwhile
-from ds_patches.runtime.engines import has_torch_style_backward
-from ds_patches.runtime.handshake import Handshake
+from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
+from ds_patches.core.errors import Misused, Refused
+from ds_patches.core.shadow import Shadow
+from ds_patches.training.steps import EngineSteps, Listener
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import zero12_layout
+from ds_patches.upstream.engine import has_torch_style_backward
 
-from .upstream import engine as upstream_engine
-from .upstream import flat_layout
-from .upstream.sums import FlatSum, LocalSum, PartitionedSum, ScatteredSum
+from .handshake import Handshake
+from .sums import LocalSum, ScatteredSum, Zero3LocalSum, Zero12LocalSum
 
 
 class LocalGradients(Listener):
@@ -23,6 +24,8 @@ class LocalGradients(Listener):
     While they stay on the parameters, autograd adds up, and nothing is reduced: the methods that
     would do so are shadowed at this one engine. At all other times nothing of ours is there.
     """
+
+    awaits_backwards = False  # but while gradients stay
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
         self.sum: LocalSum = _sum_of(engine, steps)
@@ -35,14 +38,8 @@ class LocalGradients(Listener):
         self._engine, self._steps = engine, steps
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay
-        self._is_engines = False  # in engine.backward
         #: Whether plain backwards are divided by the micro steps, those that begin at an output.
         self._divides_others = has_torch_style_backward(engine)
-
-    @property
-    def waits(self) -> bool:
-        """Whether there are gradients that no reduction has taken."""
-        return self._waiting and not self.sum.is_empty()
 
     def begin(self) -> None:
         """From here on gradients stay on their parameters."""
@@ -57,13 +54,14 @@ class LocalGradients(Listener):
             Shadow(engine, "backward", self._backward),
             Shadow(engine, "step", self._step),
         ]
+        self.awaits_backwards = True
 
     def end(self) -> None:
         """From here on DeepSpeed reduces as ever."""
         for shadow in self._shadows:
             shadow.remove()
         self._shadows = []
-        self._waiting = False
+        self._waiting = self.awaits_backwards = False
 
     def reduce(self, uneven: bool = True) -> None:
         """Add what is there to the gradients of the step; `LocalSum.prepare` comes before."""
@@ -74,12 +72,21 @@ class LocalGradients(Listener):
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
-        if self._shadows and not self._is_engines:
+        if not self._steps.in_engine_backward:
             upstream_engine.must_scale(self._engine)
-        self._waiting |= bool(self._shadows)
+        self._waiting = True
 
     def backward_nested(self) -> None:
-        """The outer one ends with one reduction, whatever runs inside it."""
+        """The outer one ends with one reduction, whatever runs inside it.
+
+        Raises Refused where some of its gradients are on their way already.
+        """
+        if not self._shadows and self.sum.is_late():
+            raise Refused(
+                "a backward begins inside another, of which a gradient has already been reduced, "
+                "or put into a bucket: put the outer one into "
+                "`with engine.coalesce_grad_reduction():`"
+            )
         self.begin()
         self._waiting = True
 
@@ -94,12 +101,15 @@ class LocalGradients(Listener):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Raises AssertionError inside itself or a block."""
+        """Raises Misused inside itself or a block."""
         engine = self._engine
-        assert not self.in_block, (
-            "no_sync() is nested in coalesce_grad_reduction(), in which nothing is reduced anyway"
-        )
-        assert not self.in_no_sync, "no_sync() is not re-entrant"
+        if self.in_block:
+            raise Misused(
+                "no_sync context manager reentry is unsupported: it is nested in "
+                "coalesce_grad_reduction(), in which nothing is reduced anyway"
+            )
+        if self.in_no_sync:
+            raise Misused("no_sync context manager reentry is unsupported: leave the outer one out")
         self.begin()
         self.in_no_sync = engine.inside_no_sync_ctxt = True
         try:
@@ -111,12 +121,12 @@ class LocalGradients(Listener):
 
     # --- In the place of DeepSpeed's methods ------------------------------------------------------
 
-    def _gradient_arrives(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
+    def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """What a parameter's hook calls: its gradient stays where it is."""
         if self._divides_others and not self._steps.watch.running:
             self._steps.parameter_entered()
 
-    def _backward_ends(self, wrapped: Any, *args: Any, **kwargs: Any) -> None:
+    def _backward_ends(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Outside blocks and ``no_sync()``, at the boundary, the sum is reduced."""
         if self.in_block or self.in_no_sync:  # up to 0.18.2 it is asked for there, too
             return
@@ -124,26 +134,27 @@ class LocalGradients(Listener):
             self.sum.prepare()
             self.reduce()
 
-    def _backward(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
-        divides = upstream_engine.dividing_by_micro_steps(self._engine)
-        with divides, meanwhile(self, _is_engines=True):
+    def _backward(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+        with upstream_engine.dividing_by_micro_steps(self._engine):
             return wrapped(*args, **kwargs)
 
-    def _step(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """At a micro step it only counts, also inside ``no_sync()``."""
         engine = self._engine
-        assert not self.in_block, (
-            "engine.step() inside coalesce_grad_reduction(), where nothing is reduced yet, as "
-            "inside no_sync(). Step after the block."
-        )
-        if upstream_engine.steps_now(engine):
-            assert not self.in_no_sync, (
-                "engine.step() inside no_sync context manager, at a gradient accumulation "
-                "boundary: its gradients are not reduced. Run the last backward of the step, and "
-                "step, outside."
+        if self.in_block:
+            raise Misused(
+                "engine.step() inside coalesce_grad_reduction(), where nothing is reduced yet, as "
+                "inside no_sync(). Step after the block."
             )
-            if self.waits:
-                raise RuntimeError(
+        if upstream_engine.steps_now(engine):
+            if self.in_no_sync:
+                raise Misused(
+                    "engine.step() inside no_sync context manager, at a gradient accumulation "
+                    "boundary: its gradients are not reduced. Run the last backward of the step, "
+                    "and step, outside."
+                )
+            if self._waiting and not self.sum.is_empty():
+                raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "
                     "Run the last one outside, at the boundary."
@@ -157,7 +168,7 @@ class LocalGradients(Listener):
 def _sum_of(engine: Any, steps: EngineSteps) -> LocalSum:
     optimizer = engine.optimizer
     if engine.zero_optimization_partition_weights():
-        return PartitionedSum(optimizer)
-    if isinstance(steps.sum, FlatStepSum) and flat_layout.covers(optimizer):
+        return Zero3LocalSum(optimizer)
+    if zero12_layout.covers(optimizer):
         return ScatteredSum(optimizer, steps.sum)
-    return FlatSum(optimizer)
+    return Zero12LocalSum(optimizer)

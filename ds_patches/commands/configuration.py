@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ds_patches import ledger
 from ds_patches.core.errors import FlagError
-from ds_patches.symptoms import Symptom
+from ds_patches.core.symptom import Symptom
 
-#: What a setting is; None where the file leaves it open.
-Facts = Mapping[str, bool | int | None]
+#: Whether something is so; where that is open, by which setting, or "script".
+Facts = Mapping[str, bool | str | int]
+Settings = Mapping[str, Any]
 
 #: Sections that DeepSpeed refuses from 0.19.7 on, and from 0.19.8 on; those of zero_optimization.
 FIRST = ("nebula", "compression_training", "quantize_training", "sparse_attention",
          "mics_shard_size", "mics_hierarchical_params_gather")  # fmt: skip
 REMOVED = ("amp", "sparse_gradients", "eigenvalue", "elasticity", "graph_harvesting",
            "curriculum_learning", "progressive_layer_drop", "zeropp_loco_param")  # fmt: skip
+#: Every configuration of DeepSpeed has one of these, and Accelerate's words for it one of those.
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_ITS = ("zero_optimization", *_BATCHES)
+_WORDS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
+_STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
+_HALVES = {"bf16": "fp16", "fp16": "bf16"}
+SCRIPT = "script"
 
 
 def read(file: Path) -> Facts:
@@ -26,74 +36,129 @@ def read(file: Path) -> Facts:
     Raises FlagError for a file that is none of these.
     """
     outer = _load(file)
+    if (kind := outer.get("distributed_type", "DEEPSPEED")) != "DEEPSPEED":
+        raise FlagError(f"{file} has no DeepSpeed configuration: its distributed_type is {kind}")
     inner = outer.get("deepspeed_config", outer.get("deepspeed", outer))
     if isinstance(inner, Mapping):
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
         beside = (file.parent / inner, Path(inner), file.parent / Path(inner).name)
         inner = _load(next((one for one in beside if one.is_file()), Path(inner)))
-    if not isinstance(inner, Mapping):
-        raise FlagError(f"{file} has no configuration of DeepSpeed")
-    return _facts(inner, outer if inner is not outer else {})
+    if not isinstance(inner, Mapping) or not any(name in inner for name in (*_ITS, *_WORDS)):
+        near = _misspelt(inner) if isinstance(inner, Mapping) else ""
+        raise FlagError(f"{file} has no DeepSpeed configuration{near}")
+    if near := _misspelt(inner):
+        raise FlagError(f"{file} has a setting that DeepSpeed does not know{near}")
+    try:
+        return _facts(inner, outer if inner is not outer else None)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FlagError(f"{file} has a setting of a wrong type: {error}") from error
 
 
-def _facts(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Facts:
-    """inner: DeepSpeed's, or Accelerate's words for it; outer: what fills in its "auto"."""
-    zero = inner.get("zero_optimization", {})
-    stage = zero.get("stage", inner.get("zero_stage", 0))
+def conditions(one: Symptom, facts: Facts) -> tuple[str, ...] | None:
+    """Return on which open settings a row depends, and on the script; None if it cannot show."""
+    if facts.get("stage") not in (None, *one.stages):
+        return None
+    found = [facts.get(name, SCRIPT) for name in one.needs.split()]
+    return (
+        None
+        if False in found
+        else tuple(dict.fromkeys(one for one in found if isinstance(one, str)))
+    )
+
+
+def said(setting: str) -> str:
+    """Return in words what it takes of an open setting."""
+    if setting == SCRIPT:
+        return "your script does this"
+    return f"{setting} is above 1" if setting == _STEPS else f"{setting} is on"
+
+
+def _facts(inner: Settings, outer: Settings | None) -> Facts:
+    """inner: DeepSpeed's, or Accelerate's words for it.
+
+    outer: the file around it, which fills in what is "auto"; what Accelerate's words lack, is.
+    """
+    zero: Settings = inner.get("zero_optimization") or {}
+    around = outer or {}
+    words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
+    stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
     offload = zero.get("offload_optimizer") or {"device": inner.get("offload_optimizer_device")}
-    steps = _filled(inner, outer, "gradient_accumulation_steps", 1)
-    clipping = _filled(inner, outer, "gradient_clipping", None, "max_grad_norm")
-    half = inner.get("bf16", {}).get("enabled", False)
-    half = outer.get("bf16", outer.get("mixed_precision") == "bf16") if half == "auto" else half
+    schedule: Settings = inner.get("scheduler") or {}
+    rates = schedule.get("params") or {}
+    halves = {name: _half(name, inner, outer) for name in _HALVES}
+    sums = (inner.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
     return {
-        "stage": stage if isinstance(stage, int) else None,
+        **{name: SCRIPT if on is None else on for name, on in ledger.settings(inner).items()},
+        "stage": stage,
         "offload": offload.get("device") not in (None, "none"),
-        "overlap": _switch(zero.get("overlap_comm", stage == 3)),
-        "accumulation": None if steps == "auto" else int(steps) > 1,
-        "unclipped": clipping is None,
-        "bf16": _switch(half),
-        "sums": bool(half) and inner.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+        "overlap": _switch(zero.get("overlap_comm", stage == 3), "overlap_comm"),
+        "accumulation": _accumulates(inner, around, words),
+        "unclipped": inner.get(_CLIPPING) is None and not words,
+        **halves,
+        "sums": sums and halves["bf16"],
         "scattered": not zero.get("contiguous_gradients", True),
-        "deepcompile": bool(inner.get("compile", {}).get("deepcompile")),
-        "pipeline": "pipeline" in inner or None,
+        "deepcompile": bool((inner.get("compile") or {}).get("deepcompile")),
+        "pipeline": "pipeline" in inner or SCRIPT,
+        "warmup": schedule.get("type", "WarmupLR") == "WarmupLR" and "warmup_max_lr" not in rates,
+        "cosine": schedule.get("type", "WarmupCosineLR") == "WarmupCosineLR",
+        "universal": bool((inner.get("checkpoint") or {}).get("load_universal")),
         "first": any(name in inner or name in zero for name in FIRST),
         "removed": any(name in inner or name in zero for name in REMOVED),
-        "script": None,
-    }
+        SCRIPT: SCRIPT,
+    }  # fmt: skip
 
 
-def applies(one: Symptom, facts: Facts) -> bool | None:
-    """Whether a row shows with these settings; None if the script has a say in it."""
-    if facts.get("stage") not in (None, *one.stages):
-        return False
-    found = [facts.get(name) for name in one.needs.split()]
-    return False if False in found else None if None in found else True
+def _accumulates(inner: Settings, outer: Settings, words: bool) -> bool | str:
+    follows = all(isinstance(inner.get(name), int) for name in _BATCHES)
+    value = inner.get(_STEPS, "auto" if words or follows else 1)
+    value = outer.get(_STEPS, value) if value == "auto" else value
+    return _STEPS if value == "auto" else int(value) > 1
 
 
-def _filled(
-    inner: Mapping[str, Any], outer: Mapping[str, Any], name: str, default: Any, other: str = ""
-) -> Any:
-    """Return a value; where it is "auto", what the file around it has, by this name or other."""
-    value = inner.get(name, default)
-    return outer.get(name, outer.get(other, value)) if value == "auto" else value
+def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
+    """A framework may switch it on where DeepSpeed's file has no section for it, too."""
+    section = inner.get(name, {"enabled": False} if outer is None else "auto")
+    value = section.get("enabled", False) if isinstance(section, Mapping) else section
+    if value == "auto" and outer:
+        chosen = outer.get("mixed_precision")
+        if chosen in _HALVES or outer.get(_HALVES[name]) is True:
+            value = chosen == name
+        else:
+            value = outer.get(name, "auto")
+    return _switch(value, name)
 
 
-def _switch(value: Any) -> bool | None:
-    return None if value == "auto" else bool(value)
+def _switch(value: Any, name: str) -> bool | str:
+    return name if value == "auto" else bool(value)
 
 
-def _load(file: Path) -> Mapping[str, Any]:
+def _misspelt(inner: Settings) -> str:
+    """Name what is so near to a setting that is read here that it must be that one."""
+    known = (*_ITS, *_WORDS, _STEPS, _CLIPPING)
+    for name in map(str, inner):
+        if name not in known and (near := get_close_matches(name, known, 1, cutoff=0.9)):
+            return f": {name} (did you mean {near[0]!r}?)"
+    return ""
+
+
+def _load(file: Path) -> Settings:
+    """Read JSON, or else YAML, whatever the file is called."""
     try:
         text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            found = json.loads(text)
-        else:
+    except FileNotFoundError as error:
+        raise FlagError(f"{file}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlagError(f"{file} cannot be read: {error}") from error
+    try:
+        found = json.loads(text)
+    except ValueError:
+        try:
             import yaml
 
             found = yaml.safe_load(text)
-    except Exception as error:  # also where PyYAML is not installed, or raises one of its own
-        raise FlagError(f"{file} cannot be read: {error}") from error
+        except Exception as error:  # also where PyYAML is not installed, or raises one of its own
+            raise FlagError(f"{file} is neither JSON nor YAML: {error}") from error
     if not isinstance(found, Mapping):
-        raise FlagError(f"{file} has no configuration of DeepSpeed")
+        raise FlagError(f"{file} has no DeepSpeed configuration")
     return found

@@ -1,4 +1,4 @@
-"""`doctor`: the environment, what would be applied and why not, and what is wrong here."""
+"""`doctor`: what is wrong here, what would be applied and why not, and the environment."""
 
 from __future__ import annotations
 
@@ -7,128 +7,219 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from ds_patches.commands import configuration, locks, symptoms
-from ds_patches.core import columns, flags, gate, registry, release, shape
+from ds_patches import ledger
+from ds_patches.commands import configuration, cures, locks
+from ds_patches.commands.configuration import SCRIPT
+from ds_patches.commands.cures import Cure
+from ds_patches.core import columns, flags, gate, once, registry, release, shape
 from ds_patches.core.gate import Verdict
 from ds_patches.core.state import State
+from ds_patches.core.symptom import Symptom, plain
+from ds_patches.ledger import Fix
 from ds_patches.startup import diagnosis
-from ds_patches.symptoms import SYMPTOMS, TESTED
+from ds_patches.symptoms import OLDEST, SYMPTOMS, TESTED
 
-#: Nothing is wrong here, or all is cured; something is not; nobody can tell.
-SOUND, WRONG, UNKNOWN = 0, 1, 2
+#: Exit statuses: nothing is wrong here, or all is cured; something is not; nobody can tell; a patch
+#: would cure what these settings meet, and nothing applies it.
+SOUND, WRONG, UNKNOWN, CURABLE = 0, 1, 2, 3
 _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
-def diagnose(config: Path | None, *, verbose: bool, as_json: bool) -> int:
-    """Print the picture, of a configuration if there is one; returns the exit status."""
+class Row(NamedTuple):
+    """A symptom that these settings can meet.
+
+    depends: on which open settings, and on the script.
+    """
+
+    one: Symptom
+    depends: tuple[str, ...]
+    cure: Cure
+
+    @property
+    def counts(self) -> bool:
+        """Whether the settings decide alone, or would if the open ones were known."""
+        return not self.depends or (SCRIPT not in self.depends and bool(self.one.patch))
+
+    def as_json(self) -> dict[str, Any]:
+        found = {"state": self.cure.by, "depends": self.depends, "do": plain(self.cure.do)}
+        return self.one.as_json() | found
+
+
+def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_json: bool) -> int:
+    """Print the picture, of a configuration if there is one; returns the exit status.
+
+    asked: the release, where it is not the installed one.
+    """
     facts = configuration.read(config) if config else {}
-    verdicts, disabled = _verdicts()
-    treated_as = next((one.release for one in verdicts.values() if one.release), None)
-    answers = {
-        name: disabled[name] or ("" if one.may_apply else f"{one.state.value}, {one.reason}")
-        for name, one in verdicts.items()
-    }
-    rows = [*_rows(treated_as, facts, answers)] if treated_as else []
-    found: dict[str, Any] = {
-        "environment": _environment(),
+    verdicts, disabled = _verdicts(look=not asked)
+    here = asked or next((one.release for one in verdicts.values() if one.release), None)
+    refused = cures.of_releases(asked) if asked else {n: _why(v) for n, v in verdicts.items()}
+    answers = {name: disabled[name] or why for name, why in refused.items()}
+    armed = not asked and diagnosis.is_armed()
+    rows = [*_rows(here, facts, answers, armed)] if here else []
+    later = ledger.concerning(here, facts) if here else []
+    tested = bool(here and here >= Version(OLDEST))
+    status = _status(verdicts, disabled, rows, config, tested=tested)
+    found = {
+        "status": status,
+        "release": str(here or ""),
+        "rows": [one.as_json() for one in rows],
+        "later_fixes": [asdict(one) for one in later],
         "patches": {name: answer or "would apply" for name, answer in answers.items()},
-        "wrong": rows,
+        "warnings": [*locks.lines(os.environ), *flags.misspelt(os.environ)],
         "start-up": diagnosis.lines(),
-        "warnings": locks.lines(os.environ),
+        "environment": _environment(),
     }
-    status = _status(verdicts, disabled, rows)
     if as_json:
-        print(json.dumps(found | {"status": status}, indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        print("\n".join(_text(found, verdicts, treated_as, config, verbose)))
+        print(f"verdict: {_verdict(status, rows, config)}")
+        drift = [*_titled("drift", _drift(verdicts))] * verbose
+        print("\n".join(_text(found, rows, later, drift, config, verbose=verbose)))
     return status
 
 
-def _verdicts() -> tuple[dict[str, Verdict], dict[str, str]]:
+def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
     """Return the gate's word on each patch, and for those that are left out by whom."""
     patches = registry.patches()
     requests = flags.read(patches).of
     disabled = {n: "" if one.wanted else f"disabled ({one.why})" for n, one in requests.items()}
-    return {n: gate.check(patch, requests[n].force) for n, patch in patches.items()}, disabled
+    with once.call():
+        seen = patches if look else {}
+        verdicts = {n: gate.check(patch, requests[n].force) for n, patch in seen.items()}
+    return verdicts, disabled
 
 
-def _rows(here: Version, facts: configuration.Facts, answers: dict[str, str]) -> Iterator[Any]:
-    """Yield what this release gets wrong with these settings; "applies" is None with a script."""
+def _why(verdict: Verdict) -> str:
+    return "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"
+
+
+def _rows(
+    here: Version, facts: configuration.Facts, answers: dict[str, str], armed: bool
+) -> Iterator[Row]:
+    """Yield what this release gets wrong with these settings: what they decide alone first."""
+    found = []
     for one in SYMPTOMS:
-        applies = configuration.applies(one, facts)
-        if applies is not False and symptoms.is_wrong(one, here):
-            cure = symptoms.cure(one, here, answers)
-            yield {
-                "stages": list(one.stages),
-                "script": symptoms.plain(one.script),
-                "outcome": symptoms.plain(one.outcome),
-                "applies": applies,
-                "cure": cure.by,
-                "said": cure.said,
-                "do": symptoms.plain(cure.do),
-            }
+        depends = configuration.conditions(one, facts)
+        if depends is not None and one.is_wrong(here):
+            cure = cures.cure(one, here, answers)
+            if cure.by == "patch" and armed:
+                cure = Cure("applied", f"{one.patch} cures this", cure.do)
+            found.append(Row(one, depends, cure))
+    yield from sorted(found, key=lambda row: (SCRIPT in row.depends, bool(row.depends)))
 
 
-def _status(verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Any]) -> int:
+def _status(
+    verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row], config: Path | None,
+    *, tested: bool,
+) -> int:  # fmt: skip
     wanted = [one for name, one in verdicts.items() if not disabled[name]]
-    broken = any(one.reason.startswith("the import of ") for one in wanted)
-    if broken or any(one.state is State.NOT_INSTALLED for one in verdicts.values()):
+    if not tested or any(one.state is State.BROKEN for one in wanted):
         return UNKNOWN
-    refused = (State.BROKEN, State.SHAPE_CHANGED, State.UNKNOWN_VERSION)
-    bad = any(one.state in refused for one in wanted)
-    return WRONG if bad or any(one["applies"] and one["cure"] != "patch" for one in rows) else SOUND
+    refused = (State.SHAPE_CHANGED, State.UNKNOWN_VERSION)
+    left = {row.cure.by for row in rows if row.counts} - {"applied"}
+    if any(one.state in refused for one in wanted) or left - {"patch"}:
+        return WRONG
+    return CURABLE if left and config else SOUND
+
+
+def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
+    if status == UNKNOWN:
+        return "nobody can tell: DeepSpeed is missing, broken or too old; --release asks of another"
+    if status == WRONG:
+        return "something is wrong here that no patch cures, or a patch is refused"
+    if status == CURABLE:
+        patches = {row.one.patch for row in rows if row.counts and row.cure.by == "patch"}
+        return f"{', '.join(sorted(patches))} would cure what these settings meet; not applied"
+    if not config:
+        return "no patch is refused; --config FILE asks what is wrong with your settings"
+    return "nothing is wrong with these settings, whatever the script does, that is not cured"
 
 
 def _text(
-    found: dict[str, Any], verdicts: dict[str, Verdict], here: Version | None, config: Path | None,
-    verbose: bool,
+    found: dict[str, Any], rows: list[Row], later: list[Fix], drift: list[str],
+    config: Path | None, *, verbose: bool,
 ) -> Iterator[str]:  # fmt: skip
-    yield from _titled("environment", columns.aligned([*found["environment"].items()]))
-    yield from _titled("patches", columns.aligned([*found["patches"].items()]))
-    if verbose:
-        yield from _titled("drift", _drift(verdicts))
-    if here:
-        newest = min(here, Version(TESTED))
-        told = f"DeepSpeed {newest}" + ", the newest that was tested," * (newest < here)
+    if found["release"]:
+        newest = min(Version(found["release"]), Version(TESTED))
+        told = f"DeepSpeed {newest}" + ", the newest that was tested," * (
+            newest < Version(found["release"])
+        )
         yield from _titled(f"what {told} gets wrong" + f" with {config}" * bool(config), [])
-        yield from _wrong(found["wrong"], whole=verbose or not config)
-    yield from _titled("start-up", found["start-up"])
+        yield from _wrong(rows, whole=verbose or not config)
+        yield from _titled("fixes of later releases", _later(later, bool(config), verbose))
+    yield from _titled("patches", _answers(found["patches"]))
+    yield from drift
     yield from (f"warning: {line}" for line in found["warnings"])
+    yield from _titled("start-up", found["start-up"])
+    told = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
+    yield from _titled("environment", [told])
 
 
-def _wrong(rows: list[Any], *, whole: bool) -> Iterator[str]:
-    """whole: also what depends on the script, and is cured."""
-    shown = [one for one in rows if whole or one["applies"] or one["cure"] != "patch"]
-    headings = [one["said"] + ", if the script does it" * (not one["applies"]) for one in shown]
+def _answers(patches: dict[str, str]) -> Iterator[str]:
+    for answer in dict.fromkeys(patches.values()):
+        yield f"{answer}: {', '.join(name for name, its in patches.items() if its == answer)}"
+
+
+def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
+    """whole: also what depends on the script, and would be cured."""
+    shown = [
+        row
+        for row in rows
+        if whole or SCRIPT not in row.depends or row.cure.by not in ("patch", "applied")
+    ]
+    headings = [_heading(row) for row in shown]
     for heading in dict.fromkeys(headings):
         yield f"  {heading}:"
-        mine = [one for one, its in zip(shown, headings, strict=True) if its == heading]
-        cells = [(f"ZeRO {', '.join(map(str, one['stages']))}", _told(one)) for one in mine]
+        mine = [row for row, its in zip(shown, headings, strict=True) if its == heading]
+        cells = [(f"ZeRO {', '.join(map(str, row.one.stages))}", _told(row)) for row in mine]
         yield from (f"    {line}" for line in columns.aligned(cells))
     if rest := len(rows) - len(shown):
-        yield f"  cured, if the script does it: {rest} more, which doctor -v lists"
+        yield f"  {rest} more depend on your script: doctor -v"
     if not rows:
         yield "  nothing that is known"
 
 
-def _told(one: Any) -> str:
-    add = f"; {one['do']}" * (one["cure"] != "patch" or ", and " in one["do"])
-    return f"{one['script']}: {one['outcome']}{add}"
+def _later(fixes: list[Fix], asked: bool, verbose: bool) -> Iterator[str]:
+    """Count the fixes that the release lacks, or tell them."""
+    cured = sum(bool(one.by) for one in fixes)
+    concern = " may concern these settings" if asked else ""
+    less = f"; cured by patches: {cured}" + "; -v lists them" * (not verbose)
+    yield f"{len(fixes)} that it lacks{concern}{less}"
+    for one in fixes if verbose else ():
+        helps = f"cured by {one.by}" if one.by else f"right in {one.right}"
+        where = ", ".join(one.needs.split()).replace("_", " ")
+        told = f"{where}{': ' * bool(where)}{one.seen} ({helps}{'; ' * bool(one.do)}{one.do})"
+        yield f"  {plain(told)}"
+
+
+def _heading(row: Row) -> str:
+    depends = [SCRIPT] if SCRIPT in row.depends else row.depends
+    condition = " and ".join(map(configuration.said, depends))
+    applied = ", not applied" * (row.cure.by == "patch")
+    return f"{f'if {condition}: ' if condition else ''}{row.cure.said}{applied}"
+
+
+def _told(row: Row) -> str:
+    add = f"; {plain(row.cure.do)}" * (row.cure.by not in ("patch", "applied"))
+    also = f"; {plain(row.one.add)}" * (not add and bool(row.one.add))
+    return f"{plain(row.one.script)}: {plain(row.one.outcome)}{add}{also}"
 
 
 def _drift(verdicts: dict[str, Verdict]) -> Iterator[str]:
-    for name, verdict in verdicts.items():
+    for verdict in verdicts.values():
         for drift in verdict.drift if verdict.state is not State.OUT_OF_RANGE else ():
             yield f"{drift.place.key}" + f" ({drift.origin})" * bool(drift.origin)
             yield f"  found {drift.found}"
-            spans = shape.known(registry.patch(name)).get(drift.place.key, {})
-            yield from (f"  known {digest}  {releases}" for digest, releases in spans.items())
+            known = shape.known(drift.place).items()
+            yield from (f"  known {digest}  {releases}" for digest, releases in known)
 
 
 def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:

@@ -1,152 +1,236 @@
-"""`explain`: from the words of an error, or a whole log, to what it is and what helps."""
+"""`explain`: from an error, a whole log or a question to what it is and what helps.
+
+An error is known by its text, in which numbers but 0 may differ, and by its traceback. A question
+is known by its words, if it has all those of a phrase; what depends on the script says so.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
-from math import log
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
-from ds_patches.commands import page, symptoms
-from ds_patches.commands.page import Section
+from ds_patches.commands import cures, pasted
+from ds_patches.commands.pasted import Error, Pasted
 from ds_patches.core import columns, release
-from ds_patches.symptoms import OLDEST, SYMPTOMS, TESTED, Symptom
+from ds_patches.core.errors import FlagError
+from ds_patches.core.symptom import Symptom, plain
+from ds_patches.symptoms import COMPILED, OLDEST, SYMPTOMS, TESTED
 
+#: What is found, as exit statuses: it is known; it is not; it depends on the script.
+KNOWN, UNKNOWN, PERHAPS = 0, 1, 3
+#: Answers of one section.
 _MOST = 3
-_REPORT = "report it where you got ds_patches, with the traceback and `ds-patches doctor --json`"
+_SEARCH = "search DeepSpeed's issues"
+_WHICH = "say which DeepSpeed it is: --release 0.18.4"
+#: States in which the answer is most likely another.
+_OTHER = ("elsewhere", "untested")
+_NOT_KNOWN = "what  not known to ds_patches: most likely none of what it cures\ndo    " + _SEARCH
 
 
-def explain(text: str, asked: Version | None, *, as_json: bool) -> bool:
-    """Print what is known of a text, or a file's, for the release that is asked for, or installed.
+@dataclass(frozen=True)
+class Answer:
+    """What is known.
 
-    Returns whether anything is.
+    is_sure: the text shows that it is this; else it depends on what the script does.
+    state: by what a release is cured, as of a Cure, or "elsewhere" if it is not wrong there,
+        "untested", "which" if no release is known, "note".
     """
-    if os.path.isfile(text):
-        with open(text, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    installed = release.installed()
-    version = asked or (installed.version if installed else None)
-    cures = symptoms.of_releases(asked) if asked else symptoms.here()
-    found = [*answers(text, version, cures)]
+
+    one: Symptom
+    is_sure: bool
+    state: str
+    here: str
+    do: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it in plain types, for `explain --json`."""
+        return self.one.as_json() | {"sure": self.is_sure, "state": self.state, "do": self.do}
+
+    def __str__(self) -> str:
+        one, rows = self.one, []
+        where = f", ZeRO {', '.join(map(str, one.stages))}" if one.stages else ""
+        if self.is_sure:
+            outcome = f": {plain(one.outcome)}" if where else ""
+            rows.append(("what", f"{plain(one.script)}{where}{outcome}"))
+        elif where:
+            rows.append(("if", f"your script does this: {plain(one.script)}{where}"))
+            rows.append(("what", plain(one.outcome)))
+        else:
+            rows.append(("perhaps", plain(one.script)))
+        if one.stages:
+            right = f"from {one.right}" if one.right else f"in no release up to {TESTED}"
+            rows.append(("when", f"wrong from {one.first}, right {right}"))
+            rows.append(("here", self.here))
+        return "\n".join(columns.aligned([*rows, ("do", self.do)]))
+
+
+def _note(script: str, outcome: str, anchor: str, do: str, **more: Any) -> Symptom:
+    """What is no defect of some releases has no stages."""
+    return Symptom(script, outcome, (), "0", None, "", add=do, anchor=anchor, **more)
+
+
+# fmt: off
+_KNOWN = (
+    *SYMPTOMS,
+    _note("a parameter is read that is not gathered", "`'weight' must be 2-D`", "not-gathered",
+          "at ZeRO-3, call the model that the engine returns, or read the parameter inside "
+          "`with deepspeed.zero.GatheredParameters(...)`",
+          asked=("`mat2 must be a matrix, got 1-D tensor`",
+                 "`out of bounds for storage of size 0`", "setStorage out bounds"),
+          shown="deepspeed|must be 2-D|1-D tensor"),
+    _note("DeepCompile: up to 0.18.9 on a newer torch; from 0.19.4 on, layers of different shapes",
+          "`Guard failed on the same frame it was created`", "guard-failed",
+          "up to 0.18.9 upgrade DeepSpeed; from 0.19.4 on apply dc_fallback", shown=COMPILED),
+    _note("PyTorch's own message, and right: the first backward has freed the graph",
+          "`Trying to backward through the graph a second time`", "second-time",
+          "give `retain_graph=True` to every backward over a graph but the last"),
+    _note("on a CPU, DeepSpeed builds an operator in the first run, for a minute or so",
+          "nothing happens from the start on", "hangs-at-the-start",
+          "if it takes longer, remove the lock of a killed build: `ds-patches doctor` names it",
+          asked=("nothing happens", "hang from start", "hang cpu start")),
+    _note("patches that are not applied where they should be",
+          "no message, and nothing is applied", "nothing-applied",
+          "run `ds-patches doctor` in the place of your command: it looks for the start-up hook",
+          asked=("nothing applied", "patches not applied")),
+)
+# fmt: on
+
+
+def explain(text: str, asked: Version | None, *, verbose: bool, as_json: bool) -> int:
+    """Print what is known of a text, or a file's, for one release; returns the exit status.
+
+    The release: the one asked for, or the log's own, or the one that is installed.
+    verbose: print the sections of the page, too.
+    """
+    found = pasted.read(_of_file(text))
+    told, installed = asked or found.release, release.installed()
+    version = told or (installed.version if installed else None)
+    known = answers(found, version, cures.of_releases(told) if told else cures.here())
+    status = _status(found, known)
     if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        unknown = [{"what": "not known", "do": _REPORT}]
-        texts = ("\n".join(columns.aligned([*one.items()])) for one in found or unknown)
-        print("\n\n".join(texts))
-    return bool(found)
-
-
-def answers(
-    text: str, version: Version | None, cures: Mapping[str, str]
-) -> Iterator[dict[str, str]]:
-    """Yield what is known of a text; cures: for each patch, why it would not be applied."""
-    found = sections(text)
-    applying = [one for one in found if not one[1] and _applies(one[0], version)]
-    for section, said in applying or found:
-        rows = _rows(section, said, version)
-        told = [_of_row(one, section, version, cures) for one in rows] or [
-            {
-                "what": symptoms.plain(section.title),
-                "do": _first(section.body),
-                "read": _read(section),
-            }
-        ]
-        # Without a message it is a guess, by the words.
-        yield from (one if said else one | {"what": f"perhaps: {one['what']}"} for one in told)
-
-
-def _applies(section: Section, version: Version | None) -> bool:
-    return version is not None and any(symptoms.is_wrong(one, version) for one in _of(section))
-
-
-def sections(text: str) -> list[tuple[Section, str]]:
-    """Return the sections whose messages stand in a text; else the one that it is most about."""
-    known = [
-        (section, message)
-        for section in page.sections()
-        for message in (*section.messages, *chain.from_iterable(map(_told, _of(section))))
+        rows = [one.as_json() for one in known]
+        shown = {"status": status, "release": str(version or ""), "answers": rows}
+        print(json.dumps(shown | {"ds_patches": found.said}, indent=2))
+        return status
+    told_by_us = [
+        f"what  ds_patches says: {line}\ndo    what it says; there is more in {page()}"
+        for line in found.said[:_MOST]
     ]
-    found: dict[Section, str] = {}
-    for section, said in page.hits(text, known):
-        found.setdefault(section, said)
-    return [*found.items()][:_MOST] or [(one, "") for one in _about(text)[:_MOST]]
+    unknown = [_NOT_KNOWN] * (not known and status == UNKNOWN)
+    print("\n\n".join([*map(str, known), *unknown, *told_by_us]))
+    anchors = dict.fromkeys(one.one.anchor for one in known)
+    if verbose:
+        print("", *map(section, anchors), sep="\n")
+    elif anchors:
+        print("\nto read on: the same with -v")
+    return status
 
 
-def _told(one: Symptom) -> tuple[str, ...]:
-    """Return the messages of a row; where it has none, its own words."""
-    return tuple(page.codes(one.outcome)) or (
-        symptoms.plain(one.outcome),
-        symptoms.plain(one.script),
-    )
+def _of_file(text: str) -> str:
+    """Return the content of a file that is named, or the text itself."""
+    looks_like_one = re.fullmatch(r"\S*(/\S*|\.(log|txt|out|err))", text)
+    if not looks_like_one and not os.path.isfile(text):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError as error:
+        raise FlagError(f"{text}: no such file") from error
+    except OSError as error:
+        raise FlagError(f"{text} cannot be read: {error.strerror}") from error
 
 
-def _about(text: str) -> list[Section]:
-    """Return the sections that have most of a question's words, the rarer the better."""
-    asked = page.words(text)
-    if not asked or "\n" in text.strip():
-        return []
-    every = {section: (page.words(section.title), _words(section)) for section in page.sections()}
-    rare = {w: log(len(every) / (1 + sum(w in all_ for _, all_ in every.values()))) for w in asked}
-
-    def score(section: Section) -> float:
-        title, all_ = every[section]
-        return sum(rare[w] * ((w in title) + (w in all_)) for w in asked)
-
-    best = max(map(score, every))
-    return [one for one in every if score(one) == best > sum(rare.values()) / 2]
+def page() -> Path:
+    """Return the page of all sections: in a wheel it is in the package, in a checkout in docs."""
+    package = Path(__file__).parents[1]
+    places = (package / "troubleshooting.md", package.parent / "docs/troubleshooting.md")
+    return next((place for place in places if place.exists()), places[0])
 
 
-def _words(section: Section) -> frozenset[str]:
-    rows = " ".join(f"{one.script} {one.outcome}" for one in _of(section))
-    return page.words(f"{section.title} {section.body} {rows}")
+def section(anchor: str) -> str:
+    """Return a section of that page."""
+    text = page().read_text(encoding="utf-8")
+    found = re.search(rf"^####? .+{{ #{anchor} }}\n(?:(?!^##).*\n?)*", text, re.MULTILINE)
+    return found[0].replace(f" {{ #{anchor} }}", "") if found else ""
 
 
-def _of(section: Section) -> list[Symptom]:
-    return [one for one in SYMPTOMS if section.anchor and one.anchor == section.anchor]
+def answers(found: Pasted, version: Version | None, by_patch: Mapping[str, str]) -> list[Answer]:
+    """Return what is known; by_patch: for each patch, why it would not be applied."""
+    rows = [row for error in found.errors for row in _of_error(error)]
+    sure = {one for one, is_sure in rows if is_sure}
+    sure = {one for one in sure if one.stages} or sure
+    matched = sure or {one for one, _ in rows}
+    question = found.question.lower()
+    guessed = {one for one in _KNOWN if not matched and _has_words(question, one.asked)}
+    known = []
+    for anchor in dict.fromkeys(one.anchor for one in _KNOWN if one in matched | guessed):
+        mine = [one for one in _KNOWN if one.anchor == anchor and one in matched | guessed]
+        here = [one for one in mine if version is None or one.is_wrong(version)]
+        shown = here or mine if matched else here
+        is_sure = bool(sure) and len({one.cures for one in shown}) == 1
+        known += [_answer(one, is_sure, version, by_patch) for one in shown[:_MOST]]
+    return known
 
 
-def _rows(section: Section, said: str, version: Version | None) -> Sequence[Symptom]:
-    """Return the rows of a section: of this message, if any is, and of this release, if any is."""
-    rows = _of(section)
-    rows = [
-        one for one in rows if any(page.pattern(message)[0].search(said) for message in _told(one))
-    ] or rows
-    here = [one for one in rows if version and symptoms.is_wrong(one, version)]
-    return (here or rows)[:_MOST]
+def _status(found: Pasted, known: list[Answer]) -> int:
+    if any(one.is_sure and one.state not in _OTHER for one in known):
+        return KNOWN
+    if any(one.state not in _OTHER for one in known):
+        return PERHAPS
+    ours = [line for line in found.said if any(line in one.message for one in found.errors)]
+    return KNOWN if ours and not known else UNKNOWN
 
 
-def _of_row(
-    one: Symptom, section: Section, version: Version | None, cures: Mapping[str, str]
-) -> dict[str, str]:
-    where = f"ZeRO {', '.join(map(str, one.stages))}"
-    right = f"right from {one.right}" if one.right else f"right in no release up to {TESTED}"
-    answer = {
-        "what": symptoms.plain(f"{one.script}, {where}: {one.outcome}"),
-        "when": f"wrong from {one.first}, {right}",
-    }
+def _of_error(error: Error) -> Iterator[tuple[Symptom, bool]]:
+    """Yield the rows of an error's message that its traceback allows, and whether it shows them."""
+    said = _said(error.message)
+    for one in _KNOWN:
+        if said & {*_messages(one)}:
+            mark, pattern = one.shown[:1], one.shown.lstrip("?!")
+            shown = bool(re.search(pattern, error.evidence))
+            if shown or (mark not in ("?", "!") and not error.has_traceback):
+                yield one, shown and mark != "?"
+
+
+def _answer(
+    one: Symptom, is_sure: bool, version: Version | None, by_patch: Mapping[str, str]
+) -> Answer:
+    if not one.stages:
+        return Answer(one, is_sure, "note", "", plain(one.add))
     if version is None:
-        answer |= {"here": "DeepSpeed is not installed", "do": "say which: --release 0.18.4"}
-    elif symptoms.is_wrong(one, version):
-        cure = symptoms.cure(one, version, cures)
-        answer |= {"here": f"DeepSpeed {version}: {cure.said}", "do": symptoms.plain(cure.do)}
-    elif not Version(OLDEST) <= version <= Version(TESTED):
-        answer |= {"here": f"DeepSpeed {version} was not tested", "do": _REPORT}
-    else:
-        answer |= {"here": f"DeepSpeed {version} is not known to do this", "do": _REPORT}
-    return answer | {"read": _read(section)}
+        return Answer(one, is_sure, "which", "DeepSpeed is not installed", _WHICH)
+    here = f"DeepSpeed {version}"
+    if one.is_wrong(version):
+        cure = cures.cure(one, version, by_patch)
+        return Answer(one, is_sure, cure.by, f"{here}: {cure.said}", plain(cure.do))
+    if Version(OLDEST) <= version <= Version(TESTED):
+        return Answer(one, is_sure, "elsewhere", f"{here} is not known to do this", _SEARCH)
+    return Answer(one, is_sure, "untested", f"{here} was not tested", _SEARCH)
 
 
-def _read(section: Section) -> str:
-    return f"{page.path()}" + f"#{section.anchor}" * bool(section.anchor)
+def _messages(one: Symptom) -> list[str]:
+    return re.findall("`(.+?)`", "".join((one.outcome, *one.asked)))
 
 
-def _first(body: str) -> str:
-    """Return what fits into a few lines of the first paragraph, in plain text."""
-    sentences = re.split(r"(?<=[.:]) ", symptoms.plain(body.partition("\n\n")[0]))
-    ends = accumulate(sentences, "{} {}".format)
-    return [end for end in ends if len(end) < 300 or end == sentences[0]][-1]
+def _has_words(question: str, asked: Iterable[str]) -> bool:
+    """Whether a question has all words of a phrase, or longer ones: "spike" is in "spikes"."""
+    phrases = [phrase.lower().split() for phrase in asked if phrase[0] != "`"]
+    return any(all(re.search(rf"\b{word}", question) for word in words) for words in phrases)
+
+
+def _said(text: str) -> set[str]:
+    """Return the messages that stand in a text; of two, one in the other, the longer."""
+    text = pasted.alike(text)
+    known = {message for one in _KNOWN for message in _messages(one)}
+    found = {one for one in known if _pattern(one).search(text)}
+    return {one for one in found if not any(one in other for other in found - {one})}
+
+
+def _pattern(message: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pasted.alike(message)).replace(r"\.\.\.", ".{1,80}?"))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from ds_patches.core import columns, flags, registry
+from ds_patches.core import columns, registry
 from ds_patches.core.state import PatchStatus, State
 
 
 def in_full(status: PatchStatus) -> str:
     """Return a paragraph on one patch."""
     patch = registry.patch(status.name)
-    unasked = flags.defaults(patch)
     here = f"{status.brief}; " if status.state is State.READY else ""
     rows = [("state", status.state.value), ("why", here + status.reason)]
     rows.append(("DeepSpeed", status.installed or "not installed"))
     rows += [("requires", name) for name in patch.requires]
-    rows += [
-        ("option", f"{name}={value}" + " (default)" * (value == unasked[name]))
-        for name, value in status.options.items()
-    ]
     rows += [("target", f"{key} is {where.value}") for key, where in status.targets.items()]
     rows += [("note", note) for note in status.notes]
     rows += [("upstream", f"{link.label}, {link.url}") for link in status.upstream]

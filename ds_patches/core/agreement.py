@@ -13,8 +13,7 @@ import json
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +27,8 @@ log = logging.getLogger("ds_patches")
 #: Seconds before the ranks that have not answered are named.
 PATIENCE = 10.0
 
-#: How many engines were built over each set of ranks: one exchange each.
-_built: Counter[tuple[int, ...]] = Counter()
-#: Seconds that a rank waits for the others, as the flags were when patches were applied last.
-_timeout = flags.RANK_TIMEOUT
+#: As the flags were when patches were applied last.
+_requests = flags.Requests(strict=False, of={})
 #: Of the patches that are not live, why: as it was found when they were to be applied last.
 _why_not: dict[str, str] = {}
 
@@ -40,7 +37,7 @@ class Holdings(NamedTuple):
     """What one rank has.
 
     versions: of ds_patches and DeepSpeed.
-    live: the patches that change collectives and are live, each with its options.
+    live: the patches that change collectives and are live.
     not_live: the other ones that were asked for, each with the reason; to be told, not compared.
     """
 
@@ -49,10 +46,10 @@ class Holdings(NamedTuple):
     not_live: dict[str, str]
 
 
-def prepare(statuses: Iterable[PatchStatus]) -> None:
+def prepare(statuses: Iterable[PatchStatus], requests: flags.Requests) -> None:
     """Take in what has just come of applying patches, and the flags as they are now."""
-    global _timeout
-    _timeout = flags.rank_timeout()
+    global _requests
+    _requests = requests
     for status in statuses:
         _why_not[status.name] = f"{status.state.value} ({status.reason})"
 
@@ -66,20 +63,39 @@ def compare(engine: Any) -> None:
 
     if not dist.is_initialized():
         return
-    group = getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks, me = ranks_of(engine), dist.get_rank()
     trouble = ""
     if len(ranks) > 1:
-        key = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        exchange = Exchange(store(), f"ds_patches/{key}/{_built[ranks]}", ranks, _timeout)
-        _built[ranks] += 1
-        trouble = exchange.compare(dist.get_rank(), holdings())
-    if dist.get_rank() == 0:
+        exchange = Exchange(store(), meeting("ranks", ranks, me), ranks, _requests.rank_timeout)
+        trouble = exchange.compare(me, holdings())
+    if me == 0:
         _leave(len(ranks), trouble)
     if trouble:
         raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
-    if dist.get_rank() == 0:
+    if me == 0:
         log.info("%s", _summary(len(ranks)))
+
+
+def reduction_group(engine: Any) -> Any:
+    """Return the process group of the ranks that share an engine's gradients."""
+    return getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
+
+
+def ranks_of(engine: Any) -> tuple[int, ...]:
+    """Return those ranks, as the default group counts them."""
+    import torch.distributed as dist
+
+    return tuple(map(int, dist.get_process_group_ranks(reduction_group(engine))))
+
+
+def meeting(subject: str, ranks: Sequence[int], me: int) -> str:
+    """Return a place in the store where these ranks meet: for each, their next over a subject.
+
+    The store itself counts, so that the ranks of a process group that was built anew, some of them
+    in new processes, begin anew.
+    """
+    place = f"ds_patches/{subject}/{hashlib.sha256(repr((*ranks,)).encode()).hexdigest()[:16]}"
+    return f"{place}/{store().add(f'{place}/{me}', 1)}"
 
 
 def holdings() -> Holdings:
@@ -88,8 +104,7 @@ def holdings() -> Holdings:
     for name, patch in registry.patches().items():
         life = lifecycle.lives[name]
         if patch.collectives and life.live:
-            chosen = ", ".join(f"{option}={value}" for option, value in life.options.items())
-            found.live[name] = f"live with {chosen}" if chosen else "live"
+            found.live[name] = "live"
         else:
             found.not_live[name] = _why_not.get(name, "not applied")
     return found
@@ -138,9 +153,9 @@ class Exchange:
         verdict = _silence(silent, self._timeout)
         verdict = verdict or "; ".join(differences({self._first: mine} | heard))
         self._store.set(self._key("verdict"), verdict)
-        if verdict:  # the store may end with this rank: not before the others know why
-            readers = [rank for rank, held in heard.items() if held.live]
-            self._wait({rank: self._key(f"{rank}/read") for rank in readers}, PATIENCE)
+        # The store may end with this rank: not before the others have read.
+        readers = sum(bool(held.live) for held in heard.values())
+        self._until(lambda: self._store.add(self._key("read"), 0) >= readers, PATIENCE)
         return verdict
 
     def _judged(self, me: int, mine: Holdings) -> str:
@@ -154,7 +169,7 @@ class Exchange:
         if silent := self._wait({self._first: self._key("verdict")}, timeout):
             return _silence(silent, timeout)
         verdict = str(self._store.get(self._key("verdict")).decode())
-        self._store.set(self._key(f"{me}/read"), "")
+        self._store.add(self._key("read"), 1)
         return verdict
 
     def _key(self, what: object) -> str:
@@ -164,22 +179,29 @@ class Exchange:
         return Holdings(*json.loads(self._store.get(self._key(rank))))
 
     def _wait(self, keys: Mapping[int, str], timeout: float) -> list[int]:
-        """Wait for each rank's key; return the ranks that have set none after `timeout` seconds.
+        """Wait for each rank's key; return the ranks that have set none after `timeout` seconds."""
 
-        Asks again and again: a store that is told to wait is closed to all other threads.
-        """
-        begin, told, pause = time.monotonic(), False, 0.001
-        while not self._store.check([*keys.values()]):
-            waited = time.monotonic() - begin
-            if waited > (timeout if told else min(timeout, PATIENCE)):
-                silent = [rank for rank in keys if not self._store.check([keys[rank]])]
-                if waited > timeout:
-                    return silent
-                log.warning("%s", _silence(silent, waited))
-                told = True
+        def all_set() -> bool:
+            return bool(self._store.check([*keys.values()]))
+
+        soon = min(timeout, PATIENCE)
+        if self._until(all_set, soon):
+            return []
+        log.warning("%s", _silence(self._unset(keys), soon))
+        return [] if self._until(all_set, timeout - soon) else self._unset(keys)
+
+    def _unset(self, keys: Mapping[int, str]) -> list[int]:
+        return [rank for rank in keys if not self._store.check([keys[rank]])]
+
+    def _until(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Ask again and again: a store that is told to wait is closed to all other threads."""
+        begin, pause = time.monotonic(), 0.001
+        while not condition():
+            if time.monotonic() - begin > timeout:
+                return False
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
-        return []
+        return True
 
 
 def _silence(ranks: Sequence[int], waited: float) -> str:
@@ -207,10 +229,9 @@ def _summary(ranks: int) -> str:
 
 def _leave(ranks: int, trouble: str) -> None:
     """Write the job's status file, if one is asked for: whole or not at all."""
-    if not (file := os.environ.get(f"{flags.PREFIX}_STATUS_FILE")):
+    if not (file := _requests.status_file):
         return
-    patches = registry.patches()
-    requests = flags.read(patches).of
+    patches, requests = registry.patches(), _requests.of
     told = {
         "versions": holdings().versions,
         "ranks": ranks,

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ds_patches.core import flags, gate, lifecycle, once, registry, watch
-from ds_patches.core.errors import AlreadyApplied, PatchNotApplied
-from ds_patches.core.flags import Names, Options, Request, Requests
+from ds_patches.core import flags, gate, lifecycle, log, once, registry, watch
+from ds_patches.core.errors import PatchNotApplied
+from ds_patches.core.flags import Names, Request, Requests
 from ds_patches.core.gate import Force
 from ds_patches.core.patch import Patch
 from ds_patches.core.state import PatchStatus, State, Statuses
-from ds_patches.core.values import Value
 
-log = logging.getLogger("ds_patches")
 _lock = threading.RLock()
 _afterwards: list[Callable[[], None]] = []
 
-#: Not live, and nothing to warn of.
-_CONTENT = (State.DISABLED, State.FIXED_UPSTREAM)
-#: For questions to which the user's flags are no answer.
-_INDIFFERENT = Request(wanted=True, why="", force=Force.NO, options={})
+#: To take a patch back, whatever the user's flags say of it.
+_WHATEVER = Request(wanted=True, why="", force=Force.NO)
 
 
 def apply_all(
@@ -31,7 +26,6 @@ def apply_all(
     skip: Names | None = None,
     strict: bool | None = None,
     force: Names | None = None,
-    options: Options | None = None,
 ) -> Statuses:
     """Apply every patch that is wanted and that the installed DeepSpeed allows.
 
@@ -41,46 +35,34 @@ def apply_all(
         to leave out.
     strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
     force: names to apply in spite of the gate; "all" overrides an unknown version only.
-    options: `{patch: {option: value}}`; the value may be a list where several choices may, a number
-        where the choice is one, and a bool where it is on or off.
 
     Returns the status of every patch; printed, it is a line for each. A wanted patch that is not
     live is warned of once.
 
     Raises PatchNotApplied after all were tried: in strict mode for any of them, else only for
     those whose application itself failed (they are rolled back). Raises FlagError on a flag that
-    means nothing, UnknownPatch on a name, AlreadyApplied on options that differ from live ones,
-    BrokenPatch if the only patch that `only` names is broken.
+    means nothing, UnknownPatch on a name.
     """
     with _call():
         patches = registry.patches()
-        requests = flags.read(
-            patches, only=only, skip=skip, strict=strict, force=force, options=options
-        )
+        requests = flags.read(patches, only=only, skip=skip, strict=strict, force=force)
+        log.say(requests.level)
         for name, patch in patches.items():
             if not requests.of[name].wanted:
                 lifecycle.decline(patch)
-        asked_for = [n for n, one in requests.of.items() if one.wanted and not one.for_others]
-        if only is not None and len(asked_for) == 1:
-            gate.read(patches[asked_for[0]])
-        return apply_wanted(patches, requests, options or {})
+        return apply_wanted(patches, requests)
 
 
-def apply_wanted(patches: Mapping[str, Patch], requests: Requests, options: Options) -> Statuses:
+def apply_wanted(patches: Mapping[str, Patch], requests: Requests) -> Statuses:
     """Apply the patches that are wanted and report on them; see `apply_all`."""
     result = Statuses()
-    refusals: list[Exception] = []
     for name, patch in patches.items():
         if (request := requests.of[name]).wanted:
-            try:
-                result[name] = _apply(patch, requests, options.get(name, {}), request.for_others)
-                continue
-            except AlreadyApplied as error:
-                refusals.append(error)
-        result[name] = lifecycle.status(patch, request)
-    watch.start(result.values())  # also where all is refused: other ranks may have it
+            result[name] = _apply(patch, requests, request.for_others)
+        else:
+            result[name] = lifecycle.status(patch, request)
+    watch.start(result.values(), requests)  # also where all is refused: other ranks may have it
     try:
-        _raise_first(refusals)
         _report(result, requests)
     except Exception:
         _rest_if_idle()
@@ -88,17 +70,15 @@ def apply_wanted(patches: Mapping[str, Patch], requests: Requests, options: Opti
     return result
 
 
-def _apply(
-    patch: Patch, requests: Requests, asked: Iterable[str], for_others: bool = False
-) -> PatchStatus:
+def _apply(patch: Patch, requests: Requests, for_others: bool = False) -> PatchStatus:
     """Apply a patch after what it requires, or not at all."""
     request = requests.of[patch.name]
     for name in patch.requires:
-        required = _apply(registry.patch(name), requests, (), for_others=True)
+        required = _apply(registry.patch(name), requests, for_others=True)
         if not required.live:
             verdict = gate.check(patch, request.force).without(name, required)
-            return lifecycle.status(patch, request, verdict)
-    return lifecycle.apply(patch, request, asked, for_others)
+            return lifecycle.refuse(patch, request, verdict)
+    return lifecycle.apply(patch, request, for_others)
 
 
 def unapply_all() -> Statuses:
@@ -114,30 +94,30 @@ def unapply_all() -> Statuses:
                 result[name] = unapply(name)
             except Exception as error:
                 errors.append(error)
-    _raise_first(errors)
+    for later in errors[1:]:
+        log.ours.error("%s", later)
+    if errors:
+        raise errors[0]
     return result
 
 
-def apply(name: str, *, force: bool = False, **options: Value) -> PatchStatus:
+def apply(name: str, *, force: bool = False) -> PatchStatus:
     """Apply one patch now, whatever the environment's lists say.
 
     force: override an unknown version and a changed shape.
-    options: the patch's options by name.
 
     Raises PatchNotApplied with the reason if it is not live afterwards; nothing of it is left
-    then. Raises BrokenPatch, UnknownPatch, FlagError and AlreadyApplied as `apply_all` does.
+    then. Raises UnknownPatch and FlagError as `apply_all` does.
     """
     with _call():
         patch = registry.patch(name, "apply")
-        gate.read(patch)
         forced = (name,) if force else None
-        requests = flags.read(
-            registry.patches(), only=name, force=forced, options={name: options} if options else {}
-        )
-        status = _apply(patch, requests, options)
+        requests = flags.read(registry.patches(), only=name, force=forced)
+        log.say(requests.level)
+        status = _apply(patch, requests)
         if not status.live:
             raise PatchNotApplied([status]) from lifecycle.lives[name].failure
-        watch.start([status])
+        watch.start([status], requests)
         return status
 
 
@@ -153,7 +133,7 @@ def unapply(name: str) -> PatchStatus:
             patch = registry.patch(name, "unapply")
             for other in _live_users_of(name):
                 unapply(other)
-            status = lifecycle.unapply(patch, _INDIFFERENT)
+            status = lifecycle.unapply(patch, _WHATEVER)
             for required in patch.requires:
                 if lifecycle.lives[required].for_others and not _live_users_of(required):
                     unapply(required)
@@ -226,23 +206,22 @@ def _rest_if_idle() -> None:
         watch.stop()
 
 
-def _raise_first(errors: list[Exception]) -> None:
-    for later in errors[1:]:
-        log.error("%s", later)
-    if errors:
-        raise errors[0]
-
-
 def _report(statuses: Mapping[str, PatchStatus], requests: Requests) -> None:
-    """Warn once for each patch that is not live, then raise for those that must not be silent."""
+    """Warn once of what is not live, for each state, then raise for what must not be silent."""
     wanted = [name for name, request in requests.of.items() if request.wanted]
     found = [statuses[name] for name in wanted if name in statuses]
+    missing = [s for s in found if not s.live and s.state is not State.DISABLED]
+    fitting = [s for s in missing if s.state is not State.OUT_OF_RANGE]
     # A release that is too old for one patch has others; if it is for all, nothing was done.
-    too_old = [s for s in found if s.state is State.OUT_OF_RANGE]
-    content = _CONTENT if len(too_old) == len(wanted) else (*_CONTENT, State.OUT_OF_RANGE)
-    missing = [s for s in found if not s.live and s.state not in content]
-    for status in missing:
-        log.warning("%s is not applied, %s: %s", status.name, status.state.value, status.reason)
+    if len(missing) - len(fitting) < len(wanted):
+        missing = fitting
+    for state in dict.fromkeys(status.state for status in missing):
+        alike = [status for status in missing if status.state is state]
+        names, are = ", ".join(s.name for s in alike), "are" if alike[1:] else "is"
+        reason = alike[0].reason.replace(f"={alike[0].name}", f"={names.replace(' ', '')}")
+        log.ours.log(
+            log.for_the_job(), "%s %s not applied, %s: %s", names, are, state.value, reason
+        )
     fatal = [s for s in missing if requests.strict or s.state is State.FAILED]
     if fatal:
         causes = (lifecycle.lives[s.name].failure for s in fatal)

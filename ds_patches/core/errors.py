@@ -18,8 +18,8 @@ class DsPatchesError(Exception):
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
-class BrokenPatch(DsPatchesError):
-    """A patch cannot be used: its folder does not hold what the contract asks for."""
+class ImportFails(DsPatchesError):
+    """DeepSpeed, or a module of it, cannot be imported: no patch of it can be used."""
 
 
 class FlagError(DsPatchesError, ValueError):
@@ -37,8 +37,23 @@ class UnknownPatch(FlagError):
         )
 
 
-class AlreadyApplied(DsPatchesError):
-    """The patch is live with other options."""
+class Refused(DsPatchesError, RuntimeError):
+    """What a script asks for would train wrong; nothing was done, and the message says what helps.
+
+    Where DeepSpeed refuses the same, it is caught by the class that DeepSpeed raises, too.
+    """
+
+
+class Misused(Refused, AssertionError):
+    """Where DeepSpeed asserts; here also under ``python -O``."""
+
+
+class NotChecked(DsPatchesError, RuntimeError):
+    """A train check that can say nothing."""
+
+
+class NotCovered(Refused, NotImplementedError):
+    """Where DeepSpeed raises NotImplementedError."""
 
 
 class RanksDisagree(DsPatchesError, RuntimeError):

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds_patches.core import log, values
+from ds_patches.core import log
 from ds_patches.core.errors import FlagError, UnknownPatch, nearest
 from ds_patches.core.gate import Force
-from ds_patches.core.patch import Option, Patch
-from ds_patches.core.values import Value
+from ds_patches.core.patch import Patch
 
 PREFIX = "DS_PATCHES"
 _GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_RANK_TIMEOUT", "_PREFIX", "_STATUS_FILE")
@@ -20,9 +19,10 @@ RANK_TIMEOUT = 120.0
 #: The variables that are lists of patches, and what else may stand in them.
 _LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ("all",)}
 
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
 #: Of patches; a text is split at commas.
 Names = Iterable[str] | str
-Options = Mapping[str, Mapping[str, Value]]
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,23 @@ class Request:
     wanted: bool
     why: str
     force: Force
-    options: Mapping[str, str]
     for_others: bool = False
 
 
 @dataclass(frozen=True)
 class Requests:
-    """All flags, read and checked."""
+    """All flags, read and checked.
+
+    level: of what is logged; None: as the program has it.
+    rank_timeout: how many seconds a rank waits for the others to say what is applied there.
+    status_file: where rank 0 leaves the job's status; "" for nowhere.
+    """
 
     strict: bool
     of: Mapping[str, Request]
+    level: str | None = None
+    rank_timeout: float = RANK_TIMEOUT
+    status_file: str = ""
 
 
 def read(
@@ -54,41 +61,28 @@ def read(
     skip: Names | None = None,
     strict: bool | None = None,
     force: Names | None = None,
-    options: Options | None = None,
 ) -> Requests:
-    """Merge the arguments of a call with the environment.
+    """Merge the arguments of a call with the environment; changes nothing.
 
     Raises UnknownPatch or FlagError for anything that means nothing, listing what does.
     """
     env = _environment(patches)
     only, skip, force = _listed(only), _listed(skip), _listed(force) or ()
-    for argument, names in (("only", only), ("skip", skip), ("force", force), ("options", options)):
+    for argument, names in (("only", only), ("skip", skip), ("force", force)):
         _must_be_known(names or (), patches, argument, ("all",) if argument == "force" else ())
-    wishes = {name: _wish(name, only, skip, env, patches) for name in patches}
+    wishes = {name: _wish(name, only, skip, env) for name in patches}
     requests = {}
-    for name, patch in patches.items():
+    for name in patches:
         wanted, why = _with_required(name, wishes, patches)
-        asked = (options or {}).get(name, {})
-        requests[name] = Request(
-            wanted,
-            why,
-            _force(name, force, env),
-            _options(patch, asked, env),
-            for_others=wanted and not wishes[name].wanted,
-        )
+        for_others = wanted and not wishes[name].wanted
+        requests[name] = Request(wanted, why, _force(name, force, env), for_others)
     if strict is None:
-        strict = values.switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
+        strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
     level = env.get(f"{PREFIX}_LOG")
     if level is not None and level.lower() not in log.LEVELS:
-        raise values.no_choice(f"{PREFIX}_LOG", level, log.LEVELS)
-    log.say(level)
-    rank_timeout()
-    return Requests(strict, requests)
-
-
-def defaults(patch: Patch) -> Mapping[str, str]:
-    """Return what the options are where nobody chooses."""
-    return _options(patch, {}, {})
+        raise _no_choice(f"{PREFIX}_LOG", level, log.LEVELS, log.LEVELS)
+    timeout, status_file = _rank_timeout(env), env.get(f"{PREFIX}_STATUS_FILE", "")
+    return Requests(strict, requests, level, timeout, status_file)
 
 
 def is_ours(variable: str) -> bool:
@@ -98,25 +92,31 @@ def is_ours(variable: str) -> bool:
 
 def variables(patches: Mapping[str, Patch]) -> list[str]:
     """Return the names of all environment variables that mean something."""
-    names = [PREFIX + suffix for suffix in _GENERAL]
-    for patch in patches.values():
-        names.append(_variable(patch))
-        names.extend(_variable(patch, option) for option in patch.options)
-    return names
+    return [*(PREFIX + suffix for suffix in _GENERAL), *map(_variable, patches)]
+
+
+def misspelt(env: Mapping[str, str]) -> list[str]:
+    """Say of variables that are not ours which of ours they are meant to be: DS_PATCHS."""
+    from difflib import get_close_matches  # dear, and only commands ask
+
+    ours = [PREFIX + suffix for suffix in _GENERAL]
+    near = {name: get_close_matches(name, ours, 1, cutoff=0.9) for name in env if not is_ours(name)}
+    return [f"{name} means nothing; {one[0]} does" for name, one in near.items() if one]
 
 
 def is_strict() -> bool:
     """Whether the environment asks for strictness, whatever else in it means nothing."""
-    return os.environ.get(f"{PREFIX}_STRICT", "").strip().lower() in values.YES
+    return os.environ.get(f"{PREFIX}_STRICT", "").strip().lower() in _YES
 
 
-def rank_timeout() -> float:
-    """Return how many seconds a rank waits for the others to say what is applied there."""
-    text = os.environ.get(f"{PREFIX}_RANK_TIMEOUT") or str(RANK_TIMEOUT)
+def _rank_timeout(env: Mapping[str, str]) -> float:
+    text = env.get(f"{PREFIX}_RANK_TIMEOUT", str(RANK_TIMEOUT))
     try:
-        return values.seconds(text)
+        if 0 <= (seconds := float(text)) < float("inf"):  # nan is not
+            return seconds
     except ValueError:
-        raise FlagError(f"{PREFIX}_RANK_TIMEOUT is {text!r}, not a number of seconds") from None
+        pass
+    raise FlagError(f"{PREFIX}_RANK_TIMEOUT is {text!r}, not a number of seconds")
 
 
 def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
@@ -126,16 +126,21 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     """
     env = {k: v.strip() for k, v in os.environ.items() if is_ours(k) and v}
     valid = variables(patches)
-    # Nobody knows the options of a patch that cannot be loaded.
-    broken = tuple(f"{_variable(patch)}_" for patch in patches.values() if patch.broken)
     for name in env:
-        if name not in valid and not name.startswith(broken):
+        if name not in valid:
             guess = nearest(name, valid, PREFIX)
             raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
+    for variable in map(_variable, patches):
+        _switch(variable, env.get(variable, "0"))
+    if (switch := env.get(PREFIX, "").lower()) in _YES + _NO:
+        word = "all" if switch in _YES else "none"
+        raise FlagError(
+            f"{PREFIX} is {switch!r}: it is a list of patches; {PREFIX}={word} is meant"
+        )
     for suffix, words in _LISTS.items():
         variable = PREFIX + suffix
         _must_be_known(_listed(env.get(variable)) or (), patches, variable, words)
-    listed = {*values.split(env.get(PREFIX, ""))}
+    listed = {*_split(env.get(PREFIX, ""))}
     if len(listed) > 1 and listed & {"all", "none"}:
         raise FlagError(f"{PREFIX} is {env[PREFIX]!r}: all and none stand alone")
     return env
@@ -168,53 +173,27 @@ def _wish(
     only: tuple[str, ...] | None,
     skip: tuple[str, ...] | None,
     env: Mapping[str, str],
-    patches: Mapping[str, Patch],
 ) -> _Wish:
     if name in (skip or ()):
         return _Wish(False, "skipped by the call")
     if only is not None:
         return _Wish(name in only or None, "the call's choice")
-    variable = _variable(patches[name])
-    if variable in env:
-        value = env[variable]
-        if patches[name].broken:  # its options are not known
-            return _Wish(value.lower() not in values.NO, f"{variable}={value}")
-        words = next((one.words for one in patches[name].options if one.several), ())
-        return _Wish(values.switch(variable, value, words), f"{variable}={value}")
-    if name in values.split(env.get(f"{PREFIX}_SKIP", "")):
+    if value := env.get(variable := _variable(name)):
+        return _Wish(_switch(variable, value), f"{variable}={value}")
+    if name in _split(env.get(f"{PREFIX}_SKIP", "")):
         return _Wish(False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}")
-    if listed := values.split(env.get(PREFIX, "")):
+    if listed := _split(env.get(PREFIX, "")):
         return _Wish(name in listed or "all" in listed or None, f"{PREFIX}={env[PREFIX]}")
     return _Wish(True, "on by default")
 
 
 def _force(name: str, force: tuple[str, ...], env: Mapping[str, str]) -> Force:
-    asked = (*force, *values.split(env.get(f"{PREFIX}_FORCE", "")))
+    asked = (*force, *_split(env.get(f"{PREFIX}_FORCE", "")))
     return Force.SHAPE if name in asked else Force.VERSION if "all" in asked else Force.NO
 
 
-def _options(patch: Patch, asked: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
-    known = {option.name: option for option in patch.options}
-    for name in asked if not patch.broken else ():
-        if name not in known:
-            guess, valid = nearest(name, known), ", ".join(known) or "(none)"
-            raise FlagError(f"{patch.name} has no option {name!r}{guess}; its options are: {valid}")
-    chosen = {}
-    for name, option in known.items():
-        variable = _variable(patch, option)
-        where = f"{patch.name}({name}=...)" if name in asked else variable
-        # The variable of the patch itself makes no choice where it is a mere 0 or 1.
-        short = values.choice(option, env.get(_variable(patch), "")) if option.several else None
-        value = asked.get(name, env.get(variable, short or option.default))
-        if (choice := values.choice(option, value)) is None:
-            raise values.no_choice(where, value, option.words)
-        chosen[name] = choice
-    return chosen
-
-
-def _variable(patch: Patch, option: Option | None = None) -> str:
-    words = [PREFIX, patch.name.replace(".", "_"), *([option.name] if option else [])]
-    return "_".join(words).upper()
+def _variable(name: str) -> str:
+    return f"{PREFIX}_{name}".upper()
 
 
 def _must_be_known(
@@ -227,5 +206,22 @@ def _must_be_known(
 
 def _listed(names: Names | None) -> tuple[str, ...] | None:
     if isinstance(names, str):
-        return values.split(names) or (names,)  # no name at all is an error, like a wrong one
+        return _split(names) or (names,)  # no name at all is an error, like a wrong one
     return None if names is None else tuple(names)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """Split a list at commas, or at plus signs: Slurm's `--export` takes commas for itself."""
+    return tuple(part.strip() for part in text.replace("+", ",").split(",") if part.strip())
+
+
+def _switch(where: str, text: str) -> bool:
+    """Return yes or no. Raises FlagError for any other text."""
+    if text.lower() not in _YES + _NO:
+        raise _no_choice(where, text, ("0", "1"), _YES + _NO)
+    return text.lower() in _YES
+
+
+def _no_choice(where: str, text: str, choices: Iterable[str], near: Iterable[str]) -> FlagError:
+    guess = nearest(text, near)
+    return FlagError(f"{where} is {text!r}{guess}; the choices are: {', '.join(choices)}")

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import imports, journal, live, registry, release, shape
-from ds_patches.core.errors import BrokenPatch
+from ds_patches.core import imports, journal, live, once, registry, release, shape
+from ds_patches.core.errors import ImportFails
 from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
 from ds_patches.core.state import PatchStatus, State
-
-#: By place and shape, the releases that have it.
-Recorded = Mapping[str, Mapping[str, shape.Spans]]
 
 
 class Force(IntEnum):
@@ -61,14 +57,15 @@ class Verdict:
     """The gate's answer; `state` is READY when the patch may be applied.
 
     release: the one that DeepSpeed is treated as: by its source, where that and what it is said to
-        be differ. None if it is not installed.
+        be differ. None if DeepSpeed is not installed, or cannot be imported.
+    unseen: of places whose modules were not imported, the shapes of the source.
     """
 
     state: State
     reason: str
-    installed: Release | None
     release: Version | None = None
     drift: tuple[Drift, ...] = ()
+    unseen: Mapping[Place, str] = field(default_factory=dict)
 
     @property
     def may_apply(self) -> bool:
@@ -83,12 +80,17 @@ class Verdict:
 def check(patch: Patch, force: Force = Force.NO) -> Verdict:
     """Judge a patch, and what it requires, against the installed DeepSpeed.
 
-    Imports nothing of it, changes nothing.
+    Imports nothing of it, changes nothing. A call of the API looks at each patch once.
     """
+    if (installed := release.installed()) is None:
+        return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
+    verdicts, asked = _verdicts(), (patch.name, force)
     try:
-        verdict = _check(patch, force)
-    except BrokenPatch as error:
-        return Verdict(State.BROKEN, str(error), release.installed())
+        if asked not in verdicts:
+            verdicts[asked] = _look(patch, installed, force)
+    except ImportFails as error:
+        return Verdict(State.BROKEN, str(error))
+    verdict = verdicts[asked]
     for name in patch.requires if verdict.may_apply else ():
         required = check(registry.patch(name), force)
         if not required.may_apply:
@@ -96,49 +98,31 @@ def check(patch: Patch, force: Force = Force.NO) -> Verdict:
     return verdict
 
 
-def read(patch: Patch) -> tuple[Recorded, list[Version]]:
-    """Return what is recorded of a patch, and the releases at which anything of it changes.
-
-    Raises BrokenPatch for one that no DeepSpeed could be judged by.
-    """
-    if patch.broken:
-        raise BrokenPatch(patch.broken)
-    try:
-        recorded = shape.spans(patch)
-        Version(patch.fixed_in or "0")
-        if not (known := _releases(patch, recorded)):
-            raise ValueError(f"nothing is of {patch.supported}")
-        return recorded, known
-    except Exception as error:
-        why = f"{patch.package}, its shapes.json or releases: {type(error).__name__}: {error}"
-        raise BrokenPatch(why) from error
+def check_live(patch: Patch, verdict: Verdict, force: Force) -> Verdict:
+    """Judge again, now that the modules are imported: somebody may have replaced a function."""
+    installed, replaced = release.installed(), {}
+    if installed is None or verdict.release is None:  # nothing was looked at
+        return verdict
+    for place, found in verdict.unseen.items():
+        with importing(place.module):
+            if imports.is_whole(place.module) and (now := shape.of_live(place)) != found:
+                replaced[place] = now
+    if not replaced:
+        return verdict
+    others = [one for one in verdict.drift if one.place not in replaced]
+    drift = (*others, *(_drift(place, now) for place, now in replaced.items()))
+    judged = _judge(patch, installed, verdict.release, drift, force)
+    return Verdict(*judged, verdict.release, drift)
 
 
 @contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Raise BrokenPatch for what keeps a module of DeepSpeed from being imported."""
+    """Raise ImportFails for what keeps a module of DeepSpeed from being imported."""
     try:
         yield
     except Exception as error:
         why = f"the import of {module} fails: {type(error).__name__}: {error}"
-        raise BrokenPatch(why) from error
-
-
-def _check(patch: Patch, force: Force) -> Verdict:
-    recorded, known = read(patch)
-    installed = release.installed()
-    if installed is None:
-        return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed", None)
-    found = _Found(patch, recorded, installed.folder)
-    source = _release_of_source(found, installed.version, known)
-    told = installed.version
-    in_range = told is None or release.covers(patch.supported, told)
-    version = (source or told or known[-1]) if in_range else told
-    assert version is not None
-    like = version if in_range else source or known[-1]
-    drift = () if version == source else tuple(map(found.drift_of, found.unlike(version, like)))
-    state, reason = _judge(patch, installed, version, drift, force)
-    return Verdict(state, reason, installed, version, drift)
+        raise ImportFails(why) from error
 
 
 def targets(patch: Patch, version: Version) -> tuple[Target, ...]:
@@ -146,81 +130,94 @@ def targets(patch: Patch, version: Version) -> tuple[Target, ...]:
     return tuple(t for t in patch.targets if release.covers(t.releases, version))
 
 
-def places(patch: Patch, version: Version) -> tuple[Place, ...]:
+def places(patch: Patch, version: Version) -> tuple[Target | Dependency, ...]:
     """Return these, and what the patch relies on besides."""
     relied_on = (d for d in patch.dependencies if release.covers(d.releases, version))
     return (*targets(patch, version), *relied_on)
 
 
-def _releases(patch: Patch, recorded: Recorded) -> list[Version]:
-    """Return the releases at which anything recorded begins or ends, oldest first."""
-    ends = {
-        end for of in recorded.values() for spans in of.values() for span in spans for end in span
-    }
-    every: tuple[Target | Dependency, ...] = (*patch.targets, *patch.dependencies)
-    bounds = (SpecifierSet(place.releases) for place in every)
-    ends |= {Version(bound.version) for specifier in bounds for bound in specifier}
-    return sorted(end for end in ends if release.covers(patch.supported, end))
+@once.per_call
+def _verdicts() -> dict[tuple[str, Force], Verdict]:
+    return {}
 
 
-def _release_of_source(
-    found: _Found, told: Version | None, known: Sequence[Version]
-) -> Version | None:
+def _look(patch: Patch, installed: Release, force: Force) -> Verdict:
+    found, told = _Found(patch, installed.folder), installed.version
+    newest = max(found.known, default=told or Version("0"))
+    source = _release_of_source(found, told)
+    in_range = told is None or release.covers(patch.supported, told)
+    version = told if told and not in_range else source or told or newest
+    like = version if in_range else source or newest
+    drifted = () if version == source else found.unlike(version, like)
+    drift = tuple(_drift(place, found.shape_of(place)) for place in drifted)
+    unseen = [one for one in places(patch, version) if not imports.is_whole(one.module)]
+    shapes: dict[Place, str] = {place: found.shape_of(place) for place in unseen}
+    return Verdict(*_judge(patch, installed, version, drift, force), version, drift, shapes)
+
+
+def _release_of_source(found: _Found, told: Version | None) -> Version | None:
     """Return the release whose recorded shapes the source has, all of them; None if there is none.
 
     Of several it is the one that DeepSpeed is said to be, or the next before.
     """
-    candidates = known[::-1]
+    candidates = found.known[::-1]
     if told is not None:
         in_range = [told] if release.covers(found.patch.supported, told) else []
         before = [version for version in candidates if version < told]
-        candidates = [*in_range, *before, *(version for version in known if version > told)]
+        after = [version for version in found.known if version > told]
+        candidates = [*in_range, *before, *after]
     return next((v for v in candidates if not any(found.unlike(v, v))), None)
 
 
 class _Found:
-    """The shapes that a patch's places have here, each looked at once, and those recorded."""
+    """The shapes that a patch's places have here, each looked at once.
 
-    def __init__(self, patch: Patch, recorded: Recorded, folder: Path) -> None:
-        self.patch, self.recorded = patch, recorded
-        self._folder = folder
+    known: the releases that the patch supports and that were recorded, oldest first.
+    """
+
+    def __init__(self, patch: Patch, folder: Path) -> None:
+        every = shape.recorded().releases
+        self.known = [one for one in every if release.covers(patch.supported, one)]
+        self.patch, self._folder = patch, folder
         self._shapes: dict[str, str] = {}
+        self._touched: dict[str, list[str]] = {}  # the releases, by place
+        every_place: tuple[Target | Dependency, ...] = (*patch.targets, *patch.dependencies)
+        for place in every_place:
+            self._touched.setdefault(place.key, []).append(place.releases)
 
     def unlike(self, version: Version, like: Version) -> Iterator[Place]:
         """Yield the places of one release that are not as they were recorded of another.
 
-        A place that the other release does not have may be as any has it.
+        What the patch does not touch in the other release may be as in any in which it does.
         """
-        # Module by module: few source files are held at a time.
         for place in sorted(places(self.patch, version), key=lambda place: place.module):
-            of = self.recorded.get(place.key, {})
-            spans = of.get(self._shape(place))
-            is_new = version != like and not any(shape.is_within(like, one) for one in of.values())
-            if spans is None or not (is_new or shape.is_within(like, spans)):
+            spans = shape.known(place).get(self.shape_of(place), "")
+            those = [like] if self._is_touched(place, like) else self.known
+            if not any(shape.has(v, spans) and self._is_touched(place, v) for v in those):
                 yield place
 
-    def drift_of(self, place: Place) -> Drift:
-        found = self._shape(place)
-        known = shape.known(self.patch).get(place.key, {}).get(found, "")
-        where = live.site(place) if imports.is_whole(place.module) else None
-        origin = live.origin(journal.beneath_ours(live.raw(*where))) if where else ""
-        return Drift(place, found, known, origin)
-
-    def _shape(self, place: Place) -> str:
+    def shape_of(self, place: Place) -> str:
         if place.key not in self._shapes:
             with importing(place.module):
                 self._shapes[place.key] = shape.of(place, self._folder)
         return self._shapes[place.key]
 
+    def _is_touched(self, place: Place, version: Version) -> bool:
+        return any(release.covers(releases, version) for releases in self._touched[place.key])
+
+
+def _drift(place: Place, found: str) -> Drift:
+    where = live.site(place) if imports.is_whole(place.module) else None
+    origin = live.origin(journal.beneath_ours(live.raw(*where))) if where else ""
+    return Drift(place, found, shape.known(place).get(found, ""), origin)
+
 
 def _judge(
-    patch: Patch, installed: Release, version: Version, drift: tuple[Drift, ...], force: Force
+    patch: Patch, installed: Release, version: Version, drift: Sequence[Drift], force: Force
 ) -> tuple[State, str]:
     name = f"DeepSpeed {version}"
     if installed.version != version:
         name += f" (by its source; it is said to be {installed.text})"
-    if patch.fixed_in is not None and version >= Version(patch.fixed_in):
-        return State.FIXED_UPSTREAM, f"DeepSpeed {patch.fixed_in} and later need no patch"
     in_range = release.covers(patch.supported, version)
     if not in_range and not release.is_newer(patch.supported, version):
         return State.OUT_OF_RANGE, f"{name} is not in {patch.supported}"

@@ -7,6 +7,7 @@ has not loaded already.
 from __future__ import annotations
 
 import sys
+from _thread import RLock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,12 +50,13 @@ def awaited(modules: Iterable[str]) -> list[str]:
 
 def remove_post_import_hook(module: str, hook: Hook) -> None:
     """Wait with `hook` for `module` no longer."""
-    hooks = _watch.hooks.get(module, [])
-    if hook in hooks:
-        hooks.remove(hook)
-    if not hooks:
-        _watch.hooks.pop(module, None)
-    _watch.leave()
+    with _watch.lock:
+        hooks = _watch.hooks.get(module, [])
+        if hook in hooks:
+            hooks.remove(hook)
+        if not hooks:
+            _watch.hooks.pop(module, None)
+        _watch.leave()
 
 
 class _Loader:
@@ -79,21 +81,26 @@ class _Watch:
     """Stands first on `sys.meta_path` while something is awaited; finds nothing by itself."""
 
     def __init__(self) -> None:
+        #: Modules are imported in threads. No hook, and no import, runs while it is held.
+        self.lock = RLock()
         self.hooks: dict[str, list[Hook]] = {}
         #: Their bodies have been run, though the import system still calls them half imported.
         self.executed: set[str] = set()
 
     def wait(self, name: str, hooks: Sequence[Hook]) -> None:
-        self.hooks.setdefault(name, []).extend(hooks)
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
+        with self.lock:
+            self.hooks.setdefault(name, []).extend(hooks)
+            if self not in sys.meta_path:
+                sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name not in self.hooks:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ()
+        with self.lock:
+            found = sys.meta_path
+            behind = found[found.index(self) + 1 :] if self in found else ()
         for finder in behind:
             if not hasattr(finder, "find_spec"):  # as of Python 3.3
                 continue
@@ -104,8 +111,9 @@ class _Watch:
         return None
 
     def arrived(self, name: str) -> None:
-        self.executed.add(name)
-        hooks = self.hooks.pop(name, [])
+        with self.lock:
+            self.executed.add(name)
+            hooks = self.hooks.pop(name, [])
         try:
             for hook in hooks:
                 hook()
@@ -117,8 +125,9 @@ class _Watch:
             self.leave()
 
     def leave(self) -> None:
-        if not self.hooks and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        with self.lock:
+            if not self.hooks and self in sys.meta_path:
+                sys.meta_path.remove(self)
 
 
 _watch = _Watch()

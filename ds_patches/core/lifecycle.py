@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
-from pkgutil import resolve_name
 
 from packaging.version import Version
 
-from ds_patches.core import gate, imports, release
-from ds_patches.core.errors import AlreadyApplied, BrokenPatch
+from ds_patches.core import engines, gate, imports, release
+from ds_patches.core.errors import ImportFails
 from ds_patches.core.flags import Request
 from ds_patches.core.gate import Verdict
 from ds_patches.core.journal import Journal
@@ -27,14 +26,15 @@ class Life:
     """What this process did with one patch. What is live is read from the journal's objects."""
 
     journal: Journal = field(default_factory=Journal)
-    options: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     failure: BaseException | None = None
     reverted: bool = False
     #: Applied as others require it, and not for itself.
     for_others: bool = False
-    #: Of wrapped functions that are replaced at an engine or in its class: by whom, and where.
-    replaced: dict[str, str] = field(default_factory=dict)
+
+    def begin_anew(self) -> None:
+        """Forget how it ended before."""
+        self.failure, self.reverted, self.notes = None, False, ()
 
     @property
     def live(self) -> bool:
@@ -44,34 +44,26 @@ class Life:
     def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
         """Return where each wrapper stands, and what lies over it, by the key of its target."""
         found = self.journal.wrapper_states()
-        replaced = {key: (WrapperState.REPLACED, by) for key, by in self.replaced.items()}
-        return {key: replaced.get(key, found[key]) for key in found}
+        for wrapper in self.journal.wrappers if engines.known else ():
+            if wrapper.on and (by := engines.replacement(wrapper)):
+                found[wrapper.target.key] = (WrapperState.REPLACED, by)
+        return found
 
 
 #: By the names of patches.
 lives: defaultdict[str, Life] = defaultdict(Life)
 
 
-def apply(
-    patch: Patch, request: Request, asked: Iterable[str], for_others: bool = False
-) -> PatchStatus:
+def apply(patch: Patch, request: Request, for_others: bool = False) -> PatchStatus:
     """Apply one patch if the gate lets it, wholly or not at all; the outcome is in the status.
 
-    asked: names of the options that the call itself chooses; a live patch that has them otherwise
-        raises AlreadyApplied.
     for_others: it is applied because another one requires it.
     """
     life = lives[patch.name]
     life.for_others = for_others and (life.for_others or not life.journal.active)
     if life.journal.active:
-        for name in asked:
-            if life.options[name] != (value := request.options[name]):
-                raise AlreadyApplied(
-                    f"{patch.name} is applied with {name}={life.options[name]}; "
-                    f"unapply it before applying it with {name}={value}"
-                )
         return status(patch, request)
-    life.failure, life.reverted, life.notes = None, False, ()
+    life.begin_anew()
     verdict = None
     try:
         verdict = gate.check(patch, request.force)
@@ -81,13 +73,18 @@ def apply(
             for module in dict.fromkeys([release.PACKAGE, *(t.module for t in targets)]):
                 with gate.importing(module):
                     import_module(module)
-            # Again, now that the live objects can be seen: somebody may have replaced one.
-            verdict = gate.check(patch, request.force)
+            verdict = gate.check_live(patch, verdict, request.force)
             if verdict.may_apply:
-                _put_in_place(patch, version, targets, request, life)
+                _put_in_place(patch, version, targets, life)
     except Exception as error:
         life.failure = error
         log.debug("%s failed", patch.name, exc_info=error)
+    return status(patch, request, verdict)
+
+
+def refuse(patch: Patch, request: Request, verdict: Verdict) -> PatchStatus:
+    """Return the status of a patch that is asked for, and may not be applied."""
+    lives[patch.name].begin_anew()
     return status(patch, request, verdict)
 
 
@@ -98,9 +95,10 @@ def unapply(patch: Patch, request: Request) -> PatchStatus:
         was_active = life.journal.active
         life.journal.remove()
         life.reverted = life.reverted or was_active
-        life.replaced.clear()
-        life.notes = _deactivate(patch) if was_active else ()
-        _warn(patch, (*life.journal.left_behind(), *life.notes))
+        life.notes = ()
+        if was_active:
+            _deactivate(patch)
+        _warn(patch, life.journal.left_behind())
     decline(patch)
     return status(patch, request)
 
@@ -128,7 +126,7 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
         state, reason = State.SHADOWED, "; ".join(shadows)
     elif count := len(wrapper_states):
         state, reason = State.APPLIED, f"{count} of {count} wrappers in place"
-    elif isinstance(life.failure, BrokenPatch):
+    elif isinstance(life.failure, ImportFails):
         state, reason = State.BROKEN, str(life.failure)
     elif life.failure is not None:
         state, reason = State.FAILED, f"{type(life.failure).__name__}: {life.failure}"
@@ -151,7 +149,6 @@ def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> Pa
         upstream=patch.upstream,
         notes=life.notes,
         targets={key: state for key, (state, _) in wrapper_states.items()},
-        options=dict(life.options if wrapper_states else request.options),
     )
 
 
@@ -162,26 +159,24 @@ def note(name: str, text: str) -> None:
         life.notes += (text,)
 
 
-def _put_in_place(
-    patch: Patch, version: Version, targets: tuple[Target, ...], request: Request, life: Life
-) -> None:
-    life.journal.install(targets, lambda target: resolve_name(target.wrapper))
+def _put_in_place(patch: Patch, version: Version, targets: tuple[Target, ...], life: Life) -> None:
+    life.journal.install(targets, lambda target: patch.hook(target.wrapper))
     try:
-        notes = resolve_name(patch.activate)(version, request.options) if patch.activate else ()
+        notes = patch.hook(patch.activate)() if patch.activate else ()
     except BaseException:
         life.journal.remove()
         _deactivate(patch)
         raise
-    life.options = request.options
     life.notes = (*notes, *life.journal.names_out_of_reach())
     log.debug("%s is applied to DeepSpeed %s", patch.name, version)
     _warn(patch, life.notes)
 
 
-def _deactivate(patch: Patch) -> tuple[str, ...]:
-    return tuple(resolve_name(patch.deactivate)()) if patch.deactivate else ()
+def _deactivate(patch: Patch) -> None:
+    if patch.deactivate:
+        patch.hook(patch.deactivate)()
 
 
-def _warn(patch: Patch, notes: tuple[str, ...]) -> None:
+def _warn(patch: Patch, notes: Iterable[str]) -> None:
     for note in notes:
         log.warning("%s: %s", patch.name, note)

@@ -62,15 +62,16 @@ def raw(owner: Owner, name: str) -> Any:
 
 
 def innermost(value: Any) -> Any:
-    """Return the function or class beneath all wrappers that say what they wrap."""
-    while True:
+    """Return the function or class beneath all wrappers that say what they wrap.
+
+    An object that answers to every name says that it wraps something without end.
+    """
+    for _ in range(_WALK_LIMIT):
         kind = type(value)
         if issubclass(kind, type):
             return value
         if issubclass(kind, CARRIERS):
             beneath = value.__func__
-        elif issubclass(kind, property):
-            beneath = value.fget
         else:
             beneath = getattr(value, "__wrapped__", None)
             if beneath is None and kind is FunctionType and value.__qualname__ == _NVTX:
@@ -80,6 +81,7 @@ def innermost(value: Any) -> Any:
         if beneath is None:
             return value
         value = beneath
+    return value
 
 
 def path_to(top: Any, wanted: Any) -> list[Any]:

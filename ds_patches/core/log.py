@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
+ours = logging.getLogger("ds_patches")
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -13,11 +15,17 @@ def say(level: str | None = None) -> None:
 
     Without a level it is what the logger has, or else info: what is live is said once per engine.
     """
-    logger = logging.getLogger("ds_patches")
-    if level is not None or logger.level == logging.NOTSET:
-        logger.setLevel((level or "info").upper())
-    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
-        logger.addHandler(_Stderr())
+    if level is not None or ours.level == logging.NOTSET:
+        ours.setLevel((level or "info").upper())
+    if not any(isinstance(handler, _Stderr) for handler in ours.handlers):
+        ours.addHandler(_Stderr())
+
+
+def for_the_job() -> int:
+    """Return the level of what every rank would say: one says it. If ranks differ, they refuse."""
+    ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
+    return logging.WARNING if rank == "0" else logging.DEBUG
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
@@ -28,7 +36,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        others = [*logging.getLogger("ds_patches").handlers, *logging.getLogger().handlers]
+        others = [*ours.handlers, *logging.getLogger().handlers]
         if others == [self]:
             self.stream = sys.stderr  # of now: a notebook or a test puts another in its place
             super().emit(record)

@@ -1,11 +1,11 @@
-"""What a patch is: data. A patch folder's `binding.py` holds one `PATCH = Patch(...)`."""
+"""What a patch is: data, one `PATCH = Patch(...)` in the file of a cure, or in `binding.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
-#: Stands for every choice of an option that takes several.
-ALL = "all"
 _PAGES = "https://github.com/deepspeedai/DeepSpeed"
 
 
@@ -33,7 +33,7 @@ class Place:
 
     @property
     def key(self) -> str:
-        """The place as `shapes.json` and every report name it."""
+        """The place as every report names it."""
         return f"{self.module}:{self.qualname}"
 
 
@@ -41,7 +41,7 @@ class Place:
 class Target(Place):
     """A function of a module, or a method of instances, to wrap.
 
-    wrapper: reference `"package.module:function"`, resolved only when the patch is applied; its
+    wrapper: a function of the patch's `hooks`, looked up only when the patch is applied; its
         signature is wrapt's, `(wrapped, instance, args, kwargs) -> Any`.
     releases: specifier of the releases that have the target ("" = all); in others it is skipped.
     adds: the name may be absent, and the patch then adds it. Absence becomes one of its shapes.
@@ -81,62 +81,37 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Option:
-    """A choice left to the user: `DS_PATCHES_<PATCH>_<OPTION>` or `apply(name, option=value)`.
-
-    default: one of the choices; or a tuple of some, if a value is one choice or more, separated by
-        commas or plus signs, or `all`. The patch gets them as `choices` orders them, joined by
-        commas, and `DS_PATCHES_<PATCH>`, which is 0 or 1, takes them too.
-    """
-
-    name: str
-    default: str | tuple[str, ...]
-    choices: tuple[str, ...]
-    help: str
-
-    @property
-    def several(self) -> bool:
-        """Whether a value may be several choices. At most one option of a patch is like that."""
-        return isinstance(self.default, tuple)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What a value is made of."""
-        return (*self.choices, ALL) if self.several else self.choices
-
-
-@dataclass(frozen=True)
 class Patch:
     """One fix, as data.
 
     supported: specifier of the tested releases; it has an upper bound.
-    fixed_in: first DeepSpeed release that needs no patch, or None.
-    why, how, remove_when, upstream: texts of its page in docs/, for a patch of this package.
+    remove_when, upstream: for its page in docs/, beside the docstring of the file or folder.
     collectives: whether it changes what the ranks say to each other. All ranks of an engine must
         then have it alike, and are compared when the engine is built.
-    activate: reference to `(release: Version, options: Mapping[str, str]) -> Sequence[str]`, run
-        after all wrappers are in place; returns notes for the user. If it raises, all is undone.
-    deactivate: reference to `() -> Sequence[str]`, run after the wrappers are gone.
+    hooks: the module of its wrappers: `__name__` of a cure in one file; "" for `hooks` in the
+        patch's folder, which is imported when the patch is applied. Its functions are named alone,
+        others as "module:function".
+    activate: its `() -> Sequence[str]`, run after all wrappers are in place; returns notes for the
+        user. If it raises, all is undone.
+    deactivate: its `() -> None`, run after the wrappers are gone.
     requires: names of patches that have to be live for this one, and require none: who asks for it
         gets them too, and who takes one of them back takes this one back first.
-    package: import name of the patch's folder, where its shapes lie; the registry knows it.
-    broken: what is wrong with it, where the registry found that it cannot be used.
     """
 
     name: str
     summary: str
     supported: str
     targets: tuple[Target, ...]
-    fixed_in: str | None = None
-    why: str = ""
-    how: str = ""
     remove_when: str = ""
     upstream: tuple[Link, ...] = ()
     dependencies: tuple[Dependency, ...] = ()
-    options: tuple[Option, ...] = ()
     collectives: bool = True
+    hooks: str = ""
     activate: str | None = None
     deactivate: str | None = None
     requires: tuple[str, ...] = ()
-    package: str = ""
-    broken: str = ""
+
+    def hook(self, name: str) -> Any:
+        """Return the function that a target, `activate` or `deactivate` names."""
+        home = self.hooks or f"ds_patches.{self.name}.hooks"
+        return resolve_name(name if ":" in name else f"{home}:{name}")

@@ -1,53 +1,78 @@
 """The shape of a function or class: a digest of its source that ignores what is not behaviour.
 
-Two ways lead to the same digest: from the source on disk, without importing DeepSpeed, and from
-the live object, which also shows whether somebody has replaced it.
+`shapes.json` has what was recorded of every release: the hash of each source file that a patch
+names, and the shape of each place in it. A file with a recorded hash is not parsed: its places have
+the shapes of the release that it is of.
+
+A shape is read from the source on disk, without importing DeepSpeed, or from the live object, which
+also shows whether somebody has replaced it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 import sys
+from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
+from hashlib import sha256
 from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
 
 from packaging.version import Version
 
-from ds_patches.core import definitions, imports, live
-from ds_patches.core.patch import Patch, Place
+from ds_patches.core import definitions, imports, live, once
+from ds_patches.core.patch import Place
 
-#: Spans of releases, each by its first and its last.
-Spans = tuple[tuple[Version, Version], ...]
+#: `make shapes` writes it.
+RECORD = Path(__file__).with_name("shapes.json")
 
 #: Shape of a name that does not exist; a known shape only where a patch adds the name.
 ABSENT = "absent"
 #: Shape of a live object whose source cannot be read.
 UNREADABLE = "unreadable"
 
+#: By hash or shape, the releases that have it, as spans: "0.16.0-0.16.4, 0.16.6".
+Spans = Mapping[str, str]
+#: Path, time and size: what is kept of a file is kept for this state of it.
+Stamp = tuple[str, int, int]
 
-def known(patch: Patch) -> dict[str, dict[str, str]]:
-    """Return the recorded shapes of a patch: place -> digest -> spans of releases."""
-    return json.loads(recorded_at(patch).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
-def spans(patch: Patch) -> dict[str, dict[str, Spans]]:
-    """Return the same with the spans as pairs of releases, first and last."""
-    return {
-        key: {found: _parsed(text) for found, text in shapes.items()}
-        for key, shapes in known(patch).items()
-    }
+_HEAD = re.compile(rb"\s*(?:async\s+)?def\s+(\w+)")
 
 
-def is_within(version: Version, spans: Spans) -> bool:
-    """Whether a release lies in one of the spans."""
-    return any(first <= version <= last for first, last in spans)
+class Record(NamedTuple):
+    """What was recorded of the releases, oldest first: by module, its source and its places."""
+
+    releases: tuple[Version, ...]
+    files: Mapping[str, Spans]
+    places: Mapping[str, Mapping[str, Spans]]
 
 
-def recorded_at(patch: Patch) -> Path:
-    """Return the file that holds the recorded shapes of a patch, beside its binding."""
-    binding = import_module(f"{patch.package}.binding")  # the folder may have no __init__.py
-    return Path(str(binding.__file__)).with_name("shapes.json")
+class _Found(NamedTuple):
+    """A definition in a file. origin: the module that a name is imported from that has none."""
+
+    digest: str = ABSENT
+    line: int = 0
+    origin: str | None = None
+
+
+def recorded() -> Record:
+    """Return what was recorded."""
+    return _read(RECORD)
+
+
+def known(place: Place) -> Spans:
+    """Return the shapes that a place was recorded with."""
+    return recorded().places.get(place.module, {}).get(place.qualname, {})
+
+
+@cache
+def has(release: Version, spans: str) -> bool:
+    """Whether a release lies in one of the spans; in "" lies none."""
+    return any(first <= release <= last for first, last in _parsed(spans))
 
 
 def of(place: Place, folder: Path) -> str:
@@ -60,16 +85,17 @@ def of(place: Place, folder: Path) -> str:
 
 def of_source(place: Place, folder: Path) -> str:
     """Return the shape of a place as the source under `folder` has it."""
-    inside = folder.joinpath(*place.module.split(".")[1:])
-    candidates = (inside.with_suffix(".py"), inside / "__init__.py")
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
+    if (file := source(place.module, folder)) is None:
         return ABSENT
-    file = definitions.stamp(path)
-    digest, _ = _found(file, place.qualname)
-    if digest == ABSENT and (origin := definitions.imported_from(file, place.qualname)):
-        return of_source(Place(origin, place.qualname), folder)
-    return digest
+    return _of_release(place.module, file_hash(file)).get(place.qualname) or parsed(place, folder)
+
+
+def parsed(place: Place, folder: Path) -> str:
+    """Return the same whatever was recorded."""
+    if (file := source(place.module, folder)) is None:
+        return ABSENT
+    found = _in_file(file, place.module, place.qualname)
+    return parsed(Place(found.origin, place.qualname), folder) if found.origin else found.digest
 
 
 def of_live(place: Place) -> str:
@@ -80,28 +106,100 @@ def of_live(place: Place) -> str:
         return ABSENT
     code = getattr(value, "__code__", None)
     if isinstance(value, type):
-        path = Path(getattr(sys.modules.get(value.__module__), "__file__", None) or "")
+        path = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
     else:
-        path = Path(getattr(code, "co_filename", ""))
-    if not path.is_file():
+        path = getattr(code, "co_filename", "")
+    if (file := _stamp(path)) is None:
         return UNREADABLE
+    qualname = getattr(value, "__qualname__", "")
+    shape = _of_release(place.module, file_hash(file)).get(qualname)
+    if shape and qualname == place.qualname and (code is None or _begins(file, code)):
+        return shape
     # Not through inspect.getsource: that dedents, which alters multi-line strings.
-    digest, line = _found(definitions.stamp(path), getattr(value, "__qualname__", ""))
+    found = _in_file(file, place.module, qualname)
     # Of another line it is of another function, or of a file that has changed since.
-    return digest if code is None or line == code.co_firstlineno else UNREADABLE
+    return found.digest if code is None or found.line == code.co_firstlineno else UNREADABLE
+
+
+def source(module: str, folder: Path) -> Stamp | None:
+    """Return the source file of a module, in the state that it is in; None if there is none."""
+    inside = os.path.join(folder, *module.split(".")[1:])
+    return _stamp(f"{inside}.py") or _stamp(os.path.join(inside, "__init__.py"))
 
 
 @cache
-def _parsed(text: str) -> Spans:
-    """Read "0.16.0-0.16.4, 0.16.6"."""
-    ends = (span.strip().partition("-") for span in text.split(","))
+def file_hash(file: Stamp) -> str:
+    """Return 16 hex digits that are those of a file's content."""
+    return sha256(Path(file[0]).read_bytes()).hexdigest()[:16]
+
+
+@cache
+def _read(record: Path) -> Record:
+    found = json.loads(record.read_text(encoding="utf-8"))
+    releases = tuple(map(Version, found["releases"].split()))
+    return Record(releases, found["files"], found["places"])
+
+
+@cache
+def _parsed(spans: str) -> tuple[tuple[Version, Version], ...]:
+    ends = (span.partition("-") for span in filter(None, spans.split(", ")))
     return tuple((Version(first), Version(last or first)) for first, _, last in ends)
 
 
 @cache
-def _found(file: definitions.Stamp, qualname: str) -> tuple[str, int]:
-    """Return the digest of a definition, and the line that it begins in."""
-    found = definitions.by_name(file, qualname)
-    if found is None:
-        return ABSENT, 0
-    return definitions.digest(found), definitions.first_line(found)
+def _of_release(module: str, hash_: str) -> dict[str, str]:
+    """Return the shapes of a module's places where its file was recorded; else nothing."""
+    record = recorded()
+    if (spans := record.files.get(module, {}).get(hash_)) is None:
+        return {}
+    release, _ = _parsed(spans)[0]
+    return {
+        qualname: shape
+        for qualname, shapes in record.places.get(module, {}).items()
+        for shape, those in shapes.items()
+        if has(release, those)
+    }
+
+
+def _stamp(path: str) -> Stamp | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (path, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
+
+
+def _begins(file: Stamp, code: CodeType) -> bool:
+    """Whether this function's definition begins in the line of the file that the code names."""
+    texts = _lines()
+    if file not in texts:
+        texts[file] = Path(file[0]).read_bytes().split(b"\n")
+    rest = texts[file][code.co_firstlineno - 1 :]
+    if not rest or not (_HEAD.match(rest[0]) or rest[0].lstrip().startswith(b"@")):
+        return False
+    head = next(filter(None, map(_HEAD.match, rest)), None)
+    return head is not None and head[1] == code.co_name.encode()
+
+
+@once.per_call
+def _lines() -> dict[Stamp, list[bytes]]:
+    return {}
+
+
+def _in_file(file: Stamp, module: str, qualname: str) -> _Found:
+    """Return a definition, having parsed the file."""
+    return _all_in_file(file, frozenset({qualname, *recorded().places.get(module, ())}))[qualname]
+
+
+@cache
+def _all_in_file(file: Stamp, qualnames: frozenset[str]) -> dict[str, _Found]:
+    """Return several at once, so that a tree need not be kept."""
+    body = definitions.tree(Path(file[0])).body
+    found = {}
+    for qualname in qualnames:
+        node = definitions.by_name(body, qualname)
+        if node is None:
+            found[qualname] = _Found(origin=definitions.imported_from(body, qualname))
+        else:
+            found[qualname] = _Found(definitions.digest(node), definitions.first_line(node))
+    return found

@@ -22,7 +22,6 @@ class State(Enum):
     UNKNOWN_VERSION = "unknown version"
     SHAPE_CHANGED = "shape changed"
     BLOCKED = "blocked"
-    FIXED_UPSTREAM = "fixed upstream"
     READY = "ready"
     PENDING = "pending"
     APPLIED = "applied"
@@ -51,7 +50,6 @@ class PatchStatus:
     installed: version of the installed DeepSpeed as its metadata spells it, or None.
     notes: what the user should know besides, for example what a late apply cannot reach.
     targets: live state of each target, by its key; empty while the patch is not live.
-    options: what it is applied with, or would be.
     """
 
     name: str
@@ -61,7 +59,6 @@ class PatchStatus:
     upstream: tuple[Link, ...]
     notes: tuple[str, ...]
     targets: Mapping[str, WrapperState] = field(hash=False)
-    options: Mapping[str, str] = field(hash=False)
 
     def __str__(self) -> str:
         return f"{self.name} is {self.state.value}: {self.brief}"

@@ -33,15 +33,15 @@ class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         return self._self_parent
 
 
-class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """Around a function of a module."""
+class Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """Around a function of a module, or a method at one object."""
 
     __bound_function_wrapper__ = _Bound
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = None
 
 
-class _Method(_Function):
+class _Method(Function):
     """Around a method, bound as a function is: `Class.method` is the wrapper itself, every time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class Wrapper:
     owner: live.Owner
     name: str
     original: Any
-    installed: _Function
+    installed: Function
     #: Empty or not: whether a list is, wrapt sees at each call without a call of Python's.
     _on: list[bool]
 
@@ -96,12 +96,12 @@ def build(target: Target, owner: live.Owner, name: str, original: Any, around: A
     past a wrapper around a classmethod or staticmethod.
     """
     beneath = _beneath(owner, name, original, around)
-    if isinstance(original, (type, property, *live.CARRIERS)) or not callable(beneath):
+    if isinstance(original, (type, *live.CARRIERS)) or not callable(beneath):
         raise TypeError(
             f"{target.key} is a {type(original).__name__}; only functions of a module and methods "
             "of instances are wrapped"
         )
-    kind = _Method if isinstance(owner, type) else _Function
+    kind = _Method if isinstance(owner, type) else Function
     on: Any = [True]
     return Wrapper(target, owner, name, original, kind(beneath, around, enabled=on), on)
 

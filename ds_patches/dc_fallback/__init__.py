@@ -79,3 +79,7 @@ How
 Upstream
     Issue 7942; pull requests 8059 and 8157 (merged; they gather, and reduce nothing).
 """
+
+from ds_patches.core import handles
+
+apply, unapply, is_applied = handles.of(__name__)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Class, Dependency, Patch, upstream
+from ds_patches.core.patch import Dependency, Patch, upstream
+from ds_patches.upstream.places import ENGINE, GATHERED, ZERO3
 
-_ENGINE = Class("deepspeed.runtime.engine", "DeepSpeedEngine")
-_STAGE3 = Class("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
-_CONTEXT = Class("deepspeed.runtime.zero.partition_parameters", "GatheredParameters")
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _COMPILE = "deepspeed.compile"
 
-_HOOKS = "ds_patches.dc_fallback.hooks"
-
 
 _TARGETS = (
-    _ENGINE.target("compile", f"{_HOOKS}:around_compile"),
-    _ENGINE.target("forward", f"{_HOOKS}:around_forward"),
-    _ENGINE.target("_backward_prologue", f"{_HOOKS}:around_prologue"),
-    _ENGINE.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
-    _STAGE3.target("zero_grad", f"{_HOOKS}:around_zero_grad"),
-    _STAGE3.target("step", f"{_HOOKS}:around_step"),
-    _CONTEXT.target("__init__", f"{_HOOKS}:around_gathered"),
-    _CONTEXT.target("__enter__", f"{_HOOKS}:around_enter"),
-    _CONTEXT.target("__exit__", f"{_HOOKS}:around_exit"),
+    ENGINE.target("compile", "around_compile"),
+    GATHERED.target("__init__", "around_gathered"),
+    GATHERED.target("__enter__", "around_enter"),
+    GATHERED.target("__exit__", "around_exit"),
 )
 
 
@@ -30,11 +21,15 @@ def _native(name: str, why: str) -> Dependency:
     return Dependency(f"{_COMPILE}.z3_eager_fallback", name, why, ">=0.19.3")
 
 
+_OF_COMPILED = "; wrapped at engines that DeepCompile has compiled"
+
 _DEPENDENCIES = (
-    _ENGINE.needs(
-        "_backward_epilogue",
-        "ends every backward; wrapped at engines that DeepCompile has compiled",
-    ),
+    ENGINE.needs("forward", f"calls the module, or what was compiled of it{_OF_COMPILED}"),
+    ENGINE.needs("_backward_prologue", f"begins every backward{_OF_COMPILED}"),
+    ENGINE.needs("_backward_epilogue", f"ends every backward{_OF_COMPILED}"),
+    ENGINE.needs("zero_grad", f"asks for zero gradients{_OF_COMPILED}"),
+    ZERO3.needs("zero_grad", f"the same{_OF_COMPILED}"),
+    ZERO3.needs("step", f"steps with the partitions{_OF_COMPILED}"),
     Dependency(
         f"{_COMPILE}.init_z3",
         "init_z3",
@@ -60,21 +55,19 @@ _DEPENDENCIES = (
         "waits for a backward of each graph whose frame was partitioned once; told to forget that",
     ),
     Dependency(f"{_COMPILE}.graph_param", "DSGraphParamManager", "knows the parameters of a graph"),
-    _STAGE3.needs("has_overflow", "reads the flat partitions"),
-    _STAGE3.needs(
+    ZERO3.needs("has_overflow", "reads the flat partitions"),
+    ZERO3.needs(
         "_prepare_fp32_grad_for_sub_group",
         "steps with the partitions that averaged_gradients points at",
     ),
     Dependency(
-        _CONTEXT.module, "free_param", "leaves what was gathered to whoever still refers to it"
+        GATHERED.module, "free_param", "leaves what was gathered to whoever still refers to it"
     ),
 )
 
 PATCH = Patch(
     name="dc_fallback",
     summary="DeepCompile ZeRO-3 with frames that Dynamo skips",
-    why="Code that Dynamo cannot compile runs eagerly, where nothing gathers or reduces any more.",
-    how="Eager code sees a gathered tensor in place of a parameter, and its gradient is reduced.",
     remove_when=(
         "a DeepSpeed release trains parameters that DeepCompile's graphs do not hold; none up to "
         "0.19.8 does"
@@ -83,6 +76,6 @@ PATCH = Patch(
     supported=">=0.19.2,<=0.19.8",
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
-    activate=f"{_HOOKS}:activate",
-    deactivate=f"{_HOOKS}:deactivate",
+    activate="activate",
+    deactivate="deactivate",
 )

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ds_patches.runtime import graph_task
+from ds_patches.core.errors import NotCovered
+from ds_patches.training import graph_task
 
 
 def leave_alone(function: Callable[..., Any]) -> None:
@@ -79,12 +80,12 @@ class SavedTensorsHooks:
     def run_without(self, graph: Callable[..., Any], inputs: Any) -> Any:
         """Run a compiled graph with these hooks out of its way, where they are the innermost.
 
-        Raises NotImplementedError with torch 2.7 and older, which do not tell which ones are.
+        Raises NotCovered with torch 2.7 and older, which do not tell which ones are.
         """
         if not self._entered:
             return graph(*inputs)
         if (top := graph_task.top_saved_tensors_hooks) is None:
-            raise NotImplementedError(
+            raise NotCovered(
                 "dc_fallback needs torch 2.8 or later for a compiled graph beside code that Dynamo "
                 "skips"
             )

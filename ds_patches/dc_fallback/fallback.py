@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_patches.core import agreement
+from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import OtherRankFailed
-from ds_patches.runtime import engines, ranks
-from ds_patches.runtime.attributes import Shadow
+from ds_patches.core.shadow import Shadow
+from ds_patches.training import ranks
+from ds_patches.training.steps import Step, StepState
+from ds_patches.upstream import deepcompile, zero3
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream.deepcompile_graphs import Graphs, before_backward
 
-from . import dynamo
+from . import dynamo, parameters
 from .reduction import Reduction
-from .upstream import engine as upstream_engine
-from .upstream import parameters, partition
-from .upstream.graphs import Graphs, before_backward
-from .uses import Call, Uses
-
-#: Engines so far, in the order that is the same on all ranks.
-_built = count()
+from .uses import Uses
 
 logger = logging.getLogger("ds_patches.dc_fallback")
-
-Hook = Callable[..., None]
 
 
 class Fallback:
@@ -40,54 +37,57 @@ class Fallback:
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
-        self._graphs = Graphs(trained, partition.below(engine.module), engine.device)
+        self._graphs = Graphs(trained, zero3.below(engine.module), engine.device)
         self._reduction = Reduction(
-            partition.group_of,
-            lambda grad: partition.dtype_to_send(self._optimizer, grad),
+            zero3.group_of,
+            lambda grad: zero3.dtype_to_send(self._optimizer, grad),
             self._receive,
         )
         self.uses = Uses(
-            partition.gather,
+            zero3.full_values,
             self._gradient_arrives,
-            partition.shape_of,
-            partition.is_here,
-            [partition.below(leaf) for leaf in upstream_engine.leaves(engine)],
+            zero3.shape_of,
+            zero3.is_here,
+            [zero3.below(leaf) for leaf in deepcompile.leaves(engine)],
         )
         self._aside: dict[int, torch.Tensor] = {}  # to be added when the graphs have ended
-        self._new_step = True
-        self._micro_step = -1  # that of the last backward
+        self._step = Step()
         self._told: set[torch.nn.Parameter] = set()
         self._records, self._in_forward, self._in_backward = False, False, False
         self._saving = dynamo.SavedTensorsHooks(
             dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
         )
         self._saves = True  # whether a forward has had eager frames; unknown before the first
-        self._name = f"ds_patches/dc_fallback/{next(_built)}"
-        self._failures, self._alone = 0, False
+        self._alone = False
         self._undo = ExitStack()
         self._install()
 
     # --- what the engine's modules do -------------------------------------------------------------
 
     def _install(self) -> None:
-        self._undo.callback(upstream_engine.disown(self._engine))
-        upstream_engine.keep_shapes_static(self._engine)
-        upstream_engine.drop_leaf_hooks(self._engine)
+        self._undo.callback(deepcompile.disown(self._engine))
+        deepcompile.keep_shapes_static(self._engine)
+        deepcompile.drop_leaf_hooks(self._engine)
         getter = torch.nn.Module.__getattr__
         dynamo.leave_alone(getter)  # or it is compiled, and gathers nothing
         self._undo.callback(dynamo.look_again, getter)
 
-        def again(launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        def again(launch: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
             launch(*args, **kwargs)
             dynamo.leave_alone(getter)
             self._graphs.look_again()
 
         # DeepCompile's look for new passes resets Dynamo.
-        for name, around in (
-            ("launch_compile_passes", again),
-            ("_backward_epilogue", self._end_backward),
+        for owner, name, around in (
+            (self._engine, "launch_compile_passes", again),
+            (self._engine, "forward", self._forward),
+            (self._engine, "_backward_prologue", self._begin_backward),
+            (self._engine, "_backward_epilogue", self._end_backward),
+            (self._engine, "zero_grad", self._zero_grad),
+            (self._optimizer, "zero_grad", self._zero_grad),
+            (self._optimizer, "step", self._take_step),
         ):
-            self._undo.callback(Shadow(self._engine, name, around).remove)
+            self._undo.callback(Shadow(owner, name, around).remove)
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
@@ -98,13 +98,13 @@ class Fallback:
                 self._undo.callback(handle.remove)
             self._undo.callback(parameters.watch(module, see))
 
-    def _call_hooks(self) -> tuple[Hook, Hook]:
+    def _call_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """Hooks before and after each call of a module that eager code makes."""
-        calls, root = self.uses.calls, self._engine.module
-        begin = dynamo.disabled(calls.open)
-        end = dynamo.disabled(self._end_call)
-        compiles_within = upstream_engine.tells_layers_apart()
-        leaves = set(upstream_engine.leaves(self._engine))
+        uses, root = self.uses, self._engine.module
+        begin = dynamo.disabled(uses.calls.open)
+        end = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
+        compiles_within = deepcompile.tells_layers_apart()
+        leaves = set(deepcompile.leaves(self._engine))
 
         def before_call(module: torch.nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():
@@ -125,22 +125,19 @@ class Fallback:
             dynamo.leave_alone(function)
         return before_call, after_call
 
-    def _end_call(self, module: torch.nn.Module) -> Sequence[Call]:
-        return self.uses.close(self.uses.calls.close(module))
-
     def remove(self) -> None:
         """Leave the engine as DeepCompile made it."""
         try:
             if not self._alone:
                 self._recover()
-            if self._new_step:
+            if self._step.state is not StepState.HELD:
                 # Graphs go on adding until a backward at the boundary has ended.
-                partition.clear(self._optimizer)
+                zero3.zero_all(self._optimizer)
         finally:
             self._undo.close()
 
     def _see(self, param: Any) -> Any:
-        if not partition.is_partitioned(param):
+        if not zero3.is_partitioned(param):
             return param
         if not self.uses.calls:
             if not (self._in_backward and torch.is_grad_enabled()):
@@ -153,27 +150,27 @@ class Fallback:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def _forward(self, forward: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         calls = self.uses.calls
         outermost = not self._in_forward
         if outermost:
             self._records = torch.is_grad_enabled()
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
             self._recover()
-            partition.release(self._optimizer)
+            zero3.release_persistent(self._optimizer)
         depth = len(calls)
         calls.open(None)
         saves = self._saves and self._records and outermost
         self._in_forward = True
         try:
             with self._saving if saves else nullcontext():
-                yield
+                result = forward(*args, **kwargs)
         finally:
             self.uses.close(calls.cut(depth))
             self._in_forward = not outermost
         if self._records and outermost:
             self._saves = self.uses.gathered_any
+        return result
 
     def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:
         """Run a compiled graph, in a forward or for a recomputation in the backward."""
@@ -188,47 +185,48 @@ class Fallback:
 
     def _graph_writes(self, graph_id: int) -> None:
         """The first backward of a graph begins: it writes where all others will add."""
-        found = partition.partitions(self._optimizer)
+        found = zero3.gradient_partitions(self._optimizer)
         for ds_id in self._graphs.writes(graph_id):
             if ds_id in found and found[ds_id].numel():
                 self._add_aside(ds_id, found[ds_id], found[ds_id])
                 found[ds_id].zero_()
 
-    def begin_backward(self) -> None:
+    def _begin_backward(self, prologue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Right after the engine's own prologue, which a second backward may come without."""
+        prologue(*args, **kwargs)
         self._graphs.add_up()
         if self._in_backward:
             return  # it has come to another forward
         self._in_backward = True
-        if self._new_step:
-            partition.clear(self._optimizer)
-            self._new_step = False
-        self._micro_step = self._engine.micro_steps
+        if self._step.state is not StepState.HELD:
+            zero3.zero_all(self._optimizer)
+        self._step = self._step.after_backward(self._engine.micro_steps)
 
-    def _end_backward(self, epilogue: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _end_backward(self, epilogue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         self._reduction.finish()
         self.uses.forget_backward()
         self._hand_over()
         self._in_backward = False
         epilogue(*args, **kwargs)
 
-    def zero_grad(self) -> None:
+    def _zero_grad(self, zero_grad: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Drop what the step has, if a backward has come since ``engine.step()`` counted one."""
-        if self._engine.micro_steps == self._micro_step:
+        zero_grad(*args, **kwargs)
+        if self._step.has_backward_in(self._engine.micro_steps):
             self._aside.clear()
-            self._new_step = True
+            self._step = Step()
 
-    def before_step(self) -> None:
+    def _take_step(self, step: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The optimizer steps, or skips a step after an overflow."""
         self._reduction.finish()  # of a backward that had no epilogue
-        if self._new_step:
-            partition.clear(self._optimizer)  # no backward since the last step, or zero_grad()
+        if self._step.state is not StepState.HELD:
+            zero3.zero_all(self._optimizer)
         self._hand_over()
-        partition.order_step_behind(self._optimizer)
-
-    def after_step(self, failed: bool = False) -> None:
-        """The optimizer has stepped, or skipped a step after an overflow."""
-        self._graphs.stepped(failed)
-        self._new_step = True
+        zero3.order_step_behind(self._optimizer)
+        result = step(*args, **kwargs)
+        self._graphs.stepped()
+        self._step = Step()
+        return result
 
     def _gradient_arrives(self, param: Any, grad: torch.Tensor) -> None:
         """The full gradient of a parameter, from eager frames."""
@@ -251,7 +249,7 @@ class Fallback:
 
     def _receive(self, param: Any, part: torch.Tensor) -> None:
         """What a graph may be writing to, on a stream of its own, waits for the end."""
-        target = partition.partitions(self._optimizer)[param.ds_id]
+        target = zero3.gradient_partitions(self._optimizer)[param.ds_id]
         if self._graphs.has(param.ds_id):
             self._add_aside(param.ds_id, part, target)
         else:
@@ -264,31 +262,20 @@ class Fallback:
 
     def _hand_over(self) -> None:
         for ds_id, part in self._aside.items():
-            partition.partitions(self._optimizer)[ds_id].add_(part)
+            zero3.gradient_partitions(self._optimizer)[ds_id].add_(part)
         self._aside.clear()
 
     def _recover(self) -> None:
-        """After a backward that raised: drop the gradients of the step that it was part of."""
+        """After a backward that raised: drop the gradients of the step that it was part of.
+
+        Raises OtherRankFailed if it did not raise on all ranks.
+        """
         self.uses.forget_backward()
         if not self._in_backward:
             return
-        self._meet_in_failure()
-        self._in_backward = False
-        logger.warning(
-            "A backward raised: every gradient reduced since the last optimizer step was dropped."
-        )
-        self._reduction.abandon()
-        self._aside.clear()
-        engines.forget_backward(self._engine)
-        self.after_step(failed=True)
-
-    def _meet_in_failure(self) -> None:
-        """What graphs hold of the backward goes by collectives, in which all ranks take part.
-
-        Raises OtherRankFailed if some rank does not come.
-        """
-        world = range(dist.get_world_size())
-        absent = ranks.come(f"{self._name}/{self._failures}", dist.get_rank(), world)
+        # What graphs hold of the backward goes by collectives, in which all ranks take part.
+        world, me = range(dist.get_world_size()), dist.get_rank()
+        absent = ranks.come(agreement.meeting("dc_fallback", world, me), me, world)
         self._alone = bool(absent)
         if absent:
             raise OtherRankFailed(
@@ -296,4 +283,12 @@ class Fallback:
                 "DeepCompile's graphs hold of it can be dropped on all ranks together only. Start "
                 "the job again"
             )
-        self._failures += 1
+        self._in_backward = False
+        logger.warning(
+            "A backward raised: every gradient reduced since the last optimizer step was dropped."
+        )
+        self._reduction.abandon()
+        self._aside.clear()
+        upstream_engine.forget_backward(self._engine)
+        self._graphs.stepped(failed=True)
+        self._step = Step(StepState.FAILED)

@@ -3,75 +3,70 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
-from ds_patches.runtime import engines
-from ds_patches.runtime.attached import Attached
-from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.engines import built
+from ds_patches.training.kept import Attached
+from ds_patches.upstream import deepcompile, zero3
+from ds_patches.upstream import deepcompile_graphs as graphs
+from ds_patches.upstream.engine import is_deep_compiled
 
 from . import dynamo
 from .fallback import Fallback
-from .upstream import engine as upstream_engine
-from .upstream import graphs as upstream_graphs
-from .upstream import partition
 
 logger = logging.getLogger("ds_patches.dc_fallback")
 
 _compiled_here: WeakSet[Any] = WeakSet()
 
 
-def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+def activate() -> Sequence[str]:
     """Take in the engines that were compiled here; name what is out of reach."""
-    compiled = filter(engines.is_deep_compiled, engines.built())
+    compiled = filter(is_deep_compiled, built())
     left = sum(_compiled(engine) is None for engine in compiled)
     return [f"{left} engine(s) compiled before: left to stock DeepSpeed"] if left else []
 
 
-def deactivate() -> Sequence[str]:
+def deactivate() -> None:
     """Leave every engine as DeepCompile made it."""
     for _, state in _engines.detach_all():
         state.remove()
-    return []
 
 
 def _compiled(engine: Any) -> Fallback | None:
     """Take in an engine that was compiled; None if it is left to stock."""
-    if not engines.is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
+    if not is_deep_compiled(engine) or not engine.zero_optimization_partition_weights():
         return None
     return _engines(engine)
 
 
 def _take_in(engine: Any) -> Fallback | None:
-    reason = upstream_engine.why_not_covered(engine)
+    reason = deepcompile.why_not_covered(engine)
     if reason is None and engine not in _compiled_here:
         reason = "it was compiled before the patch was applied"
     if reason is not None:
         if reason:
             logger.warning("dc_fallback leaves this engine to stock DeepSpeed: %s.", reason)
         return None
-    state = Fallback(engine)
-    _engines.share(engine.optimizer, state)
-    return state
+    return Fallback(engine)
 
 
 _engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
-#: Looked up in the `__dict__` of an engine or its optimizer by each wrapper that a step calls.
-_KEY = _engines.key
 
 
 # --- DeepSpeedEngine ----------------------------------------------------------------------------
 
 
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    if not upstream_engine.wants_deep_compile(engine):
+    if not deepcompile.wants_deep_compile(engine):
         result = wrapped(*args, **kwargs)
         _compiled(engine)
         return result
-    alone = dynamo.backend(upstream_engine.backend_of(wrapped, args, kwargs))
-    with upstream_engine.compiling(engine, partial(_watched_backend, ref(engine), alone)):
+    alone = dynamo.backend(deepcompile.backend_of(wrapped, args, kwargs))
+    with deepcompile.compiling(engine, partial(_watched_backend, ref(engine), alone)):
         result = wrapped(*args, **kwargs)
     _compiled_here.add(engine)
     _compiled(engine)
@@ -85,15 +80,15 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
     where they see different shapes: of an activation function in a loop over the experts that were
     hit, say. It has no parameters, so there is nothing for DeepCompile to do.
     """
-    apart = upstream_engine.tells_layers_apart()  # else nothing that such a loop calls is compiled
+    apart = deepcompile.tells_layers_apart()  # else nothing that such a loop calls is compiled
 
     def backend(gm: Any, inputs: Any) -> Any:
-        if apart and not upstream_graphs.has_parameters(inputs):
+        if apart and not graphs.has_parameters(inputs):
             graph = alone(gm, inputs)
         else:
-            with upstream_graphs.compiling(gm):
+            with graphs.compiling(gm):
                 graph = compile_graph(gm, inputs)
-        graph_id = upstream_graphs.id_of(gm)
+        graph_id = graphs.id_of(gm)
 
         def run(*inputs: Any) -> Any:
             living = engine()  # None once nobody holds it, and its model still runs
@@ -105,54 +100,13 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
     return backend
 
 
-def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state: Fallback | None = vars(engine).get(_KEY)
-    if state is None:
-        return wrapped(*args, **kwargs)
-    with state.forward():
-        return wrapped(*args, **kwargs)
-
-
-def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    state: Fallback | None = vars(engine).get(_KEY)
-    result = wrapped(*args, **kwargs)
-    if state is not None:
-        state.begin_backward()
-    return result
-
-
-def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the engine and of its ZeRO optimizer."""
-    state: Fallback | None = vars(owner).get(_KEY)
-    result = wrapped(*args, **kwargs)
-    if state is not None:
-        state.zero_grad()
-    return result
-
-
-# --- ZeRO stage 3 -------------------------------------------------------------------------------
-
-
-def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    state: Fallback | None = vars(optimizer).get(_KEY)
-    if state is None:
-        return wrapped(*args, **kwargs)
-    state.before_step()
-    result = wrapped(*args, **kwargs)
-    state.after_step()
-    return result
-
-
 # --- GatheredParameters -------------------------------------------------------------------------
 
 
 def around_gathered(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
     """Take what eager code got to see of a parameter for the parameter."""
-    if args:
-        args = (_params_of(args[0]), *args[1:])
-    elif "params" in kwargs:
-        kwargs = {**kwargs, "params": _params_of(kwargs["params"])}
-    return wrapped(*args, **kwargs)
+    params, *others = in_order(wrapped, args, kwargs)
+    return wrapped(_params_of(params), *others)
 
 
 def _params_of(given: Any) -> Any:
@@ -173,11 +127,11 @@ def _params_of(given: Any) -> Any:
 def around_enter(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
     result = wrapped(*args, **kwargs)
     if context.enabled:
-        partition.count_context(context.params, 1)
+        zero3.count_context(context.params, 1)
     return result
 
 
 def around_exit(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
     if context.enabled:
-        partition.count_context(context.params, -1)
+        zero3.count_context(context.params, -1)
     return wrapped(*args, **kwargs)

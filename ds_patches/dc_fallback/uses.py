@@ -53,13 +53,9 @@ class Call:
 class Calls(list[Call]):
     """The calls of modules that are under way, innermost last."""
 
-    @property
-    def innermost(self) -> Call:
-        return self[-1]
-
     def open(self, module: Any) -> Call:
         self.append(Call(module))
-        return self.innermost
+        return self[-1]
 
     def close(self, module: Any) -> list[Call]:
         """End the call of `module`, and those within it that raised; return all of them."""
@@ -151,11 +147,11 @@ class Uses:
 
     def cached(self, param: torch.nn.Parameter) -> torch.Tensor | None:
         """What this module call has seen of `param` before."""
-        return self.calls.innermost.uses.get((param, torch.is_grad_enabled()))
+        return self.calls[-1].uses.get((param, torch.is_grad_enabled()))
 
     def use(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The full value of `param`; with a gradient, if gradients are being recorded."""
-        call = self.calls.innermost
+        call = self.calls[-1]
         if param not in call.full:
             self._fill(call, param)
         records = torch.is_grad_enabled() and param.requires_grad

@@ -8,7 +8,8 @@ it is not. There are two ways to have it:
   the user's own next, on the command's PYTHONPATH and so on that of its children (command.py).
 
 `arm` imports neither torch nor DeepSpeed nor wrapt; the patches are applied when DeepSpeed itself
-is imported (core/autoapply.py).
+is imported. If that fails, the program runs on unpatched, with one warning for each patch; in
+strict mode it ends.
 """
 
 from __future__ import annotations
@@ -27,6 +28,34 @@ def arm() -> None:
 
 
 def _begin() -> None:
-    from ds_patches.core import autoapply
+    from ds_patches.core import api
 
-    autoapply.begin()
+    api.after_the_call(_apply)
+
+
+def _apply() -> None:
+    """Apply what the environment wants; only a strict refusal comes out of the import."""
+    import threading
+
+    from ds_patches.core import api, errors, flags, lifecycle, log, registry
+
+    log.say()  # also of flags that mean nothing, which are read next
+    try:
+        patches = registry.patches()
+        requests = flags.read(patches)
+        log.say(requests.level)
+        taken_back = {name for name in patches if lifecycle.lives[name].reverted}
+        wanted = {name for name in patches if requests.of[name].wanted}
+        needed = {one for name in wanted - taken_back for one in patches[name].requires}
+        unneeded = {name for name in wanted - needed if requests.of[name].for_others}
+        due = {n: patch for n, patch in patches.items() if n not in taken_back | unneeded}
+        if not wanted or wanted & due.keys():  # else the program took them back already
+            api.apply_wanted(due, requests)
+    except Exception as error:
+        if flags.is_strict():
+            if threading.current_thread() is not threading.main_thread():
+                log.ours.critical("%s", error)  # Python says nothing of a thread that exits
+            raise SystemExit(f"ds_patches: {error} ({flags.PREFIX}_STRICT)") from error
+        if not isinstance(error, errors.PatchNotApplied):  # of those it has been warned
+            log.ours.log(log.for_the_job(), "nothing is applied to deepspeed: %s", error)
+            log.ours.debug("auto-apply failed", exc_info=error)

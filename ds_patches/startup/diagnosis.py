@@ -9,6 +9,11 @@ from ds_patches.core import imports, release
 from ds_patches.startup import site_packages, variables
 
 
+def is_armed() -> bool:
+    """Whether DeepSpeed is patched when it is imported in this interpreter."""
+    return bool(imports.awaited([release.PACKAGE])) or release.PACKAGE in sys.modules
+
+
 def lines() -> list[str]:
     """Say whether patches are applied by themselves here, and what stands in the way."""
     wanted = os.environ.get("DS_PATCHES", "")
@@ -20,8 +25,7 @@ def lines() -> list[str]:
     found = [f"hook: {', '.join(here) or 'none (python -m ds_patches enable, or run)'}"]
     found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
     if wanted and here:
-        armed = bool(imports.awaited([release.PACKAGE])) or release.PACKAGE in sys.modules
-        found.append(f"this interpreter: {'armed' if armed else _why_not_armed()}")
+        found.append(f"this interpreter: {'armed' if is_armed() else _why_not_armed()}")
     return found
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ds_patches.traincheck.report import Action, NotChecked, NotTrained, TrainReport, Untrained
+from ds_patches.core.errors import NotChecked
+from ds_patches.traincheck.report import Action, NotTrained, TrainReport, Untrained
 
 __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"]
 

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from ds_patches.traincheck import upstream
+from ds_patches.core.agreement import reduction_group
+from ds_patches.core.errors import NotChecked
 from ds_patches.traincheck.modules import Trainable, trainables, watched
-from ds_patches.traincheck.report import Action, NotChecked, NotTrained, TrainReport, Untrained
+from ds_patches.traincheck.report import Action, NotTrained, TrainReport, Untrained
 from ds_patches.traincheck.steps import Steps
 
 log = logging.getLogger("ds_patches")
@@ -44,7 +45,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
             "no optimizer step was taken inside train_check(): a whole gradient accumulation, up "
             "to the engine.step() at its boundary, has to be in the block, on every rank"
         )
-    speaks = action != "report" and dist.get_rank(upstream.reduction_group(engine)) == 0
+    speaks = action != "report" and dist.get_rank(reduction_group(engine)) == 0
     if no_inner_step:
         if speaks:
             log.warning("every step inside train_check() was skipped for overflow: no verdict")
@@ -63,7 +64,7 @@ def _agreed(engine: Any, *flags: Sequence[bool]) -> list[list[bool]]:
     """Return each row as true where it is true on any rank."""
     flat = [flag for row in flags for flag in row]
     told = torch.tensor(flat, dtype=torch.uint8, device=engine.device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=upstream.reduction_group(engine))
+    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=reduction_group(engine))
     values = iter(told.tolist())
     return [[bool(next(values)) for _ in row] for row in flags]
 

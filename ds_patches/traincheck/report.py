@@ -58,7 +58,3 @@ class NotTrained(DsPatchesError, RuntimeError):
     def __init__(self, report: TrainReport) -> None:
         self.report = report
         super().__init__(report.accusation())
-
-
-class NotChecked(DsPatchesError, RuntimeError):
-    """A train check that can say nothing."""

@@ -8,16 +8,16 @@ take their memory, and weight decay moves them without a gradient.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_patches.runtime.attributes import Shadow
-from ds_patches.traincheck import upstream
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.shadow import Shadow
+from ds_patches.upstream import stepped
 
 
 class Steps:
@@ -31,7 +31,7 @@ class Steps:
     def __init__(self, optimizer: Any, params: Sequence[Tensor]) -> None:
         self._optimizer = optimizer
         self._params = params
-        self._slices = upstream.slices(optimizer)
+        self._slices = stepped.slices(optimizer)
         self._before: dict[int, list[float]] = {}
         self._unchanged: set[int] = set()
         self._stepped = False
@@ -44,12 +44,9 @@ class Steps:
     @contextmanager
     def watched(self) -> Iterator[None]:
         with ExitStack() as block:
-            for inner in upstream.stepping(self._optimizer):
+            for inner in stepped.stepping(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
-            original = self._optimizer.step
             block.callback(Shadow(self._optimizer, "step", self._step).remove)
-            # It bears what others have noted at the method, as PyTorch's schedulers do.
-            functools.update_wrapper(self._optimizer.step, original)
             self._before = self._fingerprints()
             yield
 
@@ -62,7 +59,7 @@ class Steps:
         now = self._fingerprints()
         self._unchanged = {key for key, value in now.items() if value == self._before.get(key)}
 
-    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, step: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Around the optimizer's, of this one instance."""
         self._begin()
         result = step(*args, **kwargs)
@@ -74,10 +71,10 @@ class Steps:
     @torch.no_grad()
     def _read(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped = True
-        stepped = {id(p): p.grad for group in inner.param_groups for p in group["params"]}
+        by_param = {id(p): p.grad for group in inner.param_groups for p in group["params"]}
         found = []
         for key, where in self._slices.items():
-            grad = stepped.get(id(where.stepped))
+            grad = by_param.get(id(where.stepped))
             if grad is not None:
                 flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
                 found.append((key, flat.narrow(0, where.start, where.length)))
@@ -88,7 +85,7 @@ class Steps:
     @torch.no_grad()
     def _fingerprints(self) -> dict[int, list[float]]:
         """Tell gradients that stay in place over a step from those of before, without a copy."""
-        kept = upstream.kept(self._optimizer, self._params, self._slices)
+        kept = stepped.kept(self._optimizer, self._params, self._slices)
         pairs = [torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in kept.values()]
         return dict(zip(kept, torch.stack(pairs).tolist() if pairs else [], strict=True))
 

@@ -14,7 +14,9 @@ Use
 
     A frozen model with adapters may be recomputed, by ``checkpoint`` of both kinds: without
     `Recomputed values ... have different metadata` (stock to 0.19.2), and with one checkpointed
-    part gathered at a time (stock from 0.19.3 on: all of them, if reentrant).
+    part gathered at a time (stock from 0.19.3 on: all of them, if reentrant). So may any model, by
+    ``non_reentrant_checkpoint`` of DeepSpeed (stock: an error in the first backward); several
+    backwards over that, and over DeepSpeed's ``checkpoint``, need ``activation_checkpointing``.
 
     At stages 1 and 2, ``accumulation`` is all that several backwards need. This patch requires it:
     it adds up the gradients.
@@ -49,9 +51,16 @@ How
     ``checkpoint(use_reentrant=False)`` keeps of a recomputed frozen parameter no copy, but the
     parameter, and compares its shape in the end. So what was recomputed is released when the
     backward comes to the next module. Reentrant recomputation has a backward of its own.
+    Recomputation that goes on to its end, as DeepSpeed's does, releases the module in whose
+    backward it runs; that module is gathered again.
 
 Upstream
     Pull request 8148 (0.19.3) is upstream's for frozen parameters, 8144 for ``modules_to_save``.
     Issues 7352 and 3539; pull requests 8045 and 8135 (open). Those keep every gathered parameter
-    until a backward that does not retain its graph.
+    until a backward that does not retain its graph. Issue 4595 (open) is about DeepSpeed's
+    ``non_reentrant_checkpoint``.
 """
+
+from ds_patches.core import handles
+
+apply, unapply, is_applied = handles.of(__name__)

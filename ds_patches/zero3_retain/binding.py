@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Class, Patch, Target, upstream
+from ds_patches.core.patch import Patch, Target, upstream
+from ds_patches.upstream.places import COORDINATOR, OFFLOAD
 
-_OFFLOAD = Class("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload")
 _FETCHES = "deepspeed.runtime.zero.partitioned_param_coordinator"
-_COORDINATOR = Class(_FETCHES, "PartitionedParameterCoordinator")
-
-_HOOKS = "ds_patches.zero3_retain.hooks"
 
 
 _TARGETS = (
-    _OFFLOAD.target("_register_hooks_recursively", f"{_HOOKS}:around_register", "<=0.16.3"),
-    _OFFLOAD.target("_register_deepspeed_module", f"{_HOOKS}:around_register", ">=0.16.4"),
-    _OFFLOAD.target(
-        "post_sub_module_forward_function", f"{_HOOKS}:around_forward_release", "<=0.19.2"
-    ),
-    Target(_FETCHES, "update_recompute_parameters", f"{_HOOKS}:around_attribution", ">=0.19.3"),
+    OFFLOAD.target("_register_hooks_recursively", "around_register", "<=0.16.3"),
+    OFFLOAD.target("_register_deepspeed_module", "around_register", ">=0.16.4"),
+    OFFLOAD.target("post_sub_module_forward_function", "around_forward_release", "<=0.19.2"),
+    Target(_FETCHES, "update_recompute_parameters", "around_attribution", ">=0.19.3"),
 )
 
 
 _REWOUND = "reads the prefetch queue that a repeated backward rewinds"
 
 _DEPENDENCIES = (
-    _OFFLOAD.needs(
+    OFFLOAD.needs(
         "pre_sub_module_backward_function",
         "gathers a module before its backward and records the fetch in the trace",
     ),
-    _OFFLOAD.needs("post_sub_module_backward_function", "releases a module after its backward"),
-    _COORDINATOR.needs("fetch_sub_module", _REWOUND),
-    _COORDINATOR.needs("_fetch_sub_module_impl", _REWOUND, ">=0.18.6"),
-    _COORDINATOR.needs("reset_step", "fills the prefetch queue from the trace, as the rewind does"),
-    _COORDINATOR.needs("release_sub_module", "from 0.19.3 insists on an active backward fetch"),
-    _COORDINATOR.needs(
+    OFFLOAD.needs("post_sub_module_backward_function", "releases a module after its backward"),
+    COORDINATOR.needs("fetch_sub_module", _REWOUND),
+    COORDINATOR.needs("_fetch_sub_module_impl", _REWOUND, ">=0.18.6"),
+    COORDINATOR.needs("reset_step", "fills the prefetch queue from the trace, as the rewind does"),
+    COORDINATOR.needs("release_sub_module", "from 0.19.3 insists on an active backward fetch"),
+    COORDINATOR.needs(
         "release_and_reset_all", "partitions everything again after a backward that raised"
     ),
-    _COORDINATOR.needs(
+    COORDINATOR.needs(
         "__release_param", "partitions one parameter and keeps the count of gathered elements"
     ),
 )
@@ -44,14 +39,14 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="zero3_retain",
     summary="several backwards over one ZeRO-3 forward",
-    why="Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other.",
-    how="Gathers and releases per backward instead of per forward, holding nothing in between.",
     remove_when="a DeepSpeed release gathers per backward; none up to 0.19.8 does",
-    upstream=upstream("issue 7352", "issue 3539", "PR 8045", "PR 8135", "PR 8148", "PR 8144"),
+    upstream=upstream(
+        "issue 7352", "issue 3539", "PR 8045", "PR 8135", "PR 8148", "PR 8144", "issue 4595"
+    ),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,
     dependencies=_DEPENDENCIES,
-    activate=f"{_HOOKS}:activate",
-    deactivate=f"{_HOOKS}:deactivate",
+    activate="activate",
+    deactivate="deactivate",
     requires=("accumulation",),
 )

@@ -12,14 +12,15 @@ a pair of identity functions around a module is FSDP2's (``fully_shard``) as muc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from threading import Lock
 from typing import Any
 
 import torch
 
-from ds_patches.runtime.graph_task import NO_TASK, current_task_id
-
-Function = type[torch.autograd.Function]
+from ds_patches.core.errors import Refused
+from ds_patches.training.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
 
 
 class _Call:
@@ -56,7 +57,8 @@ class OpenCalls:
 
     def defer(self, release: Callable[[], None]) -> None:
         """Run it when a backward comes to the next edge of a module, or ends."""
-        self._deferred.append(release)
+        with self._lock:
+            self._deferred.append(release)
 
     def _run_deferred(self) -> None:
         with self._lock:
@@ -120,9 +122,9 @@ class ModuleBoundary:
     `release` runs when the module's last open call closes, so two interleaved calls of one module
     (a shared layer on parallel branches) never lose their parameters to each other.
 
-    :attr:`before` and :attr:`after` are autograd Functions for the module's outputs and inputs.
+    :attr:`before` and :attr:`after` are for the module's outputs and inputs.
 
-    version: of the parameters: a backward after it has moved on is a RuntimeError.
+    version: of the parameters: a backward after it has moved on is Refused.
     transforms: whether those of ``torch.func`` may pass. PyTorch then inspects the Function's
     signature at every call, which takes the host twice as long as all the rest.
     """
@@ -141,8 +143,8 @@ class ModuleBoundary:
         self.open_calls = 0
         self._calls = calls
         self._call = _Call(NO_TASK, version())
-        self.before = _identity(self._output_of_call, self._before_backward, transforms)
-        self.after = _identity(self._input_of_call, self._after_backward, transforms)
+        self.before = Edge(self._output_of_call, self._before_backward, transforms)
+        self.after = Edge(self._input_of_call, self._after_backward, transforms)
 
     def leave(self) -> bool:
         """One call fewer; True when it was the last."""
@@ -163,11 +165,14 @@ class ModuleBoundary:
         if self._call.version != self.version():
             self._call = _Call(current_task_id(), self.version())
         self._call.sealed = True
+        if self.open_calls and current_task_id() != NO_TASK and recomputes_for_hooks():
+            # Recomputed to its end in the midst of its backward: upstream has just released it.
+            self.gather()
         return self._call
 
     def _before_backward(self, call: _Call, grad: Any) -> Any:
         if call.version != self.version():
-            raise RuntimeError(
+            raise Refused(
                 "backward over a forward from before engine.step(): its activations belong to the "
                 "old parameters, and the old parameters are gone. Run the forward again."
             )
@@ -189,37 +194,57 @@ class ModuleBoundary:
 
 
 class NoBoundary:
-    """In place of both Functions where there is nothing to gather: no node, no bookkeeping."""
+    """In place of both edges where there is nothing to gather: no node, no bookkeeping."""
 
     @staticmethod
     def apply(value: torch.Tensor) -> torch.Tensor:
         return value
 
 
-def _identity(
-    call_of: Callable[[torch.Tensor], _Call],
-    run_backward: Callable[[_Call, Any], Any],
-    transforms: bool,
-) -> Function:
-    """A Function whose backward is `run_backward`, of what `call_of` said in the forward."""
+class Edge:
+    """Stands where upstream has an autograd Function of its own for each module.
 
-    class Boundary(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            ctx.call = call_of(value)
-            return value.detach()
+    call_of: returns the call of the module that a tensor belongs to, in its forward.
+    run_backward: gets that call and the gradient, and returns the gradient.
+    """
 
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            return run_backward(ctx.call, grad)
+    __slots__ = ("apply", "call_of", "run_backward")
 
-    class TransformedBoundary(Boundary):
-        @staticmethod
-        def forward(value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return value.detach()
+    def __init__(
+        self,
+        call_of: Callable[[torch.Tensor], _Call],
+        run_backward: Callable[[_Call, Any], Any],
+        transforms: bool,
+    ) -> None:
+        self.call_of, self.run_backward = call_of, run_backward
+        #: Takes a tensor, and returns it with the edge in its graph. No function of ours, which
+        #: Dynamo would compile by itself.
+        self.apply = partial((_TransformedBoundary if transforms else _Boundary).apply, self)
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.call = call_of(*inputs)
 
-    return TransformedBoundary if transforms else Boundary
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Edge, value: torch.Tensor) -> torch.Tensor:
+        ctx.edge, ctx.call = edge, edge.call_of(value)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None, ctx.edge.run_backward(ctx.call, grad)
+
+
+class _TransformedBoundary(_Boundary):
+    @staticmethod
+    def forward(edge: Edge, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return value.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        edge, value = inputs
+        ctx.edge, ctx.call = edge, edge.call_of(value)
+
+
+# PyTorch asks for it at every call of such a Function, and would make it anew.
+_TransformedBoundary.forward.__signature__ = signature(  # type: ignore[attr-defined]
+    _TransformedBoundary.forward
+)

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from ds_patches.accumulation.steps import Listener
-from ds_patches.runtime.graph_task import at_end_of_task
+from ds_patches.training.graph_task import at_end_of_task
+from ds_patches.training.steps import Listener
+from ds_patches.upstream import zero3_gathers
+from ds_patches.upstream import zero3_modules as gathered
 
 from .boundaries import ModuleBoundary, NoBoundary, OpenCalls
-from .upstream import gathered
 
 
 class Gathers(Listener):
@@ -105,4 +106,4 @@ class Gathers(Listener):
     def _task_ends(self, task_id: int) -> None:
         self._calls.end(task_id)
         if self._retains and not self._calls:  # else nested, as reentrant checkpointing is
-            gathered.release_all(self._offload)
+            zero3_gathers.release(self._offload)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ds_patches.accumulation import engines
-from ds_patches.runtime.attached import Attached
-from ds_patches.runtime.attributes import Args, Kwargs, Wrapped
-from ds_patches.runtime.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.training import kept
+from ds_patches.training.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
+from ds_patches.training.kept import Attached
 
 from .gathers import Gathers
 
 
 def _take_in(engine: Any) -> Gathers | None:
-    steps = engines.of(engine.optimizer)
+    steps = kept.of(engine.optimizer)
     if steps is None or not engine.zero_optimization_partition_weights():
         return None
     offload = engine.optimizer.parameter_offload
@@ -28,17 +28,16 @@ def _take_in(engine: Any) -> Gathers | None:
 _gathers: Attached[Gathers] = Attached("zero3_retain", _take_in)
 
 
-def activate(release: Any, options: Mapping[str, str]) -> Sequence[str]:
+def activate() -> Sequence[str]:
     """Take in the engines that are known already."""
-    engines.subscribe(_gathers)
+    kept.subscribe(_gathers)
     return []
 
 
-def deactivate() -> Sequence[str]:
+def deactivate() -> None:
     """Put stock's functions back at every module of every engine."""
-    for gathers in engines.unsubscribe(_gathers):
+    for gathers in kept.unsubscribe(_gathers):
         gathers.remove()
-    return []
 
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -48,7 +47,7 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
     """
     result = wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is not None:
-        gathers.install_at(args[0] if args else kwargs["module"])
+        gathers.install_at(in_order(wrapped, args, kwargs)[0])
     return result
 
 
@@ -58,7 +57,7 @@ def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: K
         return wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
-    (module,) = (*args, *kwargs.values())
+    (module,) = in_order(wrapped, args, kwargs)
     gathers.recomputed(module, partial(wrapped, module))
     return None
 

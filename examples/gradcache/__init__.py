@@ -14,6 +14,5 @@ that puts the whole batch through the model at once. Its exit code is 0 only if 
 block has the loss curve of plain PyTorch, that curve falls, and the number of reductions is that
 of one backward.
 
-`train` is the script a user would write; `model` and `digits` belong to it. `curves` are the runs
-that are compared, `table` what the terminal shows, `rank` makes one out of the other.
+`train` is the script a user would write, `curves` are the runs that are compared.
 """

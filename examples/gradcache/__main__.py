@@ -4,51 +4,80 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
+from importlib.metadata import version
+from typing import Any
 
-from examples.gradcache import rank
+from examples import ranks
 
-_RANKS = 2
-_TAIL_LINES = 60
 _DESCRIPTION = (
     "Train by GradCache at ZeRO 1, 2 and 3, stock and with one reduction per step, and compare "
     "with plain PyTorch. Exits with 0 if the runs with a block are right. Run by torchrun it is "
     "one rank; else it starts two, on CPU."
 )
+_LINE = "{:<26}{:>10}" + 4 * "{:>8}" + "{:>12}"
 
 
 def main() -> int:
-    steps = _parser().parse_args().steps
-    return rank.main(steps) if "RANK" in os.environ else launch()
-
-
-def launch() -> int:
-    """Run this again on two CPU ranks; what they print beside the table is shown if they fail."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}")
-    with tempfile.TemporaryFile("w+", errors="replace") as printed:
-        done = subprocess.run(
-            [sys.executable, *torchrun, "-m", "examples.gradcache", *sys.argv[1:]],
-            env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            stderr=printed,
-        )
-        if done.returncode:
-            printed.seek(0)
-            print(*printed.readlines()[-_TAIL_LINES:], sep="", end="", file=sys.stderr)
-    return done.returncode
-
-
-def _several(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"a whole number from 2 on, not {text!r}")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.gradcache", description=_DESCRIPTION)
-    parser.add_argument("--steps", type=_several, default=30, help="steps to train (default 30)")
-    return parser
+    parser.add_argument("--steps", type=int, default=30, help="steps to train (default 30)")
+    steps = parser.parse_args().steps
+    if "RANK" in os.environ:
+        return compare(steps)
+    return ranks.start("examples.gradcache", *sys.argv[1:])
+
+
+def compare(steps: int) -> int:
+    """Returns 0 if every run with a block is right, 1 if one is not; alike on all ranks."""
+    shown = ranks.join()
+
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    import ds_patches
+    from examples.gradcache.curves import Curve, Work, cached, full_batch
+
+    def say(text: str = "") -> None:
+        print(text.rstrip(" "), file=shown)
+
+    def show(name: str, curve: Curve, difference: str) -> None:
+        sent = ", ".join(map(str, sorted(curve.reductions))) or "-"
+        losses = (f"{curve.losses[number - 1]:.4f}" for number in at)
+        say(_LINE.format(name, sent, *losses, difference))
+
+    def trained(stage: int, name: str, **how: Any) -> str:
+        """Show a run; returns what is wrong with it."""
+        curve = cached(stage, work, **how)
+        if curve.error:
+            say(f"ZeRO-{stage}, {name:<20}{curve.error}"[:80])
+        else:
+            show(f"ZeRO-{stage}, {name}", curve, f"{curve.off(plain):.1e}")
+        fault = curve.fault(plain)
+        return fault and f"ZeRO-{stage}: {fault}"
+
+    work, device = Work(steps), get_accelerator().current_device_name()
+    at = [1 + part * (steps - 1) // 3 for part in range(4)]
+    say("GradCache: find the other half of a handwritten digit")
+    say(f"  DeepSpeed {version('deepspeed')}, torch {version('torch')}, {device}")
+    many = f"{work.chunks} chunks on each of {dist.get_world_size()} ranks"
+    say(f"  each step {work.batch} digits, in {many}\n")
+    say(_LINE.format("", "reductions", "", "", "", "loss at", "largest"))
+    say(_LINE.format("", "per step", *(f"step {number}" for number in at), "difference"))
+    plain = full_batch(work)
+    show("plain PyTorch, one batch", plain, "-")
+    for stage in (1, 2, 3):
+        trained(stage, "stock", block=False)
+    ds_patches.apply("coalesce")
+    faults = [trained(stage, "one block", block=True) for stage in (1, 2, 3)]
+    if not plain.losses[-1] < plain.losses[0]:
+        faults.append("plain PyTorch does not learn")
+    say()
+    for fault in filter(None, faults):
+        say(f"FAILED: {fault}")
+    if not any(faults):
+        say("With a block, ZeRO trains as plain PyTorch does on the whole batch.")
+    dist.destroy_process_group()
+    return int(any(faults))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples.gradcache import digits
-from examples.gradcache.model import TwoTowers, contrast
-from examples.gradcache.train import step
+from examples import digits
+from examples.gradcache.train import TwoTowers, contrast, step
 
 #: Of a loss of about 5, in float32: chunks are summed in another order than a whole batch, and on
 #: GPUs by other kernels.
@@ -35,6 +35,13 @@ class Work:
         """Images per step, over all ranks."""
         return self.chunks * self.chunk * dist.get_world_size()
 
+    def batches(self) -> Iterator[Tensor]:
+        """No image is in a batch twice. Alike on all ranks."""
+        images, _ = digits.load()
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(self.steps):
+            yield images[torch.randperm(len(images), generator=generator)[: self.batch]]
+
 
 @dataclass
 class Curve:
@@ -49,35 +56,29 @@ class Curve:
         differences = (abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
         return max(differences, key=lambda d: (d != d, d))
 
-    def faults(self, plain: Curve) -> Iterator[str]:
-        """What is wrong with it, with windows."""
+    def fault(self, plain: Curve) -> str:
+        """What is wrong with it, in a block."""
         if self.error:
-            yield self.error
-        elif not self.off(plain) <= ROUNDING:  # NaN too
-            yield f"a loss is {self.off(plain):.1e} off plain PyTorch's"
-        elif self.reductions != {1}:
-            yield f"its steps send {sorted(self.reductions)} reductions, not one"
-
-    def falls(self) -> bool:
-        return self.losses[-1] < self.losses[0]
+            return self.error
+        if not self.off(plain) <= ROUNDING:  # NaN too
+            return f"a loss is {self.off(plain):.1e} off plain PyTorch's"
+        if self.reductions != {1}:
+            return f"its steps send {sorted(self.reductions)} reductions, not one"
+        return ""
 
 
-def start() -> TwoTowers:
-    torch.manual_seed(0)
-    return TwoTowers().to(get_accelerator().current_device_name())
-
-
-def sgd(model: TwoTowers) -> torch.optim.Optimizer:
+def _start() -> tuple[TwoTowers, torch.optim.Optimizer]:
     """Not Adam, whose steps do not depend on the gradients' scale: a wrong one must show."""
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.manual_seed(0)
+    model = TwoTowers().to(get_accelerator().current_device_name())
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def full_batch(work: Work) -> Curve:
     """Plain PyTorch: the whole batch in one forward and backward, and no other rank."""
-    model, curve = start(), Curve()
-    optimizer = sgd(model)
+    (model, optimizer), curve = _start(), Curve()
     device = next(model.parameters()).device
-    for images in digits.batches(work.steps, work.batch):
+    for images in work.batches():
         loss = contrast(model(images.to(device)))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -86,14 +87,14 @@ def full_batch(work: Work) -> Curve:
     return curve
 
 
-def cached(stage: int, work: Work, *, windows: bool) -> Curve:
-    """GradCache by a DeepSpeed engine. Without windows a step is one backward after the other."""
+def cached(stage: int, work: Work, *, block: bool) -> Curve:
+    """GradCache by a DeepSpeed engine. Without a block a step is one backward after the other."""
     engine, curve = _engine(stage, work), Curve()
     try:
-        for images in digits.batches(work.steps, work.batch):
+        for images in work.batches():
             mine = images.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
-            window = engine.coalesce_grad_reduction() if windows else nullcontext()
-            loss = step(engine, mine, work.chunk, _counted(window, curve))
+            around = engine.coalesce_grad_reduction() if block else nullcontext()
+            loss = step(engine, mine, work.chunk, _counted(around, curve))
             curve.losses.append(loss.item())
     except Exception as error:  # stock raises on some releases
         curve.error = f"{type(error).__name__}: {error}"
@@ -101,7 +102,7 @@ def cached(stage: int, work: Work, *, windows: bool) -> Curve:
 
 
 def _engine(stage: int, work: Work) -> Any:
-    model = start()
+    model, optimizer = _start()
     settings = {
         "train_micro_batch_size_per_gpu": work.chunk,
         "gradient_accumulation_steps": 1,
@@ -113,7 +114,6 @@ def _engine(stage: int, work: Work) -> Any:
             "reduce_bucket_size": 1_000_000,
         },
     }
-    optimizer = sgd(model)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
@@ -133,7 +133,7 @@ class _Reductions(TorchDispatchMode):
 
 
 @contextmanager
-def _counted(window: AbstractContextManager[Any], curve: Curve) -> Iterator[None]:
-    with _Reductions() as reductions, window:
+def _counted(block: AbstractContextManager[Any], curve: Curve) -> Iterator[None]:
+    with _Reductions() as reductions, block:
         yield
     curve.reductions.add(reductions.sent)

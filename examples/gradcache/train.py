@@ -1,4 +1,4 @@
-"""The training step: GradCache, with all its backwards in one window."""
+"""GradCache: the model, its loss, and the step, with all its backwards in one block."""
 
 from __future__ import annotations
 
@@ -7,15 +7,53 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from examples.gradcache.model import contrast
+from examples.digits import SIDE
+
+_WIDTH = 96
+_EMBEDDING = 32
+_TEMPERATURE = 0.1
 
 
-def step(engine: Any, images: Tensor, chunk: int, window: AbstractContextManager[Any]) -> Tensor:
+def _tower() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(SIDE * SIDE // 2, _WIDTH),
+        nn.LayerNorm(_WIDTH),
+        nn.GELU(),
+        nn.Linear(_WIDTH, _WIDTH),
+        nn.GELU(),
+        nn.Linear(_WIDTH, _EMBEDDING),
+    )
+
+
+class TwoTowers(nn.Module):
+    """Images (batch, 8, 8) to embeddings (batch, 2, 32) of length 1: left halves, right halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = _tower(), _tower()
+
+    def forward(self, images: Tensor) -> Tensor:
+        left, right = images.chunk(2, dim=2)
+        return functional.normalize(torch.stack((self.left(left), self.right(right)), 1), dim=2)
+
+
+def contrast(embeddings: Tensor) -> Tensor:
+    """Symmetric InfoNCE: find each half's other one among all that are given."""
+    left, right = embeddings.unbind(1)
+    logits = left @ right.T / _TEMPERATURE
+    partner = torch.arange(len(logits), device=logits.device)
+    loss = functional.cross_entropy(logits, partner) + functional.cross_entropy(logits.T, partner)
+    return loss / 2
+
+
+def step(engine: Any, images: Tensor, chunk: int, block: AbstractContextManager[Any]) -> Tensor:
     """One optimizer step on this rank's images; returns the loss over those of all ranks.
 
-    window: ``engine.coalesce_grad_reduction()``.
+    block: ``engine.coalesce_grad_reduction()``.
 
     Both forwards of a chunk must compute the same. With dropout, save the random state before a
     chunk's first forward (`torch.get_rng_state`, `torch.cuda.get_rng_state`) and set it again
@@ -25,7 +63,7 @@ def step(engine: Any, images: Tensor, chunk: int, window: AbstractContextManager
     with torch.no_grad():
         embeddings = torch.cat([engine(part) for part in chunks])
     loss, gradient = cached_gradient(embeddings)
-    with window:
+    with block:
         for part, cached in zip(chunks, gradient.split(chunk), strict=True):
             engine.backward((engine(part) * cached).sum())
     engine.step()
@@ -38,15 +76,10 @@ def cached_gradient(embeddings: Tensor) -> tuple[Tensor, Tensor]:
     Every rank computes the whole loss, so its own rows of the gradient are complete and none has
     to travel. ZeRO averages over ranks what this loss wants summed: hence times their number.
     """
-    everyone = gathered(embeddings).requires_grad_()
+    ranks = dist.get_world_size()
+    parts = [torch.empty_like(embeddings) for _ in range(ranks)]
+    dist.all_gather(parts, embeddings)
+    everyone = torch.cat(parts).requires_grad_()
     loss = contrast(everyone)
     (gradient,) = torch.autograd.grad(loss, everyone)
-    ranks = dist.get_world_size()
     return loss.detach(), gradient.chunk(ranks)[dist.get_rank()] * ranks
-
-
-def gathered(embeddings: Tensor) -> Tensor:
-    """The embeddings of all ranks, in the order of the ranks."""
-    parts = [torch.empty_like(embeddings) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, embeddings)
-    return torch.cat(parts)

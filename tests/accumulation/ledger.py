@@ -9,6 +9,7 @@ from tests.scripts.declared import Script
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 
 CLIPPED = {**OFFLOADED, "clip": 0.05}
+FOUR = {**OFFLOADED, "micro_steps": 4}
 SCATTERED = {"zero": {"contiguous_gradients": False}}
 NOW = "9"  # it has not ended
 
@@ -29,14 +30,13 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        kinds = ("offload", "clip", "overlap", "bfloat16")
+        kinds = ("offload", "clip", "overlap", "bfloat16", "micro_steps")
         named = [kind for kind in kinds if kind in str(self.more)]
         return "-".join([self.id, self.script.name, str(self.stage), *named])
 
     @property
     def options(self) -> Options:
-        micro_steps = self.script.options.micro_steps
-        return Options(self.stage, steps=4, **{"micro_steps": micro_steps, **self.more})
+        return self.script.at(self.stage, **{"steps": 4, "model": "TwoHeads", **self.more})
 
 
 # --- The ledger -----------------------------------------------------------------------------------
@@ -53,12 +53,10 @@ LEDGER = (
     Entry("A1", accumulating.boundaries_twice, 2, "0.17.6", NOW),
     Entry("A1", losses.two_backwards, 1, "0.17.6", NOW),
     # CPU offload: of four micro steps, those in the middle are dropped (PR 7967, issue 6550).
-    Entry(
-        "A2", accumulating.four_micro_steps_offloaded, 2, "0.16.0", "0.18.9", OFFLOADED, core=True
-    ),
+    Entry("A2", ordinary.micro_steps, 2, "0.16.0", "0.18.9", FOUR, core=True),
     # CPU offload: of several backwards at one boundary, only the last counts (PR 7981).
-    Entry("A3", accumulating.two_forwards_offloaded, 1, "0.16.0", NOW, OFFLOADED),
-    Entry("A3", accumulating.two_forwards_offloaded, 2, "0.16.0", NOW, CLIPPED, core=True),
+    Entry("A3", losses.two_forwards, 1, "0.16.0", NOW, OFFLOADED),
+    Entry("A3", losses.two_forwards, 2, "0.16.0", NOW, CLIPPED, core=True),
     Entry("A3", accumulating.boundary_by_hand, 2, "0.16.0", "0.18.9", OFFLOADED),
     # Of several micro steps, only the last counts (issue 7718).
     Entry("A4", ordinary.micro_steps, 2, "0.17.6", "0.18.2", core=True),

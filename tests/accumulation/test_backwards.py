@@ -1,96 +1,89 @@
-"""What counts as a backward of a step: any that reaches its parameters, and no other."""
+"""What counts as a backward of a step: any that reaches its parameters, and no other; once."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 from tests.scripts import by_hand, heads, losses, nested, slopes
 from tests.training import stock
+from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import both_losses, loss_of
 from tests.training.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.training.run import check, run
-from tests.world import World
+from tests.training.run import applied, measure, run
+from tests.world import World, on_ranks
 
-STAGES = [1, 2, 3]
-STYLES = pytest.mark.parametrize("style", ["engine", "torch"])
-AUXILIARY = losses.auxiliary_tensor, losses.auxiliary_tensor_first, losses.auxiliary_alone
-
-
-def patch_for(stage: int) -> str:
-    """Stage 3 gathers for a second backward over one forward with zero3_retain alone."""
-    return "zero3_retain" if stage == 3 else "accumulation"
-
-
-@pytest.mark.core_case(script=losses.auxiliary_tensor_first, stage=2)
-@pytest.mark.core_case(script=losses.auxiliary_tensor, stage=3)
-@pytest.mark.parametrize("script", AUXILIARY)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_tensor_that_is_no_output(world: World, stage: int, script: Any) -> None:
-    check(world, script, Options(stage, model="Auxiliary"), patch_for(stage))
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+PLAIN = {"style": "torch"}
+QUEUED = pytest.mark.skipif(not stock.QUEUES_EPILOGUE, reason="as on stock: KeyError, or the last")
+SINCE_0_18_6 = stock.since("0.18.6", "a BF16_Optimizer for this configuration")
+accumulation = partial(of, "accumulation")
+#: Stage 3 gathers for a second backward over one forward with this alone.
+retained = partial(of, "zero3_retain")
 
 
-@pytest.mark.parametrize(
-    ("script", "stage"),
-    [(AUXILIARY[1], 1), (AUXILIARY[1], 3), *((AUXILIARY[0], stage) for stage in STAGES)],
+@cases(
+    accumulation(losses.auxiliary_tensor_first, 1, 2, core={2}),
+    accumulation(losses.auxiliary_tensor_first, 1, **PLAIN),
+    *(retained(losses.auxiliary_tensor_first, 3, **more) for more in ({}, PLAIN)),
+    accumulation(losses.auxiliary_tensor, 1, 2),
+    accumulation(losses.auxiliary_tensor, 1, 2, marks=[QUEUED], **PLAIN),
+    retained(losses.auxiliary_tensor, 3, core={3}),
+    retained(losses.auxiliary_tensor, 3, marks=[QUEUED], **PLAIN),
+    accumulation(losses.auxiliary_alone, 1, 2),
+    retained(losses.auxiliary_alone, 3),
 )
-def test_its_plain_backward(world: World, stage: int, script: Any) -> None:
-    """``module.aux.backward()``, where the release has plain backwards."""
-    if script is AUXILIARY[0] and not stock.QUEUES_EPILOGUE:
-        pytest.skip("as on stock: stage 1 takes the last only, 2 and 3 raise")
-    check(world, script, Options(stage, model="Auxiliary", style="torch"), patch_for(stage))
+def test_a_tensor_that_is_no_output(world: World, case: Case) -> None:
+    """Also by ``module.aux.backward()``, where the release has plain backwards."""
+    case.check(world)
 
 
-@pytest.mark.skipif(not stock.QUEUES_EPILOGUE, reason="as on stock: KeyError")
-@pytest.mark.parametrize(("script", "micro_steps"), [(AUXILIARY[2], 1), (AUXILIARY[0], 2)])
-@pytest.mark.parametrize("stage", STAGES)
-def test_its_plain_backward_is_refused(
-    world: World, stage: int, script: Any, micro_steps: int
-) -> None:
+@on_ranks
+@QUEUED
+@pytest.mark.parametrize(
+    ("script", "micro_steps"), [(losses.auxiliary_alone, 1), (losses.auxiliary_tensor, 2)]
+)
+@STAGES
+def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int) -> None:
     """Where DeepSpeed has reduced nothing, or has not divided it."""
-    options = Options(stage, model="Auxiliary", style="torch", micro_steps=micro_steps)
-    for outcome in world.run(run, script, options, patch_for(stage)):
-        assert re.search("call engine.backward.tensor. instead", outcome.error), outcome
+    outcome = run(script, script.at(stage, micro_steps=micro_steps, **PLAIN), "zero3_retain")
+    assert re.search("call engine.backward.tensor. instead", outcome.error), outcome
 
 
-@pytest.mark.parametrize(
-    ("script", "style"),
-    [
-        *((slopes.slope_before, style) for style in ("engine", "torch")),
-        *((slopes.slope_between, style) for style in ("engine", "torch")),
-        (slopes.slope_in_each_micro_step, "engine"),  # and is not divided by them
-    ],
+@cases(
+    *(
+        accumulation(script, 1, 2, 3, **more)
+        for script in (slopes.slope_before, slopes.slope_between)
+        for more in ({}, PLAIN)
+    ),
+    accumulation(slopes.slope_in_each_micro_step, 1, 2, 3),  # and is not divided by them
 )
-@pytest.mark.parametrize("stage", STAGES)
-def test_autograd_grad_is_no_backward_of_the_step(
-    world: World, stage: int, script: Any, style: str
-) -> None:
-    check(world, script, script.at(stage, steps=3, style=style), "accumulation")
+def test_autograd_grad_is_no_backward_of_the_step(world: World, case: Case) -> None:
+    case.check(world)
 
 
-@pytest.mark.core_case(stage=3, script=nested.nested, style="engine")
-@STYLES
-@pytest.mark.parametrize("script", [nested.nested, nested.cached_behind_an_output])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_inside_another_belongs_to_it(
-    world: World, stage: int, script: Any, style: str, request: pytest.FixtureRequest
-) -> None:
-    stock.needs_style(style)
-    if stage == 2 and style == "engine":
-        reason = "as on stock: 'Gradient computed twice for this partition'"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    check(world, script, Options(stage, style=style), "accumulation")
+@cases(
+    accumulation(nested.nested, 1, 3, core={3}),  # at stage 2 it is refused, as on stock
+    accumulation(nested.cached_behind_an_output, 1, 3),
+    *(
+        accumulation(one, 1, 2, 3, **PLAIN)
+        for one in (nested.nested, nested.cached_behind_an_output)
+    ),
+    # The hook of a BF16_Optimizer, which runs it, was there before engine.backward was called.
+    accumulation(nested.nested, 1, marks=[SINCE_0_18_6], **BF16_SUMS),
+)
+def test_a_backward_inside_another_belongs_to_it(world: World, case: Case) -> None:
+    case.check(world)
 
 
-@stock.since("0.18.6", "a BF16_Optimizer for this configuration")
-def test_so_does_one_of_a_bf16_optimizer(world: World) -> None:
-    """Its hook, which runs it, was there before ``engine.backward`` was called."""
-    check(world, nested.nested, Options(1, **BF16_SUMS), "accumulation")
-
-
-def given_before_two_micro_steps(trainer: Any) -> None:
+@trains("accumulation", *(at(2, micro_steps=3, **OFFLOADED, **more) for more in ({}, BF16_SUMS)))
+def test_what_is_given_counts_once(trainer: Any) -> None:
     """Of three, all but the last reach the head, which has a gradient by hand after the first."""
     for step in trainer.steps():
         for micro, reached in enumerate((heads.BOTH, heads.BOTH, heads.FIRST)):
@@ -98,12 +91,6 @@ def given_before_two_micro_steps(trainer: Any) -> None:
             if micro == 0:
                 by_hand.give(trainer, step)
             trainer.step()
-
-
-@pytest.mark.parametrize("more", [OFFLOADED, OFFLOADED | BF16_SUMS], ids=["fp32", "bf16"])
-def test_what_is_given_counts_once(world: World, more: dict[str, Any]) -> None:
-    options = Options(2, micro_steps=3, **more)
-    check(world, given_before_two_micro_steps, options, "accumulation")
 
 
 def a_step_between(trainer: Any) -> None:
@@ -117,16 +104,16 @@ def a_step_between(trainer: Any) -> None:
             trainer.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_over_a_forward_of_the_step_before_is_said_once(
-    world: World, stage: int
-) -> None:
-    for outcome in world.run(run, a_step_between, Options(stage, steps=2), "zero3_retain"):
-        (said,) = [outcome.error] if stage == 3 else outcome.said
-        assert "backward over a forward from before engine.step()" in said
+@on_ranks
+@STAGES
+def test_a_backward_over_a_forward_of_the_step_before_is_said_once(stage: int) -> None:
+    outcome = run(a_step_between, Options(stage, steps=2), "zero3_retain")
+    (said,) = [outcome.error] if stage == 3 else outcome.said
+    assert "backward over a forward from before engine.step()" in said
 
 
-def a_skipped_step_between(trainer: Any) -> None:
+@trains("zero3_retain", at(1, 2, 3, **FP16))
+def test_a_step_that_overflow_skips_leaves_the_forward_as_it_was(trainer: Any) -> None:
     """The first of two losses over one forward overflows, and is left out."""
     for step in trainer.steps():
         first, second = both_losses(trainer, step)
@@ -137,6 +124,32 @@ def a_skipped_step_between(trainer: Any) -> None:
         trainer.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_overflow_skips_leaves_the_forward_as_it_was(world: World, stage: int) -> None:
-    check(world, a_skipped_step_between, Options(stage, **FP16), "zero3_retain")
+@trains("zero3_retain", at(1, 2, 3, core={2}))
+def test_with_an_older_torch(trainer: Any) -> None:
+    """To PyTorch 2.4 this does not turn gradients on, and in a backward they are off."""
+
+    def older(tensor: torch.Tensor) -> Any:
+        return tensor.grad_fn or tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+    with mock.patch("torch.autograd.graph._get_grad_fn_or_grad_acc", older):
+        losses.two_backwards(trainer)
+
+
+@on_ranks
+@pytest.mark.core_case(stage=2)
+@STAGES
+def test_a_parameter_costs_the_same_beside_many(stage: int) -> None:
+    """0.18.5 and 0.18.6 count all of them again for each."""
+
+    def train(trainer: Any) -> None:
+        for _ in trainer.steps():
+            trainer.backward(trainer(torch.ones(2, 4)).sum())
+            trainer.step()
+
+    calls = []
+    for depth in (8, 16, 64, 72):
+        model: Any = lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))  # noqa: B023, E731
+        options = Options(stage, model=model)
+        calls.append(measure(train, options, applied("accumulation"), looks=["calls"]).calls)
+    few, more, many, most = calls
+    assert 0 < most - many < 1.05 * (more - few)

@@ -42,4 +42,6 @@ def test_stock_is_wrong_until_it_is_mended(world: World, entry: Entry) -> None:
 
 @entries(core=tuple(entry.id for entry in LEDGER))
 def test_patched_is_pytorch(world: World, entry: Entry) -> None:
-    check(world, entry.script, entry.options, "accumulation")
+    # To 0.18.4 the optimizer of A8 is that of half precision without ZeRO.
+    others = ["half_without_zero"] if entry.id == "A8" else []
+    check(world, entry.script, entry.options, "accumulation", *others)

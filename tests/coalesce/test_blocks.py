@@ -5,69 +5,105 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_patches.coalesce import block
-from tests.coalesce.loops import BACKWARDS, UPSTREAM, several_backwards
-from tests.scripts import windows
+from tests.scripts import nested, slopes, windows
 from tests.training import models, stock
+from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import loss_of
-from tests.training.options import BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, Options
+from tests.training.options import (
+    ALL_REDUCED,
+    BF16,
+    BF16_SUMS,
+    FP16,
+    OFFLOADED,
+    OFFLOADED_ALL,
+    OVERLAP,
+    Options,
+)
 from tests.training.run import applied, check, run
 from tests.training.surroundings import RATE, build_engine
 from tests.training.trainers import EngineTrainer, worst_difference
-from tests.world import World
+from tests.world import World, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 #: What ends a block: our own reductions, or DeepSpeed's in two ways.
-REDUCERS: tuple[dict[str, Any], ...] = ({}, UPSTREAM, OFFLOADED)
-by_reducer = pytest.mark.parametrize("more", REDUCERS, ids=["", "upstream", "offloaded"])
+REDUCERS: tuple[dict[str, Any], ...] = ({}, ALL_REDUCED, OFFLOADED)
+TWO_GROUPS, FIVE_GROUPS = {"rates": (0.1,) * 2}, {"rates": (0.1,) * 5}
+#: Padding between parameters.
+ALIGNED = {"zero": {"parameter_alignment": True}}
+SINCE_0_19_7 = stock.since("0.19.7", "parameter_alignment")
+ROUND_ROBIN = {"zero": {"round_robin_gradients": True}}
+TRICKY = {"contiguous_gradients": False, "overlap_comm": True, "reduce_scatter": False}
 
 
-def zero(contiguous: bool, overlap: bool, scatters: bool) -> dict[str, Any]:
-    given = {"contiguous_gradients": contiguous, "overlap_comm": overlap}
-    return {"zero": {**given, "reduce_scatter": scatters}}
+def bucket(elements: int) -> dict[str, Any]:
+    return {"zero": {"reduce_bucket_size": elements}}
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    *REDUCERS,
-    # Every pair of values.
-    *(zero(True, True, True), zero(True, False, False)),
-    *(zero(False, False, True), zero(False, True, False)),
-    *(  # 500 is everywhere else's.
-        {"zero": {"reduce_bucket_size": bucket, "reduce_scatter": scatters}}
-        for bucket in (40, 10**6)
-        for scatters in (True, False)
+coalesce = partial(of, "coalesce")
+window = partial(coalesce, windows.window)
+
+
+@cases(
+    *(window(1, 2, 3, core={2}, **more) for more in REDUCERS),
+    window(3, **OFFLOADED_ALL),
+    window(1, 2, 3, core={1, 2, 3}, **OVERLAP),
+    window(1, 2, 3, zero=TRICKY),
+    window(1, 2, 3, **FP16),
+    *(window(1, 2, 3, **BF16, **more) for more in REDUCERS),
+    *(window(2, 3, core={2}, **BF16_SUMS, **more) for more in REDUCERS),
+    window(2, **BF16_SUMS, settings={"communication_data_type": "fp32"}),
+    *(window(1, 2, 3, style=style) for style in ("scale", "torch")),
+    *(window(1, 2, 3, model=m) for m in ("SharedBlock", "Reentrant", "NonReentrant", "LeafModule")),
+    *(
+        window(1, 2, core={2}, **more)
+        for more in ({"model": "Unused"}, {"clip": 0.05, **TWO_GROUPS})
     ),
-    *({"model": model} for model in ("FrozenTrunk", "SharedBlock", "TiedEmbedding")),
-    *({"model": model} for model in ("Reentrant", "NonReentrant", "LeafModule")),
-    *({"style": style} for style in ("scale", "torch")),
-    *({"clip": 0.05, **more} for more in ({}, OFFLOADED)),
-    *(dtype | more for dtype in (BF16, BF16_SUMS) for more in REDUCERS),
-    FP16,
+    *(window(1, 2, **FIVE_GROUPS, **more) for more in ({}, ROUND_ROBIN, bucket(1), bucket(24))),
+    window(1, 2, marks=[SINCE_0_19_7], **ALIGNED),
 )
+def test_a_block_is_a_sum(world: World, case: Case) -> None:
+    case.check(world)
 
 
-@pytest.mark.core_case(more=zero(True, True, True))
-@pytest.mark.core_case(stage=2, more={})
-@pytest.mark.core_case(stage=2, more=OFFLOADED)
-@pytest.mark.core_case(stage=2, more=BF16_SUMS)
-@pytest.mark.core_case(stage=2, more=BF16_SUMS | OFFLOADED)
-@pytest.mark.parametrize("more", OPTIONS, ids=str)
+SCRIPTS = windows.uneven_windows, windows.two_windows, windows.window_among_micro_steps
+#: Backwards in each other, as cached losses have them: the outer one ends with one reduction.
+NESTED = nested.cached, nested.cached_in_a_window, nested.cached_after_another
+retained = partial(of, "coalesce zero3_retain")
+
+
+@cases(
+    *(coalesce(script, 1, 2, 3, core={2}, steps=4, **m) for script in SCRIPTS for m in REDUCERS),
+    *(coalesce(windows.two_windows_before_one_step, 1, 2, 3, **more) for more in REDUCERS),
+    coalesce(nested.cached, 1, 2, 3, core={1, 2, 3}),
+    *(coalesce(script, 1, 2, 3, **m) for script in NESTED for m in REDUCERS[1:]),
+    retained(windows.window_over_one_forward, 1, 2, 3, core={3}),
+    retained(windows.window_over_one_forward, 1, 2, 3, style="torch"),
+    retained(windows.window_over_an_auxiliary_tensor, 1, 2, 3),
+)
+def test_scripts(world: World, case: Case) -> None:
+    """Parameters that rest count as zeros; a block adds to what its step has reduced."""
+    case.check(world)
+
+
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("more", [{"micro_steps": 2}, FP16], ids=["divided", "scaled"])
 @STAGES
-def test_a_block_is_a_sum(world: World, stage: int, more: dict[str, Any]) -> None:
-    if stage < 3 and more == zero(False, True, False):
-        stock.needs_non_contiguous()
-    stock.needs_a_zero_optimizer(stage, more)
-    check(world, several_backwards, Options(stage, **more), "coalesce")
-
-
-def test_offloaded_parameters(world: World) -> None:
-    check(world, several_backwards, Options(3, **OFFLOADED_ALL), "coalesce")
+def test_a_tensor_that_is_no_output_is_refused(world: World, stage: int, more: Any) -> None:
+    """Where ``engine.backward`` would have done more than its plain backward."""
+    if "micro_steps" in more and not stock.TORCH_STYLE:
+        pytest.skip("stock divides no plain backward: the others are not either")
+    script = windows.window_over_an_auxiliary_tensor
+    for one in world.run(run, script, script.at(stage, **more), "coalesce"):
+        assert re.search("engine.backward.(tensor|loss)", one.error), one
 
 
 class BoundaryTrainer(EngineTrainer):
@@ -75,7 +111,7 @@ class BoundaryTrainer(EngineTrainer):
 
     @contextmanager
     def window(self, **_: Any) -> Iterator[None]:
-        self._left = BACKWARDS
+        self._left = 3
         yield
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
@@ -96,7 +132,64 @@ class BothWays(BoundaryTrainer):
 
 @STAGES
 def test_boundaries_inside_a_block(world: World, stage: int) -> None:
-    check(world, several_backwards, Options(stage), "coalesce", engine=BothWays)
+    check(world, windows.window, Options(stage), "coalesce", engine=BothWays)
+
+
+@trains("coalesce", at(1, 2, 3, micro_steps=2))
+def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
+    """At a boundary that is set, one step ends what plain PyTorch counts as two micro steps."""
+    for step in trainer.steps():
+        if trainer.is_engine:
+            trainer.boundary(True)
+        with trainer.window():
+            for micro in range(3):
+                trainer.backward(loss_of(trainer, step, micro))
+        for _ in range(1 if trainer.is_engine else 2):
+            trainer.step()
+
+
+@trains("coalesce", *(at(1, 2, 3, model="Uneven", steps=4, **more) for more in REDUCERS))
+def test_more_ranks_than_can_be_counted(trainer: Any) -> None:
+    """They cannot tell each other what they have."""
+    with mock.patch.object(block, "MOST_RANKS", 1):
+        windows.uneven_windows(trainer)
+
+
+@trains("coalesce", *(at(2, **more) for more in ({}, BF16, FIVE_GROUPS)))
+def test_a_backend_without_reduce_scatter(trainer: Any) -> None:
+    """One that says about it what gloo said before it had it."""
+    renamed = hasattr(dist, "reduce_scatter_single")
+    name = "reduce_scatter_single" if renamed else "reduce_scatter_tensor"
+    refusal = RuntimeError("Backend gloo does not support _reduce_scatter_base")
+    with mock.patch.object(dist, name, side_effect=refusal):
+        windows.window(trainer)
+
+
+@trains("coalesce", at(2, **FP16))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
+    for step in trainer.steps():
+        if step == 1 and not trainer.is_engine:
+            continue
+        with trainer.window():
+            for micro in range(3):
+                bad = step == micro == dist.get_rank() == 1
+                trainer.backward(loss_of(trainer, step, micro) * (float("inf") if bad else 1))
+        trainer.step()
+
+
+@trains("coalesce", at(1, 3))
+def test_gradients_of_other_tensors(trainer: Any) -> None:
+    """A backward that reaches no parameter, as for a gradient penalty, is none of the block's."""
+    for step in trainer.steps():
+        with trainer.window():
+            slope, first, second = slopes.slope_and_losses(trainer, step)
+            trainer.backward(first * slope + second)
+        trainer.step()
+
+
+@cases(*(window(2, **more) for more in (bucket(24), bucket(10**6), FIVE_GROUPS, {"clip": 0.05})))
+def test_three_ranks(three: World, case: Case) -> None:
+    case.check(three)
 
 
 class Mixture(torch.nn.Module):
@@ -113,8 +206,11 @@ class Mixture(torch.nn.Module):
         return output
 
 
-def against_boundaries(stage: int, ep_size: int) -> tuple[float, float]:
-    """How far the ends by blocks and by stock's own sum are from each other, and the start."""
+@on_ranks
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_experts_that_reduce_over_other_ranks(stage: int, ep_size: int) -> None:
+    """Blocks end where stock's own sum does."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     ends = []
@@ -126,91 +222,6 @@ def against_boundaries(stage: int, ep_size: int) -> tuple[float, float]:
         optimizer = torch.optim.SGD(groups, lr=RATE)
         with applied("coalesce"):
             engine = build_engine(model, Options(stage).config, optimizer=optimizer)
-            several_backwards(trainer := kind(engine, Options(stage)))
+            windows.window(trainer := kind(engine, Options(stage)))
             ends.append(trainer.parameters())
-    return worst_difference(*ends)[0], worst_difference(ends[1], origin)[0]
-
-
-@pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_experts_that_reduce_over_other_ranks(world: World, stage: int, ep_size: int) -> None:
-    for difference, moved in world.run(against_boundaries, stage, ep_size):
-        assert difference <= 1e-6 < 1e-3 < moved
-
-
-# --- Scripts -------------------------------------------------------------------------------------
-
-
-def halved(trainer: Any) -> None:
-    """At a boundary that is set, one step ends what plain PyTorch counts as two micro steps."""
-    for step in trainer.steps():
-        if trainer.is_engine:
-            trainer.boundary(True)
-        with trainer.window():
-            for micro in range(BACKWARDS):
-                trainer.backward(loss_of(trainer, step, micro))
-        for _ in range(1 if trainer.is_engine else 2):
-            trainer.step()
-
-
-@STAGES
-def test_gradient_accumulation_divides_the_loss(world: World, stage: int) -> None:
-    check(world, halved, Options(stage, micro_steps=2), "coalesce")
-
-
-@pytest.mark.core_case(style="engine", stage=3, script=windows.window_over_one_forward)
-@pytest.mark.parametrize(
-    ("script", "style"),
-    [
-        (windows.window_over_one_forward, "engine"),
-        (windows.window_over_one_forward, "torch"),
-        (windows.window_over_an_auxiliary_tensor, "engine"),
-    ],
-)
-@STAGES
-def test_with_zero3_retain(world: World, stage: int, script: Any, style: str) -> None:
-    check(world, script, script.at(stage, style=style), "coalesce", "zero3_retain")
-
-
-@pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("more", [{"micro_steps": 2}, FP16], ids=["divided", "scaled"])
-@STAGES
-def test_a_tensor_that_is_no_output_is_refused(world: World, stage: int, more: Any) -> None:
-    """Where ``engine.backward`` would have done more than its plain backward."""
-    if "micro_steps" in more and not stock.TORCH_STYLE:
-        pytest.skip("stock divides no plain backward: the others are not either")
-    script = windows.window_over_an_auxiliary_tensor
-    for one in world.run(run, script, script.at(stage, style="engine", **more), "coalesce"):
-        assert re.search("engine.backward.(tensor|loss)", one.error), one
-
-
-@pytest.mark.core_case(script=windows.uneven_windows, more=OFFLOADED, stage=2)
-@pytest.mark.core_case(script=windows.two_windows, stage=2)
-@pytest.mark.core_case(script=windows.two_windows, stage=3, more={})
-@pytest.mark.core_case(script=windows.window_among_micro_steps, stage=2)
-@by_reducer
-@pytest.mark.parametrize(
-    "script",
-    [
-        windows.uneven_windows,
-        windows.two_windows,
-        windows.two_windows_before_one_step,
-        windows.window_among_micro_steps,
-    ],
-)
-@STAGES
-def test_scripts(world: World, stage: int, script: Any, more: dict[str, Any]) -> None:
-    """Parameters that rest count as zeros; a block adds to what its step has reduced."""
-    check(world, script, script.at(stage, steps=4, **more), "coalesce")
-
-
-def uncounted(trainer: Any) -> None:
-    """The ranks are more than can tell each other what they have."""
-    with mock.patch.object(block, "MOST_RANKS", 1):
-        windows.uneven_windows(trainer)
-
-
-@by_reducer
-@STAGES
-def test_more_ranks_than_can_be_counted(world: World, stage: int, more: dict[str, Any]) -> None:
-    check(world, uncounted, windows.uneven_windows.at(stage, steps=4, **more), "coalesce")
+    assert worst_difference(*ends)[0] <= 1e-6 < 1e-3 < worst_difference(ends[1], origin)[0]

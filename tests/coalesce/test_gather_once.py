@@ -1,63 +1,61 @@
-"""A block that gathers each parameter once: when, how much lives, and that it stays right."""
+"""A block that gathers each parameter once: how often, how much lives, and what scripts may do."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import ds_patches
-from tests.coalesce.loops import several_backwards
+from ds_patches.coalesce.gather_once import suspend
+from tests.scripts.windows import several_backwards
 from tests.training import models
+from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import loss_of
-from tests.training.options import Options
+from tests.training.options import (
+    NO_REUSE,
+    OFFLOADED,
+    OFFLOADED_ALL,
+    PERSISTENT,
+    SMALL_PREFETCH,
+    Options,
+)
 from tests.training.run import applied
-from tests.training.trainers import engine_trainer
-from tests.world import World
+from tests.training.trainers import EngineTrainer, Parameters, engine_trainer, worst_difference
+from tests.world import World, on_ranks
 
-PERSISTENT = {"zero": {"stage3_param_persistence_threshold": 20}}
-SMALL_PREFETCH = {"zero": {"stage3_prefetch_bucket_size": 40}}
-NO_REUSE = {"zero": {"stage3_max_reuse_distance": 0}}
-gathers_once = partial(several_backwards, gather_once=True)
-
-ONCE: dict[str, Any] = {"gather_once": True}
-NOT_ONCE: dict[str, Any] = {"gather_once": False}
+Given = dict[str, Any]
+ONCE: Given = {"gather_once": True}
+NOT_ONCE: Given = {"gather_once": False}
+GRANULAR = "stage3_module_granularity_threshold"
 WAYS = pytest.mark.parametrize("given", [{}, ONCE], ids=["", "asked for"])
 MODELS = ["FrozenTrunk", "TiedEmbedding", "SharedBlock", "LeafModule", "Reentrant", "NonReentrant"]
 
 
-# --- How often, and how much ---------------------------------------------------------------------
-
-
-def limited(elements: int, **zero: Any) -> dict[str, Any]:
+def limited(elements: int, **zero: Any) -> Given:
     return {"zero": {"stage3_max_live_parameters": elements, **zero}}
 
 
-def elements_of(model: str) -> int:
-    return sum(param.numel() for param in models.build(model).parameters())
-
-
 class Gathers:
-    """How often each parameter of an engine is gathered, and the most elements that are so at once.
-
-    Elements are counted wherever a module begins or ends.
-    """
+    """How often each parameter is gathered, and the most elements that are where modules begin."""
 
     def __init__(self, trainer: Any) -> None:
         engine = trainer.engine
         self.params = dict(engine.module.named_parameters())
-        self.names = {id(param): name for name, param in self.params.items()}
         self.begin()
         for param in self.params.values():
             param.all_gather_coalesced = partial(self._gather, param.all_gather_coalesced)
         for module in engine.module.modules():
-            module.register_forward_pre_hook(self._look)
-            module.register_forward_hook(self._look)
-            module.register_full_backward_hook(self._look)
+            for register in (module.register_forward_pre_hook, module.register_full_backward_hook):
+                register(self._look)
         trainer.note()
 
     def begin(self) -> None:
@@ -65,7 +63,8 @@ class Gathers:
         self.most = 0
 
     def _gather(self, wrapped: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        self.counts.update(self.names[id(param)] for param in params)
+        gathered = {id(param) for param in params}
+        self.counts.update(name for name, param in self.params.items() if id(param) in gathered)
         return wrapped(params, *args, **kwargs)
 
     def _look(self, *_: Any) -> None:
@@ -73,19 +72,18 @@ class Gathers:
         self.most = max(self.most, sum(param.ds_numel for param in whole))
 
 
-Seen = tuple[Counter[str], int]
-
-
-def seen(given: dict[str, Any] | None, backwards: int, options: Options) -> list[Seen]:
-    """Of each step's block; on stock, without one, where `given` is None."""
-    with nullcontext() if given is None else applied("coalesce"):
+def seen(
+    given: Given | None, backwards: int, options: Options, blocks: tuple[int, ...] = (0, 1, 2, 3)
+) -> list[tuple[Counter[str], int]]:
+    """Of each step, of which some have `blocks`; on stock, without one, where `given` is None."""
+    used = mock.patch.object(models.Either, "used", (True, False))
+    with nullcontext() if given is None else applied("coalesce"), used:
         trainer = engine_trainer(models.build(options.model), stage=3, zero=options.zero)
-        if options.model == "Sometimes":
-            trainer.module.used = (True, False)
         gathers, found = Gathers(trainer), []
-        for step in range(4):
+        for step in range(options.steps):
             gathers.begin()
-            with nullcontext() if given is None else trainer.window(**given):
+            in_block = given is not None and step in blocks
+            with trainer.window(**given) if given is not None and in_block else nullcontext():
                 for micro in range(backwards):
                     trainer.backward(loss_of(trainer, step, micro))
             found.append((gathers.counts, gathers.most))
@@ -93,58 +91,43 @@ def seen(given: dict[str, Any] | None, backwards: int, options: Options) -> list
         return found
 
 
+@on_ranks
 @pytest.mark.core_case(given={}, model="TwoHeads")
 @pytest.mark.parametrize("model", ["TwoHeads", *MODELS])
 @WAYS
-def test_what_fits_is_gathered_once(world: World, model: str, given: dict[str, Any]) -> None:
+def test_what_fits_is_gathered_once(model: str, given: Given) -> None:
     """By default as well, and never more than is allowed to live."""
-    most = elements_of(model)
-    for found in world.run(seen, given, 4, Options(model=model, **limited(most))):
-        for counts, live in found:
-            assert set(counts.values()) == {1}
-            assert set(counts) == {name for name, _ in models.build(model).named_parameters()}
-            assert live <= most
+    params = dict(models.build(model).named_parameters())
+    most = sum(param.numel() for param in params.values())
+    for counts, live in seen(given, 4, Options(model=model, **limited(most))):
+        assert counts == dict.fromkeys(params, 1)
+        assert live <= most
 
 
-@pytest.mark.core_case(model="Sometimes", more={})
+@on_ranks
+@pytest.mark.core_case(model="Uneven", more={})
 @pytest.mark.parametrize("more", [{}, NO_REUSE, SMALL_PREFETCH, PERSISTENT], ids=str)
-@pytest.mark.parametrize("model", ["Sometimes", *MODELS])
-def test_a_block_of_one_backward_gathers_no_more_than_stock(
-    world: World, model: str, more: dict[str, Any]
-) -> None:
-    options = Options(model=model, **more)
-    for ours, stocks in zip(
-        world.run(seen, {}, 1, options), world.run(seen, None, 1, options), strict=True
-    ):
-        for (counts, _), (expected, _) in zip(ours, stocks, strict=True):
-            assert all(counts[name] <= expected[name] for name in counts), (counts, expected)
+@pytest.mark.parametrize("model", ["Uneven", *MODELS])
+def test_a_block_of_one_backward_gathers_no_more_than_stock(model: str, more: Given) -> None:
+    stocks, ours = (seen(given, 1, Options(model=model, zero=more)) for given in (None, {}))
+    for (counts, _), (expected, _) in zip(ours, stocks, strict=True):
+        assert all(counts[name] <= expected[name] for name in counts), (counts, expected)
 
 
-@pytest.mark.core_case(limit=-1)
-@pytest.mark.parametrize("limit", [-1, None])
-def test_what_does_not_fit_is_gathered_as_ever(world: World, limit: int | None) -> None:
+@on_ranks
+@pytest.mark.core_case(too_many=True)
+@pytest.mark.parametrize("too_many", [True, False])
+def test_what_does_not_fit_is_gathered_as_ever(too_many: bool) -> None:
     """One element too many; and where the caller says so."""
-    options = limited(elements_of("TwoHeads") + (limit or 0), stage3_prefetch_bucket_size=0)
-    given = {} if limit else NOT_ONCE
-    for ours, stocks in zip(
-        world.run(seen, given, 4, Options(**options)),
-        world.run(seen, None, 4, Options(**options)),
-        strict=True,
-    ):
-        assert [counts for counts, _ in ours[1:]] == [counts for counts, _ in stocks[1:]]
-        assert max(live for _, live in ours) <= max(live for _, live in stocks)
-        assert max(ours[-1][0].values()) >= 4
+    elements = sum(param.numel() for param in models.build("TwoHeads").parameters())
+    options = Options(**limited(elements - too_many, stage3_prefetch_bucket_size=0))
+    stocks, ours = (seen(given, 4, options) for given in (None, {} if too_many else NOT_ONCE))
+    assert [counts for counts, _ in ours[1:]] == [counts for counts, _ in stocks[1:]]
+    assert max(live for _, live in ours) <= max(live for _, live in stocks)
+    assert max(ours[-1][0].values()) >= 4
 
 
-def noted(given: dict[str, Any], **options: Any) -> tuple[str, ...]:
-    with applied("coalesce"):
-        trainer = engine_trainer(stage=3, **options)
-        for _ in range(2):
-            with trainer.window(**given):
-                trainer.backward(loss_of(trainer, 0))
-        return ds_patches.status()["coalesce"].notes
-
-
+@on_ranks
 @pytest.mark.parametrize(
     ("given", "more", "says"),
     [
@@ -152,36 +135,166 @@ def noted(given: dict[str, Any], **options: Any) -> tuple[str, ...]:
         ({}, limited(10), r"in each .*: \d+ elements are more than stage3_max_live_parameters, 10"),
         (ONCE, limited(10), "once: gather_once=True"),
         (NOT_ONCE, {}, "in each forward and backward: gather_once=False"),
-        (
-            {},
-            {"zero": {"stage3_module_granularity_threshold": 5}},
-            "in each .* not tested with stage3_module_granularity_threshold",
-        ),
+        ({}, {"zero": {GRANULAR: 5}}, f"in each .* not tested with {GRANULAR}"),
     ],
     ids=str,
 )
-def test_the_status_says_which_way_was_taken(
-    world: World, given: dict[str, Any], more: dict[str, Any], says: str
-) -> None:
-    for (note,) in world.run(noted, given, **more):
+def test_the_status_says_which_way_was_taken(given: Given, more: Given, says: str) -> None:
+    with applied("coalesce"):
+        trainer = engine_trainer(stage=3, **more)
+        for _ in range(2):
+            with trainer.window(**given):
+                trainer.backward(loss_of(trainer, 0))
+        (note,) = ds_patches.status()["coalesce"].notes
         assert re.fullmatch(f"a ZeRO-3 block gathered parameters {says}", note)
 
 
-def steps_after(blocks: bool) -> list[Seen]:
-    """Of steps without a block, behind some that have one; or behind none."""
-    with applied("coalesce"):
-        trainer = engine_trainer(stage=3, **NO_REUSE)
-        gathers, found = Gathers(trainer), []
-        for step in range(8):
-            gathers.begin()
-            with trainer.window() if blocks and step in (2, 3) else nullcontext():
-                trainer.backward(loss_of(trainer, step))
-            found.append((gathers.counts, gathers.most))
-            trainer.step()
-        return found[-3:]
-
-
+@on_ranks
 @pytest.mark.core_case
-def test_steps_after_a_block_gather_and_hold_as_ever(world: World) -> None:
+def test_steps_after_a_block_gather_and_hold_as_ever() -> None:
     """DeepSpeed remembers what it may release, and a block must teach it nothing."""
-    assert world.run(steps_after, True) == world.run(steps_after, False)
+    ours, without = (seen({}, 1, Options(steps=8, zero=NO_REUSE), at) for at in ((2, 3), ()))
+    assert ours[-3:] == without[-3:]
+
+
+def test_suspended_hooks_come_back_to_their_places() -> None:
+    """Those that are gone are left out."""
+    said: list[str] = []
+    module = torch.nn.Linear(1, 1)
+
+    def say(word: str) -> Any:
+        return module.register_forward_pre_hook(lambda *_: said.append(word))
+
+    first, _, third, fourth, removed = map(say, "abcdx")
+    removed.remove()
+    orphan = torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    restore = suspend([first, third, removed, orphan])
+    module(torch.ones(1))
+    fourth.remove()
+    say("e")
+    module(torch.ones(1))
+    restore()
+    module(torch.ones(1))
+    assert "".join(said) == "bd" + "be" + "abce"
+
+
+once = partial(several_backwards, gather_once=True)
+
+
+@cases(
+    *(of("coalesce", once, 3, model=model) for model in ("TwoHeads", *MODELS)),
+    *(
+        of("coalesce", script, 3, **more)
+        for script in (once, several_backwards)
+        for more in (OFFLOADED_ALL, OFFLOADED, {"zero": PERSISTENT}, {"zero": SMALL_PREFETCH})
+    ),
+    *(of("coalesce zero3_retain", once, 3, style=style) for style in ("engine", "torch")),
+)
+def test_options(world: World, case: Case) -> None:
+    case.check(world)
+
+
+class Once(EngineTrainer):
+    """Its blocks are asked for it."""
+
+    def window(self, **given: Any) -> Any:
+        return super().window(**{**ONCE, **given})
+
+
+in_blocks = trains("coalesce", at(3, steps=6), engines=(EngineTrainer, Once))
+
+
+@in_blocks
+def test_by_turns(trainer: Any) -> None:
+    """Blocks that gather once, blocks that do not, and steps without any."""
+    for step in trainer.steps():
+        kind = step % 3
+        with trainer.window(**(NOT_ONCE if kind else {})) if kind < 2 else nullcontext():
+            for index in range(1 if kind == 2 else 3):
+                trainer.backward(loss_of(trainer, step, index))
+        trainer.step()
+
+
+@in_blocks
+def test_backwards_after_all_forwards(trainer: Any) -> None:
+    """Some of which come before the block."""
+    for step in trainer.steps():
+        losses = [loss_of(trainer, step, micro) for micro in range(2)]
+        with trainer.window():
+            for part in range(2):
+                for loss in losses:
+                    trainer.backward(loss)
+                losses = [loss_of(trainer, step, 2 + micro) for micro in range(2 - part)]
+            trainer.backward(losses[0])
+        trainer.step()
+
+
+def interrupted(trainer: Any, do: Callable[[], object]) -> None:
+    """Something is done before and after every forward and backward."""
+    for step in trainer.steps():
+        with trainer.window():
+            for index in range(3):
+                do()
+                loss = loss_of(trainer, step, index)
+                do()
+                trainer.backward(loss)
+            do()
+        trainer.step()
+
+
+@trains("coalesce", at(3, core={3}, steps=6), engines=(EngineTrainer, Once))
+def test_parameters_are_read_inside(trainer: Any) -> None:
+    def read() -> None:
+        with trainer.gathered(trainer.module.blocks.parameters()):
+            assert all(param.numel() for param in trainer.module.blocks.parameters())
+
+    interrupted(trainer, read)
+
+
+@in_blocks
+def test_an_evaluation_inside(trainer: Any) -> None:
+    """As GradCache's first pass is without gradients."""
+
+    def evaluate() -> None:
+        trainer.module.eval()
+        with torch.no_grad():
+            loss_of(trainer, 0)
+        trainer.module.train()
+
+    interrupted(trainer, evaluate)
+
+
+@trains("coalesce", at(3, steps=2), engines=(EngineTrainer, Once))
+def test_saving_inside(trainer: Any) -> None:
+    """To save a checkpoint all is partitioned."""
+    with TemporaryDirectory() as folder:
+        interrupted(trainer, lambda: trainer.is_engine and trainer.engine.save_checkpoint(folder))
+
+
+def written_inside(given: Given, by: float) -> Parameters:
+    """Where a training ends whose weights change in the middle of its blocks."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with applied("coalesce"):
+        trainer = engine_trainer(stage=3)
+        # Not the embedding, which stock up to 0.18.2 has in use from a backward to the step.
+        params = list(trainer.module.blocks.parameters())
+        for step in trainer.steps():
+            with trainer.window(**given):
+                for index in range(3):
+                    trainer.backward(loss_of(trainer, step, index))
+                    with GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                        for param in params:
+                            param.mul_(by)
+            trainer.step()
+        return trainer.parameters()
+
+
+@on_ranks
+@pytest.mark.core_case(given={})
+@WAYS
+def test_weights_that_are_written_inside(given: Given) -> None:
+    """As DeepSpeed has it: until the step, which writes its own."""
+    ours = written_inside(given, 0.5)
+    assert worst_difference(ours, written_inside(NOT_ONCE, 0.5))[0] <= 1e-6
+    assert worst_difference(ours, written_inside(given, 1.0))[0] > 1e-3

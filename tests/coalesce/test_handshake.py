@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 import time
@@ -12,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from ds_patches import OtherRankFailed
-from ds_patches.runtime import counters, handshake
-from ds_patches.runtime.counters import FileCounters, are_on_one_host
-from ds_patches.runtime.handshake import Handshake
+from ds_patches.coalesce import counters, handshake
+from ds_patches.coalesce.counters import FileCounters, are_on_one_host
+from ds_patches.coalesce.handshake import Handshake
 
 RANKS = 3
 
@@ -46,8 +48,7 @@ class Rank(threading.Thread):
 
     def __init__(self, ends: list[End], on_one_host: bool) -> None:
         super().__init__(daemon=True)
-        self.handshake = Handshake(range(RANKS), "block", on_one_host)
-        self.handshake._engine = "the same on all ranks"
+        self.handshake = Handshake("the same on all ranks", RANKS, "block", on_one_host)
         self.ends = ends
         self.told: list[bool | str] = []
 
@@ -109,23 +110,35 @@ def test_nothing_is_left_in_memory(store: SlowStore, monkeypatch: pytest.MonkeyP
     def ours() -> set[Path]:
         return set(counters._MEMORY.glob("ds_patches-*"))
 
-    before = ours()
+    before, files = ours(), len(os.listdir("/proc/self/fd"))
     run([[0] * RANKS, [None] * RANKS, [0] * RANKS], on_one_host=True)
+    with pytest.raises(AttributeError):
+        FileCounters(None, "key", 1, 2)  # which cannot say where its file is
+    gc.collect()
     assert ours() == before
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
-def test_memory_that_is_not_shared(store: SlowStore, tmp_path: Path) -> None:
-    """A container of its own: the file that another rank named is not there."""
-    store.store.set("key", f"1:2 {tmp_path / 'elsewhere'}")
-    with pytest.raises(RuntimeError, match="LOCAL_WORLD_SIZE"):
-        FileCounters(store, "key", 1, 2)
+def test_one_that_raises_after_it_has_left_is_heard_in_the_next(store: SlowStore) -> None:
+    first, second = Handshake("here", 2, "block"), Handshake("here", 2, "block")
+    for rank in (first, second):
+        rank.begin()
+    other = threading.Thread(target=first.leave)
+    other.start()
+    second.leave()
+    other.join(20)
+    first.fail(ZeroDivisionError())
+    second.begin()
+    with pytest.raises(OtherRankFailed, match="rank 0 raised ZeroDivisionError") as caught:
+        second.leave()
+    second.fail(caught.value)
+    assert (first._failures, second._failures) == (1, 1)
 
 
-def test_a_handshake_that_could_not_begin_masks_nothing(
-    store: SlowStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Handshake(range(2), "block", on_one_host=True)
-    store.store.set(f"{rank._engine}/0", f"1:2 {tmp_path / 'elsewhere'}")
+def test_a_handshake_that_could_not_begin_masks_nothing(store: SlowStore, tmp_path: Path) -> None:
+    """In a container of its own the file that another rank named is not there."""
+    rank = Handshake("here", 2, "block", on_one_host=True)
+    store.store.set("here/0", f"1:2 {tmp_path / 'elsewhere'}")
     with pytest.raises(RuntimeError, match="LOCAL_WORLD_SIZE") as caught:
         rank.begin()
     rank.fail(caught.value)
@@ -149,9 +162,8 @@ def test_what_the_launcher_says(environment: dict[str, str], expected: bool) -> 
 def test_a_rank_that_does_not_come(store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others give up; when it comes, it does not reduce alone."""
     monkeypatch.setattr(handshake, "patience", lambda: 0.05)
-    on_time, late = Handshake(range(2), "block"), Handshake(range(2), "block")
-    on_time._engine = late._engine = "the same"
+    on_time, late = Handshake("here", 2, "block"), Handshake("here", 2, "block")
     for rank in (on_time, late):
         rank.begin()
-        with pytest.raises(OtherRankFailed, match="had not left its block"):
+        with pytest.raises(OtherRankFailed, match="had not come to the end"):
             rank.leave()

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 
@@ -42,26 +44,20 @@ class DeepSpeedEngine:
     def __init__(self):
         pass
 
-    def step(self):
-        pass
-
 
 class Pipeline(Engine):
     pass
 '''
 
-#: DeepSpeed's range decorator as far as it matters: it leaves no `__wrapped__`.
-NVTX = """
-def instrument_w_nvtx(func):
-    def wrapped_fn(*args, **kwargs):
-        return func(*args, **kwargs)
-
-    return wrapped_fn
-"""
+MODULE = "deepspeed.runtime.engine"
+#: What the sample touches.
+PLACES = ("scale", "Engine.forward", "Engine.build", "Engine.norm", "Engine.extra", "Relied")
+#: Those that are recorded.
+RELEASES = "0.16.0 0.16.5 0.17.0 0.17.2 0.18.9 0.19.0 0.19.3 0.19.7 0.19.8"
 
 #: The sample patch: every kind of target, and a name that upstream lacks.
 BINDING = """
-from ds_patches.core.patch import Dependency, Link, Option, Patch, Target
+from ds_patches.core.patch import Dependency, Link, Patch, Target
 
 MODULE = "deepspeed.runtime.engine"
 HERE = "ds_patches.sample.around"
@@ -71,7 +67,6 @@ PATCH = Patch(
     summary="Marks what the fake engine returns",
     upstream=(Link("#1", "https://example.org/1"),),
     supported=">=0.16.0,<=0.19.8",
-    fixed_in={fixed_in!r},
     targets=(
         Target(MODULE, "scale", HERE + ":mark"),
         Target(MODULE, "Engine.forward", HERE + ":mark"),
@@ -83,7 +78,6 @@ PATCH = Patch(
         Dependency(MODULE, "Relied", "its limit"),
         Dependency(MODULE, "Engine.build", "makes one"),
     ),
-    options=(Option("mode", "soft", ("soft", "hard"), "how"),),
     activate=HERE + ":activate",
     deactivate=HERE + ":deactivate",
 )
@@ -101,28 +95,22 @@ def add(wrapped, instance, args, kwargs):
     return ("added", type(instance).__name__, *args)
 
 
-def activate(release, options):
-    log.append(("activate", str(release), dict(options)))
+def activate():
+    log.append("activate")
     return ["engines built before keep their hooks"]
 
 
 def deactivate():
-    log.append(("deactivate",))
-    return []
+    log.append("deactivate")
 """
 
 
 def is_marked(qualname: str) -> bool:
     """Call a target of the sample patch; tell whether the call went through our wrapper."""
-    engine = import_module("deepspeed.runtime.engine")
-    result = {
-        "scale": lambda: engine.scale(1),
-        "Engine.forward": lambda: engine.Engine().forward(1),
-        "Engine.norm": lambda: engine.Engine().norm(1),
-        "Engine.extra": lambda: engine.Pipeline().extra(1),
-    }
+    engine = import_module(MODULE)
+    kind, _, name = qualname.rpartition(".")
     try:
-        return result[qualname]()[0] in ("marked", "added")
+        return getattr(engine.Pipeline() if kind else engine, name)(1)[0] in ("marked", "added")
     except AttributeError:  # nothing beneath an added name
         return False
 
@@ -151,29 +139,29 @@ def deepspeed(folder: Path, version: str | None = "0.19.8", engine: str = ENGINE
     return folder
 
 
-def patch_folder(
-    folder: Path,
-    name: str = "sample",
-    *,
-    fixed_in: str | None = None,
-    shapes_of: str = ENGINE,
-) -> Path:
-    """Write a patch folder whose recorded shapes are those of the engine source `shapes_of`."""
-    from ds_patches.core import shape
-    from ds_patches.core.patch import Place
-
-    binding = edited(BINDING, "{fixed_in!r}", repr(fixed_in))
+def patch_folder(folder: Path, name: str = "sample", shapes_of: str = ENGINE) -> Path:
+    """Write a patch folder, and a record in which every release has this engine source."""
     write(folder / name / "__init__.py", '"""A sample."""\n')
-    write(folder / name / "binding.py", edited(binding, "sample", name))
+    write(folder / name / "binding.py", edited(BINDING, "sample", name))
     write(folder / name / "around.py", AROUND)
-    reference = deepspeed(folder / "reference", engine=shapes_of) / "deepspeed"
-    places = ("scale", "Engine.forward", "Engine.build", "Engine.norm", "Engine.extra", "Relied")
-    recorded = {}
-    for qualname in places:
-        place = Place("deepspeed.runtime.engine", qualname)
-        recorded[place.key] = {shape.of_source(place, reference): "0.16.0-0.19.8"}
-    write(folder / name / "shapes.json", json.dumps(recorded))
+    record(folder, {shapes_of: "0.16.0-0.19.8"})
     return folder
+
+
+def record(folder: Path, engines: Mapping[str, str]) -> None:
+    """Record the sample's places: by engine source, the releases that have it, as spans."""
+    from ds_patches.core import definitions
+
+    hashes, places = {}, {name: {} for name in PLACES}
+    for engine, spans in engines.items():
+        file = write(folder / "recorded.py", engine)
+        hashes[sha256(file.read_bytes()).hexdigest()[:16]] = spans
+        for name, shapes in places.items():
+            node = definitions.by_name(definitions.tree(file).body, name)
+            found = definitions.digest(node) if node else "absent"
+            shapes[found] = ", ".join(filter(None, [shapes.get(found), spans]))
+    known = {"releases": RELEASES, "files": {MODULE: hashes}, "places": {MODULE: places}}
+    write(folder / "shapes.json", json.dumps(known))
 
 
 def run(
@@ -237,8 +225,18 @@ class Place:
 
 
 def with_patches(folder: Path) -> str:
-    """Return the line of code that adds a folder of patches to the package."""
-    return f"import ds_patches; ds_patches.__path__.append({str(folder)!r})\n"
+    """Return the line of code that adds a folder of patches to the package, with its record."""
+    add = f"fake.add_patches({str(folder)!r})"
+    return f"import ds_patches; from tests.core import fake; {add}\n"
+
+
+def add_patches(folder: str) -> None:
+    """Add them to the package of this process."""
+    import ds_patches
+    from ds_patches.core import shape
+
+    ds_patches.__path__.append(folder)
+    shape.RECORD = Path(folder, "shapes.json")
 
 
 def dependencies(folder: Path) -> Path:

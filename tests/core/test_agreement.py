@@ -5,164 +5,124 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 
 import ds_patches
 from ds_patches.core import agreement, gate, live, registry
-from tests.core import engines
+from ds_patches.core.agreement import Exchange, Holdings
+from tests.core import engines, fake
 from tests.listening import listening
 from tests.world import World
 
 
-def status_file(folder: str, name: str) -> None:
+@pytest.fixture(scope="module")
+def name() -> str:
+    """A patch that may be applied to the installed release, and that ranks must have alike."""
+    for patch in registry.patches().values():
+        if patch.collectives and gate.check(patch).may_apply:
+            return patch.name
+    pytest.skip("no such patch may be applied to this release")
+
+
+@contextmanager
+def impatient(**flags: str) -> Iterator[None]:
+    """Wait for a silent rank for two seconds only; leave the ranks as they were found."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("DS_PATCHES_STATUS_FILE", f"{folder}/status.json")
-        built_with(name, on=(0, 1))
+        for flag, value in ({"RANK_TIMEOUT": "2"} | flags).items():
+            monkeypatch.setenv(f"DS_PATCHES_{flag}", value)
+        monkeypatch.setattr(agreement, "PATIENCE", 1.0)
+        try:
+            yield
+        finally:
+            ds_patches.unapply_all()
+            # A rank without the patch has not met. A job ends there; these ranks go on.
+            places = [""] * dist.get_world_size()
+            me, ranks = dist.get_rank(), range(dist.get_world_size())
+            dist.all_gather_object(places, agreement.meeting("ranks", ranks, me))
+            met = [int(place.rpartition("/")[2]) for place in places]
+            for _ in range(max(met) - met[me]):
+                agreement.meeting("ranks", ranks, me)
 
 
-def test_rank_0_leaves_the_status_of_the_job(world: World, name: str, tmp_path: Path) -> None:
-    world.run(status_file, str(tmp_path), name)
-    (file,) = tmp_path.iterdir()
+def apply_on(name: str, on: tuple[int, ...]) -> None:
+    if dist.get_rank() in on:
+        ds_patches.apply(name)
+
+
+def leave_out_on_rank_1(name: str) -> None:
+    ds_patches.apply_all(only=name, skip=() if dist.get_rank() == 0 else name)
+
+
+def refused_on_rank_1(name: str) -> None:
+    """On one rank somebody else's function stands in a target's place."""
+    owner, attribute = live.site(registry.patch(name).targets[0]) or (object, "")
+    original = live.raw(owner, attribute)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(owner, attribute, lambda *args, **kwargs: original(*args, **kwargs))
+        assert ds_patches.apply_all(only=name)[name].live is (dist.get_rank() == 0)
+
+
+def built(apply: object, *arguments: object, **flags: str) -> tuple[str, list[str]]:
+    """Apply, build a ZeRO-3 engine; what that raised and logged on a rank, which is soon."""
+    with impatient(**flags), listening(logging.INFO) as heard:
+        apply(*arguments)  # type: ignore[operator]
+        begin = time.monotonic()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("DS_PATCHES_TYPO", "1")  # flags were read when patches were applied
+            try:
+                engines.build(stage=3)
+            except ds_patches.RanksDisagree as error:
+                assert time.monotonic() - begin < 20
+                return str(error), heard
+        return "", heard
+
+
+@pytest.mark.core_case
+def test_ranks_that_agree(world: World, name: str, tmp_path: Path) -> None:
+    """Rank 0 says so, once, and leaves the status of the job."""
+    file = tmp_path / "status.json"
+    first, second = world.run(built, apply_on, name, (0, 1), STATUS_FILE=str(file))
+    assert second == ("", [])
+    assert first[0] == ""
+    (line,) = [line for line in first[1] if "live" in line]
+    assert f"{name} live on all 2 ranks" in line
+    assert [*tmp_path.iterdir()] == [file]
     found = json.loads(file.read_text())
     assert (found["ranks"], found["trouble"]) == (2, "")
     assert found["patches"][name]["live"]
     assert found["versions"]["ds_patches"] == ds_patches.__version__
 
 
-@pytest.fixture(scope="module")
-def name() -> str:
-    """A patch with an option, that may be applied to the installed release."""
-    for patch in registry.patches().values():
-        if patch.options and patch.collectives and gate.check(patch).may_apply:
-            return patch.name
-    pytest.skip("no patch with an option may be applied to this release")
-
-
-def build() -> str:
-    """Build a ZeRO-3 engine; returns what that raised."""
-    try:
-        engines.build(stage=3)
-    except ds_patches.RanksDisagree as error:
-        return str(error)
-    return ""
-
-
-def built_with(name: str, on: tuple[int, ...], choices: tuple[str, ...] = ()) -> Built:
-    """Apply the patch on these ranks, build an engine."""
-    (option,) = registry.patch(name).options[:1]
-    rank = dist.get_rank()
-    with impatient(), listening(logging.INFO) as heard:
-        if rank in on:
-            ds_patches.apply(name, **({option.name: choices[rank]} if choices else {}))
-        begin = time.monotonic()
-        return Built(build(), heard, time.monotonic() - begin)
-
-
-class Built(NamedTuple):
-    """What building an engine raised and logged on one rank, and the seconds it took."""
-
-    trouble: str
-    said: list[str]
-    seconds: float
-
-
-@contextmanager
-def impatient() -> Iterator[None]:
-    """Wait for a silent rank for two seconds only; leave the ranks as they were found."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("DS_PATCHES_RANK_TIMEOUT", "2")
-        monkeypatch.setattr(agreement, "PATIENCE", 1.0)
-        try:
-            yield
-        finally:
-            ds_patches.unapply_all()
-            # A rank without the patch has counted no engine. A job ends there; these ranks go on.
-            counts = [0] * dist.get_world_size()
-            ranks = tuple(range(dist.get_world_size()))
-            dist.all_gather_object(counts, agreement._built[ranks])
-            agreement._built[ranks] = max(counts)
-
-
-@pytest.mark.core_case
-def test_ranks_that_agree(world: World, name: str) -> None:
-    first, second = world.run(built_with, name, (0, 1))
-    assert (first.trouble, second.trouble, second.said) == ("", "", [])
-    (line,) = [line for line in first.said if "live" in line]
-    assert f"{name} live on all 2 ranks" in line
-    assert "DeepSpeed" in line
-
-
-@pytest.mark.parametrize("on", [(0,), (1,)])
+@pytest.mark.parametrize("on", [0, 1])
 def test_a_rank_without_the_patch_is_named_and_nothing_hangs(
-    world: World, name: str, on: tuple[int, ...]
+    world: World, name: str, on: int
 ) -> None:
-    found = world.run(built_with, name, on)
-    (patched,), (bare,) = on, {0, 1} - set(on)
-    assert f"rank {bare} did not say which patches" in found[patched].trouble
-    assert found[patched].seconds < 20
-    assert found[bare].trouble == "", "stock goes on"
+    found = world.run(built, apply_on, name, (on,))
+    assert f"rank {1 - on} did not say which patches" in found[on][0]
+    assert found[1 - on][0] == "", "stock goes on"
 
 
-def left_out_on_rank_1(name: str) -> str:
-    with impatient():
-        ds_patches.apply_all(only=name, skip=() if dist.get_rank() == 0 else name)
-        return build()
-
-
-def test_a_rank_that_was_told_to_leave_the_patch_out_says_so(world: World, name: str) -> None:
-    patched, bare = world.run(left_out_on_rank_1, name)
-    assert f"{name} is live" in patched
-    assert "on rank 1" in patched
+@pytest.mark.parametrize(
+    ("apply", "told"), [(leave_out_on_rank_1, ""), (refused_on_rank_1, "shape changed")]
+)
+def test_a_rank_that_has_it_not_says_why(world: World, name: str, apply: object, told: str) -> None:
+    (patched, _), (bare, _) = world.run(built, apply, name)
+    for said in (f"{name} is live", told, "on rank 1"):
+        assert said in patched
     assert "did not say" not in patched
-    assert bare == "", "the other one refuses"
-
-
-def changed_environment(name: str) -> str:
-    with impatient():
-        ds_patches.apply(name)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setenv("DS_PATCHES_TYPO", "1")
-            return build()
-
-
-def test_flags_are_read_when_patches_are_applied(world: World, name: str) -> None:
-    assert world.run(changed_environment, name) == ["", ""]
-
-
-def test_options_that_differ(world: World, name: str) -> None:
-    (option,) = registry.patch(name).options[:1]
-    chosen = option.choices[:2]
-    for built in world.run(built_with, name, (0, 1), chosen):
-        for rank, choice in enumerate(chosen):
-            found = rf"{option.name}={choice}(, \w+=[\w,]+)* on rank {rank}"
-            assert re.search(found, built.trouble), built.trouble
-
-
-def refused_on_rank_1(name: str) -> str:
-    """On one rank somebody else's function stands in a target's place."""
-    owner, attribute = live.site(registry.patch(name).targets[0]) or (object, "")
-    original = live.raw(owner, attribute)
-    with impatient(), pytest.MonkeyPatch.context() as monkeypatch:
-        if dist.get_rank() == 1:
-            monkeypatch.setattr(owner, attribute, lambda *args, **kwargs: original(*args, **kwargs))
-        assert ds_patches.apply_all(only=name)[name].live is (dist.get_rank() == 0)
-        return build()
-
-
-def test_a_rank_where_the_patch_is_refused_says_why(world: World, name: str) -> None:
-    patched, bare = world.run(refused_on_rank_1, name)
-    assert f"{name} is live" in patched
-    assert "shape changed" in patched
-    assert "on rank 1" in patched
-    assert bare == (patched if registry.patch(name).requires else ""), "what it requires is live"
+    # What it requires may be live there.
+    assert bare == (patched if "shape" in told and registry.patch(name).requires else "")
 
 
 def test_patches_that_change_no_collective_may_differ(
@@ -178,3 +138,107 @@ def test_patches_that_change_no_collective_may_differ(
         monkeypatch.undo()
         ds_patches.unapply(name)
     assert not agreement.holdings().live
+
+
+# --- With threads for ranks over one store --------------------------------------------------------
+
+VERSIONS = {"ds_patches": "0.1.0", "DeepSpeed": "0.19.8"}
+LIVE = Holdings(VERSIONS, {"one": "live", "two": "live"}, {})
+OFF = Holdings(VERSIONS, {}, {"one": "off", "two": "out of range"})
+OLDER = LIVE._replace(versions=VERSIONS | {"DeepSpeed": "0.19.7"})
+
+
+def test_differences_name_what_and_where() -> None:
+    other = Holdings(OLDER.versions, {"two": "live"}, {})
+    half = Holdings(VERSIONS, {"two": "live"}, {"one": "off"})
+    assert [*agreement.differences({0: LIVE, 1: half, 2: LIVE, 3: other})] == [
+        "DeepSpeed is 0.19.8 on ranks 0-2, 0.19.7 on rank 3",
+        "one is live on ranks 0, 2, off on rank 1, unknown to ds_patches on rank 3",
+    ]
+    # What is live nowhere may be so for any reason.
+    nowhere = LIVE._replace(live={"one": "live"})
+    none = nowhere._replace(not_live={"two": "disabled"})
+    assert not [*agreement.differences({0: none, 1: nowhere._replace(not_live={"two": "off"})})]
+
+
+@pytest.mark.parametrize(
+    ("holdings", "verdict"),
+    [
+        ([LIVE, LIVE, LIVE], "$"),
+        ([LIVE, OLDER, LIVE], "DeepSpeed is 0.19.8 on ranks 2, 6, 0.19.7 on rank 5$"),
+        ([OFF, LIVE, LIVE], "one is (?=.*live on rank).*off on rank 2"),
+        ([LIVE, OFF, LIVE], "one is (?=.*live on rank).*off on rank 5"),
+        ([OFF, None, OFF], "$"),
+        ([None, OFF, OFF], "$"),
+        ([None, LIVE, LIVE], "after .* rank 2 did not say.* DS_PATCHES"),
+        ([LIVE, None, LIVE], "after .* rank 5 did not say.* DS_PATCHES"),
+    ],
+)
+def test_ranks_with_live_patches_come_to_one_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    holdings: list[Holdings | None],
+    verdict: str,
+) -> None:
+    """Of three, each a thread; None says nothing. Where nothing is live, all is well."""
+    silent = None in holdings
+    store, ranks, verdicts = dist.HashStore(), (2, 5, 6), {}
+    monkeypatch.setattr(agreement, "PATIENCE", 0.3)
+
+    def one(rank: int, mine: Holdings) -> None:
+        exchange = Exchange(store, "here", ranks, timeout=0.6 if silent else 60)
+        verdicts[rank] = exchange.compare(rank, mine)
+
+    said = {rank: mine for rank, mine in zip(ranks, holdings, strict=True) if mine}
+    threads = [threading.Thread(target=one, args=item) for item in said.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive(), "bounded"
+    assert verdicts.keys() == said.keys()
+    for rank, mine in said.items():
+        assert re.match(verdict if mine.live else "$", verdicts[rank]), verdicts
+    waited = silent and LIVE in holdings
+    assert ("did not say" in caplog.text) is waited, "warned of before the time is over"
+
+
+# --- A process group that is built anew in a process, with another rank beside it -----------------
+
+PROGRAM = """
+import os, sys
+import deepspeed.comm.comm
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+import ds_patches
+from tests.core.engines import build
+
+# On CPU, DeepSpeed compiles an all-reduce for half a minute that only inference needs.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+ds_patches.apply_all()
+for line in sys.argv[2:]:
+    rank, name = line.split(":")
+    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+    store = dist.FileStore(f"{sys.argv[1]}/{name}", 2)
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
+    engine = build(stage=2)
+    with engine.coalesce_grad_reduction():
+        pass
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    # What DeepSpeed keeps of a group in its modules.
+    deepspeed.comm.comm.cdb = groups._WORLD_GROUP = None
+"""
+
+
+@pytest.mark.exhaustive
+def test_ranks_meet_anew_with_one_that_was_in_no_group_before(tmp_path: Path) -> None:
+    begin = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    ranks = (["0:first", "0:second"], ["1:first"], ["1:second"])
+    to = {"cwd": fake.REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    processes = [subprocess.Popen([*begin, *groups], text=True, **to) for groups in ranks]
+    said = [process.communicate(timeout=90)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said

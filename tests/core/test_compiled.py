@@ -41,7 +41,6 @@ class Module(torch.nn.Module):
 class Context:
     def __enter__(self):
         return 1
-
     def __exit__(self, *raised):
         return None
 
@@ -123,10 +122,6 @@ def test_a_bound_method_that_somebody_holds_sees_the_switch(sample: ModuleType) 
     wrapper.switch(False)
     assert held(1) == 2
     assert held.__func__ is sample.Layer.method is wrapper.installed
-
-
-def test_without_the_instance_it_is_the_error_that_it_was(sample: ModuleType) -> None:
-    wrapped(sample, "Layer.method")
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         sample.Layer.method()
 
@@ -149,14 +144,13 @@ def test_what_is_added_says_what_it_is(sample: ModuleType) -> None:
     def around(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         """Does nothing."""
 
-    owner, target = sample.Layer, Target(sample.__name__, "Layer.added", "")
-    owner.added = build(target, owner, "added", live.MISSING, around).installed
-    assert issubclass(type(owner.added), wrapt.FunctionWrapper)
-    said = (owner.added.__name__, owner.added.__qualname__, owner.added.__doc__)
+    target = Target(sample.__name__, "Layer.added", "")
+    added = build(target, sample.Layer, "added", live.MISSING, around).installed
+    said = (added.__name__, added.__qualname__, added.__doc__)
     assert said == ("added", "Layer.added", "Does nothing.")
 
 
-def train(stage: int, how: str) -> collections.Counter[str]:
+def train(stage: int, compiles: bool) -> collections.Counter[str]:
     """Three steps with every patch, the whole step compiled or not; how often wrappers ran."""
     counts: collections.Counter[str] = collections.Counter()
 
@@ -182,7 +176,7 @@ def train(stage: int, how: str) -> collections.Counter[str]:
             return loss
 
         torch._dynamo.reset()
-        run = torch.compile(step, backend="eager") if how == "compiled" else step
+        run = torch.compile(step, backend="eager") if compiles else step
         losses = [run(torch.full((1, 4), float(k))).item() for k in range(3)]
         assert losses[2] != losses[1]
         ds_patches.unapply_all()
@@ -194,21 +188,16 @@ def train(stage: int, how: str) -> collections.Counter[str]:
 def test_a_compiled_training_step_passes_every_wrapper(stage: int) -> None:
     """As often as an eager one: none is skipped, and none breaks it."""
     found = []
-    for how in ("eager", "compiled"):
+    for compiles in (False, True):
         with World() as ranks:  # of its own, as a wrapper that was made is used again
-            found.append(ranks.run(train, stage, how)[0])
-    eager, compiled = found
-    assert compiled == eager
-    assert eager["deepspeed.runtime.engine:DeepSpeedEngine.backward"] >= 3
+            found.append(ranks.run(train, stage, compiles)[0])
+    assert found[0] == found[1]
+    assert found[0]["deepspeed.runtime.engine:DeepSpeedEngine.backward"] >= 3
 
 
 def test_a_wrapper_costs_two_calls_of_python(sample: ModuleType) -> None:
     """Its binding, and what is around the function; about a microsecond."""
-    owner, method = sample.Layer, sample.Layer.method
-    around = lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs)  # noqa: E731
-    target = Target(sample.__name__, "Layer.method", "")
-    wrapper = build(target, owner, "method", method, around)
-    owner.method = wrapper.installed
+    wrapper = wrapped(sample, "Layer.method")
     called: list[str] = []
     for on in (True, False):
         wrapper.switch(on)

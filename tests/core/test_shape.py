@@ -7,13 +7,16 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import ds_patches
 from ds_patches.core import definitions, gate, registry, release, shape
+from ds_patches.core.patch import Place
 from ds_patches.core.state import State
 from tests import shell
 from tests.core import fake
@@ -33,60 +36,47 @@ def digest(source: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "same"),
     [
-        ('"A docstring."', '"""Another."""'),
-        ('    "A docstring."\n', ""),
-        ("is {x!r:>4} here", "was {x!r:>4}"),
-        ("f(x: int, *, y=1):", "f(x: int, *, y=1):  # a comment"),
-        ('{"a": None, **x}', "{\n        'a': None, **x}"),
+        ('"A docstring."', '"""Another."""', True),
+        ('    "A docstring."\n', "", True),
+        ("is {x!r:>4} here", "was {x!r:>4}", True),
+        ("f(x: int, *, y=1):", "f(x: int, *, y=1):  # a comment", True),
+        ('{"a": None, **x}', "{\n        'a': None, **x}", True),
+        ("@decorated\n", "", False),
+        ("@decorated", "@other", False),
+        ("y=1", "y=2", False),
+        ("y=1", "z=1", False),
+        ("x: int", "x: float", False),
+        ("x: int, *", "x: int", False),
+        ("def f", "async def f", False),
+        ("{x!r:>4}", "{y!r:>4}", False),
+        ("{x!r:>4}", "{x!s:>4}", False),
+        ('"a": None', '"b": None', False),
+        ('"a": None', '"a": 0', False),
+        ('"a": None, **x', '**x, "a": None', False),
+        ("is None", "is not None", False),
     ],
 )
-def test_words_and_layout_are_not_shape(old: str, new: str) -> None:
-    assert digest(fake.edited(BASE, old, new)) == digest(BASE)
+@pytest.mark.parametrize("inside", [False, True], ids=["", "of a method"])
+def test_behaviour_is_shape_and_words_and_layout_are_not(
+    old: str, new: str, same: bool, inside: bool
+) -> None:
+    before, after = BASE, fake.edited(BASE, old, new)
+    if inside:
+        before, after = (f"class C:\n{textwrap.indent(one, '    ')}" for one in (before, after))
+    assert (digest(after) == digest(before)) is same
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("@decorated\n", ""),
-        ("@decorated", "@other"),
-        ("y=1", "y=2"),
-        ("y=1", "z=1"),
-        ("x: int", "x: float"),
-        ("x: int, *", "x: int"),
-        ("def f", "async def f"),
-        ("{x!r:>4}", "{y!r:>4}"),
-        ("{x!r:>4}", "{x!s:>4}"),
-        ('"a": None', '"b": None'),
-        ('"a": None', '"a": 0'),
-        ('"a": None, **x', '**x, "a": None'),
-        ("is None", "is not None"),
-    ],
-)
-def test_behaviour_is_shape(old: str, new: str) -> None:
-    assert digest(fake.edited(BASE, old, new)) != digest(BASE)
-
-
-def test_a_class_includes_its_methods() -> None:
-    source = "class C:\n    '''Doc.'''\n    def f(self):\n        '''Doc.'''\n        return 1\n"
-    assert digest(source) == digest(fake.edited(source, "Doc.", "Other."))
-    assert digest(source) != digest(fake.edited(source, "return 1", "return 2"))
-
-
-def test_a_property_is_its_getter_and_the_last_definition_wins(tmp_path: Path) -> None:
-    getter = "    @property\n    def p(self):\n        return 1\n"
-    setter = "    @p.setter\n    def p(self, v):\n        pass\n"
-    text = f"class C:\n{getter}{setter}\ntry:\n    import x\n    def f(): return 1\n"
-    text += "except ImportError:\n    def f(): return 2\n"
+def test_the_last_definition_wins(tmp_path: Path) -> None:
+    text = "try:\n    import x\n    def f(): return 1\nexcept ImportError:\n    def f(): return 2\n"
     fake.write(tmp_path / "deepspeed/m.py", text)
 
     def found(qualname: str) -> str:
-        return shape.of_source(shape.Place("deepspeed.m", qualname), tmp_path / "deepspeed")
+        return shape.of_source(Place("deepspeed.m", qualname), tmp_path / "deepspeed")
 
-    assert found("C.p") == digest("@property\ndef p(self):\n    return 1\n")
     assert found("f") == digest("def f(): return 2")
-    assert found("C.absent") == found("absent.p") == shape.ABSENT
+    assert found("f.absent") == found("absent.p") == shape.ABSENT
 
 
 EVERY_DIGEST = """
@@ -132,57 +122,61 @@ def test_every_python_gives_the_same_digests(version: str) -> None:
     assert theirs == digest_by(sys.executable)
 
 
-Digests = dict[str, str]
+def is_for_here(name: str) -> bool:
+    return gate.check(registry.patch(name)).state is not State.OUT_OF_RANGE
 
 
-def no_business(name: str) -> str:
-    """Why a patch is not for the installed release; "" if it is."""
-    verdict = gate.check(registry.patch(name))
-    absent = verdict.state in (State.OUT_OF_RANGE, State.FIXED_UPSTREAM)
-    return f"{name} has no business here: {verdict.reason}" if absent else ""
+#: By place, its shape.
+Shapes = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def digests() -> tuple[dict[str, Digests], dict[str, Digests]]:
-    """Of each patch's places: from the sources, and live after one import of all of them."""
+def shapes() -> list[dict[str, Shapes]]:
+    """Of each patch's places: by the record, parsed, and live after one import of all of them."""
     code = f"""
         import importlib, json
-        from ds_patches.core import definitions, gate, registry, release, shape
+        from ds_patches.core import gate, registry, release, shape
         installed, places = release.installed(), {{}}
-        for name in {[name for name in ds_patches.names() if not no_business(name)]}:
-            of = registry.patch(name), installed.version
-            places[name] = gate.places(*of)
-        def digests(look):
+        for name in {[name for name in ds_patches.names() if is_for_here(name)]}:
+            places[name] = gate.places(registry.patch(name), installed.version)
+        def shapes(look):
             return {{n: {{p.key: look(p, installed.folder) for p in places[n]}} for n in places}}
-        before = digests(shape.of_source)
+        before = shapes(shape.of_source)
         for name in places:
             for place in places[name]:
                 if before[name][place.key] != shape.ABSENT:
                     importlib.import_module(place.module)
-        print("digests", json.dumps([before, digests(shape.of)]))
+        print("shapes", json.dumps([before, shapes(shape.parsed), shapes(shape.of)]))
     """
-    (line,) = (x for x in fake.output(code).splitlines() if x.startswith("digests "))
-    source, live = json.loads(line.removeprefix("digests "))
-    return source, live
+    (line,) = (x for x in fake.output(code).splitlines() if x.startswith("shapes "))
+    found: list[dict[str, Shapes]] = json.loads(line.removeprefix("shapes "))
+    return found
 
 
 @pytest.mark.core_case
 @pytest.mark.parametrize("name", ds_patches.names())
-def test_source_and_live_object_agree_and_are_known(
-    digests: tuple[dict[str, Digests], dict[str, Digests]], name: str
-) -> None:
+def test_record_source_and_live_object_agree(shapes: list[dict[str, Shapes]], name: str) -> None:
     """DRIFT: fails, naming the place, when the installed DeepSpeed is not what was recorded."""
-    if reason := no_business(name):
-        pytest.skip(reason)
-    source, live = (found[name] for found in digests)
+    if not is_for_here(name):
+        pytest.skip("a patch for other releases")
+    by_record, source, live = (found[name] for found in shapes)
     assert source
-    assert source == live
-    known = shape.known(registry.patch(name))
+    assert by_record == source == live
     for place, found in source.items():
-        assert found in known.get(place, {}), f"DRIFT: {name} relies on {place}, found {found}"
+        known = shape.known(Place(*place.split(":")))
+        assert found in known, f"DRIFT: {name} relies on {place}, found {found}"
+
+
+def test_what_is_recorded_is_claimed() -> None:
+    patches = registry.patches().values()
+    claimed = {place.key for p in patches for place in (*p.targets, *p.dependencies)}
+    record = shape.recorded()
+    assert {f"{module}:{name}" for module, of in record.places.items() for name in of} == claimed
+    assert record.files.keys() == record.places.keys()
 
 
 @pytest.mark.parametrize("name", ds_patches.names())
-def test_every_recorded_place_is_claimed(name: str) -> None:
-    patch = registry.patch(name)
-    assert set(shape.known(patch)) == {place.key for place in (*patch.targets, *patch.dependencies)}
+def test_no_patch_claims_a_release_that_nobody_has_looked_at(name: str) -> None:
+    recorded, supported = shape.recorded().releases, registry.patch(name).supported
+    for end in (f"{recorded[0]}.dev0", f"{recorded[-1]}.post1"):
+        assert not release.covers(supported, Version(end))

@@ -1,8 +1,7 @@
-"""What another library puts in the place of a wrapped method is noticed, named and told once."""
+"""What stands at engines in the place of a wrapped method: the status has it, the log once."""
 
 from __future__ import annotations
 
-import cProfile
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import pytest
 import wrapt
 
 import ds_patches
-from ds_patches.core import gate, live, registry, watch
+from ds_patches.core import engines, gate, live, once, registry
 from tests.core.engines import build
 from tests.listening import listening
 from tests.world import World
@@ -31,15 +30,6 @@ def name() -> str:
     pytest.skip("nothing to replace: no patch wraps DeepSpeedEngine.zero_grad on this release")
 
 
-def build_as(kind: Any) -> Any:
-    """Build an engine of this class."""
-    import deepspeed
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(deepspeed, "DeepSpeedEngine", kind)
-        return build(stage=1)
-
-
 def train(engine: Any, steps: int) -> None:
     import torch
 
@@ -50,6 +40,8 @@ def train(engine: Any, steps: int) -> None:
 
 
 def theirs(original: Any, *, calls: bool) -> Any:
+    """It keeps what it replaces, as functools.wraps does, also where it never calls it."""
+
     @functools.wraps(original)
     def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
@@ -63,19 +55,16 @@ def theirs(original: Any, *, calls: bool) -> Any:
 
 @contextmanager
 def at_the_class(calls: bool) -> Iterator[None]:
-    """It keeps what it replaces, as functools.wraps does, also where it never calls it."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     engine = build(stage=1)
-    ours = vars(DeepSpeedEngine)["zero_grad"]
-    DeepSpeedEngine.zero_grad = theirs(ours, calls=calls)
-    try:
+    with pytest.MonkeyPatch.context() as library:
+        own = theirs(vars(DeepSpeedEngine)["zero_grad"], calls=calls)
+        library.setattr(DeepSpeedEngine, "zero_grad", own)
         train(engine, 1)
         build(stage=1)
         build(stage=1)
         yield
-    finally:
-        DeepSpeedEngine.zero_grad = ours
 
 
 @contextmanager
@@ -85,23 +74,27 @@ def at_one_engine(calls: bool) -> Iterator[None]:
     bound = engine.zero_grad
     engine.zero_grad = functools.partial(bound) if calls else MethodType(lambda self: None, engine)
     train(engine, 2)
+    build(stage=1)
+    build(stage=1)
     yield
 
 
 @contextmanager
 def in_a_subclass(calls: bool) -> Iterator[None]:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    import deepspeed
 
-    class Bare(DeepSpeedEngine):  # type: ignore[misc]
+    class Bare(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
             return None
 
-    class Calling(DeepSpeedEngine):  # type: ignore[misc]
+    class Calling(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
         def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
             return super().zero_grad(*args, **kwargs)
 
-    build_as(Calling if calls else Bare)
-    build_as(Calling if calls else Bare)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Calling if calls else Bare)
+        build(stage=1)
+        build(stage=1)
     yield
 
 
@@ -118,45 +111,60 @@ def seen(name: str, place: Any, calls: bool) -> tuple[list[str], bool, str]:
         ds_patches.unapply(name)
 
 
-@pytest.mark.parametrize(
-    ("place", "told"),
-    [
-        (at_the_class, "test_watch.py"),
-        (at_one_engine, "at one DeepSpeedEngine"),
-        (in_a_subclass, "in Bare"),
-    ],
-)
-def test_a_replacement_is_named_once(world: World, name: str, place: Any, told: str) -> None:
-    for heard, is_live, reason in world.run(seen, name, place, False):
-        assert not is_live
-        assert f"{ZERO_GRAD} is replaced by" in reason
-        assert told in reason
-        assert sum("is replaced by" in line for line in heard) == 1
+@pytest.mark.parametrize("calls", [False, True], ids=["replaced", "wrapped"])
+def test_a_replacement_is_named_once_and_a_wrapper_that_calls_ours_is_none(
+    world: World, name: str, calls: bool
+) -> None:
+    places = {
+        at_the_class: "test_watch.py",
+        at_one_engine: "at one DeepSpeedEngine",
+        in_a_subclass: "in Bare",
+    }
+    for place, told in places.items():
+        for heard, is_live, reason in world.run(seen, name, place, calls):
+            assert is_live is calls
+            if calls:
+                assert "wrapped over" in reason or place is not at_the_class
+                assert not heard
+            else:
+                assert f"{ZERO_GRAD} is replaced by" in reason
+                assert told in reason
+                assert sum("is replaced by" in line for line in heard) == 1
 
 
-@pytest.mark.parametrize("place", [at_the_class, at_one_engine, in_a_subclass])
-def test_a_wrapper_that_calls_ours_is_none(world: World, name: str, place: Any) -> None:
-    for heard, is_live, reason in world.run(seen, name, place, True):
-        assert is_live
-        assert "wrapped over" in reason or place is not at_the_class
-        assert not heard
-
-
-def calls_of_a_step(name: str) -> int:
-    """Python calls of the look at a step where nothing was replaced."""
+def at_an_older_engine(name: str) -> tuple[bool, bool]:
+    """It was built, and its method replaced, before the patch was applied."""
+    engine = build(stage=1)
+    engine.zero_grad = MethodType(lambda self: None, engine)
     ds_patches.apply(name)
     try:
-        engine = build(stage=1)
-        train(engine, 2)
-        profile = cProfile.Profile(builtins=False)
-        profile.runcall(watch._look, engine)
-        return sum(entry.callcount for entry in profile.getstats())
+        before = ds_patches.is_applied(name)
+        del engine.zero_grad
+        return before, ds_patches.is_applied(name)
     finally:
         ds_patches.unapply(name)
 
 
-def test_a_look_is_cheap(world: World, name: str) -> None:
-    assert max(world.run(calls_of_a_step, name)) <= 2
+def test_engines_from_before_are_looked_at_and_it_may_go_again(world: World, name: str) -> None:
+    assert world.run(at_an_older_engine, name) == [(False, True)] * 2
+
+
+def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> None:
+    """In each call anew."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    with once.call():
+        before = {id(engine) for engine in engines.built()}
+        kinds = (DeepSpeedEngine, PipelineEngine, type("Own", (PipelineEngine,), {}))
+        made = [kind.__new__(kind) for kind in kinds]
+        with once.call():
+            assert len(engines.built()) == len(before), "one within the other is the same call"
+    proxy = wrapt.ObjectProxy(made[0])
+    assert isinstance(proxy, DeepSpeedEngine)
+    with once.call():
+        found = [id(engine) for engine in engines.built() if id(engine) not in before]
+    assert sorted(found) == sorted(map(id, made))
 
 
 # --- What leads to what -------------------------------------------------------------------------
@@ -179,14 +187,11 @@ class Functor:
 class Keeper:
     """It has ours under a name that its code never speaks of."""
 
+    def __init__(self) -> None:
+        vars(self)["original"] = ours
+
     def __call__(self, *args: Any) -> None:
         return None
-
-
-def keeping() -> Any:
-    keeper = Keeper()
-    vars(keeper)["original"] = ours
-    return keeper
 
 
 @pytest.mark.parametrize(
@@ -198,7 +203,7 @@ def keeping() -> Any:
         (theirs(ours, calls=False), False),
         (Functor(ours, None), True),
         (functools.partial(Functor(ours, None)), True),
-        (keeping(), False),
+        (Keeper(), False),
         (functools.lru_cache(ours), True),
         (wrapt.ObjectProxy(ours), True),
         (wrapt.FunctionWrapper(ours, lambda wrapped, _, args, kwargs: wrapped(*args)), True),
@@ -207,8 +212,12 @@ def keeping() -> Any:
 )
 def test_a_call_may_come_to_what_the_code_speaks_of(value: Any, leads: bool) -> None:
     assert live.leads_to(value, ours) is leads
+    assert "test_watch.py" in live.origin(value)
 
 
-def test_where_a_functor_comes_from() -> None:
-    assert "test_watch.py" in live.origin(Functor(ours, None))
-    assert "test_watch.py" in live.origin(keeping())
+def test_an_object_that_answers_to_every_name_has_an_end() -> None:
+    class Anything:
+        def __getattr__(self, name: str) -> Any:
+            return Anything()
+
+    assert isinstance(live.innermost(Anything()), Anything)

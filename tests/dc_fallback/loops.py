@@ -34,7 +34,7 @@ def loop(trainer: Any, *, forwards: int = 1, evaluates: bool = False) -> None:
             trainer.step()
 
 
-def run(
+def outcome(
     pattern: str,
     script: Script = loop,
     compiles: dict[str, Any] | None = None,
@@ -45,19 +45,18 @@ def run(
     """What became of it. Runs on every rank; `compiles`: of `stand_in.deep_compile`."""
     given = Options(model=f"patterns.{pattern}", **options)
     around = patched() if patch else nullcontext()
-    outcome = measure(script, given, around, on=DEEPCOMPILE, strict=strict, compiles=compiles)
-    outcome.tolerance = EXACT
-    return outcome
+    found = measure(script, given, around, on=DEEPCOMPILE, strict=strict, compiles=compiles)
+    found.tolerance = EXACT
+    return found
 
 
 def trains(
     world: World, pattern: str, script: Script = loop, compiles: Any = None, **options: Any
 ) -> Outcome:
     """As plain PyTorch does, every parameter, and nothing stays gathered."""
-    found = world.run(run, pattern, script, compiles, **options)
-    for outcome in found:
-        assert not outcome.untrained, outcome
-        assert outcome.equal, outcome
-        assert not any(outcome.available), "a parameter stayed gathered"
-    first: Outcome = found[0]
-    return first
+    found: list[Outcome] = world.run(outcome, pattern, script, compiles, **options)
+    for one in found:
+        assert not one.untrained, one
+        assert one.equal, one
+        assert not any(one.available), "a parameter stayed gathered"
+    return found[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +14,8 @@ from ds_patches.dc_fallback import hooks
 from tests.dc_fallback import stand_in
 from tests.world import World
 
-CONFIG = SimpleNamespace(
-    debug_log=False,
-    free_activation=False,
-    keep_int_input_tensors=True,
-    keep_all_input_tensors=False,
-)
+OFF = {"debug_log": False, "free_activation": False, "keep_all_input_tensors": False}
+CONFIG = SimpleNamespace(**OFF, keep_int_input_tensors=True)
 
 
 def model() -> torch.nn.Module:
@@ -35,25 +33,23 @@ def waiting(patch: bool, inference: bool) -> tuple[list[int], list[bool]]:
     """
     from deepspeed.compile import backend
 
-    before = backend.register_custom_ops, backend.next_passes
-    backend.register_custom_ops, backend.next_passes = lambda: None, []
+    bare = mock.patch.multiple(backend, register_custom_ops=lambda: None, next_passes=[])
     try:
-        with stand_in.deep_compile():
+        with stand_in.deep_compile(), bare:
             compile_graph = backend.make_backend("eager", CONFIG)
             if patch:
                 compile_graph = hooks._watched_backend(SimpleNamespace, model, compile_graph)
             compiled = torch.compile(model(), backend=compile_graph)
-            inputs, found = torch.ones(2, 4), []
+            x, found = torch.ones(2, 4), []
             for evaluates in (False, True, False):
-                if evaluates:
-                    with torch.inference_mode() if inference else torch.no_grad():
-                        compiled(inputs)
-                else:
-                    compiled(inputs).sum().backward()
+                without = torch.inference_mode if inference else torch.no_grad
+                with without() if evaluates else nullcontext():
+                    loss = compiled(x).sum()
+                if not evaluates:
+                    loss.backward()
                 found.append(len(backend.frames_needing_bwd))
             return found, [has for _, has in backend.graph_order_with_frame_id.get_graph_order()]
     finally:
-        backend.register_custom_ops, backend.next_passes = before
         backend.frames_needing_bwd.clear()
         backend.unpatch_compiled_func()
         backend.graph_order_with_frame_id.clear()

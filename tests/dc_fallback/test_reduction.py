@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,37 +16,28 @@ from torch.nn import Parameter
 from ds_patches.dc_fallback import reduction
 from tests.world import World
 
-Shape = tuple[int, ...]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@contextmanager
-def watched() -> Iterator[Any]:
-    """Note each collective that is started: its elements per rank, and whether it was awaited."""
-    found = SimpleNamespace(buckets=[], arrived=0, most_in_flight=0)
-    start = dist.reduce_scatter_tensor
+class Watched:
+    """Each collective that is started: its elements per rank, and whether it was awaited."""
 
-    def started(out: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = start(out, *args, **kwargs)
-        found.buckets.append(out.numel())
-        found.most_in_flight = max(found.most_in_flight, len(found.buckets) - found.arrived)
-        return SimpleNamespace(wait=lambda: wait(work))
+    def __init__(self) -> None:
+        self.buckets: list[int] = []
+        self.in_flight = self.most_in_flight = 0
+        self._start = dist.reduce_scatter_tensor
 
-    def wait(work: Any) -> None:
-        work.wait()
-        found.arrived += 1
+    def __call__(self, out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = self._start(out, *args, **kwargs)
+        self.buckets.append(out.numel())
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
-    with mock.patch.object(dist, "reduce_scatter_tensor", started):
-        yield found
+        def wait() -> None:
+            work.wait()
+            self.in_flight -= 1
 
-
-def gradients(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype] = (F32,)) -> list[Tensor]:
-    """Those of this rank; no two ranks have the same."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    return [
-        torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)])
-        for i, shape in enumerate(shapes)
-    ]
+        return SimpleNamespace(wait=wait)
 
 
 def part_of(grad: Tensor, dtype: torch.dtype, alone: bool) -> Tensor:
@@ -64,96 +54,83 @@ def part_of(grad: Tensor, dtype: torch.dtype, alone: bool) -> Tensor:
 
 
 def reduce(
-    shapes: Sequence[Shape],
+    shapes: Sequence[tuple[int, ...]],
     capacity: int = 1000,
     *,
-    dtypes: Sequence[torch.dtype] = (F32,),
+    dtypes: Sequence[torch.dtype] = (),
     send_as: torch.dtype | None = None,
-    alone: Sequence[int] = (),
+    alone: int = -1,
     dropped: int = 0,
 ) -> tuple[list[int], int]:
     """Each rank gets its part of the average; what was sent, and how much of it at a time.
 
-    alone: gradients of so many elements are of this rank alone, as those of an expert.
+    alone: a gradient of so many elements is of this rank alone, as that of an expert.
     dropped: so many come before, and are abandoned, some in flight and one waiting.
     """
-    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if alone else [None] * 2
-    grads = gradients(shapes, dtypes)
-    sent = [send_as or grad.dtype for grad in grads]
-    expected = [part_of(g, d, g.numel() in alone) for g, d in zip(grads, sent, strict=True)]
+    own = [dist.new_group([rank]) if alone > 0 else None for rank in range(dist.get_world_size())]
+    torch.manual_seed(dist.get_rank())
+    grads = [torch.randn(shape) for shape in shapes]
+    grads = [g.to(d) for g, d in zip(grads, dtypes or [F32] * len(grads), strict=True)]
+    expected = [part_of(grad, send_as or grad.dtype, grad.numel() == alone) for grad in grads]
     before = [grad.clone() for grad in grads]
     params = [Parameter(torch.zeros_like(grad)) for grad in grads]
     parts: list[tuple[Any, Tensor]] = []
     reducing = reduction.Reduction(
-        lambda param: own[dist.get_rank()] if param.numel() in alone else None,
+        lambda param: own[dist.get_rank()] if param.numel() == alone else None,
         lambda grad: send_as or grad.dtype,
         lambda param, part: parts.append((param, part.clone())),
         capacity,
     )
-    with watched() as found:
-        for grad in gradients([(7,)] * dropped):
-            reducing.add(Parameter(grad), grad)
+    with mock.patch.object(dist, "reduce_scatter_tensor", Watched()) as watched:
+        for _ in range(dropped):
+            reducing.add(Parameter(torch.ones(7)), torch.ones(7))
         reducing.abandon()
-        assert found.arrived == len(found.buckets)
+        assert not watched.in_flight
         parts.clear()
-        found.buckets, found.arrived = [], 0
+        watched.buckets.clear()
         for param, grad in zip(params, grads, strict=True):
             reducing.add(param, grad)
         reducing.finish()
-    assert all(param is one for (param, _), one in zip(parts, params, strict=True))
-    for (_, part), wanted, grad, old in zip(parts, expected, grads, before, strict=True):
-        assert part.dtype == wanted.dtype
-        assert torch.equal(part, wanted)
-        assert torch.equal(grad, old), "the gradient is the user's"
-    return found.buckets, found.most_in_flight
-
-
-SHAPES: dict[str, list[Shape]] = {
-    "divide": [(4, 6), (8,)],
-    "do not divide": [(3, 5), (7,), (2, 2), (9,)],
-    "one element": [(1,), (), (1, 1)],
-    "of one element the second rank gets padding": [(1,)],
-    "one element among others": [(5,), (1,), (6,)],
-    "no element": [(0,), (3,), (4, 0)],
-    "no element at all": [(0,)],
-}
+    assert [id(param) for param, _ in parts] == [*map(id, params)]
+    torch.testing.assert_close([part for _, part in parts], expected, rtol=0, atol=0)
+    assert all(map(torch.equal, grads, before)), "the gradients are the user's"
+    return watched.buckets, watched.most_in_flight
 
 
 @pytest.mark.parametrize("capacity", [1, 8, 1000])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_each_rank_gets_its_part_of_the_average(
-    world: World, shapes: list[Shape], capacity: int
-) -> None:
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 6), (8,)],
+        [(3, 5), (7,), (2, 2), (9,)],  # do not divide
+        [(1,), (), (5,), (1, 1)],  # of one element the second rank gets padding
+        [(0,), (3,), (4, 0)],
+        [(0,)],
+    ],
+    ids=str,
+)
+def test_each_rank_gets_its_part_of_the_average(world: World, shapes: Any, capacity: int) -> None:
     world.run(reduce, shapes, capacity)
 
 
-def test_a_bucket_holds_what_fits(world: World) -> None:
-    for shapes, buckets in (
-        ([], []),
-        ([4, 4, 1, 7], [4, 5]),  # the capacity is reached, not crossed: 8, then 1 + 7
-        ([2, 20, 2, 2], [1, 10, 2]),  # larger than the capacity: alone
-        ([20, 20], [10, 10]),
-    ):
-        given = [(one,) for one in shapes]
-        assert [found for found, _ in world.run(reduce, given, 8)] == [buckets] * 2
-
-
-def test_few_buckets_are_in_flight(world: World) -> None:
-    assert reduction._IN_FLIGHT == 2
-    assert world.run(reduce, [(5,)] * 7, 5) == [([3] * 7, 2)] * 2
-
-
-def test_another_dtype_or_group_begins_a_bucket(world: World) -> None:
-    three = [(4,), (5,), (6,)]
-    assert world.run(reduce, three, dtypes=(F32, BF16))[0][0] == [2, 3, 3]
-    assert world.run(reduce, three, alone=[5])[0][0] == [2, 5, 3]
-
-
-@pytest.mark.parametrize(("dtype", "send_as"), [(BF16, F32), (F32, BF16)])
-def test_sent_in_another_dtype(world: World, dtype: torch.dtype, send_as: torch.dtype) -> None:
-    world.run(reduce, [(4,), (5,)], dtypes=(dtype,), send_as=send_as)
-
-
-@pytest.mark.parametrize("dropped", [1, 2, 4])
-def test_abandoned_gradients_are_not_in_the_next_ones(world: World, dropped: int) -> None:
-    world.run(reduce, [(5,), (3,), (1,)], 1, dropped=dropped)
+@pytest.mark.parametrize(
+    ("sizes", "more", "buckets"),
+    [
+        ([], {}, []),
+        ([4, 4, 1, 7], {}, [4, 5]),  # the capacity is reached, not crossed: 8, then 1 + 7
+        ([2, 20, 2, 2], {}, [1, 10, 2]),  # larger than the capacity: alone
+        ([5] * 7, {"capacity": 5}, [3] * 7),
+        ([2, 3, 3], {"dtypes": (F32, BF16, F32)}, [1, 2, 2]),
+        ([2, 3, 3], {"dtypes": [BF16] * 3, "send_as": F32}, [5]),
+        ([2, 3, 3], {"send_as": BF16}, [5]),
+        ([2, 1, 2], {"alone": 1}, [1, 1, 1]),
+        *(([5, 3, 1], {"capacity": 1, "dropped": n}, [3, 2, 1]) for n in (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_a_bucket_holds_what_fits(world: World, sizes: Any, more: Any, buckets: list[int]) -> None:
+    """Of one dtype and group; and two are in flight at most."""
+    found = world.run(reduce, [(size,) for size in sizes], **{"capacity": 8, **more})
+    for sent, in_flight in found:
+        assert sent == buckets
+        assert in_flight <= 2

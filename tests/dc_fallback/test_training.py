@@ -1,8 +1,10 @@
-"""Accumulation, several forwards, evaluation, recomputation, clipping, loss scale, two engines."""
+"""Whatever Dynamo skips, the engine trains as plain PyTorch does: patterns, scripts and options.
+
+tests/gpu has the patterns and scripts too.
+"""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,17 +12,81 @@ import pytest
 import torch
 
 from tests.dc_fallback import patterns, stand_in
-from tests.dc_fallback.loops import EXACT, loop, patched, trains
+from tests.dc_fallback.loops import EXACT, loop, outcome, patched, trains
 from tests.dc_fallback.patterns import inputs
 from tests.scripts import deepcompile
-from tests.training.options import Options, config
+from tests.scripts.declared import Script
+from tests.training.options import OVERLAP, Options, config
 from tests.training.surroundings import build_engine, compile_engine, half_precision_allowed
 from tests.training.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
 from tests.world import World
 
+# --- patterns ------------------------------------------------------------------------------------
+
+NAMES = [
+    # The import of transformers takes longer than all other patterns.
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "QwenMoe" else name
+    for name in (pattern.__name__ for pattern in patterns.ALL)
+]
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    "pattern", ["Disabled", "TiedToSkipped", "Shared", "Frozen", "Leaf", "FusedExperts"]
+)
+def test_nothing_is_compiled(world: World, pattern: str) -> None:
+    trains(world, f"skipped {pattern}")
+
+
+def compiled_once(trainer: Any) -> None:
+    """And no call stays open: checkpointing breaks a recomputation off when it has seen enough."""
+    graphs = set()
+    for step in trainer.steps():
+        trainer.backward(trainer(*inputs(step)))
+        if trainer.is_engine:
+            assert not vars(trainer.engine)["_ds_patches_dc_fallback"].uses.calls
+        trainer.step()
+        graphs.add(stand_in.native.compiled)
+    assert len(graphs) == 1, "something was compiled again"
+
+
+@pytest.mark.core_case(pattern="Mixed")
+@pytest.mark.core_case(pattern="TiedGraphs")
+@pytest.mark.core_case(pattern="LoopOfBlocks")
+@pytest.mark.parametrize("pattern", NAMES)
+def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
+    trains(world, pattern, compiled_once)
+
+
+# --- scripts -------------------------------------------------------------------------------------
+
+PATTERNS = ("Compiled", "Mixed", "Whole")
+STEPS = 7  # DeepCompile compiles again in the sixth
+SCRIPTS = [one for name, one in vars(deepcompile).items() if name.startswith("compiled")]
+#: Graphs run no hooks, as on stock.
+CASES = [
+    (pattern, script)
+    for pattern in PATTERNS
+    for script in SCRIPTS
+    if script is not deepcompile.compiled_parameter_hook or pattern == "Whole"
+]
+
+
+@pytest.mark.parametrize(("pattern", "script"), CASES)
+def test_weights_are_those_of_plain_pytorch(world: World, pattern: str, script: Script) -> None:
+    own = script is deepcompile.compiled_parameter_hook  # hooks of its own, which stay
+    given = {"steps": STEPS, "micro_steps": script.options.micro_steps, "strict": not own}
+    trains(world, pattern, script, {"anew": 1}, **given)
+
+
+def test_a_hook_that_no_graph_runs_is_named(world: World) -> None:
+    hooked = deepcompile.compiled_parameter_hook
+    for one in world.run(outcome, "Compiled", hooked, steps=STEPS):
+        assert any("A hook of parameter layers.0.weight is not run" in text for text in one.said)
+
 
 def weighed_by_evaluations(trainer: Any) -> None:
-    """A step is larger, the larger the loss of an evaluation before it."""
+    """A step is larger, the larger the loss of an evaluation before it: no older parameters."""
     for step in trainer.steps():
         trainer.module.eval()
         with torch.no_grad():
@@ -30,67 +96,11 @@ def weighed_by_evaluations(trainer: Any) -> None:
         trainer.step()
 
 
-def test_an_evaluation_does_not_see_older_parameters(world: World) -> None:
-    trains(world, "Evaluated", weighed_by_evaluations, {"keeps": True})
-
-
-def forwards_first(trainer: Any) -> None:
-    """Two backwards at the boundary, when both forwards have run."""
-    for step in trainer.steps():
-        losses = [trainer(*inputs(step, part)) for part in range(2)]
-        for loss in losses:
-            trainer.backward(loss)
-        trainer.step()
-
-
-two_forwards, evaluates = partial(loop, forwards=2), partial(loop, evaluates=True)
-#: By name. DeepCompile keeps parameters gathered until a step, or begins anew in the second one.
-CASES: dict[str, dict[str, Any]] = {
-    "micro steps": {"micro_steps": 2},
-    "micro steps, torch": {"micro_steps": 2, "style": "torch"},
-    "two forwards": {"script": two_forwards},
-    "evaluates": {"script": evaluates},
-    "two backwards": {"script": deepcompile.compiled_two_forwards},
-    "forwards first": {"script": forwards_first},
-    "anew": {"compiles": {"anew": 1}},
-    "anew, micro steps": {"compiles": {"anew": 1}, "micro_steps": 2},
-    "keeps": {"compiles": {"keeps": True}},
-    "keeps, micro steps": {"compiles": {"keeps": True}, "micro_steps": 2},
-    "keeps, two forwards": {"compiles": {"keeps": True}, "script": two_forwards},
-    "keeps, evaluates": {"compiles": {"keeps": True}, "script": evaluates},
-}
-
-
-@pytest.mark.core_case(pattern="TiedToSkipped", case="forwards first")
-@pytest.mark.core_case(pattern="TiedToSkipped", case="two backwards")
-@pytest.mark.core_case(pattern="TiedToSkipped", case="anew, micro steps")
-@pytest.mark.core_case(pattern="TiedToSkipped", case="keeps, evaluates")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "pattern", ["Compiled", "Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"]
-)
-def test_trains(world: World, pattern: str, case: str) -> None:
-    trains(world, pattern, **CASES[case])
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"zero": {"stage3_param_persistence_threshold": 100}},
-        {"zero": {"reduce_bucket_size": 100}},
-        {"zero": {"offload_param": {"device": "cpu"}}},
-        {"zero": {"overlap_comm": True}},
-        {"clip": 0.05, "steps": 6},
-    ],
-    ids=["persistent", "small buckets", "offloaded", "overlap", "clipped"],
-)
-@pytest.mark.parametrize("pattern", ["Disabled", "LoopOfBlocks", "TiedToSkipped"])
-def test_settings(world: World, pattern: str, given: dict[str, Any]) -> None:
-    trains(world, pattern, **given)
-
-
 def read_after_a_forward(trainer: Any) -> None:
-    """A script has gathered a parameter by itself, and runs the model before it reads it."""
+    """A script has gathered a parameter by itself, and runs the model before it reads it.
+
+    It stays, also if it is small, as those that are let go of when a forward begins.
+    """
     bias = trainer.module.layers[0].bias
     for step in trainer.steps():
         with trainer.gathered([bias]):
@@ -100,39 +110,76 @@ def read_after_a_forward(trainer: Any) -> None:
         trainer.step()
 
 
-def test_what_a_script_has_gathered_stays(world: World) -> None:
-    """Also if it is small, as those that are let go of when a forward begins."""
-    trains(
-        world, "Disabled", read_after_a_forward, zero={"stage3_param_persistence_threshold": 100}
-    )
+PERSISTENT = {"zero": {"stage3_param_persistence_threshold": 100}}
 
 
-def against_eager(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Held against eager ZeRO-3, for what plain PyTorch has no name for."""
-    start = patterns.build(pattern)
-    options = Options(steps=6, settings=settings)
-    with half_precision_allowed():
-        eager = EngineTrainer(build_engine(deepcopy(start), options.config), options)
+def test_parameters_that_others_gather(world: World) -> None:
+    trains(world, "Evaluated", weighed_by_evaluations, {"keeps": True})
+    trains(world, "Disabled", read_after_a_forward, **PERSISTENT)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def forwards_first(trainer: Any) -> None:
+    """Two backwards at the boundary, when both forwards have run."""
+    for step in trainer.steps():
+        for loss in [trainer(*inputs(step, part)) for part in range(2)]:
+            trainer.backward(loss)
+        trainer.step()
+
+
+#: DeepCompile keeps parameters gathered until a step, or begins anew in the second one.
+KEEPS, ANEW = {"compiles": {"keeps": True}}, {"compiles": {"anew": 1}}
+WAYS: dict[str, dict[str, Any]] = {
+    "micro steps, torch": {"micro_steps": 2, "style": "torch"},
+    "two backwards": {"script": deepcompile.compiled_two_forwards},
+    "forwards first": {"script": forwards_first},
+    "anew": ANEW,
+    "anew, micro steps": {**ANEW, "micro_steps": 2},
+    "keeps": KEEPS,
+    "keeps, micro steps": {**KEEPS, "micro_steps": 2},
+    "keeps, two forwards": {**KEEPS, "script": partial(loop, forwards=2)},
+    "keeps, evaluates": {**KEEPS, "script": partial(loop, evaluates=True)},
+    "persistent": PERSISTENT,
+    "small buckets": {"zero": {"reduce_bucket_size": 100}},
+    "offloaded": {"zero": {"offload_param": {"device": "cpu"}}},
+    "overlap": OVERLAP,
+    "clipped": {"clip": 0.05, "steps": 6},
+}
+
+
+@pytest.mark.core_case(pattern="TiedToSkipped", way="forwards first")
+@pytest.mark.core_case(pattern="TiedToSkipped", way="two backwards")
+@pytest.mark.core_case(pattern="TiedToSkipped", way="anew, micro steps")
+@pytest.mark.core_case(pattern="TiedToSkipped", way="keeps, evaluates")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern", ["Disabled", "Mixed", "TiedToSkipped", "TiedGraphs", "Whole"])
+def test_trains(world: World, pattern: str, way: str) -> None:
+    trains(world, pattern, **WAYS[way])
+
+
+def overflows(pattern: str) -> None:
+    """As eager ZeRO-3 does: plain PyTorch has no name for it."""
+    scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    options = Options(steps=6, settings={"fp16": scale})
+    origin = dict(patterns.build(pattern).named_parameters())
+    with half_precision_allowed(), stand_in.deep_compile(), patched():
+        eager, ours = (
+            EngineTrainer(build(patterns.build(pattern), options.config), options)
+            for build in (build_engine, compile_engine)
+        )
         loop(eager)
-        with stand_in.deep_compile(), patched():
-            trainer = EngineTrainer(compile_engine(deepcopy(start), options.config), options)
-            loop(trainer)
-            found, expected = trainer.parameters(), eager.parameters()
-            origin = {name: p.detach().clone() for name, p in start.named_parameters()}
-            return {
-                "difference": worst_difference(found, expected)[0],
-                "moved": worst_difference(expected, origin)[0],
-                "skipped": (eager.engine.skipped_steps, trainer.engine.skipped_steps),
-            }
+        loop(ours)
+        expected, found = eager.parameters(), ours.parameters()
+    assert eager.engine.skipped_steps == ours.engine.skipped_steps > 0
+    assert worst_difference(expected, origin)[0] > 5e-4
+    assert worst_difference(found, expected)[0] <= 2e-4
 
 
 @pytest.mark.parametrize("pattern", ["Disabled", "Whole"])
 def test_overflow_skips_the_step(world: World, pattern: str) -> None:
-    scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
-    found = world.run(against_eager, pattern, {"fp16": scale})[0]
-    assert found["skipped"][0] == found["skipped"][1] > 0
-    assert found["moved"] > 5e-4
-    assert found["difference"] <= 2e-4
+    world.run(overflows, pattern)
 
 
 def beside_another() -> float:
@@ -153,23 +200,3 @@ def beside_another() -> float:
 
 def test_two_engines(world: World) -> None:
     assert max(world.run(beside_another)) <= EXACT
-
-
-def calls_left_open(pattern: str) -> list[int]:
-    """How many calls of modules are under way after each backward."""
-    with stand_in.deep_compile(), patched():
-        engine = compile_engine(patterns.build(pattern), config(3))
-        found = []
-        for step in range(2):
-            engine.backward(engine(*inputs(step, 0)))
-            found.append(len(vars(engine)["_ds_patches_dc_fallback"].uses.calls))
-            engine.step()
-        return found
-
-
-def test_no_call_stays_open(world: World) -> None:
-    """Checkpointing breaks a recomputation off when it has seen enough of it.
-
-    A call that stayed would have the next forward taken for a nested one.
-    """
-    assert world.run(calls_left_open, "Recomputed") == [[0, 0]] * 2

@@ -7,15 +7,15 @@ import re
 import pytest
 from packaging.version import Version
 
-from ds_patches.commands import explain, symptoms
+from ds_patches.commands import cures, explain, pasted
 from ds_patches.core import registry
-from ds_patches.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED, Symptom
+from ds_patches.core.symptom import Symptom
+from ds_patches.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED
 from tests.accumulation.ledger import LEDGER, NOW, Entry
 from tests.core import fake
-from tests.releases import record
+from tests.releases import RELEASES
 
 README = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
-RELEASES = record.load().releases
 #: The rows of each entry of the ledger, by how their first cell begins.
 ROWS = {
     "A1": ("a second backward", "two forwards", "a parameter that a step does not use"),
@@ -91,34 +91,15 @@ def test_the_releases_are_known_ones() -> None:
 
 def test_a_row_is_of_the_releases_that_it_names() -> None:
     (one,) = (one for one in SYMPTOMS if one.script == "gradient accumulation")
-    wrong = [version for version in RELEASES if symptoms.is_wrong(one, Version(version))]
+    wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
     assert wrong == ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]
 
 
-def test_the_readme_opens_with_the_commonest() -> None:
+def test_the_symptoms_of_the_readme_are_answered() -> None:
     table = README.partition("|what you see|where|cured by|\n|---|---|---|\n")[2].split("\n\n")[0]
-    rows = [row.strip("|").split("|") for row in table.splitlines()]
-    assert len(rows) == 5
-    for see, where, cured in rows:
+    for row in table.splitlines():
+        see, where, cured = row.strip("|").split("|")
         release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
         (message,) = re.findall("`(.+)`", see)
-        found = [*explain.answers(message, release, symptoms.of_releases(release))]
-        assert any(one["here"].endswith(f"cured by {cured}") for one in found), see
-
-
-def test_the_first_screen_says_what_for_whom_and_how() -> None:
-    """Without scrolling: in its first lines, of a hundred letters at most."""
-    screen = README.splitlines()[:28]
-    assert max(map(len, screen)) <= 110
-    for word in ("DeepSpeed", "Trainer", "silent", "pip install", "explain", "ds_patches.auto"):
-        assert word in "\n".join(screen)
-
-
-def test_the_readme_reads_without_its_links() -> None:
-    """On a package index, a link to a file leads nowhere: it is named by the file."""
-    for label, target in re.findall(r"\[([^]]+)\]\(([^)]+)\)", README):
-        assert label == target
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.replace("|", " ").split()) < 700
+        found = explain.answers(pasted.read(message), release, cures.of_releases(release))
+        assert any(one.here.endswith(f"{cured} would cure this") for one in found), see

@@ -9,94 +9,167 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ds_patches.commands import configuration, doctor, symptoms
+from ds_patches import ledger
+from ds_patches.commands import configuration, cures, doctor
 from ds_patches.core.errors import FlagError
 from ds_patches.symptoms import SYMPTOMS
 from tests.core import fake
 
-AUTO = {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-}
 MIDDLE = "micro steps in the middle are dropped"
 LAST = "only the last micro step counts"
+STEPS = "gradient_accumulation_steps"
+SLOW = "a backward takes up to 2.5 times as long"
+HARDLY = "the loss hardly falls; to 0.18.2 older gradients are added"
+DOUBLED = "its gradients are divided by two"
+
+#: Of LLaMA-Factory, axolotl and TRL: what decides in the files that they ship.
+FACTORY = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "overlap_comm": False, "contiguous_gradients": True},
+}
+AXOLOTL = FACTORY | {
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+    }
+}
+TRL = """
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: 'bf16'
+"""
 
 
-def write(path: Path, content: dict[str, Any]) -> Path:
-    path.write_text(json.dumps(content), encoding="utf-8")
+def write(path: Path, content: dict[str, Any] | str) -> Path:
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
-def decided(config: Path, release: str, cures: bool = True) -> dict[str, str]:
-    """What shows with these settings whatever the script does, with what helps."""
+def rows(config: Path, release: str) -> list[doctor.Row]:
     here = Version(release)
-    answers = symptoms.of_releases(here) if cures else {}
-    rows = [*doctor._rows(here, configuration.read(config), answers)]
-    return {one["outcome"]: one["cure"] for one in rows if one["applies"]}
+    facts = configuration.read(config)
+    return [*doctor._rows(here, facts, cures.of_releases(here), armed=False)]
+
+
+def met(config: Path, release: str) -> dict[str, tuple[str, ...]]:
+    """What shows whatever the script does, with the open settings that it depends on."""
+    found = [row for row in rows(config, release) if "script" not in row.depends]
+    return {row.one.outcome: row.depends for row in found}
 
 
 def test_micro_steps_of_a_plain_configuration(tmp_path: Path) -> None:
-    steps = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    steps = {STEPS: 4, "gradient_clipping": 1.0}
     file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 2}} | steps)
-    assert decided(file, "0.17.6") == {LAST: "patch"}
-    assert decided(file, "0.18.4") == {}
-    assert decided(file, "0.18.6") == {
-        "a backward takes up to 2.5 times as long": "patch",
-    }
+    assert met(file, "0.17.6") == {LAST: ()}
+    assert met(file, "0.18.4") == {}
+    assert met(file, "0.18.6") == {SLOW: ()}
     write(file, {"zero_optimization": {"stage": 3}} | steps)
-    assert decided(file, "0.17.6") == {"NaN, or other numbers in each run": "patch"}
+    assert met(file, "0.17.6") == {"NaN, or other numbers in each run": ()}
     write(file, {"zero_optimization": {"stage": 3, "overlap_comm": False}} | steps)
-    assert decided(file, "0.17.6") == {}
+    assert met(file, "0.17.6") == {}
+
+
+def test_micro_steps_that_follow_from_the_batch_sizes_are_open(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1}
+    file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 2}} | sizes)
+    assert met(file, "0.17.6") == {LAST: (STEPS,)}
+
+
+@pytest.mark.parametrize("name", ["ds_z2_config.json", "ds_z2.conf", "ds_z2"])
+def test_what_a_file_of_llama_factory_leaves_open_is_open(tmp_path: Path, name: str) -> None:
+    """JSON is known by its content."""
+    file = write(tmp_path / name, FACTORY)
+    assert met(file, "0.17.6") == {LAST: (STEPS,)}
+    first = rows(file, "0.17.6")[0]
+    assert (first.one.outcome, first.counts) == (LAST, True)
+    write(file, FACTORY | {"zero_optimization": {"stage": 0}})
+    assert met(file, "0.17.6") == {HARDLY: ("bf16",), DOUBLED: ("fp16",)}
+    write(file, FACTORY | {"zero_optimization": {"stage": 0}, "bf16": "auto", "fp16": False})
+    assert met(file, "0.17.6") == {HARDLY: ("bf16",)}
 
 
 @pytest.mark.parametrize("around", ["llama_factory", "axolotl"])
 def test_a_yaml_that_names_the_file(tmp_path: Path, around: str) -> None:
     """What the file calls "auto" is in the YAML."""
-    write(tmp_path / "ds_z2.json", AUTO)
+    write(tmp_path / "ds_z2.json", AXOLOTL)
     outer = tmp_path / f"{around}.yaml"
     outer.write_text("deepspeed: ds_z2.json\ngradient_accumulation_steps: 8\nbf16: true\n")
-    assert decided(outer, "0.18.4") == {MIDDLE: "patch"}
-    assert decided(outer, "0.17.6") == {LAST: "patch", MIDDLE: "patch"}
+    streams = {"NaN, or other numbers in each run": ()}
+    assert met(outer, "0.18.4") == {MIDDLE: (), **streams}
+    assert met(outer, "0.17.6") == {LAST: (), MIDDLE: (), **streams}
     outer.write_text("deepspeed: ds_z2.json\ngradient_accumulation_steps: 1\n")
-    assert decided(outer, "0.17.6") == {}
-    facts = configuration.read(tmp_path / "ds_z2.json")
-    assert facts["accumulation"] is None, "which the file alone does not say"
+    assert met(outer, "0.17.6") == streams
+    outer.write_text("deepspeed: ds_z0.json\nbf16: true\n")
+    write(tmp_path / "ds_z0.json", FACTORY | {"zero_optimization": {"stage": 0}})
+    assert met(outer, "0.17.6") == {HARDLY: ()}
+    inline = f"deepspeed: {json.dumps(FACTORY)}\ngradient_accumulation_steps: 2\n"
+    assert met(write(outer, inline), "0.17.6") == {LAST: ()}
 
 
 def test_a_yaml_of_accelerate(tmp_path: Path) -> None:
-    outer = tmp_path / "accelerate.yaml"
-    outer.write_text(
-        "distributed_type: DEEPSPEED\nmixed_precision: bf16\n"
-        "deepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 4\n"
-        "  offload_optimizer_device: cpu\n  gradient_clipping: 1.0\n"
+    """What it leaves out is "auto", and what its `mixed_precision` says is on."""
+    outer = write(tmp_path / "accelerate.yaml", TRL)
+    assert met(outer, "0.17.6") == {LAST: (STEPS,)}
+    assert met(outer, "0.19.8") == {}, "the trainer fills in the clipping"
+    write(outer, TRL.replace("zero_stage: 2", "zero_stage: 0"))
+    assert met(outer, "0.17.6") == {HARDLY: ()}
+    write(outer, TRL.replace("zero_stage: 2", "zero_stage: 0").replace("'bf16'", "'no'"))
+    assert met(outer, "0.17.6") == {HARDLY: ("bf16",), DOUBLED: ("fp16",)}
+    given = "zero_stage: 2\n  gradient_accumulation_steps: 4\n"
+    given = TRL.replace("zero_stage: 2\n", given).replace(
+        "optimizer_device: none", "optimizer_device: cpu"
     )
-    assert decided(outer, "0.18.9") == {MIDDLE: "patch"}
+    assert met(write(outer, given), "0.18.9") == {MIDDLE: ()}
     write(tmp_path / "z3.json", {"zero_optimization": {"stage": 3, "overlap_comm": False}})
     outer.write_text("deepspeed_config:\n  deepspeed_config_file: z3.json\n")
-    (clipped,) = decided(outer, "0.19.8")
+    (clipped,) = met(outer, "0.19.8")
     assert clipped.startswith("gradients are clipped to 1.0")
 
 
 def test_a_default_that_has_changed_is_a_setting(tmp_path: Path) -> None:
     file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 1}, "elasticity": {}})
-    assert sorted(decided(file, "0.19.8").values()) == ["setting", "setting"]
+    found = [row.cure.by for row in rows(file, "0.19.8") if not row.depends]
+    assert found == ["setting", "setting"]
     write(file, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0})
-    assert decided(file, "0.19.8") == {}
+    assert met(file, "0.19.8") == {}
 
 
 def test_every_need_is_a_setting(tmp_path: Path) -> None:
-    facts = configuration.read(write(tmp_path / "ds.json", {}))
+    facts = configuration.read(write(tmp_path / "ds.json", FACTORY))
     assert {name for one in SYMPTOMS for name in one.needs.split()} <= {*facts}
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '"ds.json"', '{"deepspeed": "none.json"}'])
-def test_what_is_no_configuration_is_an_error(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(content, encoding="utf-8")
-    with pytest.raises(FlagError, match=r"json (has no configuration|cannot be read)"):
-        configuration.read(file)
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "neither JSON nor YAML"),
+        ("[]", "no DeepSpeed configuration"),
+        ("{}", "no DeepSpeed configuration"),
+        ('"ds.json"', "no DeepSpeed configuration"),
+        ('{"deepspeed": "none.json"}', "none.json: no such file"),
+        ("distributed_type: FSDP\nfsdp_config: {}\n", "its distributed_type is FSDP"),
+        ("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n", "is MULTI_GPU"),
+        ('{"zero_optimisation": {"stage": 2}}', "did you mean 'zero_optimization'"),
+        ('{"train_batch_size": 8, "zero_optimisation": {}}', "did you mean 'zero_optimization'"),
+        ('{"zero_optimization": true}', "a wrong type"),
+    ],
+)
+def test_what_is_no_configuration_is_an_error(tmp_path: Path, content: str, why: str) -> None:
+    with pytest.raises(FlagError, match=why):
+        configuration.read(write(tmp_path / "ds.json", content))
 
 
 def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
@@ -106,18 +179,45 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     ask = ("doctor", "--json", "--config", str(file))
     only = {"DS_PATCHES": "sample"}  # the others are not for this DeepSpeed
     sound = place.command(*ask, **only)
-    assert sound.returncode == 0, sound.stdout + sound.stderr
+    assert sound.returncode == doctor.SOUND, sound.stdout + sound.stderr
     found = json.loads(sound.stdout)
-    assert found["status"] == 0
+    assert found["status"] == doctor.SOUND
     assert found["environment"]["deepspeed"] == "0.19.8"
     assert found["patches"]["sample"] == "would apply"
-    assert not [one for one in found["wrong"] if one["applies"]]
+    assert all(one["depends"] for one in found["rows"])
 
     write(file, {"zero_optimization": {"stage": 1}})
     wrong = place.command(*ask, **only)
-    assert wrong.returncode == 1
-    (one,) = [one for one in json.loads(wrong.stdout)["wrong"] if one["applies"]]
-    assert one["do"] == '"gradient_clipping": 0.0'
+    assert wrong.returncode == doctor.WRONG
+    (one,) = [one for one in json.loads(wrong.stdout)["rows"] if not one["depends"]]
+    assert (one["do"], one["state"]) == ('"gradient_clipping": 0.0', "setting")
 
+    bad = place.command(*ask[:3], str(tmp_path / "none.json"))
+    assert (bad.returncode, json.loads(bad.stdout)["status"]) == (2, 2)
     place.path = [fake.dependencies(tmp_path / "lib")]
-    assert place.command("doctor", bare=True).returncode == 2, "nobody can tell without DeepSpeed"
+    alone = place.command("doctor", bare=True)
+    assert alone.returncode == doctor.UNKNOWN, "nobody can tell without DeepSpeed"
+    assert alone.stdout.startswith("verdict: nobody can tell")
+    assert place.command("doctor", "--release", "0.15.4", bare=True).returncode == doctor.UNKNOWN
+
+    write(file, FACTORY)
+    said = place.command("doctor", "--release", "0.17.6", "--config", str(file), bare=True)
+    assert said.returncode == doctor.CURABLE, "what is not applied cures nothing"
+    first, _, heading, row, *_ = said.stdout.splitlines()
+    assert first == "verdict: accumulation would cure what these settings meet; not applied"
+    assert heading.strip() == f"if {STEPS} is above 1: accumulation would cure this, not applied:"
+    assert row.endswith(f"gradient accumulation: {LAST}")
+    assert ", deepspeed " in said.stdout.splitlines()[-1]
+
+
+def test_what_later_releases_fixed_is_counted(tmp_path: Path) -> None:
+    """Of the fixes that a release lacks, those that the settings do not rule out."""
+    scheduler = {"type": "WarmupLR", "params": {}}
+    file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 2}, "scheduler": scheduler})
+    found = ledger.concerning(Version("0.19.3"), configuration.read(file))
+    assert all("2" in one.stages for one in found)
+    assert [one.by for one in found if one.needs == "warmup"] == ["schedules"]
+    assert not [one for one in found if one.needs in ("fp16", "muon", "hpz")]
+    count, *lines = doctor._later(found, True, True)
+    assert count.startswith(f"{len(found)} that it lacks may concern these settings")
+    assert any("all parameter groups get the first one's rate (cured by" in line for line in lines)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -23,50 +25,41 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFL
 @pytest.fixture(scope="package", autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     caches = {"HF_HOME": str(tmp_path_factory.mktemp("hub"))}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (OFFLINE | caches).items():
-            patch.setenv(name, value)
+    with mock.patch.dict(os.environ, OFFLINE | caches):
         yield
 
 
-@pytest.fixture(scope="package")
-def unpatched(offline: None) -> Iterator[World]:
-    with World() as living:
-        yield living
-
-
-@pytest.fixture(scope="package")
-def patched(offline: None) -> Iterator[World]:
-    """By the start-up hook, as `python -m ds_patches run` starts them."""
-    with World(variables=variables.of_program(os.environ)) as living:
-        yield living
-
-
-@pytest.fixture(scope="package")
-def alone(offline: None) -> Iterator[World]:
-    """One process, whose batches are those of both ranks."""
-    with World(1) as living:
-        yield living
-
-
 class Ranks(NamedTuple):
-    """Without patches and with them."""
+    """Two without patches, two with them, and one process whose batches are those of both ranks."""
 
     stock: World
     patched: World
+    alone: World
+
+
+@contextmanager
+def started(own: Mapping[str, str]) -> Iterator[Ranks]:
+    """Patched by the start-up hook, as `python -m ds_patches run` starts them.
+
+    own: variables beside those of this process.
+    """
+    hooked = {**own, **variables.of_program({**os.environ, **own})}
+    worlds = World(variables=own), World(variables=hooked), World(1)
+    with worlds[0], worlds[1], worlds[2]:
+        yield Ranks(*worlds)
+
+
+@pytest.fixture(scope="package")
+def ranks(offline: None) -> Iterator[Ranks]:
+    with started({}) as living:
+        yield living
 
 
 @pytest.fixture(scope="package")
 def old_ranks(offline: None) -> Iterator[Ranks]:
     assert releases.place(OLD).is_dir(), f"python -m tests.releases install {OLD}"
-    own = environment(OLD)
-    with World(variables=own) as stock, World(variables=own | variables.of_program(own)) as patched:
-        yield Ranks(stock, patched)
-
-
-@pytest.fixture
-def new_ranks(unpatched: World, patched: World) -> Ranks:
-    return Ranks(unpatched, patched)
+    with started(environment(OLD)) as living:
+        yield living
 
 
 @pytest.fixture(scope="module")

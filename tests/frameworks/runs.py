@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
-import pytest
-
 import ds_patches
 from ds_patches.core import registry, release
-from ds_patches.core.patch import Patch
 from tests.listening import listening
 from tests.training import options, trainers
 from tests.training.collectives import Gradients
@@ -48,27 +45,30 @@ class Run:
 
 
 def script(name: str, *arguments: Any, **options: Any) -> Run:
-    """Run `train` of a script of `user/`."""
+    """Run a function of a script of `user/`: "file:function"."""
     from deepspeed import DeepSpeedEngine
 
     found = Run()
     with a_new_process(), listening() as found.heard, Gradients() as sent:
         try:
-            train = import_module(f"tests.frameworks.user.{name}").train
+            train = resolve_name(f"tests.frameworks.user.{name}")
             trained = train(*arguments, **options)
         except Exception as error:
             found.error = f"{type(error).__name__}: {error}"
             return found
         found.reductions = sent.reductions
     found.live = [name for name, status in ds_patches.status().items() if status.live]
-    found.offered = [name for name, patch in registry.patches().items() if _is_for_here(patch)]
+    here = release.installed().version
+    patches = registry.patches().items()
+    found.offered = [name for name, one in patches if release.covers(one.supported, here)]
     found.losses = trained.losses
     models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
     if isinstance(models[0], DeepSpeedEngine):
         found.engine_steps = models[0].global_steps
     for index, model in enumerate(models):
         named = trainers.parameters(getattr(model, "module", model))
-        found.gathers += Counter(_who_gathers(model))
+        gatherers = [vars(module).get("pre_bwd_fn") for module in model.modules()]
+        found.gathers += Counter(one.__module__.partition(".")[0] for one in gatherers if one)
         found.parameters |= {f"{index}.{name}": param for name, param in named.items()}
     return found
 
@@ -102,19 +102,6 @@ def a_new_process() -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
-def _is_for_here(patch: Patch) -> bool:
-    here = release.installed()
-    assert here is not None
-    assert here.version is not None
-    return release.covers(patch.supported, here.version)
-
-
-def _who_gathers(model: Any) -> Iterator[str]:
-    for module in model.modules():
-        if function := vars(module).get("pre_bwd_fn"):
-            yield function.__module__.partition(".")[0]
-
-
 def on_one(world: World, name: str, *arguments: Any, **options: Any) -> Run:
     """The reference, which no engine has trained."""
     (found,) = world.run(script, name, *arguments, **options)
@@ -132,10 +119,6 @@ def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
     if not first.error:
         assert first.engine_steps
     return first
-
-
-def assert_near(losses: list[float], expected: list[float]) -> None:
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def assert_equal(run: Run, reference: Run) -> None:
@@ -161,6 +144,5 @@ def part_lost(run: Run, reference: Run, start: trainers.Parameters) -> float:
 
 def moved(reference: Run, start: trainers.Parameters) -> float:
     """The first model alone, of several."""
-    start = {f"0.{name}": param for name, param in start.items()}
-    ends = {name: reference.parameters[name] for name in start}
+    ends = {name: reference.parameters[f"0.{name}"] for name in start}
     return trainers.worst_difference(ends, start)[0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.frameworks import runs, saved
@@ -37,7 +38,7 @@ class Training:
     stock, old: what stock comes to by stage, on the newest release and on an old one.
     old_fails: stages at which patched has stock's error there.
     losses: how many of one process are one of both ranks together; 0: a rank tells its own.
-    reductions: of a step, where it is right.
+    reductions: of a step, where it is right. package: of the extra `frameworks`, that it imports.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Training:
     losses: int = 1
     zero: Mapping[str, Any] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
+    package: str = ""
     exhaustive: bool = False
 
     def config(self, stage: int) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class Training:
         """Losses and parameters are those of the reference, which has moved away from `start`."""
         if self.losses:
             losses = torch.tensor(reference.losses).view(-1, self.losses).mean(1).tolist()
-            runs.assert_near(found.losses, losses)
+            assert found.losses == pytest.approx(losses, rel=1e-5)
         runs.assert_equal(found, reference)
         assert runs.moved(reference, start) > 1e4 * runs.EXACT
         assert found.engine_steps == self.steps
@@ -112,8 +114,8 @@ def embedder(folder: Path) -> Parameters:
     return saved.save_embedder(folder / "embedder")
 
 
-def heads(_: Path) -> Parameters:
-    return named(accelerated.SEED, accelerated.TwoHeads)
+def heads(_: Path, prefix: str = "") -> Parameters:
+    return named(accelerated.SEED, accelerated.TwoHeads, prefix)
 
 
 def encoder(_: Path, seed: int = 9) -> Parameters:
@@ -124,122 +126,51 @@ def generator(_: Path) -> Parameters:
     return encoder(_, 8)
 
 
-FOUR: dict[str, Any] = {"given": {"micro_steps": 4}, "without": {"micro_steps": 8}}
-LM = ("hf_trainer", (Path("lm"), Path("out")), causal)
-SENTENCES = ("sentences", (Path("embedder"), Path("out")), embedder)
+def steps(micro_steps: int) -> dict[str, Any]:
+    """One process has twice as many micro steps: those of both ranks."""
+    return {"given": {"micro_steps": micro_steps}, "without": {"micro_steps": 2 * micro_steps}}
+
+
+LM = ("hf:language_model", (Path("lm"), Path("out")), causal)
+SENTENCES = ("hf:sentences", (Path("embedder"), Path("out")), embedder, TWICE)
+CHECKPOINTED = "Recomputed values for the following tensors have different metadata"
+APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
+LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
+DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {3: CHECKPOINTED})
+ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
+OF_ENGINE = ("accelerated:train", ("two_losses_of_engine",), heads, REFUSED, REFUSED)
+CACHED = ("engines:cached_gradients", (), encoder, {1: WRONG, 2: WRONG, 3: RIGHT})
+#: The discriminator is zeroed where PyTorch would zero it, after the generator's backward. Frozen,
+#: nothing in it gets a gradient of the generator's loss, which passes through it.
+GAN = ("engines:adversaries", (), generator)
+ZEROED, PASSED = {1: RIGHT, **TWICE}, {1: RIGHT, **BOTH_RIGHT}
+ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
+RARE: dict[str, Any] = {"exhaustive": True}
 HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
 LAYERS: dict[str, Any] = {"batch": engines.BATCH, "losses": 0, "steps": engines.STEPS}
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
+OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
+OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
+FROZEN: dict[str, Any] = {"given": {"freezes": True}, "reductions": 2}
+ALONE: dict[str, Any] = {"alone": ("two_losses",), "steps": 8}
 
-TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, reductions=4, **FOUR)
-TRAINER_OFFLOADED = Training(
-    "the same, offload", *LM, BOTH_RIGHT, LOSES, reductions=4, zero=OFFLOAD, exhaustive=True, **FOUR
+TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, **FOUR, **steps(4))
+TRAINER_OFFLOADED = replace(
+    TRAINER, title="the same, offload", zero={"offload_optimizer": {"device": "cpu"}}, **RARE
 )
-TWO_LOSSES = Training(
-    "Accelerate, two losses, `no_sync()` of the engine",
-    "accelerated",
-    ("two_losses_of_engine",),
-    heads,
-    REFUSED,
-    REFUSED,
-    reductions=1,
-    steps=8,
-    given={"micro_steps": 1},
-    without={"micro_steps": 2},
-    alone=("two_losses",),
-    **HEADS,
-)
-GRADCACHE = Training(
-    "GradCache's loop",
-    "engines",
-    ("cached_gradients",),
-    encoder,
-    {1: WRONG, 2: WRONG, 3: RIGHT},
-    reductions=4,
-    exhaustive=True,
-    **LAYERS,
-)
+TITLE = "Accelerate, two losses, `no_sync()` of the engine"
+TWO_LOSSES = Training(TITLE, *OF_ENGINE, **ONCE, **ALONE, **steps(1), **HEADS)
+GRADCACHE = Training("GradCache's loop", *CACHED, **FOUR, **RARE, **LAYERS)
 TRAININGS = [
     TRAINER,
     TRAINER_OFFLOADED,
-    Training(
-        "sentence-transformers, cached loss",
-        *SENTENCES,
-        TWICE,
-        TWICE,
-        reductions=1,
-        given={"micro_steps": 1},
-        without={"micro_steps": 2},
-    ),
-    Training(
-        "the same, 2 micro steps",
-        *SENTENCES,
-        TWICE,
-        reductions=1,
-        given={"micro_steps": 2},
-        without={"micro_steps": 4},
-        exhaustive=True,
-    ),
-    Training(
-        "Accelerate, `accumulate()`",
-        "accelerated",
-        ("accumulation",),
-        heads,
-        BOTH_RIGHT,
-        LOSES,
-        reductions=4,
-        steps=2,
-        **FOUR,
-        **HEADS,
-    ),
+    Training("sentence-transformers, cached loss", *SENTENCES, TWICE, **ONCE, **steps(1)),
+    Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
+    Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
     TWO_LOSSES,
-    Training(
-        "TRL, DPO with LoRA",
-        "preferences",
-        ("dpo", Path("lm"), Path("dpo")),
-        adapted,
-        {3: RIGHT},
-        {3: "Recomputed values for the following tensors have different metadata"},
-        reductions=1,
-        steps=2,
-        without={"per_device_train_batch_size": 4},
-        exhaustive=True,
-    ),
-    Training(
-        "Lightning, two losses",
-        "lit",
-        (Path("lightning"),),
-        lambda _: named(accelerated.SEED, accelerated.TwoHeads, "net."),
-        {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"},
-        reductions=2,
-        steps=8,
-        batch=accelerated.BATCH,
-        losses=0,
-        unset=("gradient_accumulation_steps", "gradient_clipping"),
-        exhaustive=True,
-    ),
+    Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO, **RARE),
+    Training("Lightning, two losses", *LIT, APART, **OF_LIT, **RARE),
     GRADCACHE,
-    # The discriminator is zeroed where PyTorch would zero it, after the generator's backward.
-    Training(
-        "a GAN",
-        "engines",
-        ("adversaries",),
-        generator,
-        {1: RIGHT, **TWICE},
-        {1: RIGHT, **TWICE},
-        old_fails=(3,),
-        **LAYERS,
-    ),
-    # Nothing in it gets a gradient of the generator's loss, which passes through it.
-    Training(
-        "a GAN, frozen critic",
-        "engines",
-        ("adversaries",),
-        generator,
-        {1: RIGHT, **BOTH_RIGHT},
-        {1: RIGHT, **BOTH_RIGHT},
-        reductions=2,
-        given={"freezes": True},
-        **LAYERS,
-    ),
+    Training("a GAN", *GAN, ZEROED, ZEROED, old_fails=(3,), **LAYERS),
+    Training("a GAN, frozen critic", *GAN, PASSED, PASSED, **FROZEN, **LAYERS),
 ]

@@ -15,12 +15,12 @@ from torch import nn
 
 import ds_patches
 from tests.dc_fallback import patterns
-from tests.dc_fallback.loops import Script, loop
-from tests.training.options import Options, config
+from tests.dc_fallback.loops import loop
+from tests.training.options import BF16, Options
+from tests.training.run import Script
 from tests.training.surroundings import build_engine, compile_engine
 from tests.training.trainers import EngineTrainer, Parameters
 
-BFLOAT16 = {"bf16": {"enabled": True}}
 WIDTH = 64
 STEPS = 8  # DeepCompile compiles again at the sixth
 NEAR = 0.02  # of a parameter's update norm: eager ZeRO-3 in bfloat16 is no nearer to itself
@@ -28,9 +28,9 @@ NEAR = 0.02  # of a parameter's update norm: eager ZeRO-3 in bfloat16 is no near
 
 @dataclass
 class Held:
-    """What DeepCompile came to, against eager ZeRO-3."""
+    """What DeepCompile came to, against eager ZeRO-3; of pairs, eager's first."""
 
-    losses: tuple[list[float], list[float]] = ([], [])  # eager, DeepCompile
+    losses: tuple[list[float], list[float]] = ([], [])
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of all updates
     apart: dict[str, float] = field(default_factory=dict)  # relative distance of the updates
     available: list[list[str]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Held:
 
     @property
     def wrong(self) -> dict[str, tuple[float, float]]:
-        """Parameters whose update norms are apart: eager's and DeepCompile's."""
+        """Parameters whose update norms are apart."""
         return {
             name: (eager, ours)
             for name, (eager, ours) in self.norms.items()
@@ -52,15 +52,13 @@ class Held:
         return [name for name, (eager, ours) in self.norms.items() if ours < 0.1 * eager]
 
 
-def deep_compiled(
-    start: nn.Module, config: dict[str, Any], patch: bool = True, backend: str = "inductor"
-) -> Any:
+def deep_compiled(start: nn.Module, config: dict[str, Any], patch: bool = True) -> Any:
     """An engine under DeepCompile itself, for a copy of this model. Runs on every rank."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if patch:
         ds_patches.apply("dc_fallback")
-    return compile_engine(deepcopy(start), config, backend)
+    return compile_engine(deepcopy(start), config, "inductor")
 
 
 class Trainer(EngineTrainer):
@@ -89,18 +87,14 @@ def hold(
     pattern: str,
     *,
     patch: bool = True,
-    style: str = "engine",
-    micro_steps: int = 1,
     forwards: int = 1,
     evaluates: bool = False,
     width: int = WIDTH,
-    settings: dict[str, Any] | None = None,
+    **given: Any,
 ) -> Held:
-    """Train twice from one start. Runs on every rank."""
+    """Train twice from one start. Runs on every rank; `given`: of the options."""
     start = patterns.build(pattern, width)
-    chosen = dict(BFLOAT16 if settings is None else settings)
-    zero = chosen.pop("zero", {})
-    options = Options(style=style, steps=STEPS, micro_steps=micro_steps, zero=zero, settings=chosen)
+    options = Options(steps=STEPS, **{**BF16, **given})
     script = partial(loop, forwards=forwards, evaluates=evaluates)
     eager = Trainer(build_engine(deepcopy(start), options.config), options)
     before = eager.parameters()
@@ -134,7 +128,7 @@ def repeated(pattern: str, times: int) -> list[str]:
     # Inductor sums an embedding's gradient by atomic additions otherwise, in any order.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
-    engine = deep_compiled(patterns.build(pattern, WIDTH), config(3, **BFLOAT16))
+    engine = deep_compiled(patterns.build(pattern, WIDTH), Options(**BF16).config)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
     first: dict[str, torch.Tensor] = {}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import ds_patches
 from tests.dc_fallback import patterns
-from tests.dc_fallback.test_patterns import CASES, PATTERNS
-from tests.gpu import exact
-from tests.gpu.held import BFLOAT16, WIDTH, Held, deep_compiled, hold, repeated
+from tests.dc_fallback.test_training import CASES, PATTERNS
+from tests.gpu.exact import in_a_row
+from tests.gpu.held import WIDTH, Held, deep_compiled, hold, repeated
 from tests.scripts import deepcompile
 from tests.scripts.declared import Script
-from tests.training.options import config
+from tests.training.options import BF16, Options
 from tests.world import World
 
 AGAIN = 6  # DeepCompile compiles again in the step before
@@ -27,11 +28,17 @@ SOME = ["TiedToSkipped", "Mixed"]
 SKIPPED = {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"}
 
 
-def held(gpus: World, pattern: str, **case: Any) -> Held:
-    found: Held = gpus.within(SECONDS).run(hold, pattern, **case)[0]
+def first(gpus: World, act: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """What it comes to on the first rank."""
+    found = gpus.within(SECONDS).run(act, *args, **more)[0]
     # To stderr, which pytest-xdist passes on at once with --capture=no.
-    seen = f"{pattern} {case} {found.error} losses {found.losses} wrong {found.wrong}"
-    print(seen, f"peaks {found.peaks}", file=sys.stderr)
+    print(act.__name__, args, more, found, file=sys.stderr)
+    return found
+
+
+def held(gpus: World, pattern: str, **case: Any) -> Held:
+    found: Held = first(gpus, hold, pattern, **case)
+    print("wrong", found.wrong, file=sys.stderr)
     return found
 
 
@@ -45,8 +52,7 @@ def assert_like_eager(found: Held) -> None:
 
 @pytest.mark.parametrize("pattern", NAMES)
 def test_trains_as_eager_does(gpus: World, pattern: str) -> None:
-    settings: dict[str, Any] = {} if pattern in CHOOSE else BFLOAT16
-    assert_like_eager(held(gpus, pattern, settings=settings))
+    assert_like_eager(held(gpus, pattern, dtype="float32" if pattern in CHOOSE else "bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -56,9 +62,9 @@ def test_trains_as_eager_does(gpus: World, pattern: str) -> None:
         {"micro_steps": 2, "style": "torch"},
         {"forwards": 2},
         {"evaluates": True},
-        {"settings": {**BFLOAT16, "gradient_clipping": 0.05}},
-        {"settings": {**BFLOAT16, "zero": {"stage3_param_persistence_threshold": 10**5}}},
-        {"settings": {**BFLOAT16, "data_types": {"grad_accum_dtype": "fp32"}}},
+        {"clip": 0.05},
+        {"zero": {"stage3_param_persistence_threshold": 10**5}},
+        {"sums": "fp32"},
     ],
     ids=["accumulates", "torch", "forwards", "evaluates", "clips", "persistent", "fp32 sums"],
 )
@@ -71,24 +77,22 @@ def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_weights_are_those_of_plain_pytorch(gpus: World, pattern: str, micro_steps: int) -> None:
     scripts = [s for p, s in CASES if p == pattern and s.options.micro_steps == micro_steps]
-    found = gpus.within(SECONDS).run(exact.run, pattern, scripts, True)[0]
-    print(f"exact {pattern} {found}", file=sys.stderr)
+    found = first(gpus, in_a_row, pattern, scripts, True)
     assert list(found) == [script.name for script in scripts]
-    assert all(one.exact for one in found.values()), found
+    assert all(one.equal for one in found.values()), found
 
 
 @pytest.mark.parametrize(
     "script", [deepcompile.compiled_two_backwards, deepcompile.compiled_two_forwards]
 )
 def test_stock_takes_the_last_of_several_backwards(gpus: World, script: Script) -> None:
-    found = gpus.within(SECONDS).run(exact.run, "Compiled", [script], False)[0]
-    print(f"exact stock Compiled {found}", file=sys.stderr)
-    assert found[script.name].apart > 1e-3
+    found = first(gpus, in_a_row, "Compiled", [script], False)
+    assert found[script.name].difference > 1e-3
 
 
 def test_overflow(gpus: World) -> None:
     scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
-    found = held(gpus, "Mixed", settings={"fp16": scale})
+    found = held(gpus, "Mixed", dtype="float32", settings={"fp16": scale})
     assert found.skipped[0] == found.skipped[1] > 0
     assert_like_eager(found)
 
@@ -101,9 +105,7 @@ def test_peak_memory_where_all_is_skipped(gpus: World) -> None:
 
 @pytest.mark.parametrize("pattern", ["Whole", "Mixed"])
 def test_thirty_runs_are_one(gpus: World, pattern: str) -> None:
-    found = gpus.within(SECONDS).run(repeated, pattern, 30)
-    print(pattern, "thirty runs, unlike", [one[:9] for one in found], file=sys.stderr)
-    assert not any(found), found
+    assert not any(gpus.within(SECONDS).run(repeated, pattern, 30))
 
 
 def test_stock_does_not_train_what_is_skipped(gpus: World) -> None:
@@ -122,17 +124,15 @@ def test_stock_loses_one_of_two_forwards(gpus: World) -> None:
     assert held(gpus, "Compiled", patch=False, forwards=2).wrong
 
 
-def off_after_compiling_again(found: Held) -> float:
-    """How far the loss is off right after the step in which DeepCompile compiled again."""
-    assert not found.error, found.error
-    eager, compiled = (losses[AGAIN] for losses in found.losses)
-    return abs(compiled - eager)
-
-
 def test_stock_runs_once_with_older_parameters(gpus: World) -> None:
-    stock = off_after_compiling_again(held(gpus, "Broken", patch=False))
-    patched = off_after_compiling_again(held(gpus, "Broken"))
-    assert patched < 0.1 * stock
+    """Right after the step in which DeepCompile compiled again."""
+    off = []
+    for patch in (False, True):
+        found = held(gpus, "Broken", patch=patch)
+        assert not found.error, found.error
+        eager, compiled = (losses[AGAIN] for losses in found.losses)
+        off.append(abs(compiled - eager))
+    assert off[1] < 0.1 * off[0]
 
 
 def test_stock_loses_one_of_two_graphs(gpus: World) -> None:
@@ -141,14 +141,17 @@ def test_stock_loses_one_of_two_graphs(gpus: World) -> None:
 
 def checked(patch: bool) -> list[str]:
     """What `train_check` says of one step."""
-    engine = deep_compiled(patterns.build("Disabled", WIDTH), config(3, **BFLOAT16), patch)
-    for step in range(2):
+    engine = deep_compiled(patterns.build("Disabled", WIDTH), Options(**BF16).config, patch)
+
+    def train(step: int) -> None:
         engine.backward(engine(*patterns.inputs(step, 0)))
         engine.step()
+
+    train(0)
+    train(1)
     try:
         with ds_patches.train_check(engine):
-            engine.backward(engine(*patterns.inputs(2, 0)))
-            engine.step()
+            train(2)
     except Exception as error:
         return [type(error).__name__, str(error)]
     return []
@@ -157,7 +160,7 @@ def checked(patch: bool) -> list[str]:
 @pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
 def test_train_check(gpus: World, patch: bool) -> None:
     try:
-        found = gpus.within(SECONDS).run(checked, patch)[0]
+        found = first(gpus, checked, patch)
     except Exception as error:
         if patch or "must be" not in str(error):
             raise

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.core import fake
 from tests.launchers import launch
 from tests.launchers.launch import Run, assert_patched, assert_stock, block, launched, line_with
 
@@ -18,6 +17,7 @@ from tests.launchers.launch import Run, assert_patched, assert_stock, block, lau
 pytestmark = pytest.mark.exhaustive
 
 
+@pytest.fixture
 def remote(folder: Path) -> dict[str, str]:
     """With `pdsh` and `ssh` in front that give a command what a login has, and no more.
 
@@ -32,36 +32,36 @@ def remote(folder: Path) -> dict[str, str]:
 
 
 def deepspeed_line() -> str:
-    port = launch.free_port()
-    line = line_with("deepspeed --hostfile")
-    return fake.edited(line, "--hostfile", f"--master_port {port} --hostfile")
+    port = f"--master_port {launch.free_port()} --hostfile"
+    return line_with("deepspeed --hostfile", ("--hostfile", port))
 
 
-def test_deepspeed_hands_no_flag_to_other_hosts(folder: Path) -> None:
+def test_deepspeed_hands_no_flag_to_other_hosts(folder: Path, remote: dict[str, str]) -> None:
     line = f"DS_PATCHES=all python -m ds_patches run -- {deepspeed_line()}"
-    assert_stock(launch.run(line, folder, remote(folder)))
+    assert_stock(launch.run(line, folder, remote))
 
 
-def test_deepspeed_hands_over_what_env_has_written(folder: Path) -> None:
-    environment = remote(folder)
-    write = line_with("env --write")
-    subprocess.run(["bash", "-c", write], cwd=folder, env=environment, check=True, timeout=60)
-    assert_patched(launch.run(deepspeed_line(), folder, environment))
+def test_deepspeed_hands_over_what_env_has_written(folder: Path, remote: dict[str, str]) -> None:
+    write = ["bash", "-c", line_with("env --write")]
+    subprocess.run(write, cwd=folder, env=remote, check=True, timeout=60)
+    assert_patched(launch.run(deepspeed_line(), folder, remote))
 
 
-def test_accelerate_writes_the_file_itself(folder: Path) -> None:
-    line = fake.edited(line_with("--deepspeed_hostfile"), "29500", launch.free_port())
-    assert_patched(launch.run(line, folder, remote(folder)))
+def test_accelerate_writes_the_file_itself(folder: Path, remote: dict[str, str]) -> None:
+    line = line_with("--deepspeed_hostfile", ("29500", launch.free_port()))
+    assert_patched(launch.run(line, folder, remote))
 
 
 def on_each(folder: Path, before: str, **more: str) -> list[Run]:
     """Launch the page's line for each host, and the same with `before` in the place of `run`."""
     environment = launch.environment(folder, **more)
-    line = line_with("torchrun --nnodes 2")
-    line = fake.edited(line, "host-a:29500", f"127.0.0.1:{launch.free_port()}")
-    lines = [line, before + line.partition("-- ")[2]]
+    meeting = ("host-a:29500", f"127.0.0.1:{launch.free_port()}")
+    line = line_with("torchrun --nnodes 2", meeting)
     with ExitStack() as running:
-        results = [running.enter_context(launched(one, folder, environment)) for one in lines]
+        results = [
+            running.enter_context(launched(one, folder, environment))
+            for one in (line, before + line.partition("-- ")[2])
+        ]
         return [result() for result in results]
 
 
@@ -73,8 +73,8 @@ def test_a_line_on_each_host(folder: Path) -> None:
 def test_a_host_that_lacks_the_patches(folder: Path) -> None:
     """The patched rank names that of the other, and nobody hangs. Either may be rank 0."""
     here, there = on_each(folder, "", DS_PATCHES_RANK_TIMEOUT="3")
-    silence = r"RanksDisagree: the ranks of this engine differ: after \d+ s, rank \d did not say"
-    assert here.code, here
-    assert re.search(silence, here.output), here
-    assert there.code, there
-    assert not here.reports, here
+    silence = r"RanksDisagree: .* after \d+ s, rank \d did not say"
+    assert re.search(silence, here.output), here.tail
+    assert here.code, here.tail
+    assert there.code, there.tail
+    assert not here.reports, here.tail

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 import sysconfig
@@ -13,34 +12,33 @@ from pathlib import Path
 import pytest
 
 from tests import shell
-from tests.core import fake
 from tests.launchers import launch
 from tests.launchers.launch import assert_patched, assert_stock, block, line_with
 
-
-def test_torchrun(folder: Path) -> None:
-    line = line_with("run -- torchrun --standalone")
-    assert_patched(launch.run(line, folder, launch.environment(folder)))
-
-
-@pytest.mark.exhaustive
-def test_deepspeed(folder: Path) -> None:
-    line = line_with("run -- deepspeed --num_gpus")
-    line = fake.edited(line, "--num_gpus", f"--master_port {launch.free_port()} --num_gpus")
-    assert_patched(launch.run(line, folder, launch.environment(folder)))
+#: Words of the page's line, and after which of them the option for a port of the test's own is put.
+LINES = {
+    "torchrun": ("run -- torchrun --standalone", "", ""),
+    "deepspeed": ("run -- deepspeed --num_gpus", "deepspeed", "--master_port"),
+    "accelerate": ("--use_deepspeed --deepspeed_config_file", "launch", "--main_process_port"),
+    "spawn": ("run -- python spawn.py", "", ""),
+}
+QUICK = "torchrun"
 
 
-@pytest.mark.exhaustive
-def test_accelerate(folder: Path) -> None:
-    line = line_with("accelerate launch --use_deepspeed --deepspeed_config_file")
-    line = fake.edited(line, "launch", f"launch --main_process_port {launch.free_port()}")
-    assert_patched(launch.run(line, folder, launch.environment(folder)))
+def meeting() -> dict[str, str]:
+    """For ranks that no launcher tells where to meet."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launch.free_port()}
 
 
-@pytest.mark.exhaustive
-def test_spawn(folder: Path) -> None:
-    line = line_with("run -- python spawn.py")
-    assert_patched(launch.run(line, folder, meeting(folder)))
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in LINES if n != QUICK)]
+)
+def test_launcher(folder: Path, name: str) -> None:
+    words, before, option = LINES[name]
+    port = (f" {before} ", f" {before} {option} {launch.free_port()} ")
+    line = line_with(words, *[port] * bool(option))
+    environment = launch.environment(folder, **meeting() if name == "spawn" else {})
+    assert_patched(launch.run(line, folder, environment))
 
 
 @pytest.mark.exhaustive
@@ -52,7 +50,8 @@ def test_ray(folder: Path) -> None:
     script = (folder / "actors.py").read_text(encoding="utf-8").splitlines()
     assert set(block("python", "ray.init").splitlines()) <= set(script)
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # its sockets have their names there
-        environment = meeting(folder) | {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = launch.environment(folder, **meeting(), **ray)
         assert_patched(launch.run("python actors.py", folder, environment))
 
 
@@ -62,41 +61,13 @@ def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
     venv = borrowing_environment(tmp_path / "venv")
     path = f"{venv / 'bin'}:{launch.environment(folder)['PATH']}"
     environment = launch.environment(folder, PATH=path, PYTHONPATH="")
-    line = line_with("DS_PATCHES=all torchrun")
-
-    def ds_patches(command: str) -> None:
+    for command in ("enable", "disable"):
         words = line_with(f"ds_patches {command}").split()
         subprocess.run(words, env=environment, check=True, timeout=launch.SECONDS)
-
-    ds_patches("enable")
-    assert_patched(launch.run(line, folder, environment))
-    for report in (folder / launch.REPORTS).iterdir():
-        report.unlink()
-
-    ds_patches("disable")
-    assert_stock(launch.run(line, folder, environment))
-
-
-@pytest.mark.exhaustive
-def test_ranks_that_differ(folder: Path) -> None:
-    """Every rank says which ranks have what, whichever is the first."""
-    line = line_with("run -- torchrun --standalone")
-    line = fake.edited(line, "train.py", "--no-python sh uneven.sh")
-    run = launch.run(line, folder, launch.environment(folder))
-    assert run.code, run
-    assert not run.reports, run
-    for rank in range(2):
-        trouble = (
-            rf"\[rank{rank}\]: \S*RanksDisagree: the ranks of this engine differ: "
-            r"coalesce is live on rank 0, "
-            r"disabled \(DS_PATCHES_SKIP=coalesce\) on rank 1$"
-        )
-        assert re.search(trouble, run.output, re.M), run
-
-
-def meeting(folder: Path) -> dict[str, str]:
-    """For ranks without a launcher to tell them where to meet."""
-    return launch.environment(folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=launch.free_port())
+        run = launch.run(line_with("DS_PATCHES=all torchrun"), folder, environment)
+        (assert_patched if command == "enable" else assert_stock)(run)
+        for report in (folder / launch.REPORTS).iterdir():
+            report.unlink()
 
 
 def borrowing_environment(folder: Path) -> Path:

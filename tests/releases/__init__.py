@@ -1,47 +1,74 @@
-"""DeepSpeed releases beside each other, and the core subset of the suite on each of them.
+"""DeepSpeed releases beside each other, and the core cases of the suite on each of them.
 
     python -m tests.releases install 0.16.3 0.18.2     # into .releases/<version>/
+    python -m tests.releases install accelerate==1.7.0 # for the tests that ask for it
     python -m tests.releases run 0.16.3 0.18.2         # the core cases, once per release
     python -m tests.releases run --turn-of 6           # on those of six parts whose turn it is
     python -m tests.releases run --whole 0.18.2        # every test of the patches
-    python -m tests.releases record                    # what docs/compatibility.json lacks
-    python -m tests.releases record --pair 0.16.9+2.6.0  # with another torch; see pairs.json
-    python -m tests.releases support 0.19.9            # all that a new release asks for
-    python -m tests.releases index                     # is there a new release?
-    python -m tests.releases page                      # docs/compatibility.md from the records
-    python -m tests.releases install accelerate==1.7.0 # for the tests that ask for it
+    python -m tests.releases record                    # all releases, into docs/compatibility.md
+    python -m tests.releases shapes                    # into ds_patches/core/shapes.json
 
-One interpreter and one torch serve all but the pairs: a release is chosen by being first on
-PYTHONPATH. That goes for other packages too, which lie in .releases/<name>-<version>/. What is
-missing is installed, and two releases run at a time.
-DEEPSPEED_TEST_RELEASES names another folder than .releases.
+One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. What is
+missing is installed, and two releases run at a time. DEEPSPEED_TEST_RELEASES names another folder
+than .releases.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from datetime import date
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 Result = TypeVar("Result")
 
+#: Every release that is tested, the oldest first.
+RELEASES = tuple(
+    f"0.{minor}.{patch}"
+    for minor, last in {16: 9, 17: 6, 18: 9, 19: 8}.items()
+    for patch in range(last + 1)
+)
 #: Each release has two ranks, and waits for compilers and for imports more than it computes.
 AT_ONCE = min(os.cpu_count() or 1, 2)
 
 
 def place(wanted: str) -> Path:
     """Where a release lies: of DeepSpeed, by its version, or of a package, by name==version."""
-    return folder() / wanted.replace("==", "-")
+    folder = Path(os.environ.get("DEEPSPEED_TEST_RELEASES", ROOT / ".releases")).resolve()
+    return folder / wanted.replace("==", "-")
 
 
-def folder() -> Path:
-    """Where the releases lie, each in a folder named by its version."""
-    return Path(os.environ.get("DEEPSPEED_TEST_RELEASES", ROOT / ".releases")).resolve()
+def this_turn(of: int) -> int:
+    """The turn that it is, of several: by the commits so far, or by the day.
+
+    A clone without its history has too few commits to count.
+    """
+    if git("rev-parse", "--is-shallow-repository") == "false":
+        return int(git("rev-list", "--count", "HEAD") or 0) % of
+    return date.today().toordinal() % of
+
+
+def due(turn: int, of: int) -> list[str]:
+    """Every `of`-th release but the installed one, the newest first: some of every era."""
+    older = [one for one in reversed(RELEASES) if one != version_of("deepspeed")]
+    return older[turn::of]
+
+
+def git(*arguments: str) -> str:
+    """What git says of the checkout; nothing where there is no git, no repository or no answer."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def each(
@@ -74,6 +101,37 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table, for pages and for what is printed."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+def install(wanted: Iterable[str]) -> int:
+    """Install what is missing of `wanted`; 1 when one could not be installed.
+
+    wanted: versions of DeepSpeed, and name==version of other packages.
+    """
+    done = dict(each(install_one, tuple(dict.fromkeys(wanted))))
+    return int(not all(done.values()))
+
+
+def install_one(wanted: str) -> bool:
+    """Install this one if it is missing, and say so; whether it is there then."""
+    requirement = wanted if "==" in wanted else f"deepspeed=={wanted}"
+    whole = place(wanted)
+    if whole.is_dir():
+        say(f"{requirement}: already there")
+        return True
+    # Renamed only when pip is done: a folder of that name is a whole install.
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    part = whole.with_name(f".part-{whole.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--target", str(part), requirement],
+        env=os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        say(f"{requirement}: failed\n{done.stdout}")
+        return False
+    part.rename(whole)
+    say(f"{requirement}: installed")
+    return True

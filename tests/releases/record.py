@@ -1,151 +1,129 @@
-"""The recorded results, docs/compatibility.json: one record for each release, torch and column.
-
-A column is the core or a patch. Whatever is asked here is answered from the file and the
-registry, without a network.
-"""
+"""The table in docs/compatibility.md, which is its own store: a run changes the rows that ran."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version as version_of
 
 from packaging.version import Version
 
-from tests.releases import ROOT
-from tests.releases.columns import columns, sources
+import ds_patches
+from tests.releases import ROOT, each, git, install_one, say
+from tests.releases.run import marked_files, pytest, python
 
-FILE = ROOT / "docs" / "compatibility.json"
-#: The torch of the main table, as the Makefile has it; what ran with another one is told apart.
-TORCH = "2.13.0"
+FILE = ROOT / "docs" / "compatibility.md"
+TABLE = re.compile(r"(?<=<!-- recorded -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+CORE = "core"
+CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/world")
+LAST = "recorded"
+#: Of pytest: all passed, some failed, none was there. After any other its report is not whole.
+WHOLE = (0, 1, 5)
+#: What a case of the report holds that went wrong.
+BAD = ("failure", "error")
+#: What a process that has the release says of its patches; DeepSpeed prints as well at its import.
+ASKED = """
+import json, ds_patches
+try:
+    ds_patches.apply_all()
+except ds_patches.PatchNotApplied:
+    pass  # the statuses say which, and why
+found = ds_patches.status().items()
+states = {name: ("live" if one.live else one.state.value, one.reason) for name, one in found}
+print("states", json.dumps(states))
+"""
 
-#: A release, a torch without its local part (+cpu), and a column.
-Key = tuple[str, str, str]
+#: A release and a torch.
+Key = tuple[str, str]
+#: By column.
+Row = Mapping[str, str]
 
 
-class Cell(Enum):
-    """One patch, or the core, on one DeepSpeed release."""
-
-    PASS = "pass"
-    FIXED_UPSTREAM = "fixed upstream"
-    NOT_APPLICABLE = "not applicable"
-    REFUSED = "refused"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is nothing to look into."""
-        return self not in (Cell.FAILED, Cell.UNKNOWN)
+def columns() -> list[str]:
+    return [CORE, *ds_patches.names()]
 
 
-@dataclass(frozen=True)
-class Record:
-    """One cell: what was found, and what it was found with.
+def tests_of(column: str) -> tuple[str, ...]:
+    return CORE_TESTS if column == CORE else (f"tests/{column}",)
 
-    why: the gate's reason or the first failing test; empty for a pass.
-    supported, fixed_in: the patch's claims at that time; empty for the core.
-    sources: digest of what was tested and of its tests.
-    commit: what was checked out then; see columns.commit. Empty where nobody noted it.
+
+def record(versions: Sequence[str], only: Sequence[str] | None = None) -> int:
+    """Run the core cases on these releases, and write their rows; 1 if a cell calls for a look.
+
+    only: of the columns; the others keep their cells.
     """
-
-    release: str
-    column: str
-    cell: Cell
-    why: str
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-    supported: str
-    fixed_in: str | None
-    date: str
-    python: str
-    torch: str
-    ds_patches: str
-    sources: str
-    commit: str = ""
-
-    @property
-    def key(self) -> Key:
-        return self.release, Version(self.torch).public, self.column
+    torch, stamp = Version(version_of("torch")).public, _stamp()
+    for version, cells in each(lambda version: measure(version, only or columns()), versions):
+        rows = read()  # two releases run at a time
+        before = rows.get((version, torch), {}) if only else {}
+        when = ", ".join(dict.fromkeys(filter(None, [before.get(LAST), stamp])))
+        rows[version, torch] = {**before, **(cells or {}), LAST: when}
+        write(rows)
+        say(f"{version}: {cells}")
+    return int(any("**" in cell for v in versions for cell in read()[v, torch].values()))
 
 
-@dataclass(frozen=True)
-class Records:
-    """Everything that was recorded.
-
-    looked_at: the day on which the package index was asked for its releases.
-    releases: those known then, oldest first.
-    """
-
-    looked_at: str = ""
-    releases: tuple[str, ...] = ()
-    of: Mapping[Key, Record] = field(default_factory=dict)
-
-    def cell(self, release: str, column: str, torch: str = TORCH) -> Cell:
-        record = self.of.get((release, torch, column))
-        return record.cell if record else Cell.UNKNOWN
-
-    def outstanding(self, release: str, torch: str = TORCH) -> list[str]:
-        """The columns without a settled cell from the sources as they are now."""
-        return [
-            column
-            for column in columns()
-            if not self.cell(release, column, torch).settled
-            or self.of[release, torch, column].sources != sources(column)
-        ]
-
-    def untested(self) -> list[str]:
-        """The releases that have an unknown cell in the main table."""
-        cells = {release: [self.cell(release, c) for c in columns()] for release in self.releases}
-        return [release for release, row in cells.items() if Cell.UNKNOWN in row]
-
-    def knowing(self, found: Iterable[str], looked_at: str) -> Records:
-        """The same with the releases that are on the index; none that was known is forgotten."""
-        return replace(self, looked_at=looked_at, releases=_oldest_first(*self.releases, *found))
-
-    def adding(self, new: Iterable[Record]) -> Records:
-        """The same with new records in the place of old ones, and none of patches that are gone."""
-        added = dict(self.of) | {record.key: record for record in new}
-        present = columns()
-        kept = {key: record for key, record in added.items() if record.column in present}
-        known = (*self.releases, *(release for release, _, _ in kept))
-        return replace(self, of=kept, releases=_oldest_first(*known))
+def measure(version: str, wanted: Sequence[str]) -> Row:
+    """Their cells: how many tests passed where the patch is live, or why it is not."""
+    if not install_one(version):
+        return dict.fromkeys(wanted, "**not installed**")
+    states = states_of(version)
+    files = marked_files(path for column in wanted for path in tests_of(column))
+    code, cases = pytest(version, "-m", "core_case", "--continue-on-collection-errors", *files)
+    found = {}
+    for column in wanted:
+        # A file that could not be imported is a case without a class, named as the module.
+        homes = tuple(f"{path}/".replace("/", ".") for path in tests_of(column))
+        own = [c for c in cases if f"{c.get('classname') or c.get('name')}.".startswith(homes)]
+        passed = sum(all(c.find(end) is None for end in (*BAD, "skipped")) for c in own)
+        failed = any(c.find(end) is not None for c in own for end in BAD)
+        state, _ = states.get(column, ("live", ""))
+        if state != "live":
+            found[column] = state if state == "out of range" else f"**{state}**"
+        elif failed or not passed or code not in WHOLE:
+            found[column] = "**failed**" if failed else "**unknown**"
+        else:
+            found[column] = f"pass ({passed})"
+    return found
 
 
-def load(path: Path = FILE) -> Records:
-    """The records in a file; none when there is no such file."""
-    if not path.is_file():
-        return Records()
-    content = json.loads(path.read_text(encoding="utf-8"))
-    known = Records(content["index"]["date"], tuple(content["index"]["releases"]))
-    return known.adding(Record(**one | {"cell": Cell(one["cell"])}) for one in content["records"])
+def states_of(version: str) -> dict[str, tuple[str, str]]:
+    """Of each patch on an installed release: "live", or its state after `apply_all()`; and why."""
+    said = python(version, "-c", ASKED).stdout
+    found = re.findall("^states (.+)$", said, re.MULTILINE)
+    assert found, said
+    return {name: (state, reason) for name, (state, reason) in json.loads(found[0]).items()}
 
 
-def save(records: Records, path: Path = FILE) -> None:
-    """Write the file, one record to a line so that a diff shows which moved."""
-    index = {"date": records.looked_at, "releases": records.releases}
-    place = {column: index for index, column in enumerate(columns())}
-    order = sorted(records.of, key=lambda k: (k[1] != TORCH, *map(Version, k[:2]), place[k[2]]))
-    lines = ",\n".join(json.dumps(_plain(records.of[key])) for key in order)
-    write(path, f'{{"index": {json.dumps(index)},\n"records": [\n{lines}\n]}}\n')
+def read() -> dict[Key, Row]:
+    """The page's rows."""
+    found = TABLE.search(FILE.read_text(encoding="utf-8"))
+    assert found, f"{FILE} has no table between its marks"
+    head, _, *lines = (line[2:-2].split(" | ") for line in found[0].splitlines())
+    return {(line[0], line[1]): dict(zip(head[2:], line[2:], strict=True)) for line in lines}
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file wholly or not at all: whoever is interrupted finds the old one."""
-    part = path.with_name(f".{path.name}.part")
+def write(rows: Mapping[Key, Row]) -> None:
+    """Wholly or not at all: whoever is interrupted finds the old page."""
+    text = TABLE.sub(lambda _: table(rows), FILE.read_text(encoding="utf-8"))
+    part = FILE.with_name(f".{FILE.name}.part")
     part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    os.replace(part, FILE)
 
 
-def _plain(record: Record) -> dict[str, Any]:
-    return asdict(record) | {"cell": record.cell.value}
+def table(rows: Mapping[Key, Row]) -> str:
+    """The newest release first."""
+    order = sorted(rows, key=lambda key: [*map(Version, key)], reverse=True)
+    shown = [*columns(), LAST]
+    body = [[*key, *(rows[key].get(column, "-") for column in shown)] for key in order]
+    head = ["DeepSpeed", "torch", *shown]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
-def _oldest_first(*releases: str) -> tuple[str, ...]:
-    return tuple(sorted(set(releases), key=Version))
+def _stamp() -> str:
+    """Today and the commit, with a + when the patches or the tests are in another state."""
+    changed = git("status", "--porcelain", "--", "ds_patches", "tests")
+    return f"{date.today()} {git('rev-parse', '--short', 'HEAD')}{'+' * bool(changed)}"

@@ -29,6 +29,6 @@ which the second of a group is not the second of the world. Stock has processes 
 was ever applied (`worlds.py`).
 
 `make test` runs few of each theme, `make test-all` all. `python -m tests.scripts.page` writes
-docs/scripts.md from another run of all; with names, of these alone. A single one is run by
+docs/scripts.md of what they declare. A single one is run by
 `pytest tests/scripts -k "gradient_penalty"`.
 """

@@ -6,21 +6,25 @@ from typing import Any
 
 import torch
 
-from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, RIGHT, WRONG, script
-from tests.scripts.losses import two_forwards
-from tests.scripts.ordinary import micro_steps
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
 from tests.training.models import both_losses, loss_of
 from tests.training.options import OFFLOADED
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG})
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)
 def abandoned_backward(trainer: Any) -> None:
     """A bad batch: ``zero_grad()`` of the engine or its optimizer, and the next one is stepped."""
     for step in trainer.steps():
-        trainer.backward(1000 * loss_of(trainer, step, 1))
-        (trainer.zero_grad if step % 2 else trainer.zero_optimizer_grad)()
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+        trainer.backward(1000 * loss_of(trainer, step, 5))
+        zero_grad(trainer, step)
+        for micro in range(trainer.options.micro_steps):
+            trainer.backward(loss_of(trainer, step, micro, slice(1 + step % 2)))
+            trainer.step()
+
+
+def zero_grad(trainer: Any, step: int) -> None:
+    """By turns of the engine and of its optimizer."""
+    (trainer.zero_grad if step % 2 else trainer.zero_optimizer_grad)()
 
 
 @script(
@@ -65,12 +69,6 @@ def abandoned_between_two_losses(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, **OFFLOADED, micro_steps=4, awaits=EACH_GRADIENT)
-def four_micro_steps_offloaded(trainer: Any) -> None:
-    """Four micro steps with the optimizer on the host."""
-    micro_steps(trainer)
-
-
 @script(ALL_RIGHT)
 def abandoned_forward(trainer: Any) -> None:
     """A loss that is not a number has no backward at all."""
@@ -107,12 +105,6 @@ def scaled_by_the_user(trainer: Any) -> None:
         for micro in range(2):
             trainer.unscaled_backward(loss_of(trainer, step, micro) / 2)
             trainer.step()
-
-
-@script({1: WRONG, 2: WRONG, 3: RIGHT}, **OFFLOADED)
-def two_forwards_offloaded(trainer: Any) -> None:
-    """Two backwards before one step, with the optimizer on the host."""
-    two_forwards(trainer)
 
 
 @script(ALL_RIGHT)

@@ -34,12 +34,6 @@ def given_where_one_came_earlier(trainer: Any) -> None:
     give_each_time(trainer, BOTH)
 
 
-@script(ALL_RIGHT, at_rest=False, **OFFLOADED)
-def given_where_one_came_earlier_offloaded(trainer: Any) -> None:
-    """The same, with the optimizer on the CPU."""
-    give_each_time(trainer, BOTH)
-
-
 @script({1: WRONG, 2: WRONG, 3: WRONG}, at_rest=False, **OFFLOADED, clip=0.05)
 def given_and_clipped_offloaded(trainer: Any) -> None:
     """The same with clipping: stock clips by the norm of what was there before."""
@@ -55,12 +49,6 @@ def given_after_two_micro_steps(trainer: Any) -> None:
             if micro:
                 give(trainer, step)
             trainer.step()
-
-
-@script(ALL_RIGHT, at_rest=False, micro_steps=2, **OFFLOADED)
-def given_after_two_micro_steps_offloaded(trainer: Any) -> None:
-    """The same, with the optimizer on the CPU."""
-    given_after_two_micro_steps(trainer)
 
 
 @script({2: WRONG, 3: WRONG}, at_rest=False, micro_steps=2, **OFFLOADED)

@@ -1,22 +1,21 @@
 """Options crossed with scripts: each script with few rows of choices, in which all choices occur.
 
 Rows are of chance, and seeded by the script's name: a case keeps its meaning when another script
-comes. Together they have every two choices of two options. What a script declares of its own is
-its subject and stays; a choice that would change it is not made.
+comes. What a script declares of its own is its subject and stays; a choice that would change it is
+not made.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import combinations
 from types import FunctionType
 from typing import Any
 
 from tests.scripts.declared import STEPS, Script, scripts
 from tests.scripts.worlds import Worlds
-from tests.training.options import Options
+from tests.training.options import ALL_REDUCED, Options
 from tests.training.run import Outcome
 from tests.training.surroundings import EAGER
 from tests.world import RankError, WorldTimeout
@@ -75,8 +74,13 @@ def _called(script: Script) -> set[str]:
     return found
 
 
+#: Also without ZeRO.
+ANY = (0, 1, 2, 3)
 #: As it is without being chosen.
-PLAIN = Choice("")
+PLAIN = Choice("", stages=ANY)
+#: Scripts that mean the same without ZeRO.
+UNSHARDED = {"one_backward", "micro_steps", "skipped_step", "reentrant", "non_reentrant"}
+UNSHARDED |= {"shared_block", "abandoned_forward", "evaluated_in_between"}
 BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -86,11 +90,9 @@ PRESCALED = {"prescale_gradients": True}
 #: Of the low-rank model: one more would make a leaf of the whole, which stock does not train, as it
 #: does not train a block whose inputs need no gradient.
 WHOLE_BLOCKS = {"stage3_module_granularity_threshold": 129}
-#: DeepSpeed asks for it where gradients are divided before they are added.
-ALL_REDUCED = {"reduce_scatter": False}
 
 FACTORS: Mapping[str, tuple[Choice, ...]] = {
-    "stage": tuple(Choice(f"zero{n}", {"stage": n}, stages=(n,)) for n in (1, 2, 3)),
+    "stage": tuple(Choice(f"zero{n}", {"stage": n}, stages=(n,)) for n in ANY),
     "overlap": (PLAIN, Choice("overlap", zero={"overlap_comm": True})),
     "contiguous": (
         PLAIN,
@@ -102,8 +104,8 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
     ),
     "micro_steps": (
         PLAIN,
-        Choice("micro2", {"micro_steps": 2}),
-        Choice("micro4", {"micro_steps": 4, "steps": 9}),
+        Choice("micro2", {"micro_steps": 2}, stages=ANY),
+        Choice("micro4", {"micro_steps": 4, "steps": 9}, stages=ANY),
     ),
     "offload": (
         PLAIN,
@@ -112,23 +114,24 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
     ),
     "precision": (
         PLAIN,
-        Choice("bf16", settings=BF16, tolerance=BF16_ROUNDS),
+        Choice("bf16", settings=BF16, stages=ANY, tolerance=BF16_ROUNDS),
         Choice("bf16_fp32_sums", settings=BF16 | FP32_SUMS, tolerance=BF16_ROUNDS),
-        Choice("fp16", settings=DYNAMIC, tolerance=FP16_ROUNDS),
+        Choice("fp16", settings=DYNAMIC, stages=ANY, tolerance=FP16_ROUNDS),
         Choice("autocast", settings=AUTOCAST, tolerance=BF16_ROUNDS),
     ),
     "division": (
         PLAIN,
-        Choice("prescaled", zero=ALL_REDUCED, settings=PRESCALED, stages=(1, 2)),
-        Choice("predivided", zero=ALL_REDUCED, settings={"gradient_predivide_factor": 4.0}),
+        # DeepSpeed asks for it where gradients are divided before they are added.
+        Choice("prescaled", zero=ALL_REDUCED["zero"], settings=PRESCALED, stages=(1, 2)),
+        Choice("predivided", zero=ALL_REDUCED["zero"], settings={"gradient_predivide_factor": 4.0}),
     ),
-    "clip": (PLAIN, Choice("clipped", {"clip": 1.0})),
-    "optimizer": (PLAIN, Choice("configured", settings=CONFIGURED)),
-    "groups": (PLAIN, Choice("groups", {"rates": (RATE, RATE / 2)})),
+    "clip": (PLAIN, Choice("clipped", {"clip": 1.0}, stages=ANY)),
+    "optimizer": (PLAIN, Choice("configured", settings=CONFIGURED, stages=ANY)),
+    "groups": (PLAIN, Choice("groups", {"rates": (RATE, RATE / 2)}, stages=ANY)),
     "model": (
         PLAIN,
-        Choice("frozen", {"model": "FrozenTrunk"}),
-        Choice("tied", {"model": "TiedEmbedding"}),
+        Choice("frozen", {"model": "FrozenTrunk"}, stages=ANY),
+        Choice("tied", {"model": "TiedEmbedding"}, stages=ANY),
         Choice("whole_blocks", {"model": "AdaptedToTheInputs"}, zero=WHOLE_BLOCKS, stages=(3,)),
     ),
     "gathers": (
@@ -144,8 +147,6 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
 }
 
 Row = tuple[Choice, ...]
-#: The number of an option, and the name of what is chosen of it.
-Chosen = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def cases() -> list[Crossed]:
 def rows(script: Script) -> Iterator[Row]:
     """As few as are found for every choice to occur that a stage of the script has."""
     generator = random.Random(script.name)
-    stages = [_choices(script, stage) for stage in script.stock]
+    stages = [_choices(script, stage) for stage in stages_of(script)]
     left = {(at, one.name) for stage in stages for at, ones in enumerate(stage) for one in ones}
     while left:
         missing = [
@@ -211,27 +212,13 @@ def rows(script: Script) -> Iterator[Row]:
             generator.choice(new or ones)
             for new, ones in zip(missing[most], stages[most], strict=True)
         )
-        left -= {*chosen(row)}
+        left -= {(at, one.name) for at, one in enumerate(row)}
         yield row
 
 
-def chosen(row: Row) -> Iterable[Chosen]:
-    return [(at, one.name) for at, one in enumerate(row)]
-
-
-def pairs(row: Row) -> set[frozenset[Chosen]]:
-    return {frozenset(both) for both in combinations(chosen(row), 2)}
-
-
-def all_pairs() -> set[frozenset[Chosen]]:
-    """Every two choices of two options that a stage has."""
-    return {
-        frozenset([(i, one.name), (j, other.name)])
-        for (i, ones), (j, others) in combinations(enumerate(FACTORS.values()), 2)
-        for one in ones
-        for other in others
-        if {*one.stages} & {*other.stages}
-    }
+def stages_of(script: Script) -> tuple[int, ...]:
+    """Those that it declares, and perhaps none."""
+    return (*script.stock, *(0,) * (script.name in UNSHARDED))
 
 
 def _choices(script: Script, stage: int) -> list[list[Choice]]:

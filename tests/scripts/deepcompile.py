@@ -106,7 +106,7 @@ def compiled_abandoned_forward(trainer: Any) -> None:
         trainer.step()
 
 
-@under_deepcompile(WRONG)
+@under_deepcompile(WRONG, warns=True)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
     for layer in trainer.module.layers:

@@ -7,7 +7,6 @@ from typing import Any
 from tests.scripts.declared import WRONG, script
 from tests.scripts.losses import two_backwards
 from tests.scripts.ordinary import micro_steps, one_backward
-from tests.training.options import FP16
 
 BOTH_WRONG = {1: WRONG, 2: WRONG}
 ROUTED: dict[str, Any] = {"model": "Routed", "at_rest": False}
@@ -17,12 +16,6 @@ ROUTED: dict[str, Any] = {"model": "Routed", "at_rest": False}
 def routed(trainer: Any) -> None:
     """One backward a step."""
     one_backward(trainer)
-
-
-@script(BOTH_WRONG, **ROUTED, **FP16, tolerance=2**-8)
-def routed_fp16(trainer: Any) -> None:
-    """The same, in fp16."""
-    routed(trainer)
 
 
 @script(BOTH_WRONG, at_rest=False, model="RoutedTwice")

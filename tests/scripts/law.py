@@ -1,12 +1,11 @@
 """Do no harm: what a patched run owes a stock one.
 
 - values: where stock is right, patched is right. Where stock raises or is silently wrong, patched
-  is right or refuses in words that the script declares; where stock is silently wrong, a warning
-  will do.
+  is right, or refuses in words that the script declares, or warns as it declares.
 - words: where patched is right, it warns of nothing.
 - memory, ZeRO-3: patched gathers no more than stock, at most and after each backward.
 - calls: where stock is right and no patch has a part in a script, a step calls at most 1 % more
-  Python functions than stock's does, or `A_FORWARD` more for each of its forwards and
+  Python functions than stock's does, or `A_STEP` more, `A_FORWARD` for each of its forwards and
   `A_REDUCTION` for each reduction: far less than stock's own calls for one parameter.
 """
 
@@ -14,15 +13,25 @@ from __future__ import annotations
 
 import re
 
+from ds_patches.core.errors import DsPatchesError
 from tests.scripts.declared import RAISES, RIGHT, WRONG, Script, raises
 from tests.training.run import Outcome
 
+
+def _below(kind: type) -> set[str]:
+    return {kind.__name__}.union(*map(_below, kind.__subclasses__()))
+
+
+#: The errors of ours, by which a script is refused.
+OURS = _below(DsPatchesError)
 KINDS = ("values", "words", "memory", "calls")
 #: Of stock's Python calls in a step, what patches may add ...
 CALLS = 0.01
-#: ... or for each forward, with its backward and its part of a step: 90 and less are measured, and
-#: 19 more for a ``GatheredParameters``, whatever the model ...
-A_FORWARD = 110
+#: ... or for each step, with a ``GatheredParameters`` in it ...
+A_STEP = 30
+#: ... and each forward, with its backward and its part of a step: 59 are measured, whatever the
+#: model ...
+A_FORWARD = 75
 #: ... and for each reduction of a bucket, of which DeepSpeed's own default needs few.
 A_REDUCTION = 3
 
@@ -51,17 +60,18 @@ def complaints(
         return [f"stock is said to be {declared}, and is {found}{because}"]
     broken = breaches(script, stock, patched)
     awaits = script.awaits.get(stage, {})
-    holds = "holds: take it out of `awaits` of"
+    holds, kept = "holds: take it out of `awaits` of", {*awaits} - {*broken, "calls"}
     return [
         *(f"{kind}: {text}" for kind, text in broken.items() if kind not in awaits),
-        *(f"{kind} {holds} {script.name}, stage {stage}" for kind in {*awaits} - {*broken}),
+        # How many calls are made depends on what the process did before, too.
+        *(f"{kind} {holds} {script.name}, stage {stage}" for kind in kept),
     ]
 
 
 def breaches(script: Script, stock: list[Outcome], patched: list[Outcome]) -> dict[str, str]:
     """What does not hold of the law, by kind, in words."""
     found = {
-        "values": _values(script, stock, patched),
+        "values": harm(script, stock, patched),
         "words": _words(patched),
         "memory": _memory(stock, patched),
         "calls": _calls(script, stock, patched),
@@ -69,26 +79,35 @@ def breaches(script: Script, stock: list[Outcome], patched: list[Outcome]) -> di
     return {kind: text for kind, text in found.items() if text}
 
 
-def _values(script: Script, stock: list[Outcome], patched: list[Outcome]) -> str:
-    before, after = verdict(stock), verdict(patched)
-    refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
-    warns = before == after == WRONG and all(one.said for one in patched)
-    if after == RIGHT or (before != RIGHT and (refuses or warns)):
-        return ""
-    return f"stock is {before}, patched {after}: {why(patched)}"
+def harm(
+    script: Script, stock: list[Outcome], patched: list[Outcome], crossed: bool = False
+) -> str:
+    """What is wrong with patched values; nothing, or in words.
 
-
-def harm(stock: list[Outcome], patched: list[Outcome]) -> str:
-    """What is wrong with patched values where nothing is declared; nothing, or in words.
-
-    Where stock raises, patched may: in stock's words, or in its own.
+    crossed: with options, so that nothing is declared. Where stock raises, patched is right, raises
+    the same, or refuses by an error of its own class.
     """
     before, after = verdict(stock), verdict(patched)
-    if after == RIGHT or (before.startswith(RAISES) and after.startswith(RAISES)):
-        return ""
-    if before == WRONG and all(one.said or one.error for one in patched):
+    refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
+    warns = script.warns and before == after == WRONG and all(one.said for one in patched)
+    errors = [one.error for one in patched if one.error]
+    fails = crossed and before.startswith(RAISES) and errors
+    ours = fails and all(error.partition(":")[0] in OURS for error in errors)
+    excused = ours or (crossed and same(stock, patched)) or (before != RIGHT and (refuses or warns))
+    if after == RIGHT or excused:
         return ""
     return f"stock is {before}, patched {after}: {why(patched)}"
+
+
+def same(stock: list[Outcome], patched: list[Outcome]) -> bool:
+    """Whether both raise, and the same."""
+    return bool(_gist(stock)) and _gist(stock) == _gist(patched)
+
+
+def _gist(ranks: list[Outcome]) -> str:
+    """Of the first error: its class and first words, without what it counts."""
+    error = next((one.error for one in ranks if one.error), "")
+    return re.sub(r"\d+", "#", error)[:80]
 
 
 def _words(patched: list[Outcome]) -> str:
@@ -119,7 +138,7 @@ def _memory(stock: list[Outcome], patched: list[Outcome]) -> str:
 def _calls(script: Script, stock: list[Outcome], patched: list[Outcome]) -> str:
     if script.at_rest and verdict(stock) == verdict(patched) == RIGHT:
         for before, after in zip(stock, patched, strict=True):
-            few = A_FORWARD * after.forwards + A_REDUCTION * after.reductions
+            few = A_STEP + A_FORWARD * after.forwards + A_REDUCTION * after.reductions
             if after.calls - before.calls > max(CALLS * before.calls, few):
                 return f"{after.calls} Python calls in a step, stock's are {before.calls}"
     return ""

@@ -107,9 +107,6 @@ def cached_after_another(trainer: Any) -> None:
 @script(
     {1: RIGHT, 2: raises(TWICE), 3: WRONG},
     refusal=TWICE,
-    awaits={
-        3: {"values": "what came before is in the reduce buckets already: it raises, wordless"}
-    },
     at_rest=False,
 )
 def cached_beside_one_of_its_own(trainer: Any) -> None:

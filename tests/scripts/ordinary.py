@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script
+from tests.training import models
 from tests.training.models import loss_of
-from tests.training.options import OFFLOADED, OVERLAP
+from tests.training.options import OFFLOADED
 
 
 @script(ALL_RIGHT, model="Deep")
@@ -24,24 +25,6 @@ def micro_steps(trainer: Any) -> None:
         for micro in range(trainer.options.micro_steps):
             trainer.backward(loss_of(trainer, step, micro))
             trainer.step()
-
-
-@script(ALL_RIGHT, model="Deep", micro_steps=2, **OVERLAP, grouped=(2,))
-def micro_steps_overlapped(trainer: Any) -> None:
-    """The same, with reductions beside the backward."""
-    micro_steps(trainer)
-
-
-@script(ALL_RIGHT, clip=0.1)
-def clipped(trainer: Any) -> None:
-    """Gradients are clipped."""
-    one_backward(trainer)
-
-
-@script(ALL_RIGHT, settings={"bf16": {"enabled": True}}, tolerance=0.01)
-def bf16(trainer: Any) -> None:
-    """Half precision, with masters in single precision."""
-    one_backward(trainer)
 
 
 @script(
@@ -73,12 +56,6 @@ def plain_backward(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, model="TiedEmbedding")
-def tied_weights(trainer: Any) -> None:
-    """The embedding is the output layer, too."""
-    one_backward(trainer)
-
-
 @script(ALL_RIGHT, model="NonReentrant")
 def non_reentrant(trainer: Any) -> None:
     """Blocks under ``checkpoint(use_reentrant=False)``, as Hugging Face's Trainer has them."""
@@ -103,10 +80,11 @@ def compiled_block(trainer: Any) -> None:
     one_backward(trainer)
 
 
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Sometimes")
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Uneven")
 def sometimes_unused(trainer: Any) -> None:
     """A parameter that some steps do not use stays where it is in them."""
     for step in trainer.steps():
-        trainer.module.used = (step % 2 == 0, True)
+        models.Either.used = (step % 2 == 0, True)
         trainer.backward(loss_of(trainer, step))
         trainer.step()
+    models.Either.used = (True, True)

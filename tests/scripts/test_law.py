@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import law
+from tests.scripts import law, page
 from tests.scripts.declared import Script, scripts
 from tests.scripts.ordinary import one_backward
 from tests.scripts.worlds import PATCHED, STOCK, Worlds
 
 
 @dataclass(frozen=True)
-class Case:
+class AtStage:
+    """A script at one of its stages; of each theme some are quick."""
+
     script: Script
     stage: int
 
@@ -28,26 +30,21 @@ class Case:
         return self.script.at(self.stage).shows | {"stock": self.script.stock[self.stage]}
 
 
-def cases(ranks: int) -> Iterator[Any]:
+def each(ranks: int) -> Iterator[Any]:
     for script in scripts():
         for stage in script.grouped if ranks == 4 else script.stock:
-            yield pytest.param(Case(script, stage), id=f"{script.name}-zero{stage}")
+            mark = [pytest.mark.exhaustive] if ranks == 4 else []
+            one = AtStage(script, stage)
+            yield pytest.param(one, ranks, id=f"{script.name}-zero{stage}-{ranks}", marks=mark)
 
 
-@pytest.mark.parametrize("case", [*cases(2)])
-def test_two_ranks(worlds: Worlds, case: Case) -> None:
-    hold(worlds, case, 2)
+@pytest.mark.parametrize(("one", "ranks"), [*each(2), *each(4)])
+def test_a_script(worlds: Worlds, one: AtStage, ranks: int) -> None:
+    """By what its declaration says of stock, and the law but for what it marks.
 
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [*cases(4)])
-def test_two_groups_of_two_ranks(worlds: Worlds, case: Case) -> None:
-    hold(worlds, case, 4)
-
-
-def hold(worlds: Worlds, case: Case, ranks: int) -> None:
-    """To what its declaration says of stock, and to the law but for what it marks."""
-    script, stage = case.script, case.stage
+    Four ranks are two groups of two.
+    """
+    script, stage = one.script, one.stage
     stock, patched = (worlds.run(script, stage, way, ranks) for way in (STOCK, PATCHED))
     if found := law.complaints(script, stage, stock, patched):
         pytest.fail("\n".join(found), pytrace=False)
@@ -71,6 +68,10 @@ def test_what_patches_add_to_a_step_does_not_grow_with_the_model(
         added.append([more.calls - one.calls for one, more in zip(stock, patched, strict=True)])
     small, large = added
     assert all(more <= one for one, more in zip(small, large, strict=True)), added
+
+
+def test_the_page_is_of_today() -> None:
+    assert page.FILE.read_text(encoding="utf-8") == page.text(), "python -m tests.scripts.page"
 
 
 def test_marks_are_of_what_there_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ def own(environment: Environment, tmp_path: Path) -> Environment:
 
 
 @pytest.fixture(scope="session")
-def enabled(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def enabled(environment: Environment) -> Environment:
     """One whose `.pth` hook is enabled, and that no test changes."""
-    copied = environment.copy(tmp_path_factory.mktemp("environment") / "enabled")
+    copied = environment.copy(environment.root.with_name("enabled"))
     assert copied.ds_patches("enable").returncode == 0
     return copied
 
@@ -35,11 +36,6 @@ def hooked(
     request: pytest.FixtureRequest, environment: Environment, enabled: Environment
 ) -> Callable[..., str]:
     """Runs an interpreter that has a start-up hook, either one; returns what it printed."""
-    here, path = (enabled, ()) if request.param == ".pth" else (environment, (environment.hook,))
-
-    def run(*arguments: str | Path, **variables: str) -> str:
-        done = here.start(*arguments, path=path, **variables)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    if request.param == ".pth":
+        return enabled.prints
+    return partial(environment.prints, path=(environment.hook,))

@@ -16,10 +16,7 @@ from tests.core import fake
 #: Prints the state of the sample patch before and after the import it waits for.
 BEFORE_AND_AFTER = """
 import ds_patches
-
-def state():
-    return ds_patches.status()["sample"].state.value
-
+state = lambda: ds_patches.status()["sample"].state.value
 before = state()
 import deepspeed
 print(before, state(), sep=", ")
@@ -47,8 +44,10 @@ class Environment:
         made = cls(root)
         ours = Path(ds_patches.__file__).parent
         shutil.copytree(ours, made.package, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ds_patches.names():  # DS_PATCHES=all is then the sample alone
-            shutil.rmtree(made.package / name)
+        for binding in made.package.glob("*/binding.py"):  # DS_PATCHES=all is the sample alone
+            shutil.rmtree(binding.parent)
+        for cure in ds_patches.names():
+            (made.package / f"{cure}.py").unlink(missing_ok=True)
         made.add_patch("sample")
         for part in (fake.deepspeed(root / "deepspeed"), fake.dependencies(root / "libraries")):
             shutil.copytree(part, made.site, symlinks=True, dirs_exist_ok=True)
@@ -58,49 +57,47 @@ class Environment:
 
     def add_patch(self, name: str) -> None:
         """Install another one like the sample."""
-        patch = fake.patch_folder(self.root / "patches", name) / name
-        shutil.copytree(patch, self.package / name)
+        patches = fake.patch_folder(self.root / "patches", name)
+        shutil.copytree(patches / name, self.package / name)
+        shutil.copy(patches / "shapes.json", self.package / "core")
 
     def copy(self, root: Path) -> Environment:
-        """Return another environment like this one."""
         shutil.copytree(self.root, root, symlinks=True)
         return Environment(root)
 
-    def execute(
-        self,
-        *words: str | Path,
-        path: tuple[Path, ...] = (),
-        cwd: Path | None = None,
-        **variables: str,
-    ) -> Done:
-        """Run a command with these folders as its PYTHONPATH, and these variables."""
-        return subprocess.run(
-            [str(word) for word in words],
-            env=self.variables(*path) | variables,
-            cwd=cwd or self.root,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    def variables(self, *path: Path) -> dict[str, str]:
-        """Return a shell's variables with this PYTHONPATH; nothing else of Python's or of ours."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DS_PATCHES", "PYTHON"))}
-        return clean | ({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {})
+    def execute(self, *words: str | Path, path: tuple[Path, ...] = (), **more: Any) -> Done:
+        """Run a command with these folders as its PYTHONPATH, and these variables; or in `cwd`."""
+        cwd = more.pop("cwd", self.root)
+        whole = {"capture_output": True, "stdin": subprocess.DEVNULL, "text": True, "timeout": 60}
+        return subprocess.run([*map(str, words)], env=variables(*path) | more, cwd=cwd, **whole)
 
     def start(self, *arguments: str | Path, **more: Any) -> Done:
         """Run an interpreter of this environment."""
         return self.execute(self.python, *arguments, **more)
 
+    def prints(self, *arguments: str | Path, **more: Any) -> str:
+        """What such an interpreter prints, which ends well."""
+        done = self.start(*arguments, **more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def ds_patches(self, *arguments: str | Path, **more: Any) -> Done:
         """Run the command line."""
         return self.start("-m", "ds_patches", *arguments, **more)
+
+    def doctor(self, *options: str, **more: Any) -> str:
+        """What the command line's doctor says of the start-up."""
+        said = self.start(*options, "-m", "ds_patches", "doctor", **more).stdout
+        return said.partition("\nstart-up\n")[2]
 
     def refuses(self, *arguments: str | Path, **more: Any) -> str:
         """Run the command line, which has to fail with one line; return that."""
         done = self.ds_patches(*arguments, **more)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert done.stderr.startswith("ds_patches: ")
         return done.stderr
+
+
+def variables(*path: Path) -> dict[str, str]:
+    """A shell's variables with this PYTHONPATH; nothing else of Python's or of ours."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("DS_PATCHES", "PYTHON"))}
+    return clean | ({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {})

@@ -1,13 +1,16 @@
-"""Applying by itself: when, by whose requests, and what a failure does to the program."""
+"""Applying by itself, beside calls and threads; what goes wrong, and what becomes of the program.
+
+`tests/core/test_lifecycle.py` has every ordering of the hook, imports and calls.
+"""
 
 from __future__ import annotations
 
-from subprocess import CompletedProcess
+from collections.abc import Callable
 
 import pytest
 
 from tests.core import fake
-from tests.startup.environment import Environment
+from tests.startup.environment import Done, Environment
 
 START = """
 import sys
@@ -16,105 +19,58 @@ import ds_patches
 def state():
     return ds_patches.status()["sample"].state.value
 
-def activations():
-    around = sys.modules.get("ds_patches.sample.around")
-    return [entry for entry in around.log if entry[0] == "activate"] if around else []
+def is_marked():
+    import deepspeed.runtime.engine
+    return deepspeed.runtime.engine.scale(1)[0] == "marked"
 """
 
 
-def start(
-    here: Environment, code: str, wanted: str = "sample", **variables: str
-) -> CompletedProcess[str]:
+def start(here: Environment, code: str, wanted: str = "sample", **more: str) -> Done:
     """Run a program under the hook."""
-    return here.start("-c", START + code, path=(here.hook,), DS_PATCHES=wanted, **variables)
+    return here.start("-c", START + code, path=(here.hook,), DS_PATCHES=wanted, **more)
 
 
-def holds(here: Environment, code: str, **variables: str) -> None:
-    """Run a program under the hook whose assertions are the test's."""
-    done = start(here, code + "\nprint('done')", **variables)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-
-
-def test_it_waits_and_then_applies_once(environment: Environment) -> None:
-    code = """
-status = ds_patches.status()["sample"]
-assert (status.state, status.live) == (ds_patches.State.PENDING, False)
-assert status.reason == "would apply at the import of deepspeed"
-import deepspeed
-status = ds_patches.status()["sample"]
-assert (status.state, status.live) == (ds_patches.State.APPLIED, True)
-assert deepspeed.runtime.engine.scale(1)[0] == "marked"
-import deepspeed.runtime.engine
-assert activations() == [("activate", "0.19.8", {"mode": "hard"})]
-"""
-    holds(environment, code, DS_PATCHES_SAMPLE_MODE="hard")
-
-
-def test_taken_back_before_it_was_applied(environment: Environment) -> None:
-    code = """
-assert state() == "pending"
-assert ds_patches.unapply("sample").state is ds_patches.State.REVERTED
-import deepspeed.runtime.engine as engine
-assert state() == "reverted"
-assert engine.scale(1)[0] == "scale"
-assert not activations()
-ds_patches.apply("sample")
-assert engine.scale(1)[0] == "marked"
-"""
-    holds(environment, code)
-
-
-@pytest.mark.parametrize(
-    "call",
-    ['apply("sample", mode="hard")', 'apply_all(options={"sample": {"mode": "hard"}})'],
-)
-def test_a_call_comes_before_the_environment(environment: Environment, call: str) -> None:
-    code = f"""
-assert state() == "pending"
-ds_patches.{call}
-assert "deepspeed" in sys.modules
-assert state() == "applied"
-ds_patches.apply_all()
-import deepspeed.runtime.engine
-assert activations() == [("activate", "0.19.8", {{"mode": "hard"}})]
-ds_patches.unapply("sample")
-assert deepspeed.runtime.engine.scale(1)[0] == "scale"
-"""
-    holds(environment, code, DS_PATCHES_SAMPLE_MODE="soft")
-
-
-@pytest.mark.parametrize("choice", ['skip="sample"', "only=[]"])
+@pytest.mark.parametrize("choice", ["skip='sample'", "only=[]"])
 def test_a_call_that_leaves_it_out_has_the_last_word(environment: Environment, choice: str) -> None:
     code = f"""
 assert state() == "pending"
 ds_patches.apply_all({choice})
 import deepspeed
 assert not ds_patches.is_applied("sample")
-assert deepspeed.runtime.engine.scale(1)[0] == "scale"
+assert not is_marked()
 ds_patches.apply_all()
-assert deepspeed.runtime.engine.scale(1)[0] == "marked"
+assert is_marked()
 """
-    holds(environment, code)
+    done = start(environment, code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_arming_again_changes_nothing(own: Environment) -> None:
-    fake.deepspeed(own.site / "newer", "0.19.9")
-    code = """
+    newer = fake.deepspeed(own.site / "newer", "0.19.9")
+    code = f"""
 from ds_patches import startup
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, {str(newer)!r})
 startup.arm()
 import deepspeed
 startup.arm()
-assert state() == "unknown version"
-print("done")
+print(state())
 """
-    done = own.start("-c", START + code, own.site / "newer", path=(own.hook,), DS_PATCHES="sample")
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    done = start(own, code)
+    assert (done.returncode, done.stdout) == (0, "unknown version\n"), done.stderr
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("where", ["a call here", "a call elsewhere", "an import elsewhere"])
-def test_threads_do_not_wait_for_each_other(own: Environment, where: str) -> None:
+@pytest.mark.parametrize(
+    ("here", "there", "between"),
+    [
+        ("importer", "call", "hold.set"),
+        ("importer", "apply", "bool"),
+        ("apply", "importer", "bool"),
+    ],
+)
+def test_threads_do_not_wait_for_each_other(
+    own: Environment, here: str, there: str, between: str
+) -> None:
     """Each case ends in a deadlock if an import waits for the call, or the call for the import."""
     engine = own.site / "deepspeed/runtime/engine.py"
     engine.write_text(engine.read_text() + "import sys, time\nsys.started.set(); time.sleep(0.2)\n")
@@ -122,8 +78,7 @@ def test_threads_do_not_wait_for_each_other(own: Environment, where: str) -> Non
 import faulthandler, importlib, threading
 from ds_patches.core import api
 faulthandler.dump_traceback_later(20, exit=True)
-sys.started = threading.Event()
-hold = threading.Event()
+sys.started, hold = threading.Event(), threading.Event()
 
 def call():
     with api._call():
@@ -134,23 +89,166 @@ def importer():
     importlib.import_module("deepspeed")
 
 def apply():
-    ds_patches.apply("sample", mode="hard")
+    ds_patches.apply("sample")
 
-here, there, between = {{
-    "a call here": (importer, call, hold.set),
-    "a call elsewhere": (importer, apply, lambda: None),
-    "an import elsewhere": (apply, importer, lambda: None),
-}}[{where!r}]
-thread = threading.Thread(target=there)
+thread = threading.Thread(target={there})
 thread.start()
 assert sys.started.wait(10)
-here()
-between()
+{here}()
+{between}()
 thread.join(10)
 assert not thread.is_alive()
-assert state() == "applied"
-assert len(activations()) == 1
-import deepspeed
-assert deepspeed.runtime.engine.scale(1)[0] == "marked"
+assert state() == "applied" and is_marked()
+from ds_patches.sample import around
+assert around.log == ["activate"]
 """
-    holds(own, code)
+    done = start(own, code)
+    assert done.returncode == 0, done.stderr
+
+
+COSTS = """
+import sys
+from collections import Counter
+import deepspeed, ds_patches
+from ds_patches.core import definitions
+
+looks = Counter()
+
+def hear(event, arguments):
+    if event in ("gc.get_objects", "gc.get_referrers"):
+        looks["objects"] += 1
+    elif event == "open" and "deepspeed-" in str(arguments[0]):
+        looks[str(arguments[0]).rpartition("/")[2]] += 1
+
+def count(frame, event, argument):
+    looks["calls"] += event == "call"
+
+sys.addaudithook(hear)
+definitions.tree = None  # no file of a release is parsed
+for call, most in (("apply_all", 120_000), ("unapply_all", 20_000), ("apply_all", 20_000)):
+    sys.setprofile(count)
+    getattr(ds_patches, call)()
+    sys.setprofile(None)
+    assert (looks["objects"], looks["METADATA"]) == (call == "apply_all", 1), (call, looks)
+    assert looks["calls"] < most, (call, looks)
+    looks.clear()
+"""
+
+
+def test_a_call_looks_once_for_engines_and_for_the_release() -> None:
+    """However many patches it is about; all of it takes a tenth of a second."""
+    fake.output(COSTS)
+
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+GOES_ON = """
+import deepspeed
+try:
+    print(state())
+except ds_patches.DsPatchesError as error:
+    print(type(error).__name__)
+assert deepspeed.runtime.engine.scale(1) == ("scale", 1)
+"""
+
+
+def released(here: Environment, version: str, engine: str = fake.ENGINE) -> None:
+    """Install another DeepSpeed in the place of the one there."""
+    (metadata,) = here.site.glob("deepspeed-*")
+    metadata = metadata.rename(here.site / f"deepspeed-{version}.dist-info") / "METADATA"
+    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    (here.site / "deepspeed/runtime/engine.py").write_text(engine)
+
+
+def shape_changed(here: Environment) -> tuple[str, str]:
+    """Break it; return the state that the patch is to have, and the reason."""
+    released(here, "0.19.8", fake.edited(fake.ENGINE, "self.factor, x)", "x)"))
+    return "shape changed", "deepspeed.runtime.engine:Engine.forward has the unknown shape"
+
+
+def too_new(here: Environment) -> tuple[str, str]:
+    released(here, "0.19.9")
+    return "unknown version", "DS_PATCHES_FORCE=sample applies it"
+
+
+def activation_raises(here: Environment) -> tuple[str, str]:
+    around = here.package / "sample/around.py"
+    raising = "raise RuntimeError('no licence')  # "
+    around.write_text(fake.edited(around.read_text(), 'log.append("activate")', raising))
+    return "failed", "RuntimeError: no licence"
+
+
+@pytest.mark.parametrize("broken", [shape_changed, too_new, activation_raises])
+def test_a_patch_that_is_not_applied(
+    own: Environment, broken: Callable[[Environment], tuple[str, str]]
+) -> None:
+    """One warning; in strict mode it ends the program."""
+    state, reason = broken(own)
+    done = start(own, GOES_ON)
+    assert (done.returncode, done.stdout) == (0, f"{state}\n"), done.stderr
+    assert done.stderr.count("\n") == done.stderr.count(f"sample is not applied, {state}: ") == 1
+    assert reason in done.stderr
+    strict = start(own, f"print('begun', flush=True){GOES_ON}", DS_PATCHES_STRICT="1")
+    assert (strict.returncode, strict.stdout) == (1, "begun\n")
+    assert f"sample is {state}: " in strict.stderr.splitlines()[-1]
+    assert reason in strict.stderr.splitlines()[-1]
+    assert "Traceback" not in strict.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "reason"),
+    [
+        ({"wanted": "smaple"}, "UnknownPatch", "no patch is named 'smaple'"),
+        ({"DS_PATCHES_SAMPEL": "1"}, "FlagError", "DS_PATCHES_SAMPEL means nothing"),
+    ],
+)
+def test_a_flag_that_means_nothing(
+    environment: Environment, flags: dict[str, str], kind: str, reason: str
+) -> None:
+    done = start(environment, GOES_ON, **flags)
+    assert (done.returncode, done.stdout) == (0, f"{kind}\n"), done.stderr
+    assert done.stderr.count("\n") == done.stderr.count(reason) == 1
+    strict = start(environment, GOES_ON, DS_PATCHES_STRICT="on", **flags)
+    assert (strict.returncode, strict.stdout, strict.stderr.count("\n")) == (1, "", 1)
+    assert reason in strict.stderr
+
+
+def test_a_strict_refusal_that_the_program_swallows_comes_again(own: Environment) -> None:
+    """Many a library asks for DeepSpeed in a bare `try: import deepspeed; except: ...`.
+
+    In a thread it is no end of the program, and is said.
+    """
+    too_new(own)
+    code = """
+import threading
+thread = threading.Thread(target=__import__, args=("deepspeed",))
+thread.start()
+thread.join()
+sys.stderr.write("after the thread\\n")
+for _ in range(2):
+    try:
+        import deepspeed
+    except BaseException as refusal:
+        print(type(refusal).__name__)
+    print("deepspeed" in sys.modules)
+import deepspeed
+print("unpatched")
+"""
+    done = start(own, code, DS_PATCHES_STRICT="1")
+    assert (done.returncode, done.stdout) == (1, "SystemExit\nFalse\n" * 2)
+    in_the_thread, _, _ = done.stderr.partition("after the thread")
+    assert "ds_patches: sample is unknown version: " in in_the_thread
+
+
+def test_a_call_that_is_refused_holds_nothing_up(own: Environment) -> None:
+    """It was the call that imported DeepSpeed; the other patches are due after it."""
+    activation_raises(own)
+    own.add_patch("other")
+    code = """
+try:
+    ds_patches.apply("sample")
+except ds_patches.PatchNotApplied:
+    assert is_marked()
+"""
+    done = start(own, code, "all")
+    assert done.returncode == 0, done.stderr

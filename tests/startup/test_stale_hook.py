@@ -11,7 +11,7 @@ from tests.core import fake
 from tests.startup.environment import Environment
 
 WANTED = {"DS_PATCHES": "all"}
-STRICT = {"DS_PATCHES": "all", "DS_PATCHES_STRICT": "1"}
+STRICT = {**WANTED, "DS_PATCHES_STRICT": "1"}
 
 
 def of_another_copy(here: Environment) -> str:
@@ -26,7 +26,7 @@ def of_nothing(here: Environment) -> str:
 
 
 def of_a_bare_folder(here: Environment) -> str:
-    shutil.move(here.package, here.root / "other/ds_patches")
+    of_nothing(here)
     here.package.mkdir()
     return f"and this Python has {here.package}"
 
@@ -47,24 +47,25 @@ KINDS = [of_another_copy, of_nothing, of_a_bare_folder, of_another_version]
 def test_one_line_says_which_file_and_why(
     own: Environment, enabled: bool, stale: Callable[[Environment], str]
 ) -> None:
+    """Also in a daemon: its stderr is closed, where an exception would end the interpreter."""
     hook = own.root / "other/ds_patches/startup/hook"
     mine = fake.write(own.root / "mine/sitecustomize.py", "answer = 42").parent
-    start = {"path": (mine,) if enabled else (hook, mine)}
+    path = (mine,) if enabled else (hook, mine)
     if enabled:
         assert own.ds_patches("enable").returncode == 0
     reason = stale(own)
     code = "import sitecustomize; print(sitecustomize.answer)"
-    unset = own.start("-c", code, **start)
+    unset = own.start("-c", code, path=path)
     assert (unset.returncode, unset.stdout, unset.stderr) == (0, "42\n", "")
-    done = own.start("-c", code, **start, **WANTED)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "42\n", 1)
-    where = f"{own.site / 'ds_patches.pth'} is" if enabled else f"on PYTHONPATH, {hook}, is"
-    said = f"ds_patches: nothing is patched: the start-up hook {where} of no use"
-    assert done.stderr.startswith(said)
-    assert reason in done.stderr
-    assert ("; remove that file" in done.stderr) is enabled
-    strict = own.start("-c", code, **start, **STRICT)
-    assert (strict.returncode, strict.stdout, strict.stderr) == (1, "", done.stderr)
+    closed = ("sh", "-c", '"$0" -c "$1" 2>&-', own.python, code)
+    for flags, ends in ((WANTED, (0, "42\n")), (STRICT, (1, ""))):
+        done = own.start("-c", code, path=path, **flags)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (*ends, 1)
+        assert done.stderr.startswith("ds_patches: nothing is patched: ")
+        assert str(own.site / "ds_patches.pth" if enabled else hook) in done.stderr
+        assert reason in done.stderr
+        done = own.execute(*closed, path=path, **flags)
+        assert (done.returncode, done.stdout) == ends
 
 
 @pytest.mark.parametrize("gone", [of_nothing, of_a_bare_folder])
@@ -77,16 +78,3 @@ def test_in_site_packages_it_is_silent_once_the_package_is_gone(
     for variables in ({}, WANTED, STRICT):
         done = own.start("-c", "print(42)", **variables)
         assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
-
-
-@pytest.mark.parametrize("kind", ["PYTHONPATH", ".pth"])
-def test_in_a_daemon(own: Environment, kind: str) -> None:
-    """Its stderr is closed, where an exception of the hook would end the interpreter."""
-    assert own.ds_patches("enable" if kind == ".pth" else "disable").returncode == 0
-    (of_another_version if kind == ".pth" else of_nothing)(own)
-    path = () if kind == ".pth" else (own.root / "other/ds_patches/startup/hook",)
-    shell = ("sh", "-c", '"$0" -c "print(42)" 2>&-', own.python)
-    done = own.execute(*shell, path=path, **WANTED)
-    assert (done.returncode, done.stdout) == (0, "42\n")
-    strict = own.execute(*shell, path=path, **STRICT)
-    assert (strict.returncode, strict.stdout) == (1, "")

@@ -2,8 +2,6 @@
 
 A vector clock for each stream says so. Recording an event keeps the clock, waiting for the event
 takes it over, and whatever the host waits for comes before all that it queues afterwards.
-
-Where work has a length, each stream also knows when its own ends, on a host that takes no time.
 """
 
 from __future__ import annotations
@@ -23,22 +21,18 @@ def _join(clock: Clock, other: Clock) -> None:
 class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._clock: Clock = {}
-        self._end = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or Stream.device.current
-        self._clock, self._end = dict(stream.clock), stream.end
+        self._clock = dict((stream or Stream.device.current).clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        stream = stream or Stream.device.current
-        _join(stream.clock, self._clock)
-        stream.end = max(stream.end, self._end)
+        _join((stream or Stream.device.current).clock, self._clock)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        Stream.device.host_waits_for(self._clock, self._end)
+        Stream.device.host_waits_for(self._clock)
 
 
 class Stream:
@@ -51,7 +45,6 @@ class Stream:
         self.clock: Clock = {self: 0}
         # What the host has waited for by now comes before all that this stream will do.
         _join(self.clock, self.device.host)
-        self.end = self.device.end  # of its work
         self.device.streams.append(self)
 
     def __repr__(self) -> str:
@@ -77,7 +70,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        self.device.host_waits_for(self.clock, self.end)
+        self.device.host_waits_for(self.clock)
 
 
 class Device:
@@ -86,22 +79,17 @@ class Device:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.host: Clock = {}
-        self.end = 0.0  # of what the host has waited for
-        self.syncs = 0  # how often the host has waited for everything
         Stream.device = self
         self.default = self.current = Stream(name="default")
 
-    def host_waits_for(self, clock: Clock, end: float) -> None:
+    def host_waits_for(self, clock: Clock) -> None:
         _join(self.host, clock)
-        self.end = max(self.end, end)
         for stream in self.streams:
             _join(stream.clock, self.host)
-            stream.end = max(stream.end, self.end)
 
     def synchronize(self, *args: Any) -> None:
-        self.syncs += 1
         for stream in self.streams:
-            self.host_waits_for(stream.clock, stream.end)
+            self.host_waits_for(stream.clock)
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,27 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
 from tests.training.options import Options, config
-from tests.training.run import applied
-from tests.training.surroundings import build_engine
-from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
+from tests.training.run import Outcome, Script, applied, measure
+from tests.training.surroundings import STREAMS, build_engine
 
-BATCH, WIDTH = 4, 8
+WIDTH = 8
 LAYERS = 11  # so that partitions end within one
-WIDTHS = (WIDTH,) * (LAYERS + 1)
 EXACT = 1e-6
 BUCKET = 2 * WIDTH * WIDTH  # elements: two layers each, and more buckets than buffers
-
-
-@dataclass
-class Found:
-    """What became of it."""
-
-    races: list[str] = field(default_factory=list)
-    difference: float = float("inf")  # of the parameters from plain PyTorch's
-    end: float = 0.0  # of all that was given a length
-    syncs: int = 0  # how often the host waited for the device
-    #: Work of the reduction stream that the backward had waited for at its last gradient.
-    seen: int = 0
+OVERLAPPED = {"overlap_comm": True, "reduce_bucket_size": BUCKET}
 
 
 class Layers(nn.Sequential):
@@ -48,10 +32,10 @@ class Layers(nn.Sequential):
         return super().forward(x.to(self[0].weight.dtype)).float()
 
 
-def model(widths: Sequence[int] = WIDTHS) -> nn.Module:
+def model() -> nn.Module:
     """So deep that the first layers would have next to no gradient if each made it smaller."""
     torch.manual_seed(7)
-    layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     for layer in layers:
         nn.init.orthogonal_(layer.weight)
     return Layers(*(part for layer in layers for part in (layer, nn.Tanh())))
@@ -59,11 +43,11 @@ def model(widths: Sequence[int] = WIDTHS) -> nn.Module:
 
 def batch(step: int) -> torch.Tensor:
     source = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(BATCH, WIDTH, generator=source)
+    return torch.randn(4, WIDTH, generator=source)
 
 
-def steps(trainer: Any, count: int = 3, micro_steps: int = 1) -> None:
-    for step in range(count * micro_steps):
+def steps(trainer: Any) -> None:
+    for step in range(trainer.count * trainer.options.micro_steps):
         trainer.backward(trainer(batch(step)).square().mean())
         trainer.step()
 
@@ -73,9 +57,9 @@ def three_backwards(trainer: Any, step: int) -> None:
         trainer.backward(trainer(batch(3 * step + part)).square().mean())
 
 
-def coalesced(trainer: Any, micro_steps: int = 1, **window: bool) -> None:
+def coalesced(trainer: Any, **window: bool) -> None:
     """Three backwards and one reduction in each step."""
-    for step in range(3):
+    for step in trainer.steps():
         with trainer.window(**window):
             three_backwards(trainer, step)
         trainer.step()
@@ -85,24 +69,20 @@ def coalesced(trainer: Any, micro_steps: int = 1, **window: bool) -> None:
 gathered_once = partial(coalesced, gather_once=True)
 
 
-def retained(trainer: Any, micro_steps: int = 1) -> None:
+def retained(trainer: Any) -> None:
     """Two backwards over one forward in each step."""
-    for step in range(3):
+    for step in trainer.steps():
         out = trainer(batch(step))
         trainer.backward(out.square().mean(), retain_graph=True)
         trainer.backward(out.abs().mean())
         trainer.step()
 
 
-def unmanaged(trainer: Any, micro_steps: int = 1) -> None:
+def unmanaged(trainer: Any) -> None:
     """Three backwards and a step that comes when it comes."""
-    for step in range(3):
+    for step in trainer.steps():
         three_backwards(trainer, step)
         trainer.step()
-
-
-Script = Callable[..., None]
-Around = Callable[[Device, Any], Any]
 
 
 def on_a_side_stream(device: Device, engine: Any) -> Any:
@@ -135,7 +115,7 @@ def from_several_streams(device: Device, engine: Any, since: int = 0) -> Any:
 
     nodes = []
     for number, param in enumerate(engine.module.parameters()):
-        param.register_hook(lambda grad, at=number % 3: hand_over(grad, at))
+        param.register_hook(partial(hand_over, at=number % 3))
         # Behind DeepSpeed's own hook, which is on this node or on what the node calls.
         nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
         nodes[-1].register_hook(partial(back, number=number))
@@ -169,7 +149,8 @@ def in_checkpoints(device: Device, engine: Any) -> Any:
 
 
 #: What the program does of its own.
-AROUND: dict[str, Around] = {
+AROUND: dict[str, Callable[[Device, Any], Any]] = {
+    "": lambda device, engine: nullcontext(),
     "side": on_a_side_stream,
     "several": from_several_streams,
     "several later": partial(from_several_streams, since=1),
@@ -180,81 +161,39 @@ AROUND: dict[str, Around] = {
 
 def train(
     stage: int,
-    parts: str = "",
     *,
+    patched: bool = False,
     around: str = "",
     bucket: int = BUCKET,
     micro_steps: int = 1,
     script: Script = steps,
     beside: tuple[str, ...] = (),
-    options: dict[str, str] | None = None,
-    widths: Sequence[int] = WIDTHS,
-    reduction: float = 0.0,
     settings: dict[str, Any] | None = None,
     **zero: Any,
-) -> Found:
+) -> Outcome:
     """Train as plain PyTorch does, and look out for races.
 
-    parts: of the patch; stock without any. beside: other patches, applied as well, with these
-    options. reduction: how long that of a gradient takes, if what computes it takes 1.
+    beside: other patches, applied as well.
     """
-    start = model(widths)
-    run = partial(script, micro_steps=micro_steps)
-    plain = PlainTrainer(deepcopy(start), Options(micro_steps=micro_steps))
-    run(plain)
-    wanted = {"overlap_comm": True, "reduce_bucket_size": bucket, **zero}
-    given = config(stage, micro_steps=micro_steps, zero=wanted, **(settings or {}))
-    with detecting(partial(_length, reduction)) as (device, detector), ExitStack() as stack:
-        for patch in beside:
-            stack.enter_context(applied(patch, **(options or {})))
-        if parts:
-            stack.enter_context(applied("stream_safety", parts=parts))
-        engine = build_engine(start, given)
-        found = Found()
-        _look(device, engine, found)
-        inside = AROUND[around](device, engine) if around else nullcontext()
-        trainer = EngineTrainer(engine)
-        before = device.syncs
-        with inside, detector:
-            run(trainer)
-        found.races, found.syncs = detector.races, device.syncs - before
-        device.synchronize()
-        found.end = device.end
-        found.difference, _ = worst_difference(trainer.parameters(), plain.parameters())
-    return found
+
+    def within(trainer: Any) -> None:
+        if not trainer.is_engine:
+            return script(trainer)
+        with AROUND[around](Stream.device, trainer.engine):
+            trainer.note()  # its hooks may stay
+            return script(trainer)
+
+    wanted = {**OVERLAPPED, "reduce_bucket_size": bucket, **zero}
+    options = Options(
+        stage, "streams", micro_steps=micro_steps, zero=wanted, settings=settings or {}
+    )
+    patches = ("stream_safety",) * patched + beside
+    return measure(within, options, applied(*patches), on=STREAMS)
 
 
-def _length(reduction: float, name: str, args: Any) -> float:
-    """Of matrix products and all-reduces; a weight's backward is two products."""
-    if name == "aten::mm":
-        left, right = args
-        return float(left.numel() * right.shape[1])
-    if name == "c10d::allreduce_":
-        return reduction * sum(2 * BATCH * tensor.numel() for tensor in args[0])
-    return 0.0
-
-
-def _look(device: Device, engine: Any, found: Found) -> None:
-    reduction = getattr(engine.optimizer, "reduction_stream", None)
-
-    def look(grad: torch.Tensor) -> None:
-        found.seen = device.default.clock.get(reduction, 0)
-
-    next(engine.module.parameters()).register_hook(look)
-
-
-def watches_gradients(parts: str, around: str) -> list[bool]:
-    """Whether the patch looks at each gradient: before the first step, and after each of two."""
-    from ds_patches.stream_safety.upstream import flat
-
-    given = config(2, zero={"overlap_comm": True, "reduce_bucket_size": BUCKET})
-    with detecting() as (device, _), applied("stream_safety", parts=parts):
-        engine = build_engine(model(), given)
-        own = vars(engine.optimizer)
-        found = [flat.GRADIENT_METHOD in own]
-        with AROUND[around](device, engine) if around else nullcontext():
-            for step in range(2):
-                engine.backward(engine(batch(step)).square().mean())
-                engine.step()
-                found.append(flat.GRADIENT_METHOD in own)
-    return found
+@contextmanager
+def engine_on_streams(around: str = "") -> Iterator[Any]:
+    with detecting() as (device, _):
+        engine = build_engine(model(), config(2, zero=OVERLAPPED))
+        with AROUND[around](device, engine):
+            yield engine

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,6 @@ from tests.stream_safety.clocks import Device, Event, Stream
 
 #: The host waits for their result.
 _READ_BY_THE_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "item")
-
-Length = Callable[[str, Any], float]
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,11 @@ class Access:
 
 
 class Detector(TorchDispatchMode):
-    """Notes every access; `races` says what is wrong.
+    """Notes every access; `races` says what is wrong."""
 
-    length: of an operator's work, by its name and arguments.
-    """
-
-    def __init__(self, device: Device, length: Length) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
-        self._device, self._length = device, length
+        self._device = device
         self._accesses: dict[int, list[Access]] = defaultdict(list)  # by storage
         self._homes: dict[int, Stream] = {}
         self._recorded: dict[int, set[Stream]] = defaultdict(set)
@@ -70,7 +65,6 @@ class Detector(TorchDispatchMode):
             self._note(name, read, _written(func, args, kwargs))
         if any(word in name for word in _READ_BY_THE_HOST):
             self._device.current.synchronize()
-        self._device.current.end += self._length(name, args)
         result = func(*args, **kwargs)
         known = {_key(tensor) for tensor in read}
         self._note(name, [], [tensor for tensor in _tensors(result) if _key(tensor) not in known])
@@ -155,12 +149,12 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def detecting(length: Length = lambda name, args: 0.0) -> Iterator[tuple[Device, Detector]]:
+def detecting() -> Iterator[tuple[Device, Detector]]:
     """DeepSpeed's accelerator has streams inside, and what goes wrong on them is found out."""
     from deepspeed.accelerator import get_accelerator
 
     device = Device()
-    detector = Detector(device, length)
+    detector = Detector(device)
     accelerator = get_accelerator()
     fakes: dict[str, Any] = {
         "resolves_data_dependency": lambda: False,

@@ -8,68 +8,82 @@ from typing import Any
 import pytest
 
 import ds_patches
-from ds_patches.stream_safety.binding import LACKS
 from tests.stream_safety import on_streams
-from tests.stream_safety.races import detecting
-from tests.stream_safety.test_races import lives
-from tests.training.options import config
+from tests.stream_safety.on_streams import engine_on_streams
+from tests.stream_safety.test_races import RELEASE, SpecifierSet, lives
+from tests.training.options import Options, config
 from tests.training.run import applied
-from tests.training.stock import RELEASE
 from tests.training.surroundings import build_engine
 from tests.training.trainers import EngineTrainer
 from tests.world import World
 
+ONE_STEP = Options(steps=1)
 
-def kinds(frozen: bool) -> dict[str, list[str]]:
-    """Of the lists that hold the buffers: while it is applied, and afterwards.
+
+def attributes(frozen: bool) -> list[list[str]]:
+    """What is ours at the optimizer: while it is applied, and afterwards.
 
     frozen: the program has called ``gc.freeze()``, and the collector no longer tells of the engine.
     """
-    from ds_patches.stream_safety.upstream import flat
+    with engine_on_streams("several") as engine:
+        before, found = {*vars(engine.optimizer)}, []
 
-    given = config(2, zero={"overlap_comm": True, "reduce_bucket_size": on_streams.BUCKET})
-    found: dict[str, list[str]] = {}
-    with detecting():
-        engine = build_engine(on_streams.model(), given)
-        optimizer = engine.optimizer
-
-        def note(when: str) -> Any:
-            places = flat._places(optimizer)
-            kinds = [type(getattr(holder, name)).__name__ for holder, name in places]
-            found.setdefault(when, kinds)
+        def step(strict: bool = True) -> None:
+            on_streams.steps(EngineTrainer(engine, ONE_STEP, strict=strict))
+            found.append(sorted({*vars(engine.optimizer)} - before))
 
         if frozen:
             gc.freeze()
-        ds_patches.apply("stream_safety", parts="all")
-        if frozen:
-            engine.backward(engine(on_streams.batch(0)).square().mean())
-            engine.step()
-        next(engine.module.parameters()).register_hook(lambda grad: note("applied"))
-        on_streams.steps(EngineTrainer(engine), 1)
-        found["state"] = [name for name in vars(optimizer) if "ds_patches" in name]
+        ds_patches.apply("stream_safety")
+        step(strict=not frozen)
         ds_patches.unapply("stream_safety")
-        note("after")
-        left = {**vars(optimizer), **vars(engine.tput_timer)}
-        found["left"] = [name for name in left if "ds_patches" in name]
-        found["left"] += [name for name in vars(optimizer.reduction_stream) if "record" in name]
-        on_streams.steps(EngineTrainer(engine), 1)
+        step()
     return found
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_nothing_is_left(world: World, frozen: bool) -> None:
-    found = world.run(kinds, frozen)[0]
-    assert set(found["applied"]) == {"Buffers"}
-    assert found["state"]
-    assert "Buffers" not in found["after"]
-    assert not found["left"]
+    applied, after = world.run(attributes, frozen)[0]
+    assert {"average_tensor", "_ds_patches_stream_safety"} <= {*applied}
+    assert not after
+
+
+def watches_gradients(around: str) -> list[bool]:
+    """Whether the patch looks at each gradient: before the first step, and after each of two."""
+    from ds_patches.upstream import streams
+
+    with applied("stream_safety"), engine_on_streams(around) as engine:
+        own = vars(engine.optimizer)
+        found = [streams.GRADIENT_METHOD in own]
+        for _ in range(2):
+            on_streams.steps(EngineTrainer(engine, ONE_STEP, strict=False))
+            found.append(streams.GRADIENT_METHOD in own)
+    return found
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    ("around", "expected"),
+    [
+        ("", [True, False, False]),
+        ("several", [True, True, True]),
+        ("several later", [True, False, True]),
+    ],
+)
+def test_gradients_are_let_be_where_all_come_from_one_stream(
+    world: World, around: str, expected: list[bool]
+) -> None:
+    """A step costs nothing per parameter then. Up to 0.19.2 a later stream would go unnoticed."""
+    tells_streams = RELEASE in SpecifierSet(">=0.19.3")
+    watched = world.run(watches_gradients, around)[0]
+    assert watched == (expected if tells_streams else [True, True, True])
 
 
 def on_a_device_that_keeps_order() -> list[Any]:
     """The CPU as it is: what is known of an optimizer."""
     with applied("stream_safety"):
         engine = build_engine(on_streams.model(), config(2, zero={"overlap_comm": True}))
-        on_streams.steps(EngineTrainer(engine), 1)
+        on_streams.steps(EngineTrainer(engine, ONE_STEP))
         return [value for name, value in vars(engine.optimizer).items() if "ds_patches" in name]
 
 
@@ -91,15 +105,3 @@ def test_the_buffers_of_a_bucket_take_turns() -> None:
         bucket = IPGBucket(index=1, elements=7)
         bucket.clear()
         assert (bucket.index, bucket.elements) == (1, 0)
-
-
-def test_a_part_that_is_not_lacking_says_so() -> None:
-    fixed = [part for part in LACKS if not lives(part)]
-    try:
-        notes = ds_patches.apply("stream_safety", parts="+".join(["buffer_reuse", *fixed])).notes
-        said = "{} is not live in DeepSpeed {}: it is for {}"
-        assert list(notes) == [said.format(part, RELEASE, LACKS[part]) for part in fixed]
-        ds_patches.unapply("stream_safety")
-        assert not ds_patches.apply("stream_safety").notes
-    finally:
-        ds_patches.unapply("stream_safety")

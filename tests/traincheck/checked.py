@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 import ds_patches
 from tests.listening import listening
-from tests.training import models
+from tests.training import models, trainers
 from tests.training.options import Options
-from tests.training.surroundings import build_engine
 
 
 @dataclass
-class Outcome:
+class Verdict:
     """What a check said on one rank."""
 
     untrained: dict[str, str] = field(default_factory=dict)  # names and notes
@@ -97,8 +96,8 @@ def model_of(name: str) -> Any:
 
 
 def engine_of(model: str, stage: int, **options: Any) -> Any:
-    given = Options(stage, **options)
-    return build_engine(models.build(model_of(model), given.torch_dtype), given.config)
+    dtype = Options(**options).torch_dtype
+    return trainers.engine_of(models.build(model_of(model), dtype), stage=stage, **options)
 
 
 def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
@@ -108,18 +107,18 @@ def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
         engine.step()
 
 
-def outcome_of(engine: Any, block: Callable[[], object], action: str = "raise") -> Outcome:
-    outcome, report = Outcome(), ds_patches.TrainReport()
-    with listening() as outcome.warnings:
+def verdict_of(engine: Any, block: Callable[[], object], action: str = "raise") -> Verdict:
+    found, report = Verdict(), ds_patches.TrainReport()
+    with listening() as found.warnings:
         try:
             with ds_patches.train_check(engine, action=action) as report:
                 block()
         except ds_patches.DsPatchesError as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-    outcome.untrained = {one.name: one.note for one in report.untrained}
-    outcome.idle = {one.name: one.note for one in report.idle}
-    outcome.steps, outcome.skipped = report.steps, report.skipped
-    return outcome
+            found.error = f"{type(error).__name__}: {error}"
+    found.untrained = {one.name: one.note for one in report.untrained}
+    found.idle = {one.name: one.note for one in report.idle}
+    found.steps, found.skipped = report.steps, report.skipped
+    return found
 
 
 def check(
@@ -133,7 +132,7 @@ def check(
     action: str = "raise",
     patches: bool = False,
     **options: Any,
-) -> Outcome:
+) -> Verdict:
     """Some steps before the check and some in it. change: the engine, between them."""
     if patches:
         ds_patches.apply_all()
@@ -148,29 +147,6 @@ def check(
             for index in range(steps):
                 step(engine, before + index, micro_steps=micro_steps)
 
-        return outcome_of(engine, block, action)
+        return verdict_of(engine, block, action)
     finally:
         ds_patches.unapply_all()
-
-
-def lose(engine: Any) -> None:
-    """Take the hooks away that reduce gradients at stage 3, as DeepCompile does."""
-    for hook in engine.optimizer._grad_acc_hooks:
-        hook.remove()
-    zero_grad = engine.optimizer.zero_grad
-
-    def clear(*args: Any, **kwargs: Any) -> None:
-        for param in engine.module.parameters():
-            param.grad = None  # stock notes streams on it first, which a CPU has not
-        zero_grad(*args, **kwargs)
-
-    engine.optimizer.zero_grad = clear
-
-
-def cut_off(engine: Any) -> None:
-    engine.module.how = "cut off"
-
-
-def know_not(engine: Any) -> None:
-    """An optimizer that cannot be looked into."""
-    engine.optimizer.zenflow = True

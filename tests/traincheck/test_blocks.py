@@ -12,6 +12,7 @@ from torch import nn
 
 import ds_patches
 from tests.traincheck import checked
+from tests.traincheck.checked import Verdict
 from tests.traincheck.test_verdicts import CUT, STAGES, agreed
 from tests.training import models
 from tests.training.options import config
@@ -35,13 +36,13 @@ def test_another_action_is_an_error() -> None:
         pass
 
 
-def without_a_step(stage: int, what: str) -> checked.Outcome:
+def without_a_step(stage: int, what: str) -> Verdict:
     engine = checked.engine_of("TwoHeads", stage, micro_steps=2)
     if what == "a micro step":
-        return checked.outcome_of(engine, lambda: checked.step(engine))
+        return checked.verdict_of(engine, lambda: checked.step(engine))
     if what == "nothing on one rank" and torch.distributed.get_rank():
-        return checked.outcome_of(engine, lambda: None)
-    return checked.outcome_of(engine, lambda: engine(models.batch(0)[0]) and None)
+        return checked.verdict_of(engine, lambda: None)
+    return checked.verdict_of(engine, lambda: engine(models.batch(0)[0]) and None)
 
 
 @pytest.mark.core_case(stage=3)
@@ -57,7 +58,7 @@ def test_a_block_without_a_step_is_an_error(world: World, stage: int, what: str)
     assert found.error.startswith("NotChecked: no optimizer step was taken inside train_check()")
 
 
-def overflowing(stage: int, good: int) -> checked.Outcome:
+def overflowing(stage: int, good: int) -> Verdict:
     """A step that overflows on one rank, and `good` ones."""
     settings = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
     with half_precision_allowed():
@@ -70,7 +71,7 @@ def overflowing(stage: int, good: int) -> checked.Outcome:
             for index in range(good):
                 checked.step(engine, 1 + index)
 
-        return checked.outcome_of(engine, block)
+        return checked.verdict_of(engine, block)
 
 
 @pytest.mark.core_case(stage=3)
@@ -85,32 +86,27 @@ def test_a_step_that_overflow_skips_gives_no_verdict(world: World, stage: int, g
     assert found.warnings == [none] * (1 - good)
 
 
-def traces(engine: Any) -> list[Any]:
-    """What a check might leave on an engine."""
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return [
-        "step" in vars(optimizer),
-        optimizer.step,
-        list(inner._optimizer_step_pre_hooks.values()),
-        [list(module._forward_pre_hooks.values()) for module in engine.module.modules()],
-    ]
-
-
 def left_behind(stage: int, how: str) -> bool:
     """Whether all is as it was, after a block that ends well or with an error."""
     engine = checked.engine_of("cut off" if how == "untrained" else "TwoHeads", stage)
     checked.step(engine)
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
     if how == "scheduler":  # puts a step of its own on the optimizer
-        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         torch.optim.lr_scheduler.StepLR(inner, 1)
-    before = traces(engine)
+
+    def traces() -> list[Any]:
+        hooks = [list(module._forward_pre_hooks.values()) for module in engine.module.modules()]
+        inner_hooks = list(inner._optimizer_step_pre_hooks.values())
+        return ["step" in vars(optimizer), optimizer.step, inner_hooks, hooks]
+
+    before = traces()
     with suppress(KeyError, ds_patches.NotTrained), ds_patches.train_check(engine):
-        assert traces(engine) != before
+        assert traces() != before
         checked.step(engine, 1)
         if how == "exception":
             raise KeyError
-    return traces(engine) == before
+    return traces() == before
 
 
 @pytest.mark.core_case(stage=3, how="exception")
@@ -142,14 +138,14 @@ def test_several_steps_give_a_late_gradient_its_time(world: World) -> None:
         agreed(world.run(checked.check, "LowRank", 2, before=0, steps=steps)) for steps in (1, 2)
     )
     assert list(one.untrained) == ["first.weight"]
-    assert two == checked.Outcome(steps=2)
+    assert two == Verdict(steps=2)
 
 
-def half_of_the_parameters(stage: int) -> checked.Outcome:
+def half_of_the_parameters(stage: int) -> Verdict:
     model = models.build("TwoHeads")
     rest = [param for name, param in model.named_parameters() if not name.startswith("rebuild")]
     engine = build_engine(model, config(stage), optimizer=torch.optim.SGD(rest, lr=RATE))
-    return checked.outcome_of(engine, lambda: checked.step(engine))
+    return checked.verdict_of(engine, lambda: checked.step(engine))
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -159,8 +155,12 @@ def test_parameters_that_the_optimizer_was_not_given(world: World, stage: int) -
     assert not found.error
 
 
+def know_not(engine: Any) -> None:
+    engine.optimizer.zenflow = True
+
+
 def test_an_optimizer_that_cannot_be_looked_into_is_refused(world: World) -> None:
-    for found in world.run(checked.check, "TwoHeads", 2, change=checked.know_not):
+    for found in world.run(checked.check, "TwoHeads", 2, change=know_not):
         assert found.error == (
             "NotChecked: train_check() does not cover DeepSpeedZeroOptimizer, zenflow"
         )
@@ -174,15 +174,14 @@ class HalfCompiled(checked.Branched):
         return super().branch(x)
 
 
-def compiled(model: type[nn.Module], how: str) -> tuple[checked.Outcome, list[int]]:
+def compiled(model: type[nn.Module], how: str) -> tuple[Verdict, list[int]]:
     """What is said of a compiled model, and its compilations before, in and after the block."""
     torch._dynamo.reset()
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    count = 0
+    graphs = []
 
     def backend(graph: Any, _: Any) -> Any:
-        nonlocal count
-        count += 1
+        graphs.append(graph)
         return graph
 
     module = models.build(model)
@@ -191,14 +190,13 @@ def compiled(model: type[nn.Module], how: str) -> tuple[checked.Outcome, list[in
     engine = build_engine(module, config(1))
     if how == "engine":
         engine.compile(backend=backend)
-    counts = []
     for index in range(3):
         checked.step(engine, index)
-    counts.append(count)
-    outcome = checked.outcome_of(engine, lambda: checked.step(engine, 3))
-    counts.append(count)
+    counts = [len(graphs)]
+    found = checked.verdict_of(engine, lambda: checked.step(engine, 3))
+    counts.append(len(graphs))
     checked.step(engine, 4)
-    return outcome, [*counts, count]
+    return found, [*counts, len(graphs)]
 
 
 @pytest.mark.parametrize("how", ["engine", "module"])
@@ -206,8 +204,8 @@ def compiled(model: type[nn.Module], how: str) -> tuple[checked.Outcome, list[in
 def test_what_does_not_train_is_named_in_a_compiled_model_too(
     world: World, model: type[nn.Module], how: str
 ) -> None:
-    for outcome, counts in world.within(200).run(compiled, model, how):
-        names = {name.removeprefix("_orig_mod."): note for name, note in outcome.untrained.items()}
+    for found, counts in world.within(200).run(compiled, model, how):
+        names = {name.removeprefix("_orig_mod."): note for name, note in found.untrained.items()}
         unseen = "in a compiled module, where it is not seen to run"
         assert names == dict.fromkeys(CUT, "" if model is HalfCompiled else unseen)
         assert counts[0] > 0

@@ -21,10 +21,14 @@ from torch import nn
 WHILE_APPLIED = frozenset(
     {
         "_ds_patches_accumulation",
+        "_ds_patches_accumulation_division",
+        "keep_apart",  # of accumulation, a hook that keeps outputs apart
         "_ds_patches_coalesce",
         "_ds_patches_dc_fallback",
         "_ds_patches_stream_safety",
         "_ds_patches_zero3_retain",
+        "_ds_patches_zero12_gradients",
+        "reduce_independent_p_g_buckets_and_remove_grads",  # zero12_gradients', around stock's
         "pre_bwd_fn",  # zero3_retain's, in place of stock's
         "post_bwd_fn",
         "_parameters",  # dc_fallback's, in place of ZeRO-3's
@@ -65,7 +69,9 @@ def _all_of(engine: Any) -> Iterator[str]:
     for name, one in module.named_modules():
         for registry, hooks in vars(one).items():
             if registry.endswith("_hooks") and isinstance(hooks, dict):
-                yield from [f"module {name!r}: {registry}"] * len(hooks)
+                ours = [hook for hook in hooks.values() if _is_ours("", hook)]
+                yield from (f"module {name!r}.{hook.__name__}{_IS}" for hook in ours)
+                yield from [f"module {name!r}: {registry}"] * (len(hooks) - len(ours))
     for name, param in module.named_parameters():
         yield from _of_parameter(name, param, engine)
 
@@ -126,8 +132,8 @@ def _is_ours(name: str, value: Any) -> bool:
         return True
     if isinstance(value, (torch.Tensor, nn.Module)):
         return False
-    value = getattr(value, "func", value)  # of a partial
+    of_a_partial = getattr(value, "func", None)
     return any(
         str(getattr(kind, "__module__", "")).startswith("ds_patches")
-        for kind in (value, type(value))
+        for kind in (value, type(value), of_a_partial)
     )

@@ -6,7 +6,7 @@ A case is a script and its :class:`Options`: `run(script, Options(stage=2, micro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ Given = dict[str, Any]
 OFFLOADED: Given = {"offload": ("optimizer",)}
 OFFLOADED_ALL: Given = {"offload": ("optimizer", "param")}
 OVERLAP: Given = {"zero": {"overlap_comm": True}}
+ALL_REDUCED: Given = {"zero": {"reduce_scatter": False}}
 BF16: Given = {"dtype": "bfloat16"}
 BF16_SUMS: Given = {"dtype": "bfloat16", "sums": "fp32"}
 FP16: Given = {"dtype": "float16"}
+PERSISTENT: Given = {"stage3_param_persistence_threshold": 40}
 NO_REUSE: Given = {"stage3_max_reuse_distance": 0}
 SMALL_PREFETCH: Given = {"stage3_prefetch_bucket_size": 600}
 
@@ -52,6 +54,7 @@ class Options:
     sums: str = ""
     clip: float = 0.0
     muon: bool = False  # in place of SGD
+    fused: bool = False  # SGD, for which the engine takes its optimizer of FusedAdam
     rates: tuple[float, ...] = (0.1,)
     grid: bool = False  # four ranks train as two groups of two
     offload: tuple[str, ...] = ()
@@ -68,8 +71,11 @@ class Options:
         return {
             one.name: getattr(self, one.name)
             for one in fields(self)
-            if getattr(self, one.name) != getattr(_PLAIN, one.name)
+            if getattr(self, one.name) != getattr(PLAIN, one.name)
         }
+
+    def at(self, stage: int, **changed: Any) -> Options:
+        return replace(self, stage=stage, **changed)
 
     @property
     def torch_dtype(self) -> Any:
@@ -88,7 +94,7 @@ class Options:
         )
 
 
-_PLAIN = Options()
+PLAIN = Options()
 
 
 def config(stage: int, *, micro_steps: int | str = 1, **overrides: Any) -> dict[str, Any]:

@@ -69,10 +69,10 @@ class Outcome:
 
 
 @contextmanager
-def applied(*patches: str, **flags: str) -> Iterator[None]:
-    """Patches applied for the length of a block, and really live in it; flags: of the first."""
+def applied(*patches: str) -> Iterator[None]:
+    """Patches applied for the length of a block, and really live in it."""
     for patch in reversed(patches):
-        ds_patches.apply(patch, **(flags if patch == patches[0] else {}))
+        ds_patches.apply(patch)
     assert all(map(ds_patches.is_applied, patches))
     try:
         yield
@@ -84,15 +84,13 @@ def run(
     script: Script,
     options: Options,
     *patches: str,
-    plain: type[PlainTrainer] = PlainTrainer,
     engine: type[EngineTrainer] = EngineTrainer,
-    **flags: str,
 ) -> Outcome:
     """Any script; an exception of the engine's is an outcome. Runs on every rank.
 
-    patches: none for stock. flags: of the first.
+    patches: none for stock.
     """
-    return measure(script, options, applied(*patches, **flags), plain=plain, engine=engine)
+    return measure(script, options, applied(*patches), engine=engine)
 
 
 def check(
@@ -118,7 +116,6 @@ def measure(
     folder: str = "",
     looks: Sequence[str] = (),
     compiles: Mapping[str, Any] | None = None,
-    plain: type[PlainTrainer] = PlainTrainer,
     engine: type[EngineTrainer] = EngineTrainer,
 ) -> Outcome:
     """Train twice.
@@ -136,7 +133,7 @@ def measure(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if "fp16" in options.config:
             stack.enter_context(half_precision_allowed())
-        expected = _plainly(script, plain(deepcopy(start), options), found, before)
+        expected = _plainly(script, PlainTrainer(deepcopy(start), options), found, before)
         found.moved = worst_difference(expected, origin)[0]
         inside = stack.enter_context(around(on, **(compiles or {})))
         found.said = stack.enter_context(listening())
@@ -168,7 +165,7 @@ def make_trainer(
         model, mpu = deepcopy(start), grid() if options.grid else None
         if on == DEEPCOMPILE:
             return compile_engine(model, options.config)
-        return build_engine(model, options.config, mpu, muon=options.muon, rates=options.rates)
+        return build_engine(model, options.config, mpu, options=options)
 
     trainer = engine(make(), options, make, strict)
     trainer.folder = Path(folder)

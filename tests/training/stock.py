@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -36,24 +34,17 @@ TAKES_COUNTERS = Version("0.16.5") <= RELEASE < Version("0.19.3")
 NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
 
 
-def stock_sums_over(stage: int) -> bool:
-    """Whether stock adds up several backwards over one forward at stages 1 and 2."""
-    return stage < 3 and Version("0.17.5") >= RELEASE
-
-
 def needs_style(style: str) -> None:
     if style not in STYLES:
         pytest.skip(f"DeepSpeed {RELEASE} has no {style}-style backward (0.18.3 and later have)")
 
 
-def needs_a_zero_optimizer(stage: int, more: Mapping[str, Any]) -> None:
-    """more: of the options. BF16_Optimizer, which adds up by itself, is there in place of one."""
-    if stage == 1 and "sums" in more and "offload" not in more:
-        pytest.skip("bf16 with fp32 gradients at stage 1 is BF16_Optimizer, which is not covered")
-
-
 def since(release: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(Version(release) > RELEASE, reason=f"{what} came with {release}")
+
+
+def up_to(release: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(Version(release) < RELEASE, reason=f"stock is right after {release}")
 
 
 def needs_non_contiguous() -> None:

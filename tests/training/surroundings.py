@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.training.options import PLAIN, Options
 
 RATE = 0.1
 #: How a script is run: by an engine on the CPU, under the stand-in of DeepCompile, or on the
@@ -47,18 +49,16 @@ def _plainly() -> Iterator[list[str]]:
     yield []
 
 
-def trained(model: nn.Module, rates: Sequence[float]) -> list[dict[str, Any]]:
-    """A group of parameters for each of these rates of learning."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    return [{"params": params[at :: len(rates)], "lr": rate} for at, rate in enumerate(rates)]
-
-
-def build_optimizer(
-    model: nn.Module, muon: bool, sharded: bool = False, rates: Sequence[float] = (RATE,)
-) -> Any:
+def build_optimizer(model: nn.Module, options: Options, sharded: bool = False) -> Any:
     """SGD, or Muon: of one device, or, under ZeRO, one that finds its updates made."""
-    if not muon:
-        return torch.optim.SGD(trained(model, rates))
+    if options.fused:
+        from deepspeed.ops.adam import FusedAdam
+
+        optimizer = torch.optim.SGD(trained(model, options))
+        optimizer.__class__ = type("Fused", (torch.optim.SGD, FusedAdam), {})
+        return optimizer
+    if not options.muon:
+        return torch.optim.SGD(trained(model, options))
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
     for name, param in model.named_parameters():
@@ -72,14 +72,19 @@ def build_optimizer(
     return original_muon.SingleDeviceMuonWithAuxAdam(groups)
 
 
+def trained(model: nn.Module, options: Options) -> list[dict[str, Any]]:
+    """A group of parameters for each rate of learning."""
+    params, count = [p for p in model.parameters() if p.requires_grad], len(options.rates)
+    return [{"params": params[at::count], "lr": rate} for at, rate in enumerate(options.rates)]
+
+
 def build_engine(
     model: nn.Module,
     config: dict[str, Any],
     mpu: Any = None,
     *,
     optimizer: Any = None,
-    muon: bool = False,
-    rates: Sequence[float] = (RATE,),
+    options: Options = PLAIN,
 ) -> Any:
     """`mpu`: knows the groups of ranks, where they are not the whole world.
 
@@ -90,9 +95,9 @@ def build_engine(
 
     if leaves := getattr(model, "leaf_classes", None):
         set_z3_leaf_modules(model, list(leaves))
-    given: dict[str, Any] = {"model_parameters": trained(model, rates)}
+    given: dict[str, Any] = {"model_parameters": trained(model, options)}
     if "optimizer" not in config:
-        given = {"optimizer": optimizer or build_optimizer(model, muon, True, rates)}
+        given = {"optimizer": optimizer or build_optimizer(model, options, sharded=True)}
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu, **given)
     return engine
 
@@ -111,7 +116,22 @@ def half_precision_allowed() -> Iterator[None]:
 
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
     try:
         yield
     finally:
-        del accelerator.is_fp16_supported
+        del accelerator.is_fp16_supported, accelerator.supported_dtypes
+
+
+@contextmanager
+def streams() -> Iterator[None]:
+    """DeepSpeed's checkpointing makes a stream, up to 0.19.7, of which the CPU has none."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind: Any = type(get_accelerator())
+    stocks = kind.Stream
+    kind.Stream = property(lambda self: lambda **_: None)
+    try:
+        yield
+    finally:
+        kind.Stream = stocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ WHILE_APPLIED = leftovers.WHILE_APPLIED | {
     "_get_offload_gradient_dict",
     "copy_grads_in_partition",
     "reduce_ipg_grads",
+    "independent_gradient_partition_epilogue",
 }
 
 
@@ -60,8 +62,8 @@ class PlainTrainer(Trainer):
     def __init__(self, module: nn.Module, options: Options) -> None:
         super().__init__(options)
         self.module, self._start = module, deepcopy(module)
-        self._optimizer = build_optimizer(module, options.muon, rates=options.rates)
-        self._micro_step = 0
+        self._optimizer = build_optimizer(module, replace(options, fused=False))
+        self._micro_step, self._micro_steps = 0, options.micro_steps
         self.group = grid().data if options.grid else None
         self.forwards = [0]
         module.register_forward_pre_hook(lambda *_: self._count())
@@ -75,7 +77,11 @@ class PlainTrainer(Trainer):
     around_the_engine = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        (loss / self.options.micro_steps).backward(retain_graph=retain_graph)
+        (loss / self._micro_steps).backward(retain_graph=retain_graph)
+
+    def resize(self, micro_steps: int) -> None:
+        """Steps are of so many micro steps from here on."""
+        self._micro_step, self._micro_steps = 0, micro_steps
 
     def unscaled_backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -87,7 +93,7 @@ class PlainTrainer(Trainer):
 
     def step(self) -> None:
         self._micro_step += 1
-        if self._micro_step % self.options.micro_steps == 0:
+        if self._micro_step % self._micro_steps == 0:
             self.update()
 
     def update(self) -> None:
@@ -201,6 +207,12 @@ class EngineTrainer(Trainer):
         """Whoever trains divides by the micro steps, as the Trainer of transformers does."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
+    def resize(self, micro_steps: int) -> None:
+        ranks = self.engine.dp_world_size
+        self.engine.set_train_batch_size(
+            micro_steps * ranks * self.engine.train_micro_batch_size_per_gpu()
+        )
+
     def zero_grad(self) -> None:
         self.engine.zero_grad()
 
@@ -278,7 +290,7 @@ def engine_trainer(model: str | nn.Module = "TwoHeads", **options: Any) -> Engin
     """An engine of these :class:`Options` that trains a model, of this name or this one."""
     given = Options(**options)
     start = models.build(model, given.torch_dtype) if isinstance(model, str) else model
-    return EngineTrainer(build_engine(start, given.config), given)
+    return EngineTrainer(build_engine(start, given.config, options=given), given)
 
 
 def engine_of(model: str | nn.Module = "TwoHeads", **options: Any) -> Any:

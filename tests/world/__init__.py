@@ -12,12 +12,18 @@ run one case after another:
     def test_total(world):
         assert world.run(total, 2.0) == [6.0, 6.0]              # one value per rank, in order
 
+A test that needs nothing of pytest's own process can run there as a whole:
+
+    @on_ranks
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_an_engine(stage: int) -> None: ...
+
 `world.within(30).run(...)` changes the deadline of a case. `with World() as own` and the fixture
 `fresh_world` give interpreters that no other case has touched. With TEST_RANKS_FORK set, as
 `make test` has it, ranks are forks of one that has done the imports; see `zygote`.
 """
 
 from tests.world.ranks import RankError, WorldError, WorldTimeout
-from tests.world.world import World
+from tests.world.world import World, on_ranks
 
-__all__ = ["RankError", "World", "WorldError", "WorldTimeout"]
+__all__ = ["RankError", "World", "WorldError", "WorldTimeout", "on_ranks"]

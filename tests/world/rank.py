@@ -12,6 +12,7 @@ import gc
 import importlib
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -20,8 +21,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
-
-from tests.world import wire
 
 SEED = 1234
 
@@ -106,7 +105,8 @@ def resolve(case: str) -> Callable[..., Any]:
     return found
 
 
-def answer(call: wire.Call) -> wire.Returned | wire.Raised:
+def answer(case: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether the case returned, and the value; or "Type: message" and the traceback below it."""
     import torch
     import torch.distributed
 
@@ -115,23 +115,42 @@ def answer(call: wire.Call) -> wire.Returned | wire.Raised:
         # of pairing with one of this case's and giving a wrong number.
         torch.distributed.barrier()
         torch.manual_seed(SEED)
-        return wire.Returned(resolve(call.case)(*call.args, **call.kwargs))
+        return True, resolve(case)(*args, **kwargs)
     except BaseException as error:  # pytest.fail and SystemExit are answers too
         return raised(error)
 
 
-def raised(error: BaseException) -> wire.Raised:
+def raised(error: BaseException) -> tuple[bool, str]:
     summary = "".join(traceback.format_exception_only(error)).strip()
-    return wire.Raised(f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}")
+    return False, f"{summary}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+def give_linear_back(linear: Any) -> None:
+    """Undo what a model under ``deepspeed.zero.Init`` leaves behind for all that come after it.
+
+    Stock then fails with other words where it fails, and plain PyTorch is not plain.
+    """
+    import torch
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    torch.nn.functional.linear = linear
+    if "linear_bk" in vars(InsertPostInitMethodToModuleSubClasses):
+        del InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def serve(connection: Connection) -> None:
-    while call := wire.receive(connection):
-        reply = answer(call)
+    import torch
+
+    linear = torch.nn.functional.linear
+    while call := pickle.loads(connection.recv_bytes()):
+        reply = answer(*call)
+        give_linear_back(linear)
+        # Plain pickle, not Connection.send: that one would move tensors through shared memory,
+        # which the sending rank may not live long enough to serve.
         try:
-            wire.send(connection, reply)
+            connection.send_bytes(pickle.dumps(reply))
         except Exception as error:  # the value cannot be pickled
-            wire.send(connection, raised(error))
+            connection.send_bytes(pickle.dumps(raised(error)))
         # Engines are cyclic garbage: drop them now, not in the middle of the next case.
         del call, reply
         gc.collect()
@@ -148,7 +167,7 @@ def main(cases: int, lifeline: int) -> None:
     die_with_pytest(lifeline)
     join()
     connection = Connection(cases)
-    wire.send(connection, wire.Returned(None))
+    connection.send_bytes(pickle.dumps((True, None)))
     serve(connection)
 
     import torch.distributed

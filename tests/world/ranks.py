@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.world import wire, zygote
+from tests.world import zygote
 from tests.world.zygote import Forked
 
 if TYPE_CHECKING:
@@ -137,19 +138,22 @@ class Rank:
         self.process = begin(env, theirs.fileno(), lifeline, self.output)
         theirs.close()
 
-    def send(self, message: wire.Call | None) -> None:
+    def send(self, call: tuple[Any, ...] | None) -> None:
+        """Have it run a case ("module:qualname", args, kwargs), or, with None, leave and exit."""
         self.seen = os.fstat(self.output).st_size
         with suppress(ConnectionError):  # the rank is gone, and receive() says how
-            wire.send(self.connection, message)
+            self.connection.send_bytes(pickle.dumps(call))
 
-    def receive(self) -> wire.Returned | wire.Raised:
+    def receive(self) -> tuple[bool, Any]:
+        """Whether the case returned, and the value; or what the rank raised, or how it ended."""
         try:
-            return wire.receive(self.connection)
+            returned, value = pickle.loads(self.connection.recv_bytes())
+            return returned, value
         except (EOFError, ConnectionError):
             try:
-                return wire.Raised(f"exited with code {self.process.wait(GRACE_SECONDS)}")
+                return False, f"exited with code {self.process.wait(GRACE_SECONDS)}"
             except subprocess.TimeoutExpired:
-                return wire.Raised("hung up, and does not exit")
+                return False, "hung up, and does not exit"
 
     def tail(self) -> str:
         """The last lines this rank wrote since the case began."""
@@ -190,19 +194,19 @@ class Ranks:
         finally:
             os.close(reading)
 
-    def run(self, call: wire.Call, seconds: float) -> list[Any]:
+    def run(self, call: tuple[Any, ...], seconds: float) -> list[Any]:
         """The value `call` returned on each rank, in rank order."""
         try:
             for rank in self.ranks:
                 rank.send(call)
-            return [answer.value for answer in self.gather(seconds)]
+            return self.gather(seconds)
         except BaseException:  # KeyboardInterrupt too: the ranks are in the middle of a case
             self.end()
             raise
 
     def gather(self, seconds: float) -> list[Any]:
-        """One answer per rank, or the error that says why there is none."""
-        answers: dict[int, Any] = {}
+        """The value of each rank, or the error that says why there is none."""
+        answers: dict[int, tuple[bool, Any]] = {}
         failed: list[int] = []
         deadline = time.monotonic() + seconds
         while len(answers) < len(self.ranks):
@@ -212,35 +216,25 @@ class Ranks:
                 break
             for rank in (silent[c] for c in ready if isinstance(c, Connection)):
                 answers[rank.rank] = rank.receive()
-                if isinstance(answers[rank.rank], wire.Raised) and not failed:
+                if not answers[rank.rank][0] and not failed:
                     failed.append(rank.rank)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failed:
             raise self.rank_error(failed[0], answers)
         if len(answers) < len(self.ranks):
-            from ds_patches.commands import (
-                locks,  # not above: no rank imports the project with this
-            )
-
             late = [r.rank for r in self.ranks if r.rank not in answers]
-            # One that was there before the ranks began to wait is none of theirs.
-            locked = [f"\n{line}" for line in locks.lines(os.environ, older_than=seconds)]
-            said = f"no answer from ranks {late} in {seconds:g} s"
-            raise WorldTimeout("".join([said, *locked, self.tails(late)]))
-        return [answers[rank.rank] for rank in self.ranks]
+            raise WorldTimeout(f"no answer from ranks {late} in {seconds:g} s{self.tails(late)}")
+        return [answers[rank.rank][1] for rank in self.ranks]
 
-    def rank_error(self, first: int, answers: dict[int, Any]) -> RankError:
-        others = []
-        for rank in (r.rank for r in self.ranks if r.rank != first):
-            match answers.get(rank):
-                case wire.Raised(text):
-                    others.append(f"rank {rank} failed as well: {text}")
-                case wire.Returned():
-                    others.append(f"rank {rank} returned")
-                case None:
-                    others.append(f"rank {rank} was still running {GRACE_SECONDS:g} s later")
+    def rank_error(self, first: int, answers: dict[int, tuple[bool, Any]]) -> RankError:
         late = [r.rank for r in self.ranks if r.rank not in answers]
-        return RankError(first, answers[first].text, "\n".join(others) + self.tails(late))
+        others = [f"rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in late]
+        for rank, (returned, value) in answers.items():
+            if rank != first:
+                others.append(
+                    f"rank {rank} {'returned' if returned else f'failed as well: {value}'}"
+                )
+        return RankError(first, answers[first][1], "\n".join(others) + self.tails(late))
 
     def tails(self, late: list[int]) -> str:
         """The output of all ranks; those in `late` add the stacks of their threads first."""

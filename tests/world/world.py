@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.world import wire
 from tests.world.ranks import Ranks
 
 __tracebackhide__ = True
@@ -45,7 +46,7 @@ class World:
 
         Raises RankError when a rank raised or died, WorldTimeout when `seconds` passed.
         """
-        call = wire.Call(f"{case.__module__}:{case.__qualname__}", args, kwargs)
+        call = (f"{case.__module__}:{case.__qualname__}", args, kwargs)
         # Taken off for the time of the call: ranks that failed a case are ended, and the next
         # case finds none and starts new ones.
         ranks = self._ranks.pop() if self._ranks else Ranks(self)
@@ -62,3 +63,19 @@ class World:
     def close(self) -> None:
         while self._ranks:
             self._ranks.pop().leave()
+
+
+def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    """The test runs on every rank of `world`: there it is called without one."""
+
+    @functools.wraps(test)
+    def run(world: World | None = None, **given: Any) -> None:
+        if world is None:
+            test(**given)
+        else:
+            world.run(run, **given)
+
+    here = inspect.signature(test)
+    own = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = here.replace(parameters=[*here.parameters.values(), own])  # type: ignore[attr-defined]
+    return run

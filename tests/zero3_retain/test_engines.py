@@ -1,4 +1,4 @@
-"""Engines of all ages: built before the patch, used after it, and stock again."""
+"""Engines of all ages: built before the patch, used after it, stock again, and after failures."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ds_patches
+from ds_patches.core.errors import Refused
 from tests.scripts import evaluating, heads
-from tests.training import leftovers, stock
-from tests.training.models import both_losses, loss_of
+from tests.training import leftovers, models, stock
+from tests.training.cases import Case, at, cases, of, trains
+from tests.training.models import backward_that_raises, both_losses, loss_of
 from tests.training.options import OFFLOADED, Options
-from tests.training.run import Script, check
-from tests.training.trainers import engine_of
-from tests.world import World
+from tests.training.run import check
+from tests.training.trainers import engine_of, engine_trainer
+from tests.world import World, on_ranks
 from tests.zero3_retain.test_gradients import patched, several_backwards
+
+retained = partial(of, "zero3_retain")
 
 
 def of_all_ages(trainer: Any, late: bool) -> None:
@@ -48,18 +53,18 @@ def test_engines_of_all_ages(world: World, late: bool) -> None:
         assert any("built before" in text for text in outcome.said) == late
 
 
-@pytest.mark.core_case(script=heads.parts_then_whole, more={})
-@pytest.mark.core_case(script=heads.one_head_rests, more=OFFLOADED)
-@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("script", [heads.parts_then_whole, heads.one_head_rests])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_steps_of_every_kind(
-    world: World, stage: int, script: Script, more: dict[str, Any]
-) -> None:
-    check(world, script, Options(stage, steps=6, **more), "zero3_retain", quiet=False)
+@cases(
+    retained(heads.parts_then_whole, 1, 2, 3, core={1, 2, 3}, steps=6),
+    retained(heads.parts_then_whole, 1, 2, 3, steps=6, **OFFLOADED),
+    retained(heads.one_head_rests, 1, 2, 3, steps=6),
+    retained(heads.one_head_rests, 1, 2, 3, core={1, 2, 3}, steps=6, **OFFLOADED),
+)
+def test_steps_of_every_kind(world: World, case: Case) -> None:
+    case.check(world, says=None)
 
 
-def two_engines(trainer: Any) -> None:
+@trains("zero3_retain", at(3))
+def test_two_engines(trainer: Any) -> None:
     """Their backwards interleave, as a generator's and a critic's do."""
     both = trainer, trainer.another()
     for step in trainer.steps():
@@ -71,23 +76,21 @@ def two_engines(trainer: Any) -> None:
             one.step()
 
 
-def test_two_engines(world: World) -> None:
-    check(world, two_engines, Options(), "zero3_retain")
-
-
-def scale_accepts_retain_graph() -> bool:
+@on_ranks
+@pytest.mark.skipif(not stock.TORCH_STYLE, reason="engine.scale came with 0.18.3")
+def test_scale_accepts_the_argument_of_pull_request_8135() -> None:
     with patched():
         engine = engine_of()
         loss = both_losses(engine, 0)[0]
-        return bool(torch.equal(engine.scale(loss, retain_graph=True), loss))
+        assert torch.equal(engine.scale(loss, retain_graph=True), loss)
 
 
-@pytest.mark.skipif(not stock.TORCH_STYLE, reason="engine.scale came with 0.18.3")
-def test_scale_accepts_the_argument_of_pull_request_8135(world: World) -> None:
-    assert all(world.run(scale_accepts_retain_graph))
-
-
-def hooks_set_again(trainer: Any) -> None:
+@pytest.mark.skipif(
+    stock.Version("0.19.2") > stock.RELEASE,
+    reason="stock's own trace does not survive it before 0.19.2: 'pop from an empty deque'",
+)
+@trains("zero3_retain", at(3))
+def test_hooks_set_again(trainer: Any) -> None:
     """What libraries do around generation: take ZeRO-3's module hooks off and set them again."""
     loss_of(trainer, 0)
     with evaluating.without_hooks(trainer):
@@ -97,9 +100,90 @@ def hooks_set_again(trainer: Any) -> None:
     several_backwards(trainer)
 
 
-@pytest.mark.skipif(
-    stock.Version("0.19.2") > stock.RELEASE,
-    reason="stock's own trace does not survive it before 0.19.2: 'pop from an empty deque'",
+# --- A backward that raises half way --------------------------------------------------------------
+
+
+def fail_and_go_on(trainer: Any, *, failing: int, zero: bool) -> None:
+    """Step 1 of 3 meets a failure at its backward number `failing`; then it is run again.
+
+    The reference takes the same steps and no failure.
+    """
+    for step in trainer.steps():
+        if trainer.is_engine and step == 1:
+            losses = both_losses(trainer, step)
+            for loss in losses[: failing - 1]:
+                trainer.backward(loss, retain_graph=True)
+            backward_that_raises(trainer, losses[failing - 1])
+            if trainer.style == "engine":  # else nobody has heard of it yet
+                trainer.leaves_nothing()
+            if zero:
+                trainer.zero_grad()
+        first, second = both_losses(trainer, step)
+        trainer.backward(first, retain_graph=True)
+        trainer.backward(second)
+        trainer.step()
+
+
+@cases(
+    *(
+        retained(
+            partial(fail_and_go_on, failing=failing, zero=zero),
+            2,
+            3,
+            core={2, 3} if failing == 2 and not zero else (),
+            model="Fragile",
+            style=style,
+        )
+        for failing in (1, 2)
+        for zero in (False, True)
+        for style in ("engine", "torch")
+    ),
 )
-def test_hooks_set_again(world: World) -> None:
-    check(world, hooks_set_again, Options(), "zero3_retain")
+def test_the_next_step_is_as_if_it_had_not_happened(world: World, case: Case) -> None:
+    for outcome in case.check(world, says=None):
+        assert not any(outcome.available[-4:]), "parameters stayed gathered"
+
+
+@on_ranks
+@pytest.mark.parametrize("style", stock.STYLES)
+def test_a_step_without_a_backward_since_is_refused(style: str) -> None:
+    with patched():
+        trainer = engine_trainer("Fragile", style=style)
+        backward_that_raises(trainer, both_losses(trainer, 0)[0])
+        with pytest.raises(Refused, match="Run forward and backward again"):
+            trainer.step()
+
+
+@on_ranks
+@pytest.mark.core_case
+@pytest.mark.parametrize("first_of_its_forward", [False, True], ids=["second", "first"])
+def test_a_backward_over_parameters_that_are_gone_is_refused(first_of_its_forward: bool) -> None:
+    """PyTorch refuses too: 'modified by an inplace operation'."""
+    with patched():
+        engine = engine_of()
+        first, second = both_losses(engine, 0)
+        if first_of_its_forward:
+            first, _ = both_losses(engine, 0)
+        engine.backward(first, retain_graph=True)
+        engine.step()
+        with pytest.raises(Refused, match=r"over a forward from before engine\.step\(\)"):
+            engine.backward(second)
+
+
+@on_ranks
+@pytest.mark.core_case
+@pytest.mark.parametrize("sharded", [False, True], ids=["pytorch", "zero3"])
+def test_a_backward_over_a_parameter_that_was_changed_is_refused(sharded: bool) -> None:
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model: Any = models.build("TwoHeads")
+    with patched():
+        engine = engine_of(model) if sharded else model
+        backward = engine.backward if sharded else Tensor.backward
+        first, second = both_losses(engine, 0)
+        backward(first, retain_graph=True)
+        weight = model.blocks[1].down.weight
+        with GatheredParameters([weight], modifier_rank=0, enabled=sharded), torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(second)

@@ -1,7 +1,9 @@
-"""What is gathered when, and what the prefetcher makes of it."""
+"""What is gathered when, what the prefetcher makes of it, and that an ordinary step is stock's."""
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,81 +12,99 @@ import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 
 from tests.scripts import losses
 from tests.training import stock
-from tests.training.models import both_losses
+from tests.training.cases import Case, cases, of
+from tests.training.models import batch, both_losses
 from tests.training.options import NO_REUSE, SMALL_PREFETCH, Options
-from tests.training.run import check, measure
-from tests.training.trainers import EngineTrainer, engine_of, engine_trainer
-from tests.world import World
-from tests.zero3_retain.test_gradients import patched, several_backwards
+from tests.training.run import measure, run
+from tests.training.trainers import EngineTrainer, Parameters, engine_of, engine_trainer
+from tests.world import World, on_ranks
+from tests.zero3_retain.test_gradients import PREFETCH, patched, several_backwards
 
-SETTINGS = pytest.mark.parametrize(
-    "settings", [{}, SMALL_PREFETCH, {**NO_REUSE, **SMALL_PREFETCH}], ids=str
+retained = partial(of, "zero3_retain")
+RIGHT_ON_STOCK = pytest.mark.skipif(stock.LOSES_MICRO_STEPS, reason="tests/accumulation has it")
+#: Stock, or patched.
+around = {False: nullcontext, True: patched}
+
+
+@cases(
+    *(
+        retained(
+            losses.three_backwards,
+            3,
+            core={3} if style == "engine" and settings is SMALL_PREFETCH else (),
+            style=style,
+            steps=5,
+            zero=settings,
+        )
+        for style in ("engine", "torch")
+        for settings in ({}, SMALL_PREFETCH, PREFETCH)
+    ),
 )
-
-
-@pytest.mark.core_case(style="engine", settings=SMALL_PREFETCH)
-@pytest.mark.parametrize("style", ["engine", "torch"])
-@SETTINGS
 def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
-    world: World, style: str, settings: dict[str, Any]
+    world: World, case: Case
 ) -> None:
     """What the prefetcher fetches for a branch that is not run is let go of, too."""
-    script = losses.three_backwards
-    options = Options(model="TwoBranches", style=style, steps=5, zero=settings)
-    for outcome in check(world, script, options, "zero3_retain"):
+    for outcome in case.check(world):
         assert len(outcome.left) == 15
         assert not any(outcome.left), outcome.left
 
 
-def peaks(backwards: int, settings: dict[str, Any]) -> list[int]:
+@on_ranks
+@pytest.mark.parametrize("settings", [{}, NO_REUSE, PREFETCH], ids=str)
+def test_several_backwards_peak_as_one_does(settings: dict[str, Any]) -> None:
     """Most elements gathered in each of two steps."""
-    script = partial(several_backwards, backwards=backwards)
-    options = Options(zero=settings)
-    return measure(script, options, patched(), looks=["memory"], strict=False).peaks
+    once, thrice = (
+        measure(
+            partial(several_backwards, backwards=backwards),
+            Options(zero=settings),
+            patched(),
+            looks=["memory"],
+            strict=False,
+        ).peaks
+        for backwards in (1, 3)
+    )
+    assert 0 < max(thrice) <= max(once)
 
 
-@pytest.mark.parametrize("settings", [{}, NO_REUSE, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
-def test_several_backwards_peak_as_one_does(world: World, settings: dict[str, Any]) -> None:
-    ordinary = world.run(peaks, 1, settings)
-    for once, thrice in zip(ordinary, world.run(peaks, 3, settings), strict=True):
-        assert 0 < max(thrice) <= max(once)
-
-
-def trace_of_steps(steps: int, backwards: int, settings: dict[str, Any]) -> list[tuple[int, bool]]:
-    """After each step: times the trace was invalidated so far, and whether it is complete."""
+@on_ranks
+@pytest.mark.core_case(settings={})
+@pytest.mark.parametrize("settings", [{}, PREFETCH], ids=str)
+def test_later_steps_keep_the_trace(settings: dict[str, Any]) -> None:
+    """It is never invalidated, and complete after the first step."""
     with patched():
         trainer = engine_trainer(steps=1, zero=settings)
         trace = trainer.engine.optimizer.parameter_offload.get_param_coordinator()
-        seen = []
         with mock.patch.object(trace, "_invalidate_trace", wraps=trace._invalidate_trace) as spoils:
-            for _ in range(steps):
-                several_backwards(trainer, backwards=backwards)
-                seen.append((spoils.call_count, trace.is_complete_trace()))
-        return seen
+            for step in range(5):
+                several_backwards(trainer, backwards=3)
+                assert (spoils.call_count, trace.is_complete_trace()) == (0, step > 0)
 
 
-@pytest.mark.core_case(settings={})
-@pytest.mark.parametrize("settings", [{}, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
-def test_later_steps_keep_the_trace(world: World, settings: dict[str, Any]) -> None:
-    for seen in world.run(trace_of_steps, 5, 3, settings):
-        assert seen == [(0, False), *[(0, True)] * 4]
+MODULES_WITH_PARAMETERS = 8  # of TwoHeads, on the way of one loss
 
 
-def prefetched_in_last_step(model: str, settings: dict[str, Any]) -> list[int]:
-    """Per backward of the fourth step: modules whose parameters were on their way when needed."""
+@on_ranks
+@pytest.mark.parametrize("model", ["TwoHeads", "Reentrant"])
+@pytest.mark.parametrize("settings", [SMALL_PREFETCH, PREFETCH], ids=str)
+def test_prefetch_serves_the_second_backward_too(settings: dict[str, Any], model: str) -> None:
+    """Nor does a graph task that ends inside another one let go of what the other is to use.
+
+    Per backward of the fourth step: modules whose parameters were on their way when needed.
+    """
     with patched():
         engine = engine_of(model, zero=settings)
         offload = engine.optimizer.parameter_offload
-        stock = offload.pre_sub_module_backward_function
+        stocks = offload.pre_sub_module_backward_function
         counts = [0]
 
         def look(module: torch.nn.Module) -> None:
             states = {p.ds_status.name for p in module.parameters(recurse=False)}
             counts[-1] += bool(states) and "NOT_AVAILABLE" not in states
-            stock(module)
+            stocks(module)
 
         class Counting(EngineTrainer):
             def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -94,53 +114,128 @@ def prefetched_in_last_step(model: str, settings: dict[str, Any]) -> list[int]:
         several_backwards(EngineTrainer(engine))
         offload.pre_sub_module_backward_function = look
         several_backwards(Counting(engine, Options(steps=1)))
-        return counts[:-1]
+        assert counts[:-1] == [MODULES_WITH_PARAMETERS] * 2
 
 
-MODULES_WITH_PARAMETERS = 8  # of TwoHeads, on the way of one loss
-
-
-@pytest.mark.parametrize("model", ["TwoHeads", "Reentrant"])
-@pytest.mark.parametrize("settings", [SMALL_PREFETCH, {**NO_REUSE, **SMALL_PREFETCH}], ids=str)
-def test_prefetch_serves_the_second_backward_too(
-    world: World, settings: dict[str, Any], model: str
-) -> None:
-    """Nor does a graph task that ends inside another one let go of what the other is to use."""
-    for first, second in world.run(prefetched_in_last_step, model, settings):
-        assert first == second == MODULES_WITH_PARAMETERS
-
-
-def weights_a_retained_graph_holds() -> tuple[int, set[str]]:
-    """Gathered weights seen, and the kinds of module whose weights outlive a retained backward."""
-    linear = torch.nn.functional.linear
-    with patched():
-        if not stock.LINEAR_SAVES_NO_WEIGHT:
-            # What building the model under ``deepspeed.zero.Init`` leaves behind.
-            torch.nn.functional.linear = zero3_linear_wrap
-        try:
-            engine = engine_of()
-            gathered: list[tuple[str, StorageWeakRef]] = []
-
-            def look(module: torch.nn.Module, *_: Any) -> None:
-                gathered.extend(
-                    (type(module).__name__, StorageWeakRef(param.data.untyped_storage()))
-                    for param in module.parameters(recurse=False)
-                )
-
-            for module in engine.module.modules():
-                module.register_forward_pre_hook(look)
-            first, second = both_losses(engine, 0)
-            engine.backward(first, retain_graph=True)
-            held = {kind for kind, storage in gathered if not storage.expired()}
-            engine.backward(second)
-            return len(gathered), held
-        finally:
-            torch.nn.functional.linear = linear
-
-
+@on_ranks
 @pytest.mark.core_case
-def test_a_retained_graph_holds_no_weights(world: World) -> None:
+def test_a_retained_graph_holds_no_weights() -> None:
     """The storage itself; stock's Linear would hold its weight up to 0.19.3."""
-    for seen, held in world.run(weights_a_retained_graph_holds):
-        assert seen > 10
-        assert not held
+    gathered: list[tuple[str, StorageWeakRef]] = []
+
+    def look(module: torch.nn.Module, *_: Any) -> None:
+        params = module.parameters(recurse=False)
+        storages = [StorageWeakRef(param.data.untyped_storage()) for param in params]
+        gathered.extend((type(module).__name__, storage) for storage in storages)
+
+    # What building the model under ``deepspeed.zero.Init`` leaves behind, and later any model.
+    linear = torch.nn.functional.linear if stock.LINEAR_SAVES_NO_WEIGHT else zero3_linear_wrap
+    with patched(), mock.patch.object(torch.nn.functional, "linear", linear):
+        engine = engine_of()
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(look)
+        first, second = both_losses(engine, 0)
+        engine.backward(first, retain_graph=True)
+        held = {kind for kind, storage in gathered if not storage.expired()}
+        engine.backward(second)
+    assert len(gathered) > 10
+    assert not held
+
+
+# --- A step that retains nothing does what stock does; its time is measured in benchmarks/ --------
+
+
+def ordinary_steps(
+    patch: bool, model: str, stage: int, micro_steps: int
+) -> tuple[Counter[str], list[list[str]], Parameters]:
+    """Collectives of three ordinary steps, what stayed gathered, and where they led.
+
+    A step before them records the prefetch trace. In it, stock keeps a module that is called
+    several times gathered from its first backward on; here it is released between its calls.
+    """
+    with around[patch]():
+        trainer = engine_trainer(model, stage=stage, micro_steps=micro_steps)
+        trainer.count = 1
+        several_backwards(trainer, backwards=1)
+        trainer.count = 3
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            several_backwards(trainer, backwards=1)
+        names = (event.name for event in recorded.events())
+        collectives = Counter(name for name in names if name.startswith("c10d::"))
+        return collectives, trainer.available, trainer.parameters()
+
+
+@on_ranks
+@pytest.mark.core_case(model="TwoHeads")
+@pytest.mark.parametrize(
+    ("model", "stage", "micro_steps"),
+    [
+        ("TwoHeads", 3, 1),
+        ("SharedBlock", 3, 2),
+        ("Reentrant", 3, 1),
+        ("TwoHeads", 1, 1),
+        pytest.param("TwoHeads", 2, 2, marks=RIGHT_ON_STOCK),
+    ],
+)
+def test_ordinary_steps_are_stocks_to_the_bit(model: str, stage: int, micro_steps: int) -> None:
+    before, after = (ordinary_steps(patch, model, stage, micro_steps) for patch in (False, True))
+    assert before[0].total() > 0, "no collective was seen: the test looks in the wrong place"
+    # At stages 1 and 2 each says whether a rank has come to the head that none has used so far.
+    asked = 0 if stage == 3 else 3 * micro_steps
+    assert after[0] == before[0] + Counter({"c10d::allreduce_": asked})
+    for mine, stocks in zip(after[1], before[1], strict=True):
+        # Fewer is fine: up to 0.19.2 stock leaves the first layer gathered after a backward.
+        assert set(mine) <= set(stocks)
+        assert mine == stocks or stock.Version("0.19.3") > stock.RELEASE
+    for name, value in before[2].items():
+        assert torch.equal(after[2][name], value), name
+
+
+@on_ranks
+def test_mistakes_raise_what_they_raise_on_stock() -> None:
+    """A loss that is no number, and a second backward over a graph that nobody retained."""
+    said = []
+    for patch in (False, True):
+        with around[patch]():
+            engine = engine_of()
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                engine.backward(engine(batch(0)[0])[0])
+            said.append(f"{caught.type}: {caught.value}")
+            loss = both_losses(engine, 0)[0]
+            engine.backward(loss)
+            words = "backward through the graph a second time" if patch else ""
+            with pytest.raises(RuntimeError, match=words):
+                engine.backward(loss)
+    assert said[0] == said[1]
+
+
+# --- Engines whose modules Dynamo compiles: the boundaries are traced as stock's Functions are ----
+
+
+class CompiledBlocks(EngineTrainer):
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        for block in engine.module.blocks:
+            block.compile(backend="eager")
+        super().__init__(engine, *arguments)
+
+
+def compiled(patch: bool, backwards: int) -> tuple[int, int]:
+    """How often Dynamo compiled and broke a graph."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    script = partial(several_backwards, backwards=backwards)
+    found = run(script, Options(), *(["zero3_retain"] if patch else []), engine=CompiledBlocks)
+    assert found.equal, found
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not stock.TORCH_STYLE, reason="tried on 0.18.3 and later only")
+def test_compiled_blocks(world: World) -> None:
+    patient = world.within(300)
+    stocks, *ours = (patient.run(compiled, *case) for case in ((False, 1), (True, 1), (True, 2)))
+    for (graphs, breaks), *others in zip(stocks, *ours, strict=True):
+        assert graphs > 0
+        assert all(more <= graphs and broken <= breaks for more, broken in others)

@@ -1,4 +1,4 @@
-"""Frozen parameters under checkpoint(): what a recomputation sees, and what it leaves gathered."""
+"""Checkpointing: what a recomputation sees of frozen parameters, and leaves gathered."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ds_patches.training import graph_task
 from tests.scripts import adapters
 from tests.scripts.worlds import FRUGAL
 from tests.training import stock
 from tests.training.models import build
 from tests.training.options import SMALL_PREFETCH
 from tests.training.run import Outcome, applied, check, measure, run
-from tests.world import World
-
-#: Reentrant recomputation holds all that is frozen.
-HOLDS_FROZEN = not stock.LOSES_FROZEN
+from tests.training.surroundings import streams
+from tests.world import World, on_ranks
 
 
 @pytest.mark.core_case(settings=FRUGAL)
@@ -29,30 +31,26 @@ def test_a_recomputation_sees_what_the_forward_saw(world: World, settings: dict[
     check(world, script, options, "zero3_retain")
 
 
-def looked_at(patches: tuple[str, ...], model: str, settings: dict[str, Any]) -> Outcome:
-    options = replace(adapters.low_rank.at(3, steps=3), model=model, zero=settings)
-    around_engine = applied(*patches) if patches else None
-    return measure(adapters.low_rank, options, around_engine, looks=["memory"], strict=False)
+def looked_at(model: str, *patches: str) -> Outcome:
+    options = replace(adapters.low_rank.at(3, steps=3), model=model, zero=FRUGAL)
+    return measure(adapters.low_rank, options, applied(*patches), looks=["memory"], strict=False)
 
 
-def elements_of_a_block(model: str) -> int:
-    """And of what is in use beside it: the embedding, which is the largest."""
-    built: Any = build(model)
-    return sum(p.numel() for part in (built.blocks[0], built.embed) for p in part.parameters())
-
-
+@on_ranks
 @pytest.mark.core_case(model="DeepReentrantAdapted")
 @pytest.mark.parametrize(
     "model", [pytest.param("DeepAdapted", marks=pytest.mark.exhaustive), "DeepReentrantAdapted"]
 )
-def test_one_block_is_gathered_at_a_time(world: World, model: str) -> None:
-    for one in world.run(looked_at, (), model, FRUGAL):
-        if HOLDS_FROZEN and model == "DeepReentrantAdapted":
-            assert max(one.peaks) > 3 * elements_of_a_block(model), "stock is right"
-    for one in world.run(looked_at, ("zero3_retain",), model, FRUGAL):
-        assert one.equal, one
-        assert max(one.peaks) <= elements_of_a_block(model)
-        assert not any(one.available)
+def test_one_block_is_gathered_at_a_time(model: str) -> None:
+    built: Any = build(model)  # beside the block the embedding is in use, which is the largest
+    most = sum(p.numel() for part in (built.blocks[0], built.embed) for p in part.parameters())
+    if model == "DeepReentrantAdapted" and not stock.LOSES_FROZEN:
+        # Reentrant recomputation holds all that is frozen.
+        assert max(looked_at(model).peaks) > 3 * most, "stock is right"
+    one = looked_at(model, "zero3_retain")
+    assert one.equal, one
+    assert max(one.peaks) <= most
+    assert not any(one.available)
 
 
 @pytest.mark.core_case
@@ -62,3 +60,33 @@ def test_a_module_may_hand_out_what_another_has(world: World) -> None:
     for one in world.run(run, adapters.modules_to_save, options):
         assert ("has no attribute 'ds_grads_remaining'" in one.error) == stock.TAKES_COUNTERS, one
     check(world, adapters.modules_to_save, options, "zero3_retain")
+
+
+@pytest.mark.core_case(reentrant=False, says=False)
+@pytest.mark.core_case(reentrant=True, says=False)
+@pytest.mark.parametrize("says", [True, False], ids=["torch 2.8", "torch 2.7"])
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "deepspeed's"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_which_recomputation_a_hook_finds_itself_in(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool, own: bool, says: bool
+) -> None:
+    from deepspeed import checkpointing
+
+    if not says:
+        monkeypatch.setattr(graph_task, "top_saved_tensors_hooks", None)
+    layer, found = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
+
+    def ran(*_: object) -> None:
+        if graph_task.current_task_id() != graph_task.NO_TASK:
+            found.append(graph_task.recomputes_for_hooks())
+
+    layer[0].register_forward_hook(ran)
+    x = torch.ones(1, 2, requires_grad=True)
+    with streams():
+        if own:
+            name = "checkpoint" if reentrant else "non_reentrant_checkpoint"
+            output = getattr(checkpointing, name)(layer, x)
+        else:
+            output = checkpoint(layer, x, use_reentrant=reentrant)
+        output.sum().backward()
+    assert found == [not reentrant]

@@ -1,6 +1,5 @@
 """Loops of one's own, by DeepSpeed's engine or by what PyTorch has in place of it."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,7 +55,7 @@ def rows(step: int, deepspeed: bool, kind: int = 0) -> Tensor:
     return whole[dist.get_rank()] if deepspeed else whole.flatten(0, 1)
 
 
-def adversaries(deepspeed: dict[str, Any] | None, *, freezes: bool = False) -> Trained:
+def adversaries(deepspeed: dict[str, Any] | None = None, *, freezes: bool = False) -> Trained:
     """A GAN: the generator's loss goes through the discriminator, which is trained first.
 
     freezes: then the discriminator gets no gradient of that.
@@ -83,7 +82,7 @@ def adversaries(deepspeed: dict[str, Any] | None, *, freezes: bool = False) -> T
 
 
 def cached_gradients(
-    deepspeed: dict[str, Any] | None, *, chunk: int = 2, reduces_once: bool = False
+    deepspeed: dict[str, Any] | None = None, *, chunk: int = 2, reduces_once: bool = False
 ) -> Trained:
     """GradCache's own way: a plain backward of a surrogate for each chunk, then the step."""
     torch.manual_seed(9)
@@ -108,13 +107,3 @@ def contrast(embedded: Tensor) -> Tensor:
     """Neighbours belong together; each rank has the negatives of its own batch."""
     first, second = F.normalize(embedded, dim=1).view(-1, 2, WIDTH).unbind(1)
     return F.cross_entropy(5 * first @ second.T, torch.arange(len(first)))
-
-
-LOOPS: dict[str, Callable[..., Trained]] = {
-    "adversaries": adversaries,
-    "cached_gradients": cached_gradients,
-}
-
-
-def train(loop: str, deepspeed: dict[str, Any] | None = None, **more: Any) -> Trained:
-    return LOOPS[loop](deepspeed, **more)

@@ -7,14 +7,12 @@ was patched. Only then it asks ds_patches, for its report, `FOLDER/RANK.json`.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import deepspeed.ops
 import model
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
 
 # On CPU, DeepSpeed compiles an all-reduce for half a minute that only inference needs.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -22,31 +20,23 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 def main(folder: Path) -> None:
     deepspeed.init_distributed()
-    network = model.build()
+    network = model.TwoHeads()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config="zero3.json")
-    report(folder, train(engine))
+    first, second = engine(torch.ones(2, model.WIDTH))
+    engine.backward(first.sum(), retain_graph=True)
+    engine.backward(second.sum())
+    engine.step()
+    report(folder)
     dist.destroy_process_group()
 
 
-def train(engine: Any) -> dict[str, Any]:
-    """One step; returns the gradients by the parameters' names."""
-    tokens = model.batch(dist.get_rank())
-    first, second = model.losses(engine(tokens), tokens)
-    engine.backward(first, retain_graph=True)
-    engine.backward(second)
-    gradients = {n: safe_get_full_grad(p).tolist() for n, p in engine.module.named_parameters()}
-    engine.step()
-    return gradients
-
-
-def report(folder: Path, gradients: dict[str, Any]) -> None:
+def report(folder: Path) -> None:
     import ds_patches
 
     told = {
         "rank": dist.get_rank(),
         "world": dist.get_world_size(),
-        "gradients": gradients,
         "live": [name for name, status in ds_patches.status().items() if status.live],
     }
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told), encoding="utf-8")

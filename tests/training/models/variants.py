@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.training.models.shapes import WIDTH, Block, Losses, TwoHeads
+from tests.training.models.shapes import VOCABULARY, WIDTH, Block, Losses, TwoHeads
 
 
 class Deep(TwoHeads):
@@ -47,6 +48,39 @@ class Auxiliary(TwoHeads):
         return self.blocks[1](x)
 
 
+class LeadingToEachOther(TwoHeads):
+    """As transformers' models: a loss made of logits, which come of hidden states, all returned."""
+
+    def forward(self, tokens: Tensor, classes: Tensor) -> Any:  # type: ignore[override]
+        hidden = [self.embed(tokens)]
+        for block in self.blocks:
+            hidden.append(block(hidden[-1]))
+        logits, rebuilt = self.heads(hidden[-1])
+        loss = F.cross_entropy(logits.float(), classes)
+        return {
+            "loss": loss,
+            "rest": (logits, hidden, Losses(rebuilt, hidden[-1])),  # one of them twice
+        }
+
+
+class SmallLlama(nn.Module):
+    """Of transformers: its outputs are a class of their own, or a tuple."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCABULARY}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+    def forward(self, tokens: Tensor, as_a_tuple: bool = False) -> Any:
+        ids = tokens[None]
+        return self.model(
+            ids, labels=ids, output_hidden_states=True, use_cache=False, return_dict=not as_a_tuple
+        )
+
+
 class Either(nn.Module):
     """Scales by one of two parameters, or by both: gathered alike on all ranks, used otherwise."""
 
@@ -60,19 +94,6 @@ class Either(nn.Module):
         for scale, used in zip(self.scales, self.used, strict=True):
             x = x * scale if used else x
         return x
-
-
-class Sometimes(TwoHeads):
-    """Two scales of its own, of which a batch may use one alone, on a rank or on all."""
-
-    used = (True, True)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
-
-    def trunk(self, tokens: Tensor) -> Tensor:
-        return Either.forward(self, super().trunk(tokens))
 
 
 class Uneven(TwoHeads):
@@ -151,16 +172,6 @@ class Unused(TwoHeads):
 
     def trunk(self, tokens: Tensor) -> Tensor:
         return self.blocks[2](self.blocks[0](self.embed(tokens)))
-
-
-class Widening(TwoHeads):
-    """The reconstruction head is reached by the first of each three backwards alone."""
-
-    calls = 0
-
-    def heads(self, x: Tensor) -> Losses:
-        self.calls += 1
-        return Losses(self.classify(x), self.rebuild(x) if self.calls % 3 == 1 else x)
 
 
 class LowRank(nn.Module):

@@ -1,1 +1,0 @@
-"""What accumulation knows of DeepSpeed's private state, and how that differs by release."""

@@ -1,0 +1,49 @@
+"""Several backwards over one forward that DeepSpeed's own checkpointing recomputes.
+
+Use
+    Apply it, and write nothing. What ``deepspeed.checkpointing.checkpoint`` and
+    ``non_reentrant_checkpoint`` return may then have any number of backwards, as with PyTorch's
+    checkpoint: at every ZeRO stage, also with ``partition_activations``, ``checkpoint_in_cpu`` and
+    contiguous buffers.
+
+    ZeRO-3 needs ``zero3_retain`` besides, for several backwards, and for a single one through
+    ``non_reentrant_checkpoint``. ``accumulation``, which adds the gradients up, is required.
+
+Risks
+    - **Functions imported before.** A module that imported one of the two functions by its name
+      before the patch was applied calls stock's. So do pipelines, which have one backward.
+    - **Activations on the CPU.** From 0.19.6 on, GPUs copy them there in the background, if they
+      are not partitioned. After a backward that retains its graph they stay on the GPU, as on
+      stock.
+
+Not covered
+    | what | what happens |
+    |---|---|
+    | ``torch.autograd.grad`` | stock's: an error, as PyTorch's reentrant checkpoint raises it |
+    | ``non_reentrant_checkpoint`` with activations kept elsewhere, to 0.19.5 | stock's: an error |
+    | ``non_reentrant_checkpoint`` to torch 2.7 | stock's: what it has recomputed stays in memory |
+    | either of them on CPU ranks, to 0.19.7 | stock's: an error, as it asks for a stream |
+
+Cost
+    Each backward recomputes. Memory is that of one backward: what was saved is given up by the
+    backward that does not retain the graph. Up to torch 2.5 nothing tells which one that is, and it
+    stays for as long as the loss.
+
+Why
+    ``checkpoint`` gives up what it has saved in the first backward, retained or not; the second has
+    nothing to recompute from. ``non_reentrant_checkpoint`` recomputes in the first backward alone.
+    If the graph is retained, it keeps all that it has recomputed, and at ZeRO-3 every weight of it.
+
+How
+    Before a backward that retains its graph the patch notes what was saved, with the states of
+    tracked random generators; after it, it puts that back. What ``non_reentrant_checkpoint`` has
+    recomputed is forgotten as soon as it was used.
+
+Upstream
+    Issue 4595 is about ``non_reentrant_checkpoint`` at ZeRO-3, which ``zero3_retain`` cures. Of
+    several backwards no issue was found.
+"""
+
+from ds_patches.core import handles
+
+apply, unapply, is_applied = handles.of(__name__)

@@ -1,0 +1,134 @@
+"""What people paste: the errors that a log ends in, or a question.
+
+Of a log the last error of each rank counts: what came before it was survived.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from ds_patches.symptoms import COMPILED
+
+#: A log is looked through from its end, in parts of this many letters.
+_PART = 1 << 20
+#: What every line with an error has one of.
+_MARKS = ("Error", "Exception", "Interrupt", "code = -", "exitcode: -", "Watchdog caught",
+          "Segmentation", "Killed", "ds_patches.core.errors.")  # fmt: skip
+_ERROR = re.compile(
+    r"""(?:^|[\s:\]])(?:\w+\.)*(?!ChildFailed|CalledProcess)
+        (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)(?::|\s*$)
+    |Watchdog[ ]caught|Segmentation[ ]fault|^Killed\b
+    |(?:return[ ]code[ ]=|exitcode:)[ ]-(?!15\b)""",
+    re.VERBOSE,
+)
+_RANK = re.compile(r"\s*(\[[a-z]+\d+\]|[a-z][\w.-]*\d):")
+_FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d", re.MULTILINE)
+_BEGIN = "Traceback (most recent call last)"
+#: Lines of a message, and of the traceback before it, that are looked at.
+_MESSAGE, _TRACEBACK = 12, 400
+#: What ds_patches itself says, as a warning or at the end of a traceback; not what is live.
+_OURS = re.compile(r"ds_patches[\w.]*:(?! ?\d+\.\d) ?(\S.+)")
+_VERSION = "DeepSpeed info: version="
+
+
+@dataclass(frozen=True)
+class Error:
+    """An error as it is printed; a text that has none is one as a whole.
+
+    message: what stands behind the exception's name.
+    evidence: the traceback and the message, and whether the log shows DeepCompile.
+    has_traceback: whether there is one, so that what it lacks did not happen.
+    """
+
+    message: str
+    evidence: str
+    has_traceback: bool
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """What stands in a text.
+
+    errors: the last of each rank.
+    question: the text, if it is a plain one; else nothing.
+    said: what ds_patches says in it.
+    release: DeepSpeed's, as a log tells it.
+    """
+
+    errors: tuple[Error, ...]
+    question: str
+    said: tuple[str, ...]
+    release: Version | None
+
+
+def read(text: str) -> Pasted:
+    """Look through a text of any length."""
+    said = tuple(dict.fromkeys(_OURS.findall(text)))
+    lines = _end(text)
+    found = _last_errors(lines)
+    shown = next((mark for mark in COMPILED.split("|") if mark in text), "")
+    errors = tuple(_error(lines, at, shown) for at in found)
+    is_plain = "\n" not in text.strip() and not re.search(r"""["'\[\]{}()<>=:]""", text)
+    if not errors:
+        errors = (Error(text[-_PART:], f"{text[-_PART:]}\n{shown}", False),)
+    return Pasted(errors, text if is_plain and not found else "", said, _release(text))
+
+
+def alike(text: str) -> str:
+    """Return a text without what differs from case to case: lines, ranks, numbers but 0."""
+    text = re.sub(r"\[rank\d+\]:", " ", text.lower())
+    return " ".join(re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text).split())
+
+
+def _end(text: str) -> list[str]:
+    """Return the lines around the last error; all of a short text."""
+    for begin in range(max(0, len(text) - _PART), -_PART, -_PART):
+        part = text[max(0, begin - 1000) : begin + _PART]
+        if any(mark in part for mark in _MARKS) and any(map(_ERROR.search, _marked(part))):
+            return text[max(0, begin - _PART) : begin + 2 * _PART].splitlines()
+    return text[-_PART:].splitlines()
+
+
+def _marked(part: str) -> Iterator[str]:
+    return (line for line in part.splitlines() if any(mark in line for mark in _MARKS))
+
+
+def _last_errors(lines: list[str]) -> list[int]:
+    """Return where the last error of each rank stands."""
+    found = {_rank(line): at for at, line in enumerate(lines) if _ERROR.search(line)}
+    return sorted(found.values())
+
+
+def _rank(line: str) -> str:
+    found = _RANK.match(line)
+    return found[1] if found else ""
+
+
+def _error(lines: list[str], at: int, shown: str) -> Error:
+    rank = _rank(lines[at])
+    before = [*_until_begin(reversed(lines[max(0, at - _TRACEBACK) : at]), rank)][::-1]
+    after = [*_until_begin(iter(lines[at + 1 : at + _MESSAGE]), rank)]
+    message = "\n".join([lines[at], *after])
+    traceback = "\n".join(before)
+    evidence = f"{traceback}\n{message}\n{shown}"
+    return Error(message, evidence, bool(_FRAME.search(traceback)))
+
+
+def _until_begin(lines: Iterator[str], rank: str) -> Iterator[str]:
+    for line in lines:
+        if _BEGIN in line:
+            return
+        if _rank(line) == rank:
+            yield line
+
+
+def _release(text: str) -> Version | None:
+    found = re.match(r"[\w.+]+", text.rpartition(_VERSION)[2]) if _VERSION in text else None
+    try:
+        return Version(Version(found[0]).public) if found else None
+    except InvalidVersion:
+        return None

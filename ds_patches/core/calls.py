@@ -1,0 +1,77 @@
+"""What wrappers are called with, and attributes that read otherwise for a while."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from ds_patches.core import live
+
+#: Of a wrapper's signature: what it wraps, and what that is called with.
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+#: Of a function with ``*args`` or ``**kwargs``: another library's, by which nothing can be named.
+_TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def in_order(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> Args:
+    """Return the arguments of a call in the order of the function that lies beneath all wrappers.
+
+    Its defaults stand in for what is not given, up to the last that is. Where the arguments do not
+    fit it, its own error is raised.
+    """
+    function = live.innermost(getattr(wrapped, "__func__", wrapped))
+    if function.__code__.co_flags & _TAKES_ANY:
+        return (*args, *kwargs.values())
+    names, defaults, required = _parameters(function)
+    bound = hasattr(wrapped, "__self__")
+    names, required = names[bound:], required - bound
+    if not kwargs and required <= len(args) <= len(names):
+        return args
+    given = dict(zip(names, args, strict=False))
+    if len(args) <= len(names) and kwargs.keys() <= {*names} - given.keys():
+        given |= kwargs
+        last = max((at for at, name in enumerate(names) if name in given), default=0)
+        found = defaults | given
+        if found.keys() >= {*names}:
+            return tuple(found[name] for name in names[: last + 1])
+    wrapped(*args, **kwargs)  # raises
+    return args
+
+
+@cache
+def _parameters(function: FunctionType) -> tuple[tuple[str, ...], Kwargs, int]:
+    """Names, and values of those that have one; how many have none."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    required = len(names) - len(values)
+    return names, dict(zip(names[required:], values, strict=True)), required
+
+
+@contextmanager
+def meanwhile(thing: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of `thing`, and put back what they were."""
+    before = {name: getattr(thing, name) for name in values}
+    for name, value in values.items():
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+def private_name(owner: str, name: str) -> str:
+    """Return what `name`, written with two underscores in a class called `owner`, is outside."""
+    return f"_{owner.lstrip('_')}__{name}"
+
+
+def private(thing: Any, owner: str, name: str) -> Any:
+    """Return that attribute."""
+    return getattr(thing, private_name(owner, name))

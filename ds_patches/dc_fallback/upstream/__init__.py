@@ -1,1 +1,0 @@
-"""What dc_fallback knows of DeepSpeed's private state, and how that differs by release."""

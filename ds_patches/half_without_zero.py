@@ -1,0 +1,216 @@
+"""fp16 and bf16 train without ZeRO, and bf16 resumes there.
+
+Use
+    Apply it, and leave the training loop as it is. Without ZeRO (stage 0) these work then:
+
+    - fp16, with optimizers of PyTorch's and with FusedAdam: weights move as far as in PyTorch,
+      clipping takes the true norm, and a step that overflows on any rank is skipped;
+    - ``PipelineModule`` with fp16, of one stage or more;
+    - bf16 with an optimizer of PyTorch's (0.17.6 to 0.18.5), with no loss scale;
+    - checkpoints of bf16 hold the optimizer, also at stage 1 with fp32 sums (0.17.6 to 0.18.4).
+
+    It requires ``accumulation``, which divides by the micro steps once.
+
+Risks
+    - **Scaled by hand.** A script that multiplies its loss by ``engine.optimizer.loss_scale``
+      itself, because DeepSpeed 0.18.3 and later do not, has to stop doing so.
+    - **Gradients.** From 0.18.3 on, ``param.grad`` before the step is scaled, as it was to 0.18.2.
+    - **The first steps.** A dynamic loss scale begins high (2^16, unless ``initial_scale_power``
+      says otherwise). The first steps may overflow now, and are skipped until the scale fits.
+    - **Older checkpoints.** One that 0.17.6 to 0.18.4 wrote without this patch has no optimizer
+      state. To load it is an error, which says what to do. On stock, Adam starts anew, and the
+      first step takes the weights back to where they were before the checkpoint was loaded.
+    - **Stage 1 with fp32 sums.** Releases from 0.18.5 on save it in other files, and do not find
+      the optimizer in those of older ones.
+
+Not covered
+    | what | what happens |
+    |---|---|
+    | backwards without ``engine.backward`` | refused by DeepSpeed (0.18.3 and later) |
+    | FusedAdam with a static loss scale, to 0.17.0 | an error about a timer, in the first step |
+    | a scale that rises at ZeRO 1 to 3 | left to stock |
+
+Cost
+    Two Python functions a step.
+
+Why
+    Without ZeRO, the optimizer of fp16 divides gradients by a loss scale. To 0.18.2 it also
+    multiplies the loss by that scale; from 0.18.3 on the engine runs the backward itself, and
+    nobody does. In every release a scale that rises does so in the middle of a step, whose
+    gradients are then divided by twice the scale that they have. bf16 gets the same optimizer from
+    0.17.6 on, and to 0.18.4 the engine's checkpoints take it for one of ZeRO's.
+
+How
+    The engine already scales losses for ``torch.autocast``. It is given the optimizer's scale in
+    the place of PyTorch's GradScaler. A scale rises at the end of its step. Checkpoints of bf16 are
+    written as those of fp16 are, which later releases do as well.
+
+Upstream
+    Issue 8393 (fp16, open); pull requests 7645 (FusedAdam, 0.18.2), 7839 (bf16, 0.18.6),
+    7571, 7586 and 7786 (checkpoints, 0.18.0 and 0.18.5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import handles
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
+from ds_patches.core.errors import Refused
+from ds_patches.core.patch import Class, Patch, upstream
+from ds_patches.core.shadow import shadowed
+from ds_patches.upstream import half
+from ds_patches.upstream.kinds import is_half
+from ds_patches.upstream.pipeline import as_engine_backward
+from ds_patches.upstream.places import ENGINE, FP16, FP16_UNFUSED, TORCH_STYLE
+
+_OVERFLOW = Class("deepspeed.runtime.utils", "CheckOverflow")
+
+_TAKEN_FOR_ZERO = ">=0.17.6,<=0.18.4"
+_UNFUSED_BF16 = ">=0.17.6,<=0.18.5"
+
+_TARGETS = (
+    ENGINE.target("backward", "around_loss", TORCH_STYLE),
+    ENGINE.target("scale", "around_loss", TORCH_STYLE),
+    ENGINE.target("_backward_prologue", "around_prologue", ">=0.18.3,<=0.18.4"),
+    FP16.target("step", "around_fused_step", "<=0.17.5"),
+    FP16.target("step", "around_returning_step", ">=0.17.6,<=0.18.1"),
+    FP16.target("step", "around_fused_step", ">=0.18.2"),
+    FP16_UNFUSED.target("step", "around_unfused_step", "<=0.17.5"),
+    FP16_UNFUSED.target("backward", "around_unscaled", _UNFUSED_BF16),
+    FP16_UNFUSED.target("step", "around_either_step", _UNFUSED_BF16),
+    FP16_UNFUSED.target("step", "around_unfused_step", ">=0.18.6"),
+    FP16_UNFUSED.target("state_dict", "around_unscaled", _UNFUSED_BF16),
+    ENGINE.target("_save_checkpoint", "around_checkpoint", _TAKEN_FOR_ZERO),
+    ENGINE.target("load_checkpoint", "around_checkpoint", _TAKEN_FOR_ZERO),
+    FP16.target("load_state_dict", "around_load_state", ">=0.17.6"),
+    FP16_UNFUSED.target("load_state_dict", "around_load_state", ">=0.17.6"),
+)
+
+_DEPENDENCIES = (
+    FP16.needs("_update_scale", "raises the scale in the middle of a step"),
+    FP16_UNFUSED.needs("_update_scale", "raises the scale in the middle of a step"),
+    FP16.needs("unscale_and_clip_grads", "divides by the scale"),
+    FP16_UNFUSED.needs("unscale_and_clip_grads", "divides by the scale"),
+    ENGINE.needs("_load_checkpoint", "loads an optimizer that is none of ZeRO's", _TAKEN_FOR_ZERO),
+    _OVERFLOW.needs("has_overflow", "asks all stages of a pipeline"),
+)
+
+PATCH = Patch(
+    name="half_without_zero",
+    hooks=__name__,
+    summary="fp16 and bf16 train without ZeRO, and bf16 resumes",
+    remove_when="a release scales the loss of fp16 without ZeRO; none up to 0.19.8 does",
+    upstream=upstream("issue 8393", "PR 7645", "PR 7786"),
+    supported=">=0.16.0,<=0.19.8",
+    targets=_TARGETS,
+    dependencies=_DEPENDENCIES,
+    requires=("accumulation",),
+)
+
+apply, unapply, is_applied = handles.of(__name__)
+
+_NO_STATE = (
+    "This checkpoint has no optimizer state: DeepSpeed 0.17.6 to 0.18.4 saves none of bf16 without "
+    "ZeRO. engine.load_checkpoint(..., load_module_only=True) takes its weights, and training "
+    "starts anew with them."
+)
+
+# --- fp16: the engine scales losses, 0.18.3 and later ---------------------------------------------
+
+
+class _LossScale:
+    """What the engine asks to scale a loss, in the place of PyTorch's own GradScaler."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def scale(self, loss: Any) -> Any:
+        """Return the loss times the scale of this step; in fp32, as most scales do not fit fp16."""
+        return loss.float() * self.optimizer.loss_scale
+
+
+def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of ``engine.backward`` and ``engine.scale``, which scale for ZeRO and for autocast alone."""
+    if engine.zero_optimization() or not half.scales_losses(engine):
+        return wrapped(*args, **kwargs)
+    with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):
+        return wrapped(*args, **kwargs)
+
+
+def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """0.18.3 and 0.18.4 take the backwards of a pipeline's stages for a script's, and refuse them.
+
+    A stage's gradients carry the scale of the last stage. All stages see an overflow in one of
+    them, so that they have the same scale.
+    """
+    is_whole = not engine.pipeline_parallelism or engine.zero_optimization()
+    if is_whole or not half.scales_losses(engine):
+        return wrapped(*args, **kwargs)
+    with as_engine_backward(engine):
+        return wrapped(*args, **kwargs)
+
+
+# --- fp16: a scale that rises does so at the end of its step --------------------------------------
+
+
+def around_fused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    with half.rising_last(optimizer):
+        return wrapped(*args, **kwargs)
+
+
+def around_returning_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """0.17.6 to 0.18.1 look for an overflow and return; with no scale to look after they step."""
+    with half.rising_last(optimizer):
+        overflow = wrapped(*args, **kwargs)
+        if overflow or not optimizer.use_grad_scaling or optimizer.fused_adam_legacy:
+            return overflow
+        with meanwhile(optimizer, use_grad_scaling=False):
+            return wrapped(*args, **kwargs)
+
+
+def around_unfused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Its norm, which the engine tells, is that of the scaled gradients."""
+    scale = optimizer.loss_scale
+    with half.rising_last(optimizer):
+        overflow = wrapped(*args, **kwargs)
+    if not overflow:
+        half.unscale_norm(optimizer, scale)
+    return overflow
+
+
+# --- bf16: the optimizer of fp16 needs no scale, 0.17.6 to 0.18.5 ---------------------------------
+
+
+def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of bf16 it divides by no scale; and the engine, for another wrapper, clears no gradients."""
+    if not half.is_bf16(optimizer):
+        return around_unfused_step(wrapped, optimizer, args, kwargs)
+    with half.unscaled(optimizer):
+        result = wrapped(*args, **kwargs)
+    optimizer.zero_grad()
+    return result
+
+
+def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of its backward, up to 0.18.2, and of its state, by whose scale a later release divides."""
+    with half.unscaled(optimizer):
+        return wrapped(*args, **kwargs)
+
+
+# --- bf16: checkpoints, 0.17.6 to 0.18.4, where the engine takes every optimizer for one of ZeRO's
+
+
+def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of saving and loading: an optimizer that is none of ZeRO's is then in no file."""
+    if not (is_half(engine.optimizer) and engine.bfloat16_enabled()):
+        return wrapped(*args, **kwargs)
+    no = lambda *_: False  # noqa: E731
+    with shadowed(engine, bfloat16_enabled=no, zero_optimization=no):
+        return wrapped(*args, **kwargs)
+
+
+def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    if in_order(wrapped, args, kwargs)[0] is None:
+        raise Refused(_NO_STATE)
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,80 @@
+"""Every fix of training that DeepSpeed's releases after 0.16.0 brought, and whom its lack concerns.
+
+ledger.json is the data: under "settings", for each name where it stands in the configuration, and
+after "=" the values, a pattern; under "doings", what no configuration tells; and the fixes, the
+oldest first. symptoms.py has what ordinary scripts meet, what no release fixed included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+#: What a setting is; what is neither on nor off is open.
+Facts = Mapping[str, bool | int | str | None]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """What was wrong, and where.
+
+    first, right: the first release that is wrong, 0.16.0 if older ones are, too; the first right.
+    seen: what a script sees, in Markdown.
+    numbers: of upstream's pull requests or issues; none if it was found by comparing two releases.
+    stages: the ZeRO stages, a digit each.
+    needs: what brings it about: names of settings and doings.
+    by: the patch that cures it. do: what helps besides another release.
+    """
+
+    first: str
+    right: str
+    seen: str
+    numbers: str = ""
+    stages: str = "0123"
+    needs: str = ""
+    by: str = ""
+    do: str = ""
+
+    def applies(self, facts: Facts) -> bool | None:
+        """Whether it shows with these settings; None if an open one or the script decides."""
+        stage = facts.get("stage")
+        found = [facts.get(name) for name in self.needs.split()]
+        if False in found or (stage is not None and str(stage) not in self.stages):
+            return False
+        return True if all(one is True for one in found) else None
+
+
+def concerning(version: Version, facts: Facts | None = None) -> list[Fix]:
+    """Return the fixes that a release lacks, but for those that the settings rule out."""
+    fixes = (Fix(**line) for line in read()["fixes"])
+    lacking = (one for one in fixes if Version(one.first) <= version < Version(one.right))
+    return [one for one in lacking if one.applies(facts or {}) is not False]
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return what a configuration of DeepSpeed tells, but for its stage; "auto" is None."""
+    found = {}
+    for name, places in read()["settings"].items():
+        each = [_is_on(config, *place.split("=", 1)) for place in places]
+        found[name] = True if True in each else None if None in each else False
+    return found
+
+
+def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+") -> bool | None:
+    for name in place.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    value = str(config).lower()
+    return None if value == "auto" else bool(re.fullmatch(pattern, value))
+
+
+@cache
+def read() -> Any:
+    """Return what ledger.json says."""
+    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

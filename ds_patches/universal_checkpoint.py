@@ -1,0 +1,63 @@
+"""After a universal checkpoint, fp32 weights are read and set by their parameter, not momentum.
+
+Use
+    Apply it before ``load_checkpoint``, and write nothing. ``safe_get_full_fp32_param`` and
+    ``safe_set_full_fp32_param`` then mean the weights, at stages 1 and 2, and for bf16 parameters
+    with fp32 gradients.
+
+Risks
+    None are known.
+
+Cost
+    A Python function for each parameter when a universal checkpoint is loaded, and none in a step.
+
+Why
+    To 0.19.6 loading a universal checkpoint makes each parameter's link to its fp32 weights one to
+    the last of its optimizer's states: a script that reads weights gets momentum, one that sets
+    them writes momentum, and so does a second load. Optimizer states are linked to copies until the
+    first step, so what is set of them is lost.
+
+How
+    Both links are made anew after loading.
+
+Upstream
+    Pull request 8474 (0.19.7).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import handles
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Class, Patch, upstream
+
+_LOADS = Class("deepspeed.runtime.base_optimizer", "ZeROOptimizer")
+
+PATCH = Patch(
+    name="universal_checkpoint",
+    hooks=__name__,
+    summary="after a universal checkpoint is loaded, fp32 weights are read and set, not momentum",
+    remove_when="your release is 0.19.7 or later",
+    upstream=upstream("PR 8474"),
+    supported=">=0.16.0,<=0.19.6",
+    targets=(
+        _LOADS.target("load_hp_checkpoint_state_from_checkpoint_dir", "around_load", "<=0.19.6"),
+    ),
+    collectives=False,
+)
+
+apply, unapply, is_applied = handles.of(__name__)
+
+
+def around_load(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """It flattens the states of each group's parameters."""
+    from ds_patches.upstream.fragments import mappings
+
+    groups, *_ = in_order(wrapped, args, kwargs)
+    weights = [mapping.hp_fragment for mapping, _ in mappings(optimizer, groups)]
+    result = wrapped(*args, **kwargs)
+    for (mapping, flat), part in zip(mappings(optimizer, groups), weights, strict=True):
+        mapping.hp_fragment = part
+        mapping.set_optim_state_fragment(flat, optimizer.optimizer.state.get(flat, {}))
+    return result

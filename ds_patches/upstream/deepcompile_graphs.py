@@ -1,0 +1,196 @@
+"""What DeepCompile's graphs do by themselves, in C++: gather, and reduce gradients.
+
+Each graph writes the first gradient that it has of a parameter into the partition and adds those
+that follow, by a mark of its own per parameter, which it takes back when a backward at the boundary
+ends in it. That loses gradients where a step has several backwards, or two graphs use a parameter.
+So each backward is said not to be at the boundary: a graph then writes in its first backward alone.
+
+With the end of a backward at the boundary a graph also takes what it keeps gathered, from the sixth
+step on, for stale. But the end waits for the graph's gradients alone: where a parameter is gathered
+for what the graph hands back to another, that may come later, and stays for the next step; and so
+does what was gathered when DeepCompile chose what to keep, and by a graph that ran in an evaluation
+alone. So at each step all of it is taken for stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_patches.core.errors import Refused
+
+_OURS = -1  # a graph of ours in DeepCompile's books; its own are known by their addresses
+_NODE = "CompiledFunctionBackward"  # in autograd, a graph's backward
+
+
+class Graphs:
+    """What DeepCompile has compiled so far, in this process.
+
+    trained: the engine's parameters that get gradients. params: all of them.
+    """
+
+    def __init__(self, trained: Sequence[Any], params: Iterable[Any], device: Any) -> None:
+        self._trained, self._device = trained, device
+        self._ds_ids = [param.ds_id for param in params]
+        self._known: tuple[int, int] | None = None  # what DeepCompile had compiled when we looked
+        self._by_graph: dict[int, set[int]] = {}  # the parameters of each graph
+        self._registered = False  # our own graph, since then
+        self._adding: set[int] = set()  # graphs that have had a backward
+
+    def look_again(self) -> None:
+        """DeepCompile may have begun anew, and forgotten all graphs."""
+        if not self._adding <= _backend().param_manager.keys():
+            self._adding.clear()
+            self._known = None
+
+    def to_be_written(self, graph_id: int) -> set[int]:
+        """The parameters, by ``ds_id``, whose gradients the graph's next backward writes."""
+        return set() if graph_id in self._adding else self._of_graphs().get(graph_id, set())
+
+    def writes(self, graph_id: int) -> set[int]:
+        """The same, as that backward begins."""
+        written = self.to_be_written(graph_id)
+        self._adding.add(graph_id)
+        return written
+
+    def has(self, ds_id: int) -> bool:
+        """Whether some graph uses this parameter."""
+        return any(ds_id in ids for ids in self._of_graphs().values())
+
+    def _of_graphs(self) -> dict[int, set[int]]:
+        """The parameters of each graph; looked up when something was compiled."""
+        if self._known != (now := _compiled()):
+            self._known, self._by_graph, self._registered = now, _by_graph(), False
+        return self._by_graph
+
+    def add_up(self) -> None:
+        """Have gradients added up, from here until the next step."""
+        _handle().start_backward(False)
+
+    def stepped(self, failed: bool = False) -> None:
+        """After a step: the next gradients are new, and what is kept gathered is stale.
+
+        `failed`: graphs may hold gradients of a backward that raised; on every rank, as this sends
+        them off.
+        """
+        if not self._of_graphs():
+            return
+        if not self._registered:  # DeepCompile may have begun anew
+            _handle().register_graph_z3(_OURS, self._ds_ids)
+            self._registered = True
+        _handle().start_backward(True)
+        if failed:
+            self._end_backward()
+            self._adding.clear()
+        # Of a graph that uses every parameter and has no gradient: what is gathered is stale.
+        self._end_one(_OURS, release=False)
+
+    def _end_backward(self) -> None:
+        """End the backward of each graph that has one.
+
+        It needs a bucket of each dtype that it has ever had a gradient of. Buckets go when the last
+        graph of a backward ends, and come with a gradient: here zeros, of the graph's smallest
+        parameter of each dtype. One graph after the other, as one that finds another's gradients in
+        a full bucket fails.
+        """
+        smallest_first = sorted(self._trained, key=lambda param: int(param.ds_numel))
+        by_graph = [one for one in _by_graph().items() if _has_backward(one[0])]
+        for last, (graph_id, ids) in enumerate(by_graph, 1 - len(by_graph)):
+            of_dtype: dict[torch.dtype, Any] = {}
+            for param in smallest_first:
+                if param.ds_id in ids:
+                    of_dtype.setdefault(param.dtype, param)
+            for param in of_dtype.values():
+                zeros = torch.zeros(tuple(param.ds_shape), dtype=param.dtype, device=self._device)
+                torch.ops.dc.reduce_grad(zeros, graph_id, param.ds_id)
+            self._end_one(graph_id, release=not last)
+
+    def _end_one(self, graph_id: int, release: bool) -> None:
+        deps = [torch.empty(0, device=self._device)]  # an empty list has no type for an operator
+        torch.ops.dc.end_backward(deps, graph_id, release)
+
+
+def before_backward(inputs: Any, outputs: Any, action: Callable[[], None]) -> None:
+    """Have `action` run before the backward of the graph that these are of, if it has one."""
+    seen = {None, *_nodes_of(inputs)}
+    pending = [node for node in _nodes_of(outputs) if node not in seen]
+    if not pending:
+        return
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        if node.name() == _NODE:
+            node.register_prehook(lambda grads: action())
+            return
+        seen.add(node)
+        pending.extend(beneath for beneath, _ in node.next_functions)
+    raise Refused("the backward of a compiled graph is not in what autograd has recorded of it")
+
+
+def _nodes_of(given: Any) -> list[Any]:
+    tensors = given if isinstance(given, (tuple, list)) else (given,)
+    return [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn]
+
+
+def id_of(gm: Any) -> int:
+    """By what DeepCompile knows the graph that it is given to compile."""
+    return id(gm.graph)
+
+
+@contextmanager
+def compiling(gm: Any) -> Iterator[None]:
+    """Around DeepCompile's work on a graph: forget that an earlier one of its frame had a backward.
+
+    Of the graph of an evaluation, which has none, DeepCompile would otherwise wait for one. As long
+    as it waits it compiles again every backward that runs, with torch 2.11 and older, and measures
+    it with buckets that are gone: the C++ aborts the process.
+    """
+    backend = _backend()
+    frame = gm.meta["dynamo_compile_id"].frame_id
+    had = frame in backend.frames_partitioned
+    backend.frames_partitioned.discard(frame)
+    try:
+        yield
+    finally:
+        if had:  # its earlier graph has one still
+            backend.graph_order_with_frame_id.set_needs_backward(frame, True)
+
+
+def has_parameters(inputs: Any) -> bool:
+    """Whether DeepCompile has anything to gather for a graph with these inputs."""
+    return any(hasattr(one, "ds_id") for one in inputs)
+
+
+def _by_graph() -> dict[int, set[int]]:
+    known = _backend().param_manager
+    return {graph: set(of.ds_ids.values()) for graph, of in known.items()}
+
+
+def _compiled() -> tuple[int, int]:
+    """How many forwards and backwards of graphs have been, and how many graphs there are."""
+    backend = _backend()
+    return len(backend.opt_pass_times), len(backend.param_manager)
+
+
+def _has_backward(graph_id: int) -> bool:
+    """Whether it was compiled: before, a graph has no gradients, and must not, as DeepCompile then
+    measures a backward that ends without a bucket.
+    """
+    known = _backend().profiling_results.get(graph_id)
+    return known is not None and known.bwd_graph is not None
+
+
+def _backend() -> Any:
+    from deepspeed.compile import backend
+
+    return backend
+
+
+def _handle() -> Any:
+    from deepspeed.compile.util import get_deepcompile_handle
+
+    return get_deepcompile_handle()

@@ -1,0 +1,276 @@
+"""The engine: whether a patch covers it, its boundary, and the state that its backwards keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+from ds_patches.core import live
+from ds_patches.core.calls import meanwhile
+from ds_patches.core.errors import Refused
+from ds_patches.upstream.kinds import Kind, is_half, kind_of
+
+# --- What it is -----------------------------------------------------------------------------------
+
+
+def why_not_covered(engine: Any) -> str | None:
+    """Return None where its backwards can be kept; else why not, "" if there is nothing to keep."""
+    optimizer = engine.optimizer
+    if not engine.zero_optimization() or not hasattr(optimizer, "step"):
+        return ""  # no ZeRO, or inference only
+    if engine.pipeline_parallelism:
+        return ""  # one backward at a time, by a schedule
+    if is_half(optimizer):
+        return ""  # stage 1 with fp32 sums, 0.17.6 to 0.18.4: nothing is partitioned
+    if getattr(engine, "zenflow", False):
+        return "ZenFlow moves parameters and gradients in a way of its own"
+    if kind_of(optimizer) is Kind.OTHER:
+        return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
+    return None
+
+
+def has_torch_style_backward(engine: Any) -> bool:
+    """Whether ``loss.backward()`` without the engine works: 0.18.3 and later."""
+    return hasattr(engine, "_backward_post_hook")
+
+
+def is_compiled(engine: Any) -> bool:
+    """Whether ``engine.compile()`` was called."""
+    return bool(engine._is_compiled)
+
+
+def is_deep_compiled(engine: Any) -> bool:
+    """Whether DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
+    active = getattr(engine, "is_deepcompile_active", None)
+    if active is not None:
+        return bool(active())
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    return enabled is not None and bool(enabled() and engine.is_compiled)
+
+
+def is_left(engine: Any) -> bool:
+    """Whether its backwards are graphs of a compiler's, which runs no code of ours in them."""
+    return is_deep_compiled(engine) or bool(getattr(engine, "_is_compiled_autograd_enabled", False))
+
+
+def folds_experts(engine: Any) -> bool:
+    """Whether AutoEP's tensor parallel ranks correct gradients in each backward."""
+    folding = getattr(engine, "_autoep_folding_spec", None)
+    return folding is not None and bool(folding.tp_size > 1)
+
+
+# --- Dividing by the micro steps ------------------------------------------------------------------
+
+
+def divides_gradients(engine: Any) -> bool:
+    """Whether it divides them by the micro steps at the outputs of its forwards, from 0.18.3 on."""
+    trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
+    return has_torch_style_backward(engine) and trains and not engine.pipeline_parallelism
+
+
+@cache
+def divides_at_outputs() -> bool:
+    """Whether ``engine.backward`` leaves the division to the outputs too: 0.18.3 to 0.19.5.
+
+    So a loss of ``engine.module(x)`` is not divided (8224), and in 0.18.3 one is that should not be
+    (7724).
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    per_tensor = live.raw(DeepSpeedEngine, "_backward_prologue_per_tensor")
+    if per_tensor is live.MISSING:
+        return False
+    return "is_current_graph_registered" not in live.innermost(per_tensor).__code__.co_names
+
+
+def dividing_by_micro_steps(engine: Any) -> AbstractContextManager[None]:
+    """Let ``engine.backward`` divide the loss by gradient_accumulation_steps, as outside.
+
+    Up to 0.18.2 it leaves that out under no_sync; from 0.18.3 it never does.
+    """
+    if has_torch_style_backward(engine):
+        return nullcontext()
+    return meanwhile(engine, inside_no_sync_ctxt=False)
+
+
+def count_anew(engine: Any) -> None:
+    """Let a step begin here, of as many micro steps as the engine has now."""
+    steps = engine.gradient_accumulation_steps()
+    engine.micro_steps -= engine.micro_steps % steps
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = steps
+
+
+# --- A backward -----------------------------------------------------------------------------------
+
+
+def begin_backward(engine: Any, again: bool) -> None:
+    """Do for any backward what the first one over a forward does; `again`: what that forward did.
+
+    From 0.18.3 hooks on the engine's outputs run the prologue, once per forward. From 0.18.5 a
+    forward also resets the per-step hook state, without which the epilogue of the second backward
+    is never queued.
+    """
+    optimizer = engine.optimizer
+    if again and hasattr(optimizer, "clear_backward_seen_flag"):
+        optimizer.clear_backward_seen_flag()
+        optimizer._backward_active_depth = 0
+    if has_torch_style_backward(engine):  # before, ``engine.backward`` calls it with its loss
+        engine._backward_prologue()
+
+
+def hook_state(optimizer: Any) -> Any:
+    """Return what counts the gradients of a backward, from 0.18.5 on; None before."""
+    return getattr(optimizer, "_backward_hook_state", None)
+
+
+def was_not_entered(optimizer: Any) -> bool:
+    """Whether gradients have come since the last forward, and no backward that upstream knows of.
+
+    Parameters' hooks ask for one when there was another before, over the same forward.
+    """
+    state = hook_state(optimizer)
+    return bool(state) and state.hooks_fired_this_backward and not state.backward_seen_this_step
+
+
+def reached_no_parameter(engine: Any) -> bool:
+    """At the end of a backward that this engine has not begun: whether it was for others alone.
+
+    Upstream's epilogue fails where no gradient has come.
+    """
+    return not (engine._running_engine_backward or may_have_come(engine))
+
+
+def may_have_come(engine: Any) -> bool:
+    """Whether a gradient has come to a parameter in this backward, as far as the release knows."""
+    state = hook_state(engine.optimizer)
+    return not state or bool(state.hooks_fired_this_backward)
+
+
+def forget_last_step(engine: Any) -> None:
+    """Do the clean-up that the forward after a reduction does, unless it was done.
+
+    From 0.18.5 it is left to that forward. A block whose first backward runs over an older
+    forward would lose its gradients to it, or find the last step's in their place.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "_epilogue_ran_this_backward", False):
+        optimizer.clear_backward_seen_flag()
+
+
+def forget_backward(engine: Any) -> None:
+    """Clear what a backward that raised left behind in the engine's hook state."""
+    if not has_torch_style_backward(engine):
+        return
+    optimizer = engine.optimizer
+    optimizer._backward_active_depth = 0
+    optimizer._remaining_grad_acc_hooks = 0
+    reset = getattr(optimizer, "clear_backward_seen_flag", None)  # 0.18.5
+    if reset is not None:
+        optimizer._epilogue_ran_this_backward = False
+        reset()
+    if not hasattr(engine, "_running_engine_backward_count"):  # 0.18.3-0.19.5: a flag, no finally
+        engine._running_engine_backward = False
+    engine._manual_backward_expected = False
+
+
+def stop_timers(engine: Any) -> None:
+    """Stop those that an exception left running: they refuse to be started again."""
+    for timer in getattr(engine.timers, "timers", {}).values():
+        if timer.started_:
+            timer.stop()
+
+
+def must_scale(engine: Any) -> None:
+    """Raise Refused for a plain backward in fp16 where it does not scale: up to 0.18.2."""
+    if engine.fp16_enabled() and not has_torch_style_backward(engine):
+        raise Refused(
+            "backward() of a tensor in fp16: this DeepSpeed scales a loss in engine.backward() "
+            "alone. Call engine.backward(tensor) instead."
+        )
+
+
+@cache
+def reduces_before_it_adds() -> bool:
+    """Whether fp32 sums are reduced before the boundary's micro step is added: 0.18.3 to 0.18.9.
+
+    PR 7985.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    epilogue = live.raw(DeepSpeedEngine, "_backward_epilogue")
+    torch_style = live.raw(DeepSpeedEngine, "_backward_post_hook") is not live.MISSING
+    return torch_style and "BF16_Optimizer" not in live.innermost(epilogue).__code__.co_names
+
+
+def gradient_method(optimizer: Any) -> str:
+    """Return the name of the method that a parameter's hook hands its gradient to."""
+    zero12 = "process_gradients"  # 0.16.5, stages 1 and 2
+    return zero12 if hasattr(optimizer, zero12) else "reduce_ready_partitions_and_remove_grads"
+
+
+# --- The gradient accumulation boundary -----------------------------------------------------------
+
+
+def is_at_boundary(optimizer: Any) -> bool:
+    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+def steps_now(engine: Any) -> bool:
+    """Whether ``step`` would update the parameters: not at a micro step."""
+    return not manages_boundary(engine) or bool(engine.is_gradient_accumulation_boundary())
+
+
+def manages_boundary(engine: Any) -> bool:
+    """Whether it counts micro steps: always, but for a setting of 0.19.4 and later."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return managed is None or bool(managed())
+
+
+def asked_boundary(engine: Any) -> bool | None:
+    """Return what the user has set; None for DeepSpeed's own count."""
+    asked: bool | None = engine._is_gradient_accumulation_boundary
+    return asked
+
+
+@contextmanager
+def at_boundary(engine: Any) -> Iterator[None]:
+    """Let engine and optimizer take what is reduced here for the last of its step."""
+    asked = asked_boundary(engine)
+    engine._is_gradient_accumulation_boundary = True
+    _tell_optimizer(engine.optimizer, True)
+    try:
+        yield
+    finally:
+        restore_boundary(engine, asked)
+
+
+def restore_boundary(engine: Any, asked: bool | None) -> None:
+    """Put back what `asked_boundary` was."""
+    engine._is_gradient_accumulation_boundary = asked
+    _tell_optimizer(engine.optimizer, engine.is_gradient_accumulation_boundary())
+
+
+def _tell_optimizer(optimizer: Any, boundary: bool) -> None:
+    if hasattr(optimizer, "set_gradient_accumulation_boundary"):  # 0.19.5
+        optimizer.set_gradient_accumulation_boundary(boundary)
+    else:
+        optimizer.is_gradient_accumulation_boundary = boundary
+
+
+# --- no_sync() ------------------------------------------------------------------------------------
+
+
+def has_no_sync(engine: Any) -> bool:
+    """Whether upstream's works: at stage 1, but for overlap_comm, which reduces inside it too."""
+    reduces = getattr(engine.optimizer, "overlap_comm", False)
+    return not (engine.zero_optimization_partition_gradients() or reduces)
+
+
+def leaves_undivided(engine: Any) -> bool:
+    """Whether upstream's does not divide by the micro steps in it: up to 0.18.2."""
+    return not has_torch_style_backward(engine) and engine.gradient_accumulation_steps() > 1

@@ -1,0 +1,204 @@
+"""Gradients of stages 1 and 2: averaged, pending, and in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
+from ds_patches.core.shadow import Shadow
+from ds_patches.upstream.engine import is_at_boundary
+from ds_patches.upstream.kinds import Kind, kind_of
+
+Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
+
+INITIAL_MICRO_STEP_ID = -1  # before a step's first backward
+
+
+def pending_gradients(optimizer: Any) -> Gradients:
+    """Reduced gradients of micro steps before the boundary; a store of its own from 0.17.6."""
+    pending: Gradients = getattr(optimizer, "all_grad_tensors", {})
+    return pending
+
+
+def sums_in_place(optimizer: Any, group: int) -> bool:
+    """0.19.8 adds reduced gradients of a low precision model to an fp32 partition by itself."""
+    compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
+    return compact is not None and bool(compact(group))
+
+
+def adds_in_place(optimizer: Any) -> bool:
+    """Whether any group does, so that a boundary backward delivers all of a step."""
+    return any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
+
+
+def leaves_what_came_before(optimizer: Any) -> bool:
+    """Stage 1 with overlap_comm: of a step, what the last backward names is reduced, and no more.
+
+    Sums that it did not add to are dropped.
+    """
+    return bool(optimizer.overlap_comm) and not optimizer.partition_gradients
+
+
+def reduce_what_is_left(optimizer: Any) -> None:
+    """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
+    if not is_at_boundary(optimizer):
+        return
+    waiting = {entry[-1] for entry in in_buckets(optimizer)}
+    reduced = optimizer.params_already_reduced
+    left = {i for i, done in enumerate(reduced) if not done and i not in waiting}
+    if not left:  # as in most steps, which are not to pay for each parameter
+        return
+    attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+    for index, group in enumerate(optimizer.bit16_groups):
+        for param in group:
+            if getattr(param, attribute, None) is None or optimizer.get_param_id(param) not in left:
+                continue
+            optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+
+
+def in_buckets(optimizer: Any) -> list[tuple[Any, ...]]:
+    """What is kept of each parameter that waits in the reduce buckets; its number comes last."""
+    buckets = getattr(optimizer, "ipg_buckets", None)  # 0.17.2
+    if buckets is None:
+        return [*optimizer.params_in_ipg_bucket]
+    return [entry for bucket in buckets.values() for entry in bucket.params]
+
+
+def forgets_micro_steps(optimizer: Any) -> bool:
+    """Whether this release looks for earlier micro steps where they are not: 0.17.6 to 0.18.2."""
+    return (
+        hasattr(optimizer, "all_grad_tensors")
+        and not hasattr(optimizer, "setup_buckets")  # 0.18.3
+        and kind_of(optimizer) is Kind.ZERO12
+    )
+
+
+def add_to_earlier(
+    collect: Callable[..., list[torch.Tensor]], optimizer: Any, params: Any, *rest: Any
+) -> list[torch.Tensor]:
+    """Upstream's collection of what a backward reduced, on top of the micro steps before.
+
+    Where it `forgets_micro_steps`, each micro step of ZeRO-2 replaces the one before.
+    """
+    now = collect(params, *rest)
+    groups = (group for group, own in enumerate(optimizer.params_in_partition) if own is params)
+    earlier = pending_gradients(optimizer).get(next(groups, -1))
+    if earlier is None:
+        return now
+    for sum_, gradient in zip(earlier, now, strict=True):
+        sum_.add_(gradient)
+    return earlier
+
+
+def steps_unreduced(optimizer: Any) -> bool:
+    """Up to 0.19.7 stage 1 with fp32 sums of a low precision model, and an offloaded optimizer.
+
+    Upstream reduces a low precision copy of each sum there, and steps with the sum itself.
+    """
+    return bool(
+        optimizer.use_grad_accum_attribute
+        and optimizer.cpu_offload
+        and not adds_in_place(optimizer)
+    )
+
+
+@contextmanager
+def reducing_what_it_steps_with(optimizer: Any) -> Iterator[None]:
+    """Where `steps_unreduced`, let the low precision copies be the gradients of the step."""
+    if not (steps_unreduced(optimizer) and is_at_boundary(optimizer)):
+        yield
+        return
+    for group in optimizer.bit16_groups:
+        for param in group:
+            if param.requires_grad and param.grad_accum is not None:
+                param.grad, param.grad_accum = optimizer.get_gradient_for_reduction(param), None
+    with meanwhile(optimizer, use_grad_accum_attribute=False):
+        yield
+
+
+def give_zeros(optimizer: Any) -> None:
+    """Let a step find zeros, where the gradients of all its backwards were dropped."""
+    for group, size in enumerate(optimizer.partition_size):
+        device = optimizer.bit16_groups_flat[group].device
+        dtype = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.dtype
+        optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Buckets of one dtype each, of what can be flattened into a reduce buffer."""
+    buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            buckets.setdefault(tensor.dtype, []).append(tensor)
+    return list(buckets.values())
+
+
+def clear(optimizer: Any) -> None:
+    """Forget what no reduction has taken from the parameters."""
+    for group in optimizer.bit16_groups:
+        for param in group:
+            param.grad = None
+            param.grad_accum = None
+
+
+def give_zero_gradient(optimizer: Any, param: Any) -> None:
+    """Let a parameter without a gradient take part in the reduction."""
+    if optimizer.use_grad_accum_attribute:
+        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
+    else:
+        param.grad = torch.zeros_like(param)
+
+
+def is_whole(param: Any) -> bool:
+    """Whether a gradient that comes is all of it: a tiled computation brings it in pieces."""
+    return bool(getattr(param, "ds_grad_is_ready", True))
+
+
+def only_whole(optimizer: Any) -> Shadow:
+    """Let a gradient that is not ready take no place in a bucket, as in 0.18.6; from 0.17.0 on."""
+
+    def put(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        param, *_ = in_order(wrapped, args, kwargs)
+        if is_whole(param):
+            wrapped(*args, **kwargs)
+
+    return Shadow(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", put)
+
+
+def set_up_buckets(optimizer: Any) -> None:
+    """Allocate the reduce buffers where a backward allocates them at its first gradient."""
+    if hasattr(optimizer, "setup_buckets"):  # 0.18.3
+        optimizer.setup_buckets()
+    elif hasattr(optimizer, "process_gradients"):  # 0.16.5
+        optimizer.backward_prologue()
+
+
+def forget_buckets(optimizer: Any) -> None:
+    """Forget which gradients wait in the reduce buckets."""
+    buckets = getattr(optimizer, "ipg_buckets", None)
+    if buckets is None:  # 0.16.0-0.17.1
+        optimizer.grads_in_ipg_bucket = []
+        optimizer.params_in_ipg_bucket = []
+        optimizer.elements_in_ipg_bucket = 0
+        optimizer.ipg_bucket_has_moe_params = False
+        optimizer.extra_large_param_to_reduce = None
+    else:
+        for bucket in buckets.values():
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+
+
+def release_buffers(optimizer: Any) -> None:
+    """Give back the memory of the reduce buckets."""
+    optimizer._release_ipg_buffers()
+
+
+def empty_buckets(optimizer: Any) -> None:
+    """Drop gradients that wait in the reduce buckets, and their buffers."""
+    forget_buckets(optimizer)
+    release_buffers(optimizer)
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)

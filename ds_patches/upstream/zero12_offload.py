@@ -1,0 +1,160 @@
+"""Gradients of stages 1 and 2 under CPU offload: host sums and fp32 partitions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from traceback import walk_stack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_patches.core import live
+from ds_patches.core.calls import meanwhile
+from ds_patches.upstream import zero12
+
+#: Of the optimizer's methods, the one that fills what `watch` watches, when a checkpoint is loaded.
+LINKING_METHOD = "_get_offload_gradient_dict"
+
+
+def partitions(optimizer: Any) -> list[torch.Tensor]:
+    """The fp32 gradients that an offloaded optimizer reads in `step`, stages 1 and 2."""
+    return [group.grad for group in optimizer.single_partition_of_fp32_groups]
+
+
+def sums_in_partitions(optimizer: Any) -> bool:
+    """Half precision masters: the host sums are the partitions' own memory."""
+    for name in ("low_precision_master_weights_and_grads", "fp16_master_weights_and_gradients"):
+        if hasattr(optimizer, name):
+            return bool(getattr(optimizer, name))
+    return False
+
+
+@cache
+def keeps_host_sums() -> bool:
+    """Whether the host sums grow with every backward (0.19.0, PR 7981).
+
+    Before, only the first micro step was kept on the host: what a second one added was lost to
+    the third.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    copy = live.innermost(DeepSpeedZeroOptimizer.copy_grads_in_partition)
+    return "micro_step_id" in copy.__code__.co_names
+
+
+@contextmanager
+def keeping_micro_steps(optimizer: Any, *, also: bool) -> Iterator[None]:
+    """Let a micro step that the user sets apart be kept; up to 0.18.9 only counted ones are."""
+    if not also or optimizer.gradient_accumulation_steps > 1 or keeps_host_sums():
+        yield
+        return
+    with meanwhile(optimizer, gradient_accumulation_steps=2):
+        yield
+
+
+def store_host_sum(optimizer: Any, param: Any) -> None:
+    """Write the sum that a micro step made in `param`'s gradient back to the host."""
+    param_id = optimizer.get_param_id(param)
+    gradient = optimizer.get_param_gradient_attribute(param)
+    host_sum = optimizer.accumulated_grads_in_cpu.get(param_id)
+    if host_sum is None or gradient is None or keeps_host_sums():
+        return
+    if host_sum.numel() == gradient.numel():
+        host_sum.copy_(gradient.view(-1))
+    else:  # half precision masters: the host holds this rank's part only
+        _, source_offset, _, numel = optimizer.grad_position[param_id]
+        host_sum.copy_(gradient.view(-1).narrow(0, source_offset, numel))
+
+
+def filled(optimizer: Any) -> set[int]:
+    """Return the parameters whose fp32 gradients are not zero."""
+    return {i for i in optimizer.grad_position if _on_host(optimizer, i).any()}
+
+
+#: Gets the id of a parameter, and whether its gradient is given; else it is read.
+Look = Callable[[int, bool], None]
+
+
+def watch(optimizer: Any, look: Look | None) -> None:
+    """Call `look` before a script reads or gives an fp32 gradient; None: no longer."""
+    for group, gradients in optimizer.offload_gradient_dict.items():
+        ids = [optimizer.get_param_id(param) for param in optimizer.params_in_partition[group]]
+        watched = [*gradients] if look is None else _Watched(gradients, ids, look)
+        optimizer.offload_gradient_dict[group] = watched
+
+
+class _Watched(list[torch.Tensor]):
+    """A group's fp32 gradients, from which upstream's functions of a parameter take one."""
+
+    def __init__(self, gradients: Iterable[torch.Tensor], ids: list[int], look: Look) -> None:
+        super().__init__(gradients)
+        self._ids, self._look = ids, look
+
+    def __getitem__(self, index: Any) -> Any:
+        # Reading and giving are the same here, and only the callers tell which it is.
+        callers = (frame.f_code.co_name for frame, _ in islice(walk_stack(sys._getframe()), 8))
+        self._look(self._ids[index], "set_full_hp_grad" in callers)
+        return super().__getitem__(index)
+
+
+def zero_partitions(optimizer: Any, param_ids: Iterable[int]) -> None:
+    """Zero the fp32 gradients of parameters that got none in this step: an old step left some."""
+    for param_id in param_ids:
+        _on_host(optimizer, param_id).zero_()
+        if (norm := optimizer.norm_for_param_grads.get(param_id)) is not None:
+            optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
+
+
+def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
+    """Add host sums to the fp32 gradients, where a backward at the boundary copies them."""
+    for param_id in param_ids:
+        target = _on_host(optimizer, param_id)
+        if (sum_ := _on_device(optimizer, param_id)) is None:
+            if (host_sum := optimizer.accumulated_grads_in_cpu.get(param_id)) is None:
+                continue
+            source_offset = optimizer.grad_position[param_id][1]
+            sum_ = host_sum.view(-1).narrow(0, source_offset, target.numel())
+        target.add_(sum_)
+        optimizer.norm_for_param_grads[param_id] = target.float().norm(2)
+        optimizer.local_overflow |= not bool(target.isfinite().all())
+
+
+def take_to_device(optimizer: Any, param_ids: Iterable[int]) -> set[int]:
+    """Let fp32 gradients be the sums that the next backward adds to; returns whose are now."""
+    taken = set()
+    for param_id in param_ids:
+        if (sum_ := _on_device(optimizer, param_id)) is not None:
+            sum_.copy_(_on_host(optimizer, param_id))
+            taken.add(param_id)
+    return taken
+
+
+def _on_device(optimizer: Any, param_id: int) -> torch.Tensor | None:
+    """The sum of a step's gradients, where micro steps add in place and not on the host."""
+    group, _, _, numel = optimizer.grad_position[param_id]
+    if not zero12.sums_in_place(optimizer, group):
+        return None
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    found: torch.Tensor = optimizer._get_compact_grad_partition_slice(group, rank, param_id, numel)
+    return found
+
+
+def _on_host(optimizer: Any, param_id: int) -> torch.Tensor:
+    """Where the step reads this rank's part of a parameter's gradient."""
+    group, _, offset, numel = optimizer.grad_position[param_id]
+    gradient: torch.Tensor = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
+    return gradient.narrow(0, offset, numel)
+
+
+def renew_norms(optimizer: Any) -> None:
+    """Let the per-parameter norms, which clipping reads, follow the fp32 gradients."""
+    norms = optimizer.norm_for_param_grads
+    for param_id in optimizer.grad_position:
+        norm = _on_host(optimizer, param_id).norm(2)
+        like = norms.get(param_id, norm)
+        norms[param_id] = norm.to(like.dtype).to(like.device)

@@ -1,0 +1,101 @@
+"""ZeRO-3 trains on after inference_mode, after generation without hooks, and with mixed dtypes.
+
+Use
+    Apply it, and write nothing. These work then, as in PyTorch:
+
+    - an evaluation under ``torch.inference_mode()``, through the engine or its module, or
+      ``GatheredParameters`` in it, before and between training steps;
+    - generation with the engine's hooks removed and added again, as TRL and Accelerate have it
+      (to 0.19.1);
+    - adapters of another dtype than the model's under ``deepspeed.zero.Init`` (to 0.19.2).
+
+Risks
+    None are known.
+
+Cost
+    A call of a Python function for each module at both ends of its forward.
+
+Why
+    A parameter that is gathered or released under ``torch.inference_mode()`` is an inference tensor
+    until something gathers it anew. Autograd refuses it: in the forward, if it is still gathered;
+    in the backward or the step, if no module gathers it.
+
+    Hooks that are added again give each module another number. A trace that is being recorded
+    knows modules by the old ones, and is of no use to the next forward.
+
+    Persistent parameters are gathered together, as if all had the dtype of the first.
+
+How
+    Parameters are given other data outside of inference mode. An unfinished trace gets the new
+    numbers. Parameters of several dtypes are gathered one by one.
+
+Upstream
+    Of inference mode no issue was found. Generation: pull request 8043. Dtypes: issue 8072, pull
+    request 8073.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import handles
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Patch, upstream
+from ds_patches.upstream.places import COORDINATOR, GATHERED, INIT, OFFLOAD
+from ds_patches.upstream.zero3_gathers import renumbered
+
+PATCH = Patch(
+    name="zero3_hooks",
+    hooks=__name__,
+    summary="ZeRO-3 trains on after inference_mode, generation without hooks, mixed dtypes",
+    remove_when="a release leaves no inference tensors behind; none up to 0.19.8 does",
+    upstream=upstream("PR 8043", "PR 8073", "issue 8072"),
+    supported=">=0.16.0,<=0.19.8",
+    targets=(
+        OFFLOAD.target("pre_sub_module_forward_function", "around_change"),
+        OFFLOAD.target("post_sub_module_forward_function", "around_change"),
+        COORDINATOR.target("reset_step", "around_change"),
+        INIT.target("_all_gather", "around_change"),
+        GATHERED.target("__exit__", "around_change"),
+        OFFLOAD.target("_register_hooks_recursively", "around_register", "<=0.16.3"),
+        OFFLOAD.target("_register_deepspeed_module", "around_register", ">=0.16.4,<=0.19.1"),
+        INIT.target("_allgather_params_coalesced", "around_all_gather", "<=0.19.2"),
+    ),
+    dependencies=(
+        COORDINATOR.needs("record_module", "notes steps by the number of a module", "<=0.19.1"),
+        COORDINATOR.needs("record_parameters", "looks for them by that number", "<=0.19.1"),
+    ),
+)
+
+apply, unapply, is_applied = handles.of(__name__)
+
+
+def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> Any:
+    """What gives parameters other data: in inference mode it would be no good for training."""
+    import torch  # every command reads this file, and few need torch
+
+    if not torch.is_inference_mode_enabled():
+        return wrapped(*args, **kwargs)
+    # What torch.inference_mode is made of, without its Python; the end puts the gradient mode back.
+    with torch._C._InferenceMode(False):
+        torch._C._set_grad_enabled(False)
+        return wrapped(*args, **kwargs)
+
+
+def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the root it registers all modules, each with a new number."""
+    module = in_order(wrapped, args, kwargs)[0]
+    if module is not offload.module:
+        return wrapped(*args, **kwargs)
+    with renumbered(offload.get_param_coordinator()):
+        return wrapped(*args, **kwargs)
+
+
+def around_all_gather(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
+    """It gives all parameters the dtype of the first; on CPU ranks it waits for the last alone."""
+    params, *others = in_order(wrapped, args, kwargs)
+    if len({param.ds_tensor.dtype for param in params}) < 2:
+        return wrapped(*args, **kwargs)
+    for param in params:
+        wrapped([param], *others)
+    return None

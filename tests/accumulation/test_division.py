@@ -1,0 +1,179 @@
+"""A gradient is divided by the micro steps once, whichever outputs it passes on its way."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from ds_patches.accumulation.division import apart
+from ds_patches.training.graph_task import with_graphs
+from tests.listening import listening
+from tests.training import stock
+from tests.training.cases import Case, at, cases, of, trains
+from tests.training.models import batch, loss_of
+from tests.training.models.shapes import Losses
+from tests.training.options import BF16, OFFLOADED, Options
+from tests.training.run import applied, measure
+from tests.training.trainers import engine_of
+from tests.world import World, on_ranks
+
+accumulation = partial(of, "accumulation")
+leading = partial(accumulation, model="LeadingToEachOther", micro_steps=4)
+
+
+def steps(trainer: Any, total: Any, backward: str = "backward") -> None:
+    for step in trainer.steps():
+        for micro in range(trainer.options.micro_steps):
+            tokens, classes = batch(step, micro)
+            getattr(trainer, backward)(total(trainer(tokens, classes), classes))
+            trainer.step()
+
+
+def of_the_model(trainer: Any) -> None:
+    """``engine(input_ids, labels=labels).loss``"""
+    steps(trainer, lambda outputs, _: outputs["loss"])
+
+
+def of_logits(trainer: Any) -> None:
+    """A loss that is made outside."""
+    steps(trainer, lambda outputs, classes: cross_entropy(outputs["rest"][0].float(), classes))
+
+
+def of_several(trainer: Any) -> None:
+    """The model's loss, a second head, and penalties on what leads to them."""
+
+    def total(outputs: Any, classes: Any) -> Any:
+        logits, hidden, others = outputs["rest"]
+        parts = (logits, hidden[0].sin(), hidden[1], *others)
+        return outputs["loss"] + sum(part.float().square().mean() for part in parts)
+
+    steps(trainer, total)
+
+
+def after_coalesce(trainer: Any) -> None:
+    """Not accumulation, but coalesce is the first to meet the engine."""
+    with trainer.no_sync():
+        pass
+    of_the_model(trainer)
+
+
+def unscaled(trainer: Any) -> None:
+    """``scale_wrt_gas=False``, as Accelerate and transformers' Trainer have it."""
+    micro_steps = trainer.options.micro_steps
+    steps(trainer, lambda outputs, _: outputs["loss"] / micro_steps, "unscaled_backward")
+
+
+@cases(
+    leading(of_the_model, 0, 1, 2, 3, core={2}),
+    leading(of_logits, 0, 1, 2, 3),
+    leading(of_several, 0, 1, 2, 3, core={0}),
+    *(  # DeepSpeed refuses plain backwards without ZeRO
+        leading(script, 1, 2, 3, style=style)
+        for script in (of_the_model, of_logits, of_several)
+        for style in ("scale", "torch")
+    ),
+    leading(of_several, 0, 2, 3, **BF16),
+    leading(of_several, 2, 3, **OFFLOADED),
+    leading(unscaled, 0, 1, 2, 3),
+    of("coalesce", after_coalesce, 2, model="LeadingToEachOther", micro_steps=4, style="torch"),
+)
+def test_outputs_that_lead_to_one_another(world: World, case: Case) -> None:
+    case.check(world)
+
+
+def of_transformers(trainer: Any) -> None:
+    """By turns of the class, and of a tuple with hidden states; each with a loss of its logits."""
+    for step in trainer.steps():
+        for micro in range(trainer.options.micro_steps):
+            tokens, _ = batch(step, micro)
+            outputs = trainer(tokens, bool(micro % 2))
+            loss, logits = outputs[:2]
+            if not micro % 2:
+                assert outputs.loss is loss, "what transformers returns is what it is"
+                assert outputs.logits is logits
+            trainer.backward(loss + logits.float().square().mean())
+            trainer.step()
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    ("stage", "style"), [(0, "engine"), *((stage, one) for stage in (2, 3) for one in stock.STYLES)]
+)
+def test_a_model_of_transformers(stage: int, style: str) -> None:
+    """Of hooks, it leaves some itself."""
+    options = Options(stage, model="SmallLlama", style=style, micro_steps=4)
+    found = measure(of_transformers, options, applied("accumulation"), strict=False)
+    assert found.equal, found
+
+
+def test_what_has_no_graph_stays_the_object_that_it_is() -> None:
+    """And containers stay of their kinds, dicts and lists the objects that they are."""
+    leaf, mask = torch.ones(2, requires_grad=True), torch.ones(1)
+    given = [leaf, mask, {"a": leaf * 2}, None, Losses(mask, leaf * 3), (leaf * 4,)]
+    inner = given[2]
+    outputs = apart(given)
+    assert outputs is given
+    assert outputs[0] is leaf
+    assert outputs[1] is outputs[4].logits is mask
+    assert outputs[2] is inner
+    assert [type(one) for one in outputs[2:]] == [dict, type(None), Losses, tuple]
+    for one in (outputs[2]["a"], outputs[4].rebuilt, outputs[5][0]):
+        assert one._base is not None
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
+    """A leaf is left alone: a model that gives back its input, or a parameter, ran no graph."""
+    leaf = torch.ones(2, requires_grad=True)
+    pair = Pair(leaf * 4, leaf.detach())
+    outputs = {"a": leaf * 2, "b": [leaf * 3, (pair, "no tensor", None)], "c": leaf}
+    assert with_graphs(outputs) == [outputs["a"], outputs["b"][0], pair.first]
+
+
+# --- Another number of micro steps ----------------------------------------------------------------
+
+
+@trains(
+    "accumulation",
+    at(0, 1, 2, 3, core={2}, steps=4, micro_steps=4),
+    at(1, 2, 3, core={2}, steps=4, micro_steps=4, **OFFLOADED),
+)
+def test_a_batch_of_another_size(trainer: Any) -> None:
+    """From 4 micro steps a step to 3, to 1, and to 2."""
+    for step in trainer.steps():
+        count = (4, 3, 1, 2)[step]
+        if step:
+            trainer.resize(count)
+        for micro in range(count):
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.step()
+
+
+@trains("accumulation", at(0, 2, 3, model="LeadingToEachOther"))
+def test_from_one_micro_step_to_four(trainer: Any) -> None:
+    """Of a model whose outputs lead to one another."""
+    for step in trainer.steps():
+        count = (1, 4, 4)[step]
+        if step == 1:
+            trainer.resize(count)
+        for micro in range(count):
+            tokens, classes = batch(step, micro)
+            trainer.backward(trainer(tokens, classes)["loss"])
+            trainer.step()
+
+
+@on_ranks
+def test_in_the_middle_of_a_step_it_is_said() -> None:
+    with applied("accumulation"), listening() as heard:
+        engine = engine_of(stage=2, micro_steps=4)
+        engine.backward(engine(batch(0)[0])[0].float().sum())
+        engine.step()
+        engine.set_train_batch_size(2 * engine.train_micro_batch_size_per_gpu() * 3)
+        assert any("after 1 micro step(s) of a step" in line for line in heard), heard

@@ -1,0 +1,1 @@
+"""deepspeed.checkpointing: what several backwards over one forward come to."""

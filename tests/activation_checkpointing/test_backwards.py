@@ -1,0 +1,73 @@
+"""Whatever the stage and the settings, gradients are those of PyTorch's own checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.activation_checkpointing.recomputing import (
+    NON_REENTRANT,
+    REENTRANT,
+    Adapted,
+    Recomputed,
+    several,
+)
+from tests.scripts.worlds import FRUGAL
+from tests.training import stock
+from tests.training.cases import Case, cases, of
+from tests.training.options import BF16, Options
+from tests.training.run import run
+from tests.world import World, on_ranks
+
+PARTITIONED = {"partition_activations": True}
+IN_CPU = {"checkpoint_in_cpu": True}
+CONTIGUOUS = PARTITIONED | {"contiguous_checkpointing": True, "num_checkpoints": 2}
+SINCE_0_19_6 = stock.since("0.19.6", "a non_reentrant_checkpoint that empties no inputs")
+
+
+def rows(by: str) -> Iterator[list[Any]]:
+    def row(given: dict[str, Any], *stages: int, patches: str = "", **options: Any) -> list[Any]:
+        patches += " zero3_retain activation_checkpointing"
+        script = partial(several, by=by, **given)
+        return of(patches, script, *stages, **{"model": Recomputed, **options})
+
+    for count in (1, 2, 3):
+        yield row({"backwards": count}, 0, 1, 2, 3, core={2, 3})
+        yield row({"backwards": count}, 0, 1, 2, 3, micro_steps=2)
+    for count in (1, 2):
+        for zero in ({}, {"zero": FRUGAL}):
+            yield row({"backwards": count}, 3, model=Adapted, **zero)
+        for more in (BF16, {"zero": FRUGAL}):
+            yield row({"backwards": count}, 3, **more)
+        yield row({"backwards": count, "block": True}, 1, 2, 3, patches="coalesce")
+    yield row({"fails": True}, 1, 2, 3)
+    marks = [SINCE_0_19_6] if by == NON_REENTRANT else []
+    yield row(PARTITIONED | IN_CPU, 1, 2, 3, core={3}, marks=marks)
+    for settings in (PARTITIONED, IN_CPU, CONTIGUOUS, {"fails": True, **PARTITIONED}):
+        yield row(settings, 1, 2, 3, marks=marks)
+
+
+@cases(*rows(REENTRANT), *rows(NON_REENTRANT))
+def test_gradients(world: World, case: Case) -> None:
+    fails = "fails" in case.name
+    for one in case.check(world, says=None if fails else ()):
+        gathers_once = "block" in case.name
+        assert fails or gathers_once or not any(one.available), one
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stock_gives_up_what_it_has_saved(stage: int) -> None:
+    found = run(partial(several, by=REENTRANT), Options(stage, model=Recomputed))
+    assert "'NoneType' object is not iterable" in found.error, "stock is right"
+
+
+@on_ranks
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_stock_recomputes_with_empty_parameters(backwards: int) -> None:
+    script = partial(several, by=NON_REENTRANT, backwards=backwards)
+    found = run(script, Options(model=Recomputed))
+    assert "The size of tensor a (0)" in found.error, "stock is right"

@@ -1,0 +1,65 @@
+"""The arguments of a call, and attributes that read otherwise for a while."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wrapt
+
+from ds_patches.core.calls import in_order, meanwhile
+
+
+def test_attributes_are_put_back_also_after_an_exception() -> None:
+    thing = SimpleNamespace(one=1, two=2)
+    with meanwhile(thing, one=None, two=3):
+        assert vars(thing) == {"one": None, "two": 3}
+    assert vars(thing) == {"one": 1, "two": 2}
+    with pytest.raises(KeyError), meanwhile(thing, one=2):
+        raise KeyError
+    with pytest.raises(AttributeError), meanwhile(thing, one=2, other=3):
+        pass
+    assert vars(thing) == {"one": 1, "two": 2}
+
+
+class Scales:
+    def weigh(self, left: int, right: int, scale: float = 1.0, unit: str = "kg") -> None:
+        """What a wrapper is around."""
+
+
+def of_a_module(left: int, right: int = 2) -> None:
+    """The same, bound to nothing."""
+
+
+WEIGH = Scales().weigh
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "expected"),
+    [
+        (WEIGH, (1, 2), {}, (1, 2)),
+        (WEIGH, (1,), {"right": 2}, (1, 2)),
+        (WEIGH, (), {"right": 2, "left": 1}, (1, 2)),
+        (WEIGH, (1, 2), {"unit": "g"}, (1, 2, 1.0, "g")),
+        (of_a_module, (), {"right": 3, "left": 1}, (1, 3)),
+        (of_a_module, (1,), {}, (1,)),
+        *((WEIGH, args, {}, TypeError) for args in ((), (1, 2, 3, 4, 5))),
+        *((WEIGH, (1, *more), {"left": 2}, TypeError) for more in ((), (2,))),
+        (WEIGH, (1, 2), {"no": 1}, TypeError),
+    ],
+)
+def test_arguments_have_the_order_of_the_original(
+    function: Any, args: tuple[int, ...], kwargs: dict[str, Any], expected: Any
+) -> None:
+    """Where they do not fit, the error is the original's."""
+    if expected is TypeError:
+        said = []
+        for call in (lambda: function(*args, **kwargs), lambda: in_order(function, args, kwargs)):
+            with pytest.raises(TypeError) as raised:
+                call()
+            said.append(str(raised.value))
+        assert said[0] == said[1]
+        return
+    around = wrapt.FunctionWrapper(function, lambda wrapped, _, args, kwargs: None)
+    assert in_order(function, args, kwargs) == in_order(around, args, kwargs) == expected

@@ -1,0 +1,212 @@
+"""All patches on real engines, beside libraries that wrap methods of theirs, and after them."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+
+import ds_patches
+from ds_patches.core import lifecycle, live
+from ds_patches.core.shadow import Shadow
+from tests.scripts import accumulating, by_hand, evaluating, nested, ordinary
+from tests.training import models
+from tests.training.models import loss_of
+from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
+from tests.training.run import Outcome, Script, measure
+from tests.training.trainers import engine_of
+from tests.world import World
+
+
+@contextmanager
+def all_patches() -> Iterator[None]:
+    ds_patches.apply_all()
+    try:
+        yield
+    finally:
+        ds_patches.unapply_all()
+
+
+# --- A library wraps methods of an engine ---------------------------------------------------------
+
+
+def profile(engine: Any) -> list[tuple[Any, str, Any]]:
+    """As a profiler does, keep each wrapper of ours, and call it; return what was where."""
+    owners = [engine, engine.optimizer]
+    if hasattr(engine.optimizer, "parameter_offload"):
+        owners.append(engine.optimizer.parameter_offload.get_param_coordinator())
+    found = [
+        (owner, name, value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(getattr(value, "_self_shadow", None), Shadow)
+    ]
+    for owner, name, ours in found:
+        setattr(owner, name, lambda *args, ours=ours, **kwargs: ours(*args, **kwargs))
+    return found
+
+
+def beside_a_profiler(trainer: Any) -> None:
+    """It comes over our wrappers, which go, come over it, and go again after it."""
+    before: list[tuple[Any, str, Any]] = []
+    for step in trainer.steps():
+        if trainer.is_engine and step in (2, 6):
+            ds_patches.unapply_all()
+        if trainer.is_engine and step == 4:
+            ds_patches.apply_all()
+        if trainer.is_engine and step == 5:
+            for place in before:
+                setattr(*place)
+        with trainer.window() if trainer.is_engine and step == 1 else nullcontext():
+            trainer.backward(loss_of(trainer, step))
+            if trainer.is_engine and step == 1:
+                before = profile(trainer.engine)
+                assert before, "nothing of ours is at this engine: the test looks elsewhere"
+        trainer.step()
+
+
+def company(options: Options) -> Outcome:
+    with all_patches():
+        found = measure(beside_a_profiler, options, strict=False)
+        ds_patches.apply_all()
+        return found
+
+
+@pytest.mark.core_case(stage=2, more={})
+@pytest.mark.parametrize(
+    "more", [{}, OFFLOADED, OVERLAP, BF16_SUMS], ids=["", "offloaded", "overlap", "sums"]
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_wrappers_come_and_go_beneath_a_profiler(
+    world: World, stage: int, more: dict[str, Any]
+) -> None:
+    if more is BF16_SUMS and stage == 1:
+        pytest.skip("BF16_Optimizer has no block")
+    for found in world.run(company, Options(stage, steps=8, **more)):
+        assert found.equal, found
+
+
+# --- Arguments by name ----------------------------------------------------------------------------
+
+
+@contextmanager
+def called_by_name(turned: bool) -> Iterator[set[str]]:
+    """Calls of every wrapped function give all arguments by name, last first if `turned`.
+
+    Yields which of them were called.
+    """
+    called: set[str] = set()
+
+    def shim(key: str, ours: Any) -> Callable[..., Any]:
+        signature = inspect.signature(live.innermost(ours))
+        plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        is_plain = all(one.kind in plain for one in signature.parameters.values())
+
+        def by_name(*args: Any, **kwargs: Any) -> Any:
+            called.add(key)
+            if not is_plain:
+                return ours(*args, **kwargs)
+            given = [*signature.bind(*args, **kwargs).arguments.items()]
+            own = [given.pop(0)[1]] if given and given[0][0] == "self" else []
+            return ours(*own, **dict(given[::-1] if turned else given))
+
+        return by_name
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        places = {
+            (wrapper.owner, wrapper.name): wrapper.target.key
+            for life in lifecycle.lives.values()
+            for wrapper in life.journal.wrappers
+            if wrapper.on
+        }
+        for place, key in places.items():
+            monkeypatch.setattr(*place, shim(key, live.raw(*place)))
+        yield called
+
+
+def by_name(script: Script, options: Options, turned: bool) -> tuple[Outcome, set[str]]:
+    with all_patches(), called_by_name(turned) as called:
+        return measure(script, options, strict=False), called
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "turned"])
+@pytest.mark.parametrize(
+    ("script", "stages", "more"),
+    [
+        (by_hand.given_where_one_came_earlier, (1, 2, 3), {}),
+        (by_hand.given_after_two_micro_steps, (2, 3), {"micro_steps": 2, **OFFLOADED}),
+        (accumulating.zeroed_in_the_middle, (1,), {"micro_steps": 2}),
+        (nested.cached_in_a_window, (2, 3), {}),
+        (evaluating.inference_mode, (3,), evaluating.KEPT),
+        (ordinary.micro_steps, (1, 2, 3), {"micro_steps": 2}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_arguments_by_name(
+    world: World, script: Any, stages: tuple[int, ...], more: dict[str, Any], turned: bool
+) -> None:
+    for stage in stages:
+        for found, called in world.run(by_name, script, Options(stage, **more), turned):
+            assert found.equal, (stage, found)
+            assert called
+
+
+# --- What is left when an engine goes -------------------------------------------------------------
+
+
+def backward(engine: Any) -> None:
+    engine.backward(engine(models.batch(0)[0])[0].sum())
+
+
+def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
+    """Of engine, optimizer and module, after a step of this kind."""
+    with all_patches():
+        engine = engine_of(stage=stage, **more)
+        things = [ref(engine), ref(engine.optimizer), ref(engine.module)]
+        if use == "unsynced":
+            with engine.no_sync():
+                backward(engine)
+        check = ds_patches.train_check(engine, action="warn")
+        with check if use == "checked" else nullcontext():
+            with engine.coalesce_grad_reduction() if use == "of a block" else nullcontext():
+                backward(engine)
+            engine.step()
+        status = ds_patches.status()
+        assert all(one.live for one in status.values() if one.state.value == "applied")
+        engine.destroy()
+        del engine, check
+        gc.collect()
+        return [thing() is None for thing in things]
+
+
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize("use", ["ordinary", "checked", "unsynced", "of a block"])
+@pytest.mark.parametrize("stage", [1, 2])  # stock frees none of stage 3
+def test_an_engine_is_freed(world: World, use: str, stage: int, more: dict[str, Any]) -> None:
+    for freed in world.run(is_freed, use, stage, more):
+        assert all(freed), freed
+
+
+def classes(patched: bool) -> int:
+    """How many an engine with twenty blocks brings into the process, in its first forward."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(thing, type) for thing in gc.get_objects())
+
+    with all_patches() if patched else nullcontext():
+        engine = engine_of(torch.nn.Sequential(*[models.shapes.Block() for _ in range(20)]))
+        before = count()
+        engine(torch.ones(1, models.shapes.WIDTH))
+        return count() - before
+
+
+def test_no_class_is_made_for_a_module(world: World) -> None:
+    stock, patched = (world.run(classes, one) for one in (False, True))
+    assert all(one < 20 + other for one, other in zip(patched, stock, strict=True))

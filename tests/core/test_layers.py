@@ -1,0 +1,137 @@
+"""The package is layers that look down, and what is private in DeepSpeed lies in one of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+
+import ds_patches
+from ds_patches.core import registry
+
+ROOT = Path(str(ds_patches.__file__)).parent
+PATCHES = tuple(registry.patches())
+#: From below: what imports only what stands before it. Patches stand side by side.
+LAYERS = (
+    ("core", "ledger"),
+    ("symptoms",),
+    ("upstream",),
+    ("training",),
+    PATCHES,
+    ("traincheck",),
+    ("startup",),
+    ("commands",),
+    ("",),
+    ("auto", "__main__"),
+)
+PRIVATE = r"_(?!ds_patches)[a-z]\w*[a-z]"
+#: Private attributes of PyTorch and of Python that are read or written where no layer hides them.
+OTHERS = {
+    "modules": "_backward_hooks _buffers _compiled_call_impl _orig_mod _parameters",
+    "tensors": "_cdata _post_accumulate_grad_hooks _version",
+    "graph tasks": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
+    "process groups": "_get_default_group _get_default_store _get_backend _timeout",
+    "Python": "_fields _getframe",
+}
+#: What the package itself defines, importing nothing for it: anybody may ask for these.
+OWN = {"__path__", "__version__"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for file in ROOT.rglob("*.py"):
+        parts = file.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    # Python runs it by another name, in interpreters that may have another ds_patches, or none.
+    del found["ds_patches.startup.hook.sitecustomize"]
+    return found
+
+
+MODULES = modules()
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def run(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may run beneath a node: all but what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from run(child)
+
+
+def imported(name: str) -> set[str]:
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in run(tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & MODULES.keys()
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                if f"{base}.{alias.name}" in MODULES:
+                    found.add(f"{base}.{alias.name}")
+                elif not (base == "ds_patches" and alias.name in OWN):
+                    found |= {base} & MODULES.keys()
+    return found
+
+
+def part_of(module: str) -> str:
+    return (*module.split("."), "")[1]
+
+
+def layer_of(part: str) -> int:
+    return next(at for at, here in enumerate(LAYERS) if part in here)
+
+
+def test_imports_run_down_and_there_is_no_circle() -> None:
+    graph = {name: imported(name) for name in MODULES}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
+    for name, others in graph.items():
+        mine = part_of(name)
+        for theirs in map(part_of, others):
+            assert theirs == mine or layer_of(theirs) < layer_of(mine), (name, others)
+
+
+def test_upstream_alone_imports_deepspeed() -> None:
+    for name, file in MODULES.items():
+        found = re.search(r"^\s*(from|import) deepspeed", file.read_text(encoding="utf-8"), re.M)
+        assert part_of(name) == "upstream" or not found, name
+
+
+def test_private_names_of_deepspeed_are_upstreams() -> None:
+    """A patch may wrap a method that its binding names: the gate looks at each."""
+    ours = {*" ".join(OTHERS.values()).split(), *own_names()}
+    for name in MODULES:
+        if (part := part_of(name)) in (*PATCHES, "training", "traincheck"):
+            patch = registry.patches().get(part)
+            places = (*patch.targets, *patch.dependencies) if patch else ()
+            bound = {place.qualname.rpartition(".")[2] for place in places}
+            assert not {*used(name)} - ours - bound, name
+
+
+def used(name: str) -> Iterator[str]:
+    """Private attributes, and texts that are a private name."""
+    for node in ast.walk(tree(name)):
+        text = getattr(node, "attr", getattr(node, "value", None))
+        is_torchs = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")
+        if isinstance(text, str) and re.fullmatch(PRIVATE, text) and not is_torchs:
+            yield text
+
+
+def own_names() -> set[str]:
+    """What the package itself defines outside `upstream`: functions, and attributes of objects."""
+    found = set()
+    for node in (one for n in MODULES if part_of(n) != "upstream" for one in ast.walk(tree(n))):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} & {ast.unparse(node).removeprefix("self.")}
+    return found

@@ -1,0 +1,72 @@
+"""A wrapper around the method of one object: where it takes effect, and how it comes off."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from ds_patches.core import live
+from ds_patches.core.shadow import Shadow
+
+
+class Bell:
+    def ring(self, times: int = 1) -> str:
+        return " ".join(["ding"] * times)
+
+
+def louder(wrapped: Any, _: Any, args: Any, kwargs: Any) -> str:
+    return str(wrapped(*args, **kwargs)).upper()
+
+
+def around(function: Any) -> Any:
+    """What another library puts around a method."""
+    return lambda *args, **kwargs: f"({function(*args, **kwargs)})"
+
+
+def test_it_is_around_the_method_of_one_object() -> None:
+    bell = Bell()
+    shadow = Shadow(bell, "ring", louder)
+    assert bell.ring(2) == bell.ring(times=2) == "DING DING"
+    assert Bell().ring() == "ding"
+    for _ in range(2):  # the second time changes nothing
+        shadow.remove()
+        assert bell.ring() == "ding"
+        assert not vars(bell)
+
+
+def test_beside_a_function_of_another_library() -> None:
+    """Over ours, ours stays there and passes straight through; beneath ours, theirs comes back."""
+    bell: Any = Bell()
+    shadow = Shadow(bell, "ring", louder)
+    bell.ring = theirs = around(bell.ring)
+    assert bell.ring() == "(DING)"
+    shadow.remove()
+    assert bell.ring() == "(ding)"
+    again = Shadow(bell, "ring", louder)
+    assert bell.ring() == "(DING)"
+    ours = vars(bell)["ring"]
+    bell.ring = lambda: "clang"
+    assert not live.leads_to(bell.ring, Bell.ring)
+    again.remove()
+    assert bell.ring() == "clang"
+    bell.ring = ours
+    assert bell.ring() == "(ding)", "put back by somebody, it takes no effect"
+    again.remove()
+    assert vars(bell) == {"ring": theirs}
+
+
+@pytest.mark.parametrize("order", [*permutations("abc")])
+def test_shadows_come_off_in_any_order(order: tuple[str, ...]) -> None:
+    bell = Bell()
+    left = {
+        mark: Shadow(bell, "ring", lambda ring, *_, mark=mark: f"{mark}{ring()}") for mark in "abc"
+    }
+    assert live.leads_to(bell.ring, Bell.ring), "as the look at replaced methods finds it"
+    for mark in order:
+        taken = left.pop(mark)
+        taken.remove()
+        assert not live.leads_to(bell.ring, taken.wrapper), "calls go past it"
+        assert bell.ring() == "".join(reversed(left)) + "ding"
+    assert not vars(bell)

@@ -1,0 +1,65 @@
+"""Hooks for saved tensors that stay out of compiled graphs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
+from ds_patches.training import graph_task
+
+
+class Seen:
+    """Hooks, and how many tensors they were given."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+        self.hooks = SavedTensorsHooks(self.pack, lambda saved: saved)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.packed += 1
+        return tensor
+
+
+def graph(x: Tensor, fails: bool) -> Tensor:
+    y = x.exp()  # saves one tensor
+    if fails:
+        raise RuntimeError("refused")
+    return y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("entered", "packed", "afterwards"),
+    [
+        ("", (0, 0), (0, 0)),
+        ("ours", (0, 0), (1, 0)),
+        ("ours others", (0, 1), (0, 2)),  # others within them are left as they are
+        ("others ours", (0, 1), (1, 1)),  # others around them are the graph's
+    ],
+)
+def test_a_graph_runs_without_the_hooks(
+    entered: str, packed: Any, afterwards: Any, fails: bool
+) -> None:
+    seen, x = {"ours": Seen(), "others": Seen()}, torch.ones(3, requires_grad=True)
+    with ExitStack() as inside:
+        for name in entered.split():
+            inside.enter_context(seen[name].hooks)
+        with suppress(RuntimeError):
+            seen["ours"].hooks.run_without(graph, (x, fails))
+        assert tuple(one.packed for one in seen.values()) == packed
+        graph(x, False)
+        assert tuple(one.packed for one in seen.values()) == afterwards
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_older_torch_is_refused_where_it_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_task, "top_saved_tensors_hooks", None)
+    seen, x = Seen(), torch.ones(3, requires_grad=True)
+    with seen.hooks, pytest.raises(NotImplementedError, match=r"torch 2\.8"):
+        seen.hooks.run_without(graph, (x, False))
+    assert torch.equal(seen.hooks.run_without(graph, (x, False)), x.exp())

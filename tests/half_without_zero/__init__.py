@@ -1,0 +1,1 @@
+"""Half precision without ZeRO: its loss scale, and its checkpoints."""

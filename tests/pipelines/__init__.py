@@ -1,0 +1,1 @@
+"""Pipelines: the micro steps of a step, on every stage."""

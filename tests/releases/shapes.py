@@ -1,0 +1,94 @@
+"""What the code that patches touch looks like in each release: ds_patches/core/shapes.json.
+
+`make shapes` writes the file, and says what has changed in it. Nothing of a release is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from ds_patches.core import columns, gate, registry, release, shape
+from ds_patches.core.patch import Dependency, Target
+from tests import releases
+from tests.releases import install, say
+
+#: By hash or shape, the releases that have it.
+Found = dict[str, list[Version]]
+
+
+def installed() -> dict[Version, Path]:
+    """The package's folder of every release; what is missing is installed."""
+    if install(releases.RELEASES):
+        raise SystemExit(1)
+    return {Version(one): releases.place(one) / release.PACKAGE for one in releases.RELEASES}
+
+
+def record(sources: Mapping[Version, Path]) -> int:
+    """Record every patch from these releases, oldest first; 1, nothing written, for a fault."""
+    faults = []
+    files: dict[str, Found] = {}
+    places: dict[str, dict[str, Found]] = {}
+    for version, folder in sources.items():
+        for place in _places(version):
+            found = shape.parsed(place, folder)
+            if found == shape.ABSENT and not (isinstance(place, Target) and place.adds):
+                faults.append(f"{place.key} does not exist in {version}")
+            here = places.setdefault(place.module, {}).setdefault(place.qualname, {})
+            here.setdefault(found, []).append(version)
+        for module in {place.module for place in _places(version)}:
+            if file := shape.source(module, folder):
+                hashes = files.setdefault(module, {})
+                hashes.setdefault(shape.file_hash(file), []).append(version)
+    say("\n".join(faults))
+    return 1 if faults else _write(files, places, [*sources])
+
+
+def _places(version: Version) -> set[Target | Dependency]:
+    """What any patch touches in a release; of several that touch one place, one."""
+    patches = (p for p in registry.patches().values() if release.covers(p.supported, version))
+    found = {place.key: place for patch in patches for place in gate.places(patch, version)}
+    return {*found.values()}
+
+
+def _write(
+    files: Mapping[str, Found], places: Mapping[str, Mapping[str, Found]], every: list[Version]
+) -> int:
+    def spans(found: Found) -> dict[str, str]:
+        return {what: columns.spans(some, every) for what, some in found.items()}
+
+    new = {
+        "releases": " ".join(map(str, every)),
+        "files": {module: spans(files[module]) for module in sorted(files)},
+        "places": {
+            module: {name: spans(places[module][name]) for name in sorted(places[module])}
+            for module in sorted(places)
+        },
+    }
+    old = json.loads(shape.RECORD.read_text(encoding="utf-8"))
+    say("\n".join(_changes(_lines(old), _lines(new))) or "no drift")
+    shape.RECORD.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _lines(recorded: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        f"{module}:{name} {found}": spans
+        for module, named in recorded["places"].items()
+        for name, shapes in named.items()
+        for found, spans in shapes.items()
+    }
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for one in sorted({*before, *after}):
+        if one not in after:
+            yield f"- {one} ({before[one]})"
+        elif one not in before:
+            yield f"+ {one} ({after[one]})"
+        elif before[one] != after[one]:
+            yield f"~ {one} ({before[one]} -> {after[one]})"

@@ -1,1 +1,0 @@
-"""Tests of what patches share of DeepSpeed's objects."""

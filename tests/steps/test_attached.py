@@ -1,0 +1,53 @@
+"""What a patch knows of the things it has attached."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from ds_patches.training.kept import Attached
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize("state", ["state", None])
+def test_a_thing_is_asked_once_and_not_kept_alive(state: str | None) -> None:
+    """Also one that is left to stock."""
+    asked: list[int] = []
+    attached: Attached[str] = Attached("sample", lambda thing: asked.append(1) or state)
+    thing = Thing()
+    assert attached.get(thing) is None
+    assert attached(thing) == attached(thing) == attached.get(thing) == state
+    assert asked == [1]
+    assert attached.all() == ([(thing, state)] if state else [])
+    gone = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert gone() is None
+    assert attached.all() == []
+
+
+def test_parts_answer_too_and_all_is_forgotten() -> None:
+    attached: Attached[str] = Attached("sample", lambda thing: "state")
+    thing, part = Thing(), Thing()
+    attached(thing)
+    attached.share(part, "state")
+    assert attached.get(part) == "state"
+    assert attached.detach_all() == [(thing, "state")]
+    assert not vars(thing)
+    assert not vars(part)
+    assert attached(thing) == "state", "and it can be attached again"
+
+
+def test_a_thing_that_cannot_be_taken_in_is_asked_again() -> None:
+    answers = iter(["", "state"])
+    attached: Attached[str] = Attached("sample", lambda thing: next(answers) or 1 / 0)
+    thing = Thing()
+    with pytest.raises(ZeroDivisionError):
+        attached(thing)
+    assert attached.get(thing) is None
+    assert attached(thing) == "state"

@@ -1,0 +1,99 @@
+"""Gradients that come in tiles, or overflow on one rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.scripts.ordinary import micro_steps
+from tests.training.models import TwoHeads, loss_of
+from tests.training.models.shapes import Block
+from tests.training.options import BF16_SUMS, FP16, OVERLAP, Given, Options
+from tests.training.run import check, run
+from tests.training.stock import RELEASE, Version
+from tests.world import RankError, World, WorldTimeout
+
+PATCH = "zero12_gradients"
+IN_TILES = Version("0.17.0") <= RELEASE <= Version("0.18.5")
+HANGS = Version("0.17.1") <= RELEASE <= Version("0.17.6")
+
+
+class Tiled(TwoHeads):
+    """Its blocks compute three parts of a sequence one after another, where an engine trains it."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = in_tiles(block, x) if hasattr(self, "tiled") else block(x)
+        return self.heads(x)
+
+
+def in_tiles(block: Block, x: Tensor) -> Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    found: Tensor = TiledMLP.apply(
+        lambda block, part: block(part), block, x[None], 3, [*block.parameters()]
+    )
+    return found[0]
+
+
+def tiled(trainer: Any) -> None:
+    if trainer.is_engine:
+        trainer.module.tiled = True
+    micro_steps(trainer)
+
+
+def overflows(trainer: Any) -> None:
+    """The second of three steps is skipped: one gradient of its is infinite, on one rank's part."""
+    for step in trainer.steps():
+        if step == 1 and not trainer.is_engine:
+            continue
+        handle = None
+        if step == 1:
+            embed = trainer.module.embed.weight
+            handle = embed.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+        trainer.backward(loss_of(trainer, step))
+        if handle is not None:
+            handle.remove()
+        trainer.step()
+
+
+@pytest.mark.skipif(not IN_TILES, reason="stock is right")
+@pytest.mark.core_case(more={})
+@pytest.mark.parametrize(
+    "more",
+    [{}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}}],
+    ids=str,
+)
+class TestTiles:
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_stock(self, world: World, stage: int, more: Given) -> None:
+        found = world.run(run, tiled, Options(stage, model=Tiled, **more))
+        # Stage 1 without overlap fills its buckets when all tiles have come.
+        assert all(one.equal for one in found) == (stage == 1 and more != OVERLAP), found
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("patches", [[PATCH], [PATCH, "accumulation", "coalesce"]], ids=str)
+    def test_patched(self, world: World, stage: int, patches: list[str], more: Given) -> None:
+        check(world, tiled, Options(stage, model=Tiled, **more), *patches)
+
+
+@pytest.mark.skipif(not IN_TILES, reason="stock is right")
+def test_tiles_in_fp32_sums(world: World) -> None:
+    check(world, tiled, Options(2, model=Tiled, **BF16_SUMS), PATCH)
+
+
+@pytest.mark.skipif(not HANGS, reason="stock is right")
+class TestOverflow:
+    OPTIONS = Options(1, **FP16)
+
+    def test_stock(self, fresh_world: World) -> None:
+        with pytest.raises((WorldTimeout, RankError)):
+            fresh_world.within(15).run(run, overflows, self.OPTIONS)
+
+    @pytest.mark.core_case
+    def test_patched(self, world: World) -> None:
+        check(world, overflows, self.OPTIONS, PATCH)
