@@ -1,7 +1,7 @@
 """Patches that have nothing to do: ``torchrun --nproc-per-node 2 -m benchmarks.at_rest``.
 
-Ordinary steps of one engine: stock, patched, and stock again, which is what a ratio is worth.
-The model has a Transformer's shapes without attention, in bf16, with AdamW.
+Ordinary steps of one engine: stock, patched, and stock again, which shows the noise. The model is
+a Llama of transformers, built from a configuration, in bf16, with AdamW.
 """
 
 from __future__ import annotations
@@ -10,49 +10,60 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from benchmarks.harness import (
-    Row,
-    batches,
-    blocks,
-    compare,
-    config,
-    engine,
-    loss_of,
-    options,
-    start,
-)
+from benchmarks.harness import DTYPE, SEED, Row, compare, config, engine, options, start, tokens
 
 OPTIONS = {
     "patches": ["all"],
     "stages": [1, 2, 3],
     "micro_steps": [1, 4],
-    "batches": [256, 4096, 16384],
-    "layers": 24,
-    "width": 2048,
+    "widths": [1024, 2048],
+    "tokens": [256, 4096],
+    "layers": 12,
+    "words": 8192,
     "warmup": 2,
     "steps": 8,
     "rounds": 7,
 }
 
 
+def llama(layers: int, width: int, words: int, device: torch.device) -> nn.Module:
+    """`layers` blocks of `width`, heads of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    made = LlamaConfig(
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(width // 64, 1),
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(made).to(device, DTYPE)
+    return model
+
+
 def one_step(engine: Any, micro_batches: list[Tensor]) -> None:
     for inputs in micro_batches:
-        engine.backward(loss_of(engine(inputs)))
+        engine.backward(engine(input_ids=inputs, labels=inputs).loss)
         engine.step()
 
 
 def main() -> None:
-    of = options(__doc__, OPTIONS, batches=[8], layers=6, width=64, steps=2, rounds=2)
+    of = options(__doc__, OPTIONS, widths=[64], tokens=[8], layers=2, steps=2, rounds=2)
     device = start(of)
-    for stage, micro_steps, batch in product(of.stages, of.micro_steps, of.batches):
-        data = batches(micro_steps, batch, of.width, device)
-        settings = config(batch, micro_steps, stage=stage, reduce_bucket_size=of.width**2)
-        with engine(blocks(of.layers, of.width, device), settings) as one:
-            step = partial(one_step, one, data)
-            rows = [Row("stock", step), Row("patched", step, of.patches), Row("stock again", step)]
-            compare(f"ZeRO {stage}, {micro_steps} micro steps, {batch} rows", rows, of, device)
+    for width, stage, micro_steps in product(of.widths, of.stages, of.micro_steps):
+        settings = config(1, micro_steps, stage=stage, reduce_bucket_size=4 * width**2)
+        with engine(llama(of.layers, width, of.words, device), settings) as one:
+            for count in of.tokens:
+                step = partial(one_step, one, tokens(micro_steps, count, of.words, device))
+                again = Row("stock again", step)
+                rows = [Row("stock", step), Row("patched", step, of.patches), again]
+                what = f"ZeRO {stage}, width {width}, {micro_steps} x {count} tokens"
+                compare(what, rows, of, device)
 
 
 if __name__ == "__main__":

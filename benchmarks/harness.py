@@ -183,28 +183,10 @@ def applied(names: Sequence[str]) -> Iterator[None]:
 
 def mlp(layers: int, width: int, device: torch.device) -> nn.Sequential:
     """`layers` times Linear(`width`, bias=False) + ReLU: the same weights at every call."""
-    return _chain([(width, width)] * layers, device)
-
-
-def blocks(layers: int, width: int, device: torch.device) -> nn.Sequential:
-    """What a Transformer has to reduce, without its attention: a block for six `layers`.
-
-    RMSNorm, four Linear(`width`), RMSNorm, one Linear to 4 x `width` and one back, as in `mlp`.
-    """
-    wide = 4 * width
-    block = [(width,), *[(width, width)] * 4, (width,), (width, wide), (wide, width)]
-    return _chain(block * (layers // 6), device)
-
-
-def _chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequential:
-    """Of each `(n, m)` Linear(n, m, bias=False) + ReLU, of each `(n,)` RMSNorm(n)."""
     torch.manual_seed(SEED)
     chain = nn.Sequential()
-    for shape in shapes:
-        if len(shape) == 1:
-            chain.append(nn.RMSNorm(*shape, device=device, dtype=DTYPE))
-            continue
-        linear = nn.Linear(*shape, bias=False, device=device, dtype=DTYPE)
+    for _ in range(layers):
+        linear = nn.Linear(width, width, bias=False, device=device, dtype=DTYPE)
         nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
         chain.extend([linear, nn.ReLU()])
     return chain
@@ -212,9 +194,18 @@ def _chain(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Sequen
 
 def batches(count: int, rows: int, width: int, device: torch.device) -> list[Tensor]:
     """This rank's, each [rows, width]; every rank has its own."""
-    made = torch.Generator(device).manual_seed(SEED + 1 + dist.get_rank())
-    shape = (rows, width)
+    made, shape = _of_this_rank(device), (rows, width)
     return [torch.randn(shape, generator=made, dtype=DTYPE, device=device) for _ in range(count)]
+
+
+def tokens(count: int, length: int, words: int, device: torch.device) -> list[Tensor]:
+    """This rank's, each int64 [1, length]; every rank has its own."""
+    made, shape = _of_this_rank(device), (1, length)
+    return [torch.randint(words, shape, generator=made, device=device) for _ in range(count)]
+
+
+def _of_this_rank(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(SEED + 1 + dist.get_rank())
 
 
 def loss_of(outputs: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from ds_patches.core.errors import Refused
 from ds_patches.core.shadow import Shadow
 from ds_patches.training.graph_task import (
+    NO_TASK,
     Entry,
     TaskWatch,
     accumulates,
@@ -218,8 +219,12 @@ class EngineSteps:
         return self.sum.pass_by()
 
     def recover(self) -> None:
-        """Undo a plain ``loss.backward()`` that raised, at the next call that comes."""
-        if self.watch.raised:
+        """Undo a plain ``loss.backward()`` that raised, at the next call that comes.
+
+        A device's thread may hold what raised until its next work, as if it ran. But a call from
+        outside of all graph tasks comes behind it.
+        """
+        if self.watch.raised or (self.watch.running and current_task_id() == NO_TASK):
             self.drop_failed_backward()
 
     def drop_failed_backward(self) -> None:

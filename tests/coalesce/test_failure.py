@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_patches import OtherRankFailed
 from ds_patches.core.errors import Refused
+from ds_patches.training import graph_task
 from tests.coalesce.test_blocks import BothWays
 from tests.listening import listening
 from tests.scripts.nested import cached_loss
@@ -81,6 +82,17 @@ def all_gathered(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
     fail_and_go_on(trainer, place, failing)
 
 
+def held_by_a_thread(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
+    """As by a device's, which lets go of a backward that raised when it has other work."""
+    held: list[Any] = []
+    queue = graph_task.at_end_of_task
+    trainer.leaves_nothing = held.clear
+    with mock.patch.object(
+        graph_task, "at_end_of_task", lambda end: (held.append(end), queue(end))
+    ):
+        fail_and_go_on(trainer, place, failing)
+
+
 def fails(
     script: Any, place: str, *stages: int, on: tuple[int, ...] = ALL_RANKS, **options: Any
 ) -> list[Any]:
@@ -101,6 +113,7 @@ def fails(
     *(fails(all_gathered, place, 3, on=ONE_RANK) for place in OTHERS),
     fails(on_two_hosts, MIDDLE, 2, on=ONE_RANK),
     fails(fail_and_go_on, "after", 3, on=ONE_RANK),  # its last gather
+    fails(held_by_a_thread, MIDDLE, 1, 2, 3, style="torch", core={2}),
     fails(fail_and_go_on, "gather", 3, core={3}),
 )
 def test_the_next_step_is_as_if_it_had_not_happened(world: World, case: Case) -> None:
