@@ -81,32 +81,23 @@ class Zero12Sum(GradientSum):
         if self._order is not None:
             self._order.end_backward()
         boundary = upstream_engine.is_at_boundary(optimizer)
-        self.is_pending = not boundary
         adds = self._reduced or (self._host is not None and self._host.is_due)
         self._reduced |= boundary
         self.upstream_zeroes = True
         try:
             if adds:
-                self._adding(wrapped, in_place=True)
+                self._add(wrapped)
             else:
                 wrapped()
         finally:
             self.upstream_zeroes = False
 
-    def deliver(self, put: Callable[[], None]) -> None:
-        if self._reduced:
-            self._adding(put, in_place=False)
-        else:
-            self._reduced = True
-            put()
-
-    def _adding(self, wrapped: Callable[[], Any], in_place: bool) -> None:
-        """in_place: it adds by itself to groups that are summed so."""
+    def _add(self, wrapped: Callable[[], Any]) -> None:
         optimizer = self._optimizer
         averaged = dict(optimizer.averaged_gradients)
         pending = dict(zero12.pending_gradients(optimizer))
         for group in averaged:
-            if not (in_place and zero12.sums_in_place(optimizer, group)):
+            if not zero12.sums_in_place(optimizer, group):
                 # Also what 0.17.6-0.18.2 need in order not to crash.
                 optimizer.averaged_gradients[group] = None
         wrapped()
@@ -141,7 +132,7 @@ class Zero12Sum(GradientSum):
         self.drop()
 
     def step_taken(self) -> None:
-        self._reduced = self._empty = self.is_pending = False
+        self._reduced = self._empty = False
         if self._host is not None:
             self._host.step_taken()
 

@@ -78,9 +78,9 @@ Not covered
     | an optimizer on NVMe | NotImplementedError |
 
 Cost
-    A block takes 0.81 to 0.90 of the time of DeepSpeed's own at ZeRO 1 and 2 without P2P, and 0.93
-    to 1.05 with it. At ZeRO 3 it takes 0.47 to 0.54 where it gathers once by default, 0.35 to 0.66
-    with ``gather_once=True``, and 0.99 to 1.11 with ``False`` (docs/benchmarks-coalesce.md).
+    At ZeRO 1 and 2 a block takes as long as DeepSpeed's own. At ZeRO 3 it takes 0.47 to 0.54 of that
+    where it gathers once by default, 0.35 to 0.66 with ``gather_once=True``, and 0.99 to 1.11 with
+    ``False`` (docs/benchmarks-coalesce.md).
 
 Why
     DeepSpeed has the method from 0.19.1 on. Its own reduces what is there when something inside
@@ -90,10 +90,8 @@ Why
 
 How
     - The patch adds the method where it is missing, and replaces it where it is not.
-    - ZeRO-1/2 flush by reduce-scatter, which sends half the bytes of an all-reduce. DeepSpeed's own
-      reducer does it at stage 3, and with an offloaded optimizer, experts, sequence parallelism,
-      ``torch.autocast``, Muon, or ``reduce_scatter`` off. The number of collectives does not depend
-      on N.
+    - DeepSpeed's own reducer takes what has added up. The number of collectives does not depend on
+      N.
     - Ranks meet before they reduce, so that each knows whether another raised: in a file in
       ``/dev/shm``, if one host has all of them (``LOCAL_WORLD_SIZE`` equals ``WORLD_SIZE``), or
       else in the process group's store. More than 4095 do not meet.

@@ -42,13 +42,6 @@ _DEPENDENCIES = (
     ZERO12.needs("process_gradients", _OF_HOOKS, ">=0.16.5"),
     ZERO12.needs("independent_gradient_partition_epilogue", "hands the averages to the step"),
     ZERO12.needs("copy_grads_in_partition", "with CPU offload, copies the only micro step whole"),
-    ZERO12.needs("average_tensor", "divides by the ranks, then sums, as the reduce-scatter does"),
-    ZERO12.needs("get_flat_partition", "cuts the averages as the reduce-scatter's are cut"),
-    ZERO12.needs(
-        "_build_compact_grad_partition_buffer",
-        "keeps the averages of a low precision model in one fp32 piece",
-        ">=0.19.8",
-    ),
     ZERO12.needs("_release_ipg_buffers", "gives the reduce buffers back"),
     ZERO12.needs("clear_backward_seen_flag", "drops the last step's fp32 sums", COUNTING),
     ZERO3.needs("reduce_ready_partitions_and_remove_grads", _OF_HOOKS),

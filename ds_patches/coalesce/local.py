@@ -11,11 +11,10 @@ from ds_patches.core.errors import Misused, Refused
 from ds_patches.core.shadow import Shadow
 from ds_patches.training.steps import EngineSteps, Listener
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream import zero12_layout
 from ds_patches.upstream.engine import has_torch_style_backward
 
 from .handshake import Handshake
-from .sums import LocalSum, ScatteredSum, Zero3LocalSum, Zero12LocalSum
+from .sums import LocalSum, Zero3LocalSum, Zero12LocalSum
 
 
 class LocalGradients(Listener):
@@ -28,7 +27,8 @@ class LocalGradients(Listener):
     awaits_backwards = False  # but while gradients stay
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
-        self.sum: LocalSum = _sum_of(engine, steps)
+        stage3 = engine.zero_optimization_partition_weights()
+        self.sum: LocalSum = (Zero3LocalSum if stage3 else Zero12LocalSum)(engine.optimizer)
         #: Whether a block, or ``no_sync()``, is open.
         self.in_block = self.in_no_sync = False
         #: A backward that raised since a block was opened.
@@ -163,12 +163,3 @@ class LocalGradients(Listener):
             return wrapped(*args, **kwargs)
         with meanwhile(engine, inside_no_sync_ctxt=False):
             return wrapped(*args, **kwargs)
-
-
-def _sum_of(engine: Any, steps: EngineSteps) -> LocalSum:
-    optimizer = engine.optimizer
-    if engine.zero_optimization_partition_weights():
-        return Zero3LocalSum(optimizer)
-    if zero12_layout.covers(optimizer):
-        return ScatteredSum(optimizer, steps.sum)
-    return Zero12LocalSum(optimizer)

@@ -2,7 +2,7 @@
 
 DeepSpeed's own reducer leaves out what has no gradient, so ranks that differ in what they have
 would wait for each other in different collectives: parameters without one then take part with
-zeros. Our own reduce-scatter always does so.
+zeros.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
-from ds_patches.training.steps import GradientSum
-from ds_patches.upstream import zero3, zero3_gathers, zero12, zero12_layout
+from ds_patches.upstream import zero3, zero3_gathers, zero12
 from ds_patches.upstream.accelerator import accelerator, keeps_order
-
-from .reduce_scatter import Flush
 
 
 class LocalSum(ABC):
@@ -125,31 +121,6 @@ class Zero12LocalSum(LocalSum):
     def _present(self) -> list[bool]:
         gradient = self._optimizer.get_param_gradient_attribute
         return [gradient(param) is not None for _, param in self._parameters()]
-
-
-class ScatteredSum(Zero12LocalSum):
-    """The same past DeepSpeed's own reducer: only half of an all-reduce's bytes are sent."""
-
-    _flush: Flush | None = None
-
-    def __init__(self, optimizer: Any, step: GradientSum) -> None:
-        super().__init__(optimizer)
-        self._step = step
-
-    def prepare(self) -> int:
-        pattern = super().prepare()
-        if self._step.is_pending:  # micro steps that only DeepSpeed's own can add to
-            return pattern
-        self._flush = Flush(zero12_layout.layout(self._optimizer))
-        return 0
-
-    def reduce(self, uneven: bool) -> None:
-        flush, self._flush = self._flush, None
-        if flush is None:
-            super().reduce(uneven)
-            return
-        flush.reduce()
-        self._step.deliver(partial(zero12_layout.deliver, self._optimizer, flush.layout))
 
 
 class Zero3LocalSum(LocalSum):

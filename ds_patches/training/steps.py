@@ -78,8 +78,6 @@ class GradientSum:
     shadows: around methods of the engine and its optimizer, until they are left to stock.
     """
 
-    #: Whether upstream keeps micro steps that no backward at the boundary has taken.
-    is_pending = False
     #: Whether a zero_grad() that comes now is upstream's own: nobody has asked for that.
     upstream_zeroes = False
 
@@ -92,10 +90,6 @@ class GradientSum:
     def pass_by(self) -> bool:
         """The backward that began has brought nothing; return whether it needs no epilogue."""
         return False
-
-    def deliver(self, put: Callable[[], None]) -> None:
-        """Add what another reduction than stock's brought, which `put` leaves as stock does."""
-        put()
 
     def complete(self) -> None:
         """A step is about to read the gradients."""

@@ -5,7 +5,7 @@ says what is to be done.
 
 - `kinds`: which of DeepSpeed's optimizer wrappers an engine has; `engine`: the engine and its
   boundary; `accelerator`: streams, and waiting for them;
-- `zero12`, `zero12_buckets`, `zero12_offload`, `zero12_layout`: stages 1 and 2, by what waits on
+- `zero12`, `zero12_buckets`, `zero12_offload`: stages 1 and 2, by what waits on
   the parameters, in buckets, on the host, and how a group lies flat;
 - `zero3`, `zero3_gathers`, `zero3_modules`: stage 3, by gradients, gathers and module hooks;
 - `half`: the optimizer wrappers of fp16; `pipeline`; `checkpointing`; `streams`; `deepcompile` and

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from examples import digits
 from examples.gradcache.train import TwoTowers, contrast, step
@@ -118,7 +119,7 @@ def _engine(stage: int, work: Work) -> Any:
 
 
 class _Reductions(TorchDispatchMode):
-    """Counts the reductions that are sent: every collective passes PyTorch's dispatcher."""
+    """Counts the reductions of gradients: every collective passes PyTorch's dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,8 @@ class _Reductions(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function.namespace == "c10d" and "reduce" in function._schema.name:
-            self.sent += 1
+            tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+            self.sent += any(one.is_floating_point() for one in tensors)
         return function(*args, **(kwargs or {}))
 
 

@@ -155,16 +155,6 @@ def test_more_ranks_than_can_be_counted(trainer: Any) -> None:
         windows.uneven_windows(trainer)
 
 
-@trains("coalesce", *(at(2, **more) for more in ({}, BF16, FIVE_GROUPS)))
-def test_a_backend_without_reduce_scatter(trainer: Any) -> None:
-    """One that says about it what gloo said before it had it."""
-    renamed = hasattr(dist, "reduce_scatter_single")
-    name = "reduce_scatter_single" if renamed else "reduce_scatter_tensor"
-    refusal = RuntimeError("Backend gloo does not support _reduce_scatter_base")
-    with mock.patch.object(dist, name, side_effect=refusal):
-        windows.window(trainer)
-
-
 @trains("coalesce", at(2, **FP16))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
     for step in trainer.steps():
