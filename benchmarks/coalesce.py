@@ -2,7 +2,8 @@
 
 A step is N forwards and backwards over N micro batches. "native" is DeepSpeed's own
 ``coalesce_grad_reduction()`` (0.19.1 or newer), "multi" does without a block, "patched" is the
-patch's block. The model is 8 x (Linear(4096, bias=False) + ReLU) in bf16, with AdamW.
+patch's block. Stage 3 comes a second time with a low ``stage3_max_live_parameters``, where a block
+gathers as DeepSpeed does. The model is 8 x (Linear(4096, bias=False) + ReLU) in bf16, with AdamW.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from torch import Tensor
 
 from benchmarks.harness import Row, batches, compare, config, engine, loss_of, mlp, options, start
 
+#: By name: the settings.
+STAGES: dict[str, dict[str, int]] = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3, gathered as DeepSpeed does": {"stage": 3, "stage3_max_live_parameters": 1},
+}
+
 OPTIONS = {
-    "stages": [1, 2, 3],
+    "stages": [*STAGES],
     "backwards": [2, 4, 8],
     "batches": [256, 4096],
     "layers": 8,
@@ -39,20 +48,18 @@ def boundaries(engine: Any, micro_batches: list[Tensor]) -> None:
     engine._is_gradient_accumulation_boundary = None
 
 
-def block(engine: Any, micro_batches: list[Tensor], **arguments: Any) -> None:
-    with engine.coalesce_grad_reduction(**arguments):
+def block(engine: Any, micro_batches: list[Tensor]) -> None:
+    with engine.coalesce_grad_reduction():
         for inputs in micro_batches:
             engine.backward(loss_of(engine(inputs)))
     engine.step()
 
 
-#: By row: the step, whether it is patched, and the stages that have it.
-WAYS: dict[str, tuple[Callable[..., None], bool, tuple[int, ...]]] = {
-    "native": (block, False, (1, 2, 3)),
-    "multi": (boundaries, False, (1, 2, 3)),
-    "patched": (block, True, (1, 2, 3)),
-    "patched, gather_once=False": (partial(block, gather_once=False), True, (3,)),
-    "patched, gather_once=True": (partial(block, gather_once=True), True, (3,)),
+#: By row: the step, and what is applied.
+WAYS: dict[str, tuple[Callable[..., None], list[str]]] = {
+    "native": (block, []),
+    "multi": (boundaries, []),
+    "patched": (block, ["coalesce"]),
 }
 
 
@@ -68,13 +75,10 @@ def main() -> None:
     device = start(of)
     for batch, backwards, stage in product(of.batches, of.backwards, of.stages):
         data = batches(backwards, batch, of.width, device)
-        settings = config(batch, stage=stage, reduce_bucket_size=of.reduce_bucket_size)
+        bucket = {"reduce_bucket_size": of.reduce_bucket_size}
+        settings = config(batch, **STAGES[stage], **bucket)
         with engine(mlp(of.layers, of.width, device), settings) as one:
-            rows = [
-                Row(name, partial(way, one, data), ["coalesce"] if patched else [])
-                for name, (way, patched, stages) in WAYS.items()
-                if stage in stages
-            ]
+            rows = [Row(name, partial(way, one, data), on) for name, (way, on) in WAYS.items()]
             compare(f"ZeRO {stage}, {backwards} backwards, {batch} rows", rows, of, device)
 
 

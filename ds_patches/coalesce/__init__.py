@@ -17,19 +17,16 @@ Use
 
     docs/coalesce-in-practice.md has GradCache and Accelerate.
 
-Arguments
-    At stage 3 a block gathers each parameter once, if all parameters together are no more elements
-    than ``stage3_max_live_parameters`` (10**9 unless the configuration says otherwise). Every rank
-    then holds a whole copy of them until the block ends, in their own precision. The first forward
-    and backward run by the module hooks that gather, and the others without. ``status()`` says
-    which way was taken, and why.
+Gathers at stage 3
+    A block gathers each parameter once, if all parameters together are no more elements than
+    ``stage3_max_live_parameters`` (10**9 unless the configuration says otherwise). Every rank then
+    holds a whole copy of them until the block ends, in their own precision: set that limit lower
+    where this is too much. The first forward and backward run by the module hooks that gather, and
+    the others without. ``status()`` says which way was taken, and why.
 
-    - ``gather_once=False``: as DeepSpeed does, in each forward and backward.
-    - ``gather_once=True``: all are gathered when the block opens, however many they are.
-
-    ZeRO++ secondary partitions and parameters on NVMe are gathered as DeepSpeed does, and
-    ``gather_once=True`` is a NotImplementedError. Unless asked for, quantized weights and
-    ``stage3_module_granularity_threshold`` are gathered so, too.
+    ZeRO++ secondary partitions, parameters on NVMe, quantized weights and
+    ``stage3_module_granularity_threshold`` are gathered as DeepSpeed does, in each forward and
+    backward.
 
 If something raises
     - The block drops its gradients, reduces nothing, restores flags and hooks, and lets the
@@ -39,8 +36,7 @@ If something raises
     - The other ranks raise ``OtherRankFailed``, with the number and the error of the rank that
       raised.
     - At stage 3, if one rank raises before all is gathered, the others wait in their next gather
-      until the process group's timeout. With ``gather_once=True`` they gather nothing, and are told
-      at the end.
+      until the process group's timeout.
 
 no_sync()
     - Inside, gradients stay on their parameters. The next backward outside, at the gradient
@@ -78,9 +74,8 @@ Not covered
     | an optimizer on NVMe | NotImplementedError |
 
 Cost
-    At ZeRO 1 and 2 a block takes as long as DeepSpeed's own. At ZeRO 3 it takes 0.47 to 0.54 of that
-    where it gathers once by default, 0.35 to 0.66 with ``gather_once=True``, and 0.99 to 1.11 with
-    ``False`` (docs/benchmarks-coalesce.md).
+    At ZeRO 1 and 2 a block takes as long as DeepSpeed's own. At ZeRO 3 it takes 0.47 to 0.54 of
+    that where it gathers once, and 0.99 to 1.11 where it does not (docs/benchmarks-coalesce.md).
 
 Why
     DeepSpeed has the method from 0.19.1 on. Its own reduces what is there when something inside

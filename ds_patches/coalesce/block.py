@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_patches.core import agreement, lifecycle
-from ds_patches.core.errors import Misused, NotCovered, Refused
+from ds_patches.core.errors import Misused, Refused
 from ds_patches.training.steps import EngineSteps
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero3_gathers as gathers
@@ -25,9 +25,7 @@ logger = logging.getLogger("ds_patches.coalesce")
 
 
 @contextmanager
-def around(
-    engine: Any, steps: EngineSteps, local: LocalGradients, gather_once: bool | None
-) -> Iterator[None]:
+def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[None]:
     """Gather gradients, and reduce them once, after all ranks have come; or none if one raised.
 
     Raises Refused if a backward inside raised and the exception was caught inside.
@@ -41,7 +39,7 @@ def around(
             "coalesce_grad_reduction() cannot be nested inside another no_sync context: open it "
             "outside of no_sync(), which it needs no more"
         )
-    gathered = _gathers(engine, steps, gather_once)
+    gathered = _gathers(engine, steps)
     ranks = agreement.ranks_of(engine)
     handshake = local.handshake = local.handshake or _handshake(ranks)
     boundary = upstream_engine.asked_boundary(engine)
@@ -95,15 +93,12 @@ def _handshake(ranks: Sequence[int]) -> Handshake | None:
     return Handshake(place, len(ranks), where, are_on_one_host(os.environ))
 
 
-def _gathers(engine: Any, steps: EngineSteps, asked: bool | None) -> GatherOnce | None:
-    """How a block gathers; None: as DeepSpeed does. `asked`: what its caller says."""
-    if asked and (reason := gathers.why_not(engine)) is not None:
-        raise NotCovered(reason)
+def _gathers(engine: Any, steps: EngineSteps) -> GatherOnce | None:
+    """How a block gathers; None: as DeepSpeed does."""
     if not engine.zero_optimization_partition_weights():
         return None
-    reason = gathers.why_not_unasked(engine) if asked is None else f"gather_once={asked}"
-    once = asked or reason is None
-    how = "once" if once else "in each forward and backward"
+    reason = gathers.why_not_once(engine)
+    how = "in each forward and backward" if reason else "once"
     why = reason or "all fit into stage3_max_live_parameters"
     lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
-    return GatherOnce(engine, steps, at_once=bool(asked)) if once else None
+    return None if reason else GatherOnce(engine, steps)

@@ -16,25 +16,20 @@ from ds_patches.upstream import zero3_gathers as gathers
 
 
 class GatherOnce(Listener):
-    """Of one engine, from the begin of a block to its end.
+    """Of one engine, from the begin of a block to its end."""
 
-    at_once: gather all parameters at the begin, and run nothing by the hooks.
-    """
-
-    def __init__(self, engine: Any, steps: EngineSteps, at_once: bool) -> None:
-        self._engine, self._steps, self._at_once = engine, steps, at_once
+    def __init__(self, engine: Any, steps: EngineSteps) -> None:
+        self._engine, self._steps = engine, steps
         self._offload = engine.optimizer.parameter_offload
         self._held: list[Shadow] = []
         self._restore: Callable[[], None] | None = None  # the module hooks, once they are away
         self._handles: list[Any] = []
 
     def begin(self) -> None:
-        """Release nothing from here on. A collective, if all is gathered at once."""
+        """Release nothing from here on."""
         # Also a backward over a forward from before the block would.
         self._held = gathers.hold(self._offload)
         self._steps.listeners.append(self)
-        if self._at_once:
-            self._gather_the_rest()
 
     def end(self) -> None:
         """Put the hooks back, and hold nothing any more; what is gathered stays so."""

@@ -54,7 +54,7 @@ def around_coalesce(
     return _coalesce(engine, *args, **kwargs)
 
 
-def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContextManager[None]:
+def _coalesce(engine: Any) -> AbstractContextManager[None]:
     if (refusal := _refusal(engine)) is not None:
         raise refusal
     steps = kept.take_in(engine)
@@ -64,7 +64,7 @@ def _coalesce(engine: Any, *, gather_once: bool | None = None) -> AbstractContex
             "coalesce_grad_reduction() does not cover this engine: accumulation leaves it to "
             "DeepSpeed"
         )
-    return block.around(engine, steps, local, gather_once)
+    return block.around(engine, steps, local)
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

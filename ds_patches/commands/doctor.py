@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from ds_patches import ledger
-from ds_patches.commands import configuration, cures, locks
+from ds_patches.commands import configuration, cures
 from ds_patches.commands.configuration import SCRIPT
 from ds_patches.commands.cures import Cure
 from ds_patches.core import columns, flags, gate, once, registry, release, shape
@@ -73,7 +73,7 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         "rows": [one.as_json() for one in rows],
         "later_fixes": [asdict(one) for one in later],
         "patches": {name: answer or "would apply" for name, answer in answers.items()},
-        "warnings": [*locks.lines(os.environ), *flags.misspelt(os.environ)],
+        "warnings": [*flags.misspelt(os.environ)],
         "start-up": diagnosis.lines(),
         "environment": _environment(),
     }

@@ -12,29 +12,20 @@ from ds_patches.core.shadow import Shadow
 from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
 
 
-def why_not(engine: Any) -> str | None:
-    """Why gathering once is not known to be right, if it is not."""
-    if not engine.zero_optimization_partition_weights():
-        return "gather_once needs ZeRO stage 3: below it nothing is gathered"
+def why_not_once(engine: Any) -> str | None:
+    """Why a block gathers as DeepSpeed does; by settings and model, so alike on all ranks."""
     # ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes.
     if engine.zero_hpz_partition_size() > 1:
-        return "gather_once does not cover zero_hpz_partition_size > 1"
-    offload = engine.zero_offload_param()
-    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
-        return "gather_once does not cover parameters on NVMe"
-    return None
-
-
-def why_not_unasked(engine: Any) -> str | None:
-    """The same where nobody has asked for it. By configuration and model, so alike on all ranks."""
-    if (reason := why_not(engine)) is not None:
-        return reason
+        return "zero_hpz_partition_size"
+    given = engine.zero_offload_param()
+    if given is not None and str(getattr(given.device, "value", given.device)) == "nvme":
+        return "parameters on NVMe"
     offload = engine.optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
     if getattr(coordinator, "fast_sharding_for_leaf_module", False):  # 0.16.6
-        return "gather_once was not tested with stage3_module_granularity_threshold"
+        return "stage3_module_granularity_threshold"
     if coordinator.zero_quantized_weights or coordinator.zero_quantized_nontrainable_weights:
-        return "gather_once was not tested with quantized weights"
+        return "quantized weights"
     # As the coordinator counts what is live: elements of any dtype, persistent ones, no padding.
     elements = sum(param.ds_numel for param in offload.module.parameters())
     most = int(private(coordinator, "max_n_available_params"))

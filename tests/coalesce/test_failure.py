@@ -76,12 +76,6 @@ def on_two_hosts(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
         fail_and_go_on(trainer, place, failing)
 
 
-def all_gathered(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
-    """The others gather nothing on their way to the end, so they get there and hear of it."""
-    trainer.window = partial(trainer.window, gather_once=True)
-    fail_and_go_on(trainer, place, failing)
-
-
 def held_by_a_thread(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
     """As by a device's, which lets go of a backward that raised when it has other work."""
     held: list[Any] = []
@@ -103,14 +97,12 @@ def fails(
 @cases(
     fails(fail_and_go_on, MIDDLE, 1, 2, 3, core={1, 2, 3}),
     fails(fail_and_go_on, MIDDLE, 1, 2, on=ONE_RANK, core={2}),
-    fails(all_gathered, MIDDLE, 3, on=ONE_RANK, core={3}),
     *(
         fails(fail_and_go_on, MIDDLE, 1, 2, 3, **more)
         for more in ({"style": "torch"}, OFFLOADED, ALL_REDUCED)
     ),
     *(fails(fail_and_go_on, place, 1, 2, 3) for place in OTHERS),
     *(fails(fail_and_go_on, place, 1, 2, on=ONE_RANK) for place in OTHERS),
-    *(fails(all_gathered, place, 3, on=ONE_RANK) for place in OTHERS),
     fails(on_two_hosts, MIDDLE, 2, on=ONE_RANK),
     fails(fail_and_go_on, "after", 3, on=ONE_RANK),  # its last gather
     fails(held_by_a_thread, MIDDLE, 1, 2, 3, style="torch", core={2}),

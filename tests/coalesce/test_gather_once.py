@@ -29,14 +29,11 @@ from tests.training.options import (
     Options,
 )
 from tests.training.run import applied
-from tests.training.trainers import EngineTrainer, Parameters, engine_trainer, worst_difference
+from tests.training.trainers import Parameters, engine_trainer, worst_difference
 from tests.world import World, on_ranks
 
 Given = dict[str, Any]
-ONCE: Given = {"gather_once": True}
-NOT_ONCE: Given = {"gather_once": False}
 GRANULAR = "stage3_module_granularity_threshold"
-WAYS = pytest.mark.parametrize("given", [{}, ONCE], ids=["", "asked for"])
 MODELS = ["FrozenTrunk", "TiedEmbedding", "SharedBlock", "LeafModule", "Reentrant", "NonReentrant"]
 
 
@@ -73,17 +70,16 @@ class Gathers:
 
 
 def seen(
-    given: Given | None, backwards: int, options: Options, blocks: tuple[int, ...] = (0, 1, 2, 3)
+    patched: bool, backwards: int, options: Options, blocks: tuple[int, ...] = (0, 1, 2, 3)
 ) -> list[tuple[Counter[str], int]]:
-    """Of each step, of which some have `blocks`; on stock, without one, where `given` is None."""
+    """Of each step, of which some have `blocks`, where it is patched."""
     used = mock.patch.object(models.Either, "used", (True, False))
-    with nullcontext() if given is None else applied("coalesce"), used:
+    with applied("coalesce") if patched else nullcontext(), used:
         trainer = engine_trainer(models.build(options.model), stage=3, zero=options.zero)
         gathers, found = Gathers(trainer), []
         for step in range(options.steps):
             gathers.begin()
-            in_block = given is not None and step in blocks
-            with trainer.window(**given) if given is not None and in_block else nullcontext():
+            with trainer.window() if patched and step in blocks else nullcontext():
                 for micro in range(backwards):
                     trainer.backward(loss_of(trainer, step, micro))
             found.append((gathers.counts, gathers.most))
@@ -92,14 +88,13 @@ def seen(
 
 
 @on_ranks
-@pytest.mark.core_case(given={}, model="TwoHeads")
+@pytest.mark.core_case(model="TwoHeads")
 @pytest.mark.parametrize("model", ["TwoHeads", *MODELS])
-@WAYS
-def test_what_fits_is_gathered_once(model: str, given: Given) -> None:
-    """By default as well, and never more than is allowed to live."""
+def test_what_fits_is_gathered_once(model: str) -> None:
+    """And never more than is allowed to live."""
     params = dict(models.build(model).named_parameters())
     most = sum(param.numel() for param in params.values())
-    for counts, live in seen(given, 4, Options(model=model, **limited(most))):
+    for counts, live in seen(True, 4, Options(model=model, **limited(most))):
         assert counts == dict.fromkeys(params, 1)
         assert live <= most
 
@@ -109,19 +104,18 @@ def test_what_fits_is_gathered_once(model: str, given: Given) -> None:
 @pytest.mark.parametrize("more", [{}, NO_REUSE, SMALL_PREFETCH, PERSISTENT], ids=str)
 @pytest.mark.parametrize("model", ["Uneven", *MODELS])
 def test_a_block_of_one_backward_gathers_no_more_than_stock(model: str, more: Given) -> None:
-    stocks, ours = (seen(given, 1, Options(model=model, zero=more)) for given in (None, {}))
+    stocks, ours = (seen(patched, 1, Options(model=model, zero=more)) for patched in (False, True))
     for (counts, _), (expected, _) in zip(ours, stocks, strict=True):
         assert all(counts[name] <= expected[name] for name in counts), (counts, expected)
 
 
 @on_ranks
-@pytest.mark.core_case(too_many=True)
-@pytest.mark.parametrize("too_many", [True, False])
-def test_what_does_not_fit_is_gathered_as_ever(too_many: bool) -> None:
-    """One element too many; and where the caller says so."""
+@pytest.mark.core_case
+def test_what_does_not_fit_is_gathered_as_ever() -> None:
+    """It is one element too many."""
     elements = sum(param.numel() for param in models.build("TwoHeads").parameters())
-    options = Options(**limited(elements - too_many, stage3_prefetch_bucket_size=0))
-    stocks, ours = (seen(given, 4, options) for given in (None, {} if too_many else NOT_ONCE))
+    options = Options(**limited(elements - 1, stage3_prefetch_bucket_size=0))
+    stocks, ours = (seen(patched, 4, options) for patched in (False, True))
     assert [counts for counts, _ in ours[1:]] == [counts for counts, _ in stocks[1:]]
     assert max(live for _, live in ours) <= max(live for _, live in stocks)
     assert max(ours[-1][0].values()) >= 4
@@ -129,21 +123,19 @@ def test_what_does_not_fit_is_gathered_as_ever(too_many: bool) -> None:
 
 @on_ranks
 @pytest.mark.parametrize(
-    ("given", "more", "says"),
+    ("more", "says"),
     [
-        ({}, {}, "once: all fit into stage3_max_live_parameters"),
-        ({}, limited(10), r"in each .*: \d+ elements are more than stage3_max_live_parameters, 10"),
-        (ONCE, limited(10), "once: gather_once=True"),
-        (NOT_ONCE, {}, "in each forward and backward: gather_once=False"),
-        ({}, {"zero": {GRANULAR: 5}}, f"in each .* not tested with {GRANULAR}"),
+        ({}, "once: all fit into stage3_max_live_parameters"),
+        (limited(10), r"in each .*: \d+ elements are more than stage3_max_live_parameters, 10"),
+        ({"zero": {GRANULAR: 5}}, f"in each forward and backward: {GRANULAR}"),
     ],
     ids=str,
 )
-def test_the_status_says_which_way_was_taken(given: Given, more: Given, says: str) -> None:
+def test_the_status_says_which_way_was_taken(more: Given, says: str) -> None:
     with applied("coalesce"):
         trainer = engine_trainer(stage=3, **more)
         for _ in range(2):
-            with trainer.window(**given):
+            with trainer.window():
                 trainer.backward(loss_of(trainer, 0))
         (note,) = ds_patches.status()["coalesce"].notes
         assert re.fullmatch(f"a ZeRO-3 block gathered parameters {says}", note)
@@ -153,7 +145,7 @@ def test_the_status_says_which_way_was_taken(given: Given, more: Given, says: st
 @pytest.mark.core_case
 def test_steps_after_a_block_gather_and_hold_as_ever() -> None:
     """DeepSpeed remembers what it may release, and a block must teach it nothing."""
-    ours, without = (seen({}, 1, Options(steps=8, zero=NO_REUSE), at) for at in ((2, 3), ()))
+    ours, without = (seen(True, 1, Options(steps=8, zero=NO_REUSE), at) for at in ((2, 3), ()))
     assert ours[-3:] == without[-3:]
 
 
@@ -178,39 +170,28 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     assert "".join(said) == "bd" + "be" + "abce"
 
 
-once = partial(several_backwards, gather_once=True)
-
-
 @cases(
-    *(of("coalesce", once, 3, model=model) for model in ("TwoHeads", *MODELS)),
+    *(of("coalesce", several_backwards, 3, model=model) for model in ("TwoHeads", *MODELS)),
     *(
-        of("coalesce", script, 3, **more)
-        for script in (once, several_backwards)
+        of("coalesce", several_backwards, 3, **more)
         for more in (OFFLOADED_ALL, OFFLOADED, {"zero": PERSISTENT}, {"zero": SMALL_PREFETCH})
     ),
-    *(of("coalesce zero3_retain", once, 3, style=style) for style in ("engine", "torch")),
+    *(of("coalesce zero3_retain", several_backwards, 3, style=s) for s in ("engine", "torch")),
 )
 def test_options(world: World, case: Case) -> None:
     case.check(world)
 
 
-class Once(EngineTrainer):
-    """Its blocks are asked for it."""
-
-    def window(self, **given: Any) -> Any:
-        return super().window(**{**ONCE, **given})
-
-
-in_blocks = trains("coalesce", at(3, steps=6), engines=(EngineTrainer, Once))
+in_blocks = trains("coalesce", at(3, steps=6))
 
 
 @in_blocks
 def test_by_turns(trainer: Any) -> None:
-    """Blocks that gather once, blocks that do not, and steps without any."""
+    """Blocks, and steps without any."""
     for step in trainer.steps():
-        kind = step % 3
-        with trainer.window(**(NOT_ONCE if kind else {})) if kind < 2 else nullcontext():
-            for index in range(1 if kind == 2 else 3):
+        in_block = step % 3 < 2
+        with trainer.window() if in_block else nullcontext():
+            for index in range(3 if in_block else 1):
                 trainer.backward(loss_of(trainer, step, index))
         trainer.step()
 
@@ -242,7 +223,7 @@ def interrupted(trainer: Any, do: Callable[[], object]) -> None:
         trainer.step()
 
 
-@trains("coalesce", at(3, core={3}, steps=6), engines=(EngineTrainer, Once))
+@trains("coalesce", at(3, core={3}, steps=6))
 def test_parameters_are_read_inside(trainer: Any) -> None:
     def read() -> None:
         with trainer.gathered(trainer.module.blocks.parameters()):
@@ -264,23 +245,23 @@ def test_an_evaluation_inside(trainer: Any) -> None:
     interrupted(trainer, evaluate)
 
 
-@trains("coalesce", at(3, steps=2), engines=(EngineTrainer, Once))
+@trains("coalesce", at(3, steps=2))
 def test_saving_inside(trainer: Any) -> None:
     """To save a checkpoint all is partitioned."""
     with TemporaryDirectory() as folder:
         interrupted(trainer, lambda: trainer.is_engine and trainer.engine.save_checkpoint(folder))
 
 
-def written_inside(given: Given, by: float) -> Parameters:
+def written_inside(by: float, **options: Any) -> Parameters:
     """Where a training ends whose weights change in the middle of its blocks."""
     from deepspeed.runtime.zero import GatheredParameters
 
     with applied("coalesce"):
-        trainer = engine_trainer(stage=3)
+        trainer = engine_trainer(stage=3, **options)
         # Not the embedding, which stock up to 0.18.2 has in use from a backward to the step.
         params = list(trainer.module.blocks.parameters())
         for step in trainer.steps():
-            with trainer.window(**given):
+            with trainer.window():
                 for index in range(3):
                     trainer.backward(loss_of(trainer, step, index))
                     with GatheredParameters(params, modifier_rank=0), torch.no_grad():
@@ -291,10 +272,9 @@ def written_inside(given: Given, by: float) -> Parameters:
 
 
 @on_ranks
-@pytest.mark.core_case(given={})
-@WAYS
-def test_weights_that_are_written_inside(given: Given) -> None:
+@pytest.mark.core_case
+def test_weights_that_are_written_inside() -> None:
     """As DeepSpeed has it: until the step, which writes its own."""
-    ours = written_inside(given, 0.5)
-    assert worst_difference(ours, written_inside(NOT_ONCE, 0.5))[0] <= 1e-6
-    assert worst_difference(ours, written_inside(given, 1.0))[0] > 1e-3
+    ours = written_inside(0.5)
+    assert worst_difference(ours, written_inside(0.5, **limited(10)))[0] <= 1e-6
+    assert worst_difference(ours, written_inside(1.0))[0] > 1e-3

@@ -54,22 +54,21 @@ SINCE_0_19_4 = stock.since("0.19.4", "managed_gradient_accumulation")
 
 
 @on_ranks
-@pytest.mark.core_case(given={}, kind="")
+@pytest.mark.core_case(kind="")
 @pytest.mark.parametrize(
-    ("stage", "more", "given", "kind", "says"),
+    ("stage", "more", "kind", "says"),
     [
-        (0, {}, {}, "", "requires ZeRO stage 1/2/3; this engine has stage 0"),
-        (1, BF16_SUMS, {}, "", "does not cover the optimizer wrapper"),
-        (0, BF16, {}, "", "requires ZeRO stage"),
-        (2, {}, {"gather_once": True}, "", "gather_once needs ZeRO stage 3"),
-        pytest.param(2, UNMANAGED, {}, "", "managed_gradient_acc", marks=SINCE_0_19_4),
+        (0, {}, "", "requires ZeRO stage 1/2/3; this engine has stage 0"),
+        (1, BF16_SUMS, "", "does not cover the optimizer wrapper"),
+        (0, BF16, "", "requires ZeRO stage"),
+        pytest.param(2, UNMANAGED, "", "managed_gradient_acc", marks=SINCE_0_19_4),
         # These cannot be built on a CPU: the guard goes by what an engine is.
-        *((2, {}, {}, kind, "") for kind in ("pipeline_parallelism", "zenflow", "SuperOffload")),
+        *((2, {}, kind, "") for kind in ("pipeline_parallelism", "zenflow", "SuperOffload")),
     ],
     ids=str,
 )
 def test_engines_that_are_not_covered(
-    stage: int, more: dict[str, Any], given: dict[str, Any], kind: str, says: str
+    stage: int, more: dict[str, Any], kind: str, says: str
 ) -> None:
     with applied("coalesce"):
         engine = engine_of(stage=stage, **more)
@@ -78,7 +77,7 @@ def test_engines_that_are_not_covered(
         elif kind:
             setattr(engine, kind, True)
         with pytest.raises(Misused if "managed" in says else NotCovered, match=says):
-            enter(engine.coalesce_grad_reduction(**given))
+            enter(engine.coalesce_grad_reduction())
         if stage < 2:
             enter(engine.no_sync())  # stock's
 

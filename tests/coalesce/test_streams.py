@@ -8,7 +8,6 @@ import pytest
 
 from tests.stream_safety import on_streams
 from tests.stream_safety.test_races import NO_TIMER, lives
-from tests.training.options import ALL_REDUCED
 from tests.world import World
 
 
@@ -21,13 +20,6 @@ def unsynced(trainer: Any, micro_steps: int = 1) -> None:
         trainer.step()
 
 
-#: What reduces: a script, and the options that it needs.
-BLOCK = on_streams.coalesced, {}
-UPSTREAM = on_streams.coalesced, ALL_REDUCED["zero"]
-UNSYNCED = unsynced, {}
-ONCE = on_streams.gathered_once, {}
-
-
 def kinds(world: World, stage: int, around: str, **case: Any) -> set[str]:
     """Of races on any rank. The throughput timer, which waits for the device, would hide some."""
     ranks = world.run(on_streams.train, stage, around=around, settings=NO_TIMER, **case)
@@ -38,9 +30,9 @@ def kinds(world: World, stage: int, around: str, **case: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("stage", "around", "scripts"),
     [
-        (1, "several", (BLOCK, UPSTREAM)),
-        (2, "several", (BLOCK, UPSTREAM, UNSYNCED)),
-        *((3, around, (BLOCK, ONCE, UNSYNCED)) for around in ("", "side")),
+        (1, "several", (on_streams.coalesced,)),
+        (2, "several", (on_streams.coalesced, unsynced)),
+        *((3, around, (on_streams.coalesced, unsynced)) for around in ("", "side")),
     ],
 )
 def test_no_race_that_stock_has_not(world: World, stage: int, around: str, scripts: Any) -> None:
@@ -48,7 +40,7 @@ def test_no_race_that_stock_has_not(world: World, stage: int, around: str, scrip
     if around == "side" and lives("zero3_producer"):
         pytest.skip("this release races here without us: no backward of it waits for a side stream")
     stocks = kinds(world, stage, around)
-    for script, options in scripts:
-        found = kinds(world, stage, around, script=script, beside=("coalesce",), **options)
+    for script in scripts:
+        found = kinds(world, stage, around, script=script, beside=("coalesce",))
         assert found <= stocks, (script, found - stocks)
-        assert stage == 3 or not found, "its own reductions wait for every stream"
+        assert stage == 3 or not found, "autograd has joined its streams before the reduction"

@@ -57,16 +57,12 @@ def three_backwards(trainer: Any, step: int) -> None:
         trainer.backward(trainer(batch(3 * step + part)).square().mean())
 
 
-def coalesced(trainer: Any, **window: bool) -> None:
+def coalesced(trainer: Any) -> None:
     """Three backwards and one reduction in each step."""
     for step in trainer.steps():
-        with trainer.window(**window):
+        with trainer.window():
             three_backwards(trainer, step)
         trainer.step()
-
-
-#: And one that has gathered all parameters.
-gathered_once = partial(coalesced, gather_once=True)
 
 
 def retained(trainer: Any) -> None:
