@@ -1,9 +1,8 @@
-"""Locks of torch's extension builder that nobody will take away any more.
+"""Locks of torch's extension builder that a killed build left behind.
 
-Before torch builds an extension it makes a file `lock` beside it, and removes it afterwards. A
-process that is killed in between leaves it there, and from then on whoever needs the extension
-waits for its removal, without a word and without an end. On a CPU, DeepSpeed builds one in every
-run that finds none.
+Before torch builds an extension it makes a file `lock` beside it, and removes it afterwards. If it
+is killed in between, the file stays, and every later run that needs the extension waits silently,
+for ever. On a CPU, DeepSpeed builds an extension in every run that finds none.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ def lines(environment: Mapping[str, str], older_than: float = OLD) -> list[str]:
             continue
         if age > older_than:
             said.append(
-                f"{lock} is {_said(age)} old: whoever needs the extension {lock.parent.name} waits "
-                "for its removal, in silence. If nothing is building it: "
+                f"{lock} is {_said(age)} old: every run that needs the extension "
+                f"{lock.parent.name} waits silently until it is removed. "
+                "If nothing is building it: "
                 f"rm {shlex.quote(str(lock))}"
             )
     return said
