@@ -35,7 +35,7 @@ _ROOT = Path(__file__).parents[1]
 _FOLDER = "patches"
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 #: A table of more is a matrix, which scrolls.
-_MOST_COLUMNS = 7
+_MOST_COLUMNS = 9
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
 _PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
