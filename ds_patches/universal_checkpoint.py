@@ -37,7 +37,7 @@ _LOADS = Class("deepspeed.runtime.base_optimizer", "ZeROOptimizer")
 PATCH = Patch(
     name="universal_checkpoint",
     hooks=__name__,
-    summary="after a universal checkpoint is loaded, fp32 weights are read and set, not momentum",
+    summary="after a universal checkpoint, scripts read and set fp32 weights, not momentum",
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8474"),
     supported=">=0.16.0,<=0.19.6",

@@ -38,7 +38,7 @@ from ds_patches.upstream.places import GATHERED, INIT, ZERO3
 PATCH = Patch(
     name="zero3_weights",
     hooks=__name__,
-    summary="ZeRO-3 gathers the weights that it was given, with hpZ and all-reduce for fetching",
+    summary="ZeRO-3 gathers the weights that were loaded, with hpZ and all-reduce for fetching",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 7707", "PR 8158", "issue 7606"),
     supported=">=0.16.0,<=0.19.3",

@@ -153,12 +153,12 @@ def _page_link(found: re.Match[str]) -> str:
 
 def _glance(patch: Patch) -> str:
     links = ", ".join(f"[{link.label}]({link.url})" for link in patch.upstream)
-    ranks = "all ranks of an engine must have it alike" if patch.collectives else "each for itself"
+    ranks = "all ranks of an engine must have it" if patch.collectives else "any rank may have it"
     facts = [
         ("DeepSpeed", f"`{patch.supported}`"),
         ("Upstream", links),
         ("Ranks", ranks),
-        (f"`{_variable(patch)}`", "`1` or `0`: apply it or do not, whatever the lists say"),
+        (f"`{_variable(patch)}`", "`1` applies it and `0` does not, whatever the lists say"),
     ]
     return "\n".join(f"- **{name}**: {what}" for name, what in facts if what)
 
