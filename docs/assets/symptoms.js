@@ -1,6 +1,7 @@
 // Shows those rows of the table of symptoms that are of a release, of a ZeRO stage, and have some words.
 (() => {
-  const [STAGES, FIRST, RIGHT] = [2, 3, 4];
+  const titles = [...document.querySelectorAll(".symptoms th")].map((one) => one.textContent);
+  const [STAGES, FIRST, RIGHT] = ["ZeRO", "wrong from", "right from"].map((one) => titles.indexOf(one));
   const rows = [...document.querySelectorAll(".symptoms tbody tr")];
   const cell = (row, at) => row.cells[at].textContent.trim();
   const number = (release) => release.split(".").reduce((sum, part) => sum * 1000 + +part, 0);
