@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 TORCH := 2.13.0
-# Of what only test-all has, a part in each run of CI, by the number of commits: so many turns until
+# Each run of CI takes a part of what only test-all has, by the number of commits: after so many turns
 # all of it was run, on the newest DeepSpeed and on every other one.
 TURNS := 6
 RELEASE_TURNS := 6
@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_ACCELERATOR := cpu
 export DS_BUILD_OPS := 0
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
-# What the tests import is the environment's, whatever the caller's shell has on its path.
+# The tests import from the environment, not from the caller's path.
 unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
@@ -40,11 +40,11 @@ test: install ## lint, and the quick tests, on the newest DeepSpeed: eight minut
 	@$(MAKE) --no-print-directory lint
 	TEST_RANKS_FORK=1 $(PYTEST) -m "not exhaustive"
 
-test-turn: frameworks ## of what test-all has beside it, the part whose turn it is: fifteen minutes
+test-turn: frameworks ## a part of what test-all adds, in turn: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)
 	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $(RELEASE_TURNS) --within 120
 
-test-all: frameworks ## lint, the whole suite, an old DeepSpeed's, the core tests on all: hours
+test-all: frameworks ## lint, every test, and the core tests on every release: hours
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST)
 	$(BIN)/python -m tests.releases run --whole 0.18.2

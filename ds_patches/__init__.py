@@ -1,9 +1,9 @@
-"""Fixes for an installed DeepSpeed, applied at run time, checked against what is installed.
+"""Fixes the DeepSpeed you have at run time, where it drops gradients without an error.
 
     import ds_patches
     ds_patches.apply_all()      # above deepspeed.initialize
 
-Importing this package is free: torch, DeepSpeed and wrapt are imported by applying, never before.
+Importing this package is cheap: applying imports torch, DeepSpeed and wrapt.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _disable(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import site_packages
 
     file = site_packages.disable()
-    print(f"ds_patches: removed {file}" if file else "ds_patches: was not enabled")
+    print(f"ds_patches: removed {file}" if file else "ds_patches: it was not enabled")
 
 
 def _env(chosen: argparse.Namespace) -> None:
@@ -148,31 +148,31 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    explain = commands.add_parser("explain", help="what an error is, and what helps")
-    explain.add_argument("text", nargs="?", metavar="TEXT", help="the error; else stdin, as a log")
+    explain = commands.add_parser("explain", help="say what an error is, and what helps")
+    explain.add_argument("text", nargs="?", metavar="TEXT", help="an error, a file or a question")
     explain.add_argument(
-        "--release", type=Version, metavar="X.Y.Z", help="default: the log's, or the installed"
+        "--release", type=Version, metavar="X.Y.Z", help="default: as in the log, or installed"
     )
-    explain.add_argument("-v", "--verbose", action="store_true", help="the section to read, too")
-    explain.add_argument("--json", action="store_true", help="the same as JSON")
-    doctor = commands.add_parser("doctor", help="what is wrong here, what would be applied")
+    explain.add_argument("-v", "--verbose", action="store_true", help="print the page on it, too")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser("doctor", help="say what this DeepSpeed gets wrong")
     doctor.add_argument(
-        "--config", type=Path, metavar="FILE", help="of DeepSpeed, or YAML around it: what applies"
+        "--config", type=Path, metavar="FILE", help="DeepSpeed's JSON, or a framework's YAML"
     )
-    doctor.add_argument("--release", type=Version, metavar="X.Y.Z", help="default: the installed")
-    doctor.add_argument("-v", "--verbose", action="store_true", help="all rows, and drifted code")
-    doctor.add_argument("--json", action="store_true", help="the same as JSON")
-    run = commands.add_parser("run", help="run a command patched, and all that it starts")
+    doctor.add_argument("--release", type=Version, metavar="X.Y.Z", help="default: as installed")
+    doctor.add_argument("-v", "--verbose", action="store_true", help="add what the script decides")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    run = commands.add_parser("run", help="run a command, and all that it starts, patched")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    status = commands.add_parser("status", help="one line per patch: name, state, why")
-    status.add_argument("name", nargs="?", metavar="NAME", help="all that is to say of one patch")
-    status.add_argument("-v", "--verbose", action="store_true", help="the same of every patch")
-    status.add_argument("--json", action="store_true", help="the same as JSON")
-    commands.add_parser("enable", help="let DS_PATCHES patch every program of this environment")
-    commands.add_parser("disable", help="take that back")
-    env = commands.add_parser("env", help="the variables that other hosts need, as NAME=value")
+    status = commands.add_parser("status", help="list the patches: name, state, reason")
+    status.add_argument("name", nargs="?", metavar="NAME", help="say all about one patch")
+    status.add_argument("-v", "--verbose", action="store_true", help="say all about every patch")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("enable", help="let jobs of this environment be patched by DS_PATCHES=all")
+    commands.add_parser("disable", help="undo enable")
+    env = commands.add_parser("env", help="print the variables that other hosts need")
     file = env.add_mutually_exclusive_group()
-    for option, effect in (("--write", "put them into"), ("--remove", "take them out of")):
+    for option, effect in (("--write", "put them into"), ("--remove", "remove them from")):
         file.add_argument(
             option,
             nargs="?",

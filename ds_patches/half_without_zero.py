@@ -1,27 +1,28 @@
 """fp16 and bf16 train without ZeRO, and bf16 resumes there.
 
 Use
-    Apply it, and leave the training loop as it is. Without ZeRO (stage 0) these work then:
+    Apply it, and leave the training loop as it is. Then these work without ZeRO (stage 0):
 
     - fp16, with optimizers of PyTorch's and with FusedAdam: weights move as far as in PyTorch,
-      clipping takes the true norm, and a step that overflows on any rank is skipped;
+      clipping uses the right norm, and all ranks skip a step that overflows on one;
     - ``PipelineModule`` with fp16, of one stage or more;
-    - bf16 with an optimizer of PyTorch's (0.17.6 to 0.18.5), with no loss scale;
-    - checkpoints of bf16 hold the optimizer, also at stage 1 with fp32 sums (0.17.6 to 0.18.4).
+    - bf16 with an optimizer of PyTorch's (0.17.6 to 0.18.5);
+    - checkpoints of bf16, also at stage 1 with fp32 sums (0.17.6 to 0.18.4), which now hold the
+      optimizer.
 
     It requires ``accumulation``, which divides by the micro steps once.
 
 Risks
-    - **Scaled by hand.** A script that multiplies its loss by ``engine.optimizer.loss_scale``
-      itself, because DeepSpeed 0.18.3 and later do not, has to stop doing so.
-    - **Gradients.** From 0.18.3 on, ``param.grad`` before the step is scaled, as it was to 0.18.2.
-    - **The first steps.** A dynamic loss scale begins high (2^16, unless ``initial_scale_power``
-      says otherwise). The first steps may overflow now, and are skipped until the scale fits.
-    - **Older checkpoints.** One that 0.17.6 to 0.18.4 wrote without this patch has no optimizer
-      state. To load it is an error, which says what to do. On stock, Adam starts anew, and the
-      first step takes the weights back to where they were before the checkpoint was loaded.
-    - **Stage 1 with fp32 sums.** Releases from 0.18.5 on save it in other files, and do not find
-      the optimizer in those of older ones.
+    - **Scaled by hand.** If your script multiplies the loss by ``engine.optimizer.loss_scale``,
+      because DeepSpeed 0.18.3 and later do not, remove that.
+    - **Gradients.** From 0.18.3 on, ``param.grad`` before the step is scaled, as up to 0.18.2.
+    - **The first steps.** A dynamic loss scale begins high (2^16 by default). The first steps may
+      overflow now, and are skipped until the scale fits.
+    - **Older checkpoints.** A checkpoint that 0.17.6 to 0.18.4 wrote without this patch has no
+      optimizer state. Loading it raises an error that says what to do. On stock, Adam starts anew,
+      and the first step resets the weights to those from before loading.
+    - **Stage 1 with fp32 sums.** Releases from 0.18.5 on save the optimizer in other files, and do
+      not find it in checkpoints of older ones.
 
 Not covered
     | what | what happens |
@@ -34,16 +35,15 @@ Cost
     Two Python functions a step.
 
 Why
-    Without ZeRO, the optimizer of fp16 divides gradients by a loss scale. To 0.18.2 it also
-    multiplies the loss by that scale; from 0.18.3 on the engine runs the backward itself, and
-    nobody does. In every release a scale that rises does so in the middle of a step, whose
-    gradients are then divided by twice the scale that they have. bf16 gets the same optimizer from
-    0.17.6 on, and to 0.18.4 the engine's checkpoints take it for one of ZeRO's.
+    Without ZeRO, the optimizer of fp16 divides gradients by a loss scale. Up to 0.18.2 it also
+    multiplies the loss by that scale; from 0.18.3 on nobody does. In every release the scale rises
+    in the middle of a step, so that the step's gradients are divided by twice their scale. From
+    0.17.6 on bf16 gets the same optimizer, and up to 0.18.4 checkpoints take it for one of ZeRO's.
 
 How
-    The engine already scales losses for ``torch.autocast``. It is given the optimizer's scale in
-    the place of PyTorch's GradScaler. A scale rises at the end of its step. Checkpoints of bf16 are
-    written as those of fp16 are, which later releases do as well.
+    The engine scales losses as it does for ``torch.autocast``, with the optimizer's scale instead
+    of PyTorch's GradScaler. The scale rises at the end of a step. Checkpoints of bf16 are written
+    like those of fp16, as in later releases.
 
 Upstream
     Issue 8393 (fp16, open); pull requests 7645 (FusedAdam, 0.18.2), 7839 (bf16, 0.18.6),

@@ -1,7 +1,7 @@
 """Muon orthogonalises whole matrices, and the gradient of the whole step, at every stage.
 
 Use
-    Apply it before ``deepspeed.initialize``, and write nothing. What stock gets wrong:
+    Apply it before ``deepspeed.initialize``, and leave the script as it is. What stock gets wrong:
 
     | where | what | releases | patched |
     |---|---|---|---|
@@ -25,24 +25,24 @@ Use
     Every release clips updates as if they were gradients.
 
 Risks
-    - A run that resumes goes on with other updates than it began with, where stock's were wrong.
-    - It is to be applied and taken back between two steps, and not after a backward.
-    - ``safe_set_full_grad`` sets a gradient, where it set an update. Of a matrix that lies on two
-      ranks at ZeRO 1 and 2, each takes its own part of it.
+    - Where stock's updates were wrong, a resumed run goes on with other updates than it began with.
+    - Apply it and take it back between two steps, not after a backward.
+    - ``safe_set_full_grad`` sets a gradient; on stock it set an update. If a matrix lies on two
+      ranks at ZeRO 1 and 2, each sets its own part.
 
 Cost
-    ZeRO 1 and 2: gradients of the matrices are kept until the step, where their updates were. To
-    0.19.2 ``reduce_scatter`` is off. ZeRO 3: a gather more in a step for matrices of one shape, and
-    none of Muon's exchanges in micro steps.
+    ZeRO 1 and 2: gradients of the matrices are kept until the step, in the place of stock's
+    updates. Up to 0.19.2 ``reduce_scatter`` is off. ZeRO 3: one more gather in a step for matrices
+    of one shape, and none of Muon's exchanges in micro steps.
 
 Why
-    Muon's step is no sum of its gradients'. What is orthogonalised has to be a whole matrix and the
-    whole gradient of a step, and the length of an update has nothing to do with the gradient's.
+    Muon has to orthogonalise a whole matrix, and the whole gradient of a step: updates of parts do
+    not add up to the update of the whole.
 
 How
-    Every rank gets whole averaged gradients. Upstream's update waits for the step, after the check
-    for overflow and before the norm; up to 0.19.7 it is multiplied by the loss scale, by which the
-    step divides.
+    Every rank gets whole averaged gradients. Upstream's update runs in the step, after the check
+    for overflow and before the norm. Up to 0.19.7 it is multiplied by the loss scale, because the
+    step divides by it.
 
 Upstream
     Pull requests 8090, 8141 (0.19.3), 8432, 8435, 8438, 8442 (0.19.7), 8600 (0.19.8), issue 8443.

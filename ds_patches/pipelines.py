@@ -2,13 +2,13 @@
 
 Use
     Apply it, and leave ``engine.train_batch()`` as it is. A ``PipelineModule`` then averages its
-    micro steps, as DeepSpeed documents it, and runs without ZeRO or with fp16 in 0.18.3 and 0.18.4
-    too. With fp16 and without ZeRO ``half_without_zero`` is needed, or stock's error remains.
+    micro steps, as DeepSpeed documents, and also runs without ZeRO or with fp16 in 0.18.3 and
+    0.18.4. For fp16 without ZeRO, apply ``half_without_zero``, too.
 
 Risks
-    **A tuned learning rate, 0.16.0 to 0.18.2.** There stock adds micro steps up. With this patch
-    they are averaged, with a warning: a learning rate that was tuned to the sum is to be multiplied
-    by the micro steps.
+    **A tuned learning rate, 0.16.0 to 0.18.2.** Here stock adds micro steps up. With this patch
+    they are averaged, with a warning: if the learning rate was tuned to the sum, multiply it by the
+    number of micro steps.
 
 Not covered
     | what | what happens |
@@ -16,18 +16,17 @@ Not covered
     | ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
 
 Cost
-    Up to 0.19.2, three Python functions a backward of any engine. Later releases have nothing to
-    cure.
+    Three Python functions for each backward of any engine.
 
 Why
-    From 0.16.0 to 0.18.2 a loss is divided by the micro steps where its backward reduces, and a
-    pipeline reduces later. From 0.18.3 to 0.19.2 gradients are divided at the outputs of every
-    stage, once more on each. And 0.18.3 and 0.18.4 take the backwards of stages for a script's own,
-    which they refuse without ZeRO, and under fp16 if the loss was not scaled.
+    From 0.16.0 to 0.18.2 DeepSpeed divides a loss by the micro steps only if its backward reduces,
+    and a pipeline reduces later. From 0.18.3 to 0.19.2 it divides gradients at the outputs of every
+    stage. 0.18.3 and 0.18.4 take the backwards of stages for calls of ``loss.backward()`` by the
+    script, which they refuse without ZeRO and under fp16.
 
 How
-    The last stage's loss is divided, and what comes to the other stages is not. The backwards of
-    stages are said to be the engine's own.
+    The last stage's loss is divided, and the gradients of the other stages are not. The backwards
+    of stages are marked as the engine's own.
 
 Upstream
     Pull request 8154 (0.19.3), issue 8152.

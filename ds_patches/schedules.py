@@ -1,24 +1,24 @@
-"""Warmup schedules keep the learning rate of each parameter group, and cosine ends where it ends.
+"""Warmup schedules keep the learning rate of each parameter group, and a cosine stays at its end.
 
 Use
-    Apply it before ``deepspeed.initialize``, and write nothing. ``WarmupLR`` without
+    Apply it before ``deepspeed.initialize``, and leave the script as it is. ``WarmupLR`` without
     ``warmup_max_lr`` and ``WarmupCosineLR`` then warm every parameter group up to its own rate, and
-    behind ``total_num_steps`` a cosine stays at ``cos_min_ratio``.
+    after ``total_num_steps`` a cosine stays at ``cos_min_ratio``.
 
 Risks
-    A run that resumes goes on with other rates than it began with, where stock's were wrong.
+    Where stock's rates were wrong, a resumed run goes on with other rates than it began with.
 
 Cost
     One Python function for each step of a ``WarmupCosineLR``.
 
 Why
-    From 0.17.2 to 0.19.3 ``WarmupLR`` takes the first group's rate for all groups. To 0.18.9
-    ``WarmupCosineLR`` begins with a rate of 0 for the first group alone: the others' first step is
-    made with their full rate. To 0.19.2 its cosine rises again behind its end, and where
-    ``total_num_steps`` is ``warmup_num_steps`` it divides by zero.
+    From 0.17.2 to 0.19.3 ``WarmupLR`` gives all groups the first group's rate. Up to 0.18.9
+    ``WarmupCosineLR`` begins with a rate of 0 for the first group only: the others take their first
+    step with the full rate. Up to 0.19.2 its cosine rises again after its end, and divides by zero
+    if ``total_num_steps`` is ``warmup_num_steps``.
 
 How
-    The rates of all groups are given to the schedule, zeros to all groups, and the end is the end.
+    Each group gets its own rate and begins with zero. After its end the cosine stays where it is.
 
 Upstream
     Pull requests 8171 (0.19.4), 8142 (0.19.3), 7969 (0.19.0).
@@ -38,7 +38,7 @@ _COSINE = Class(_SCHEDULES, "WarmupCosineLR")
 PATCH = Patch(
     name="schedules",
     hooks=__name__,
-    summary="warmup schedules keep each group's learning rate, and a cosine ends at its end",
+    summary="warmup schedules keep each group's learning rate, and a cosine stays at its end",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 8171", "PR 8142", "PR 7969"),
     supported=">=0.16.0,<=0.19.3",

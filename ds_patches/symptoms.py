@@ -16,7 +16,7 @@ _ALL, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _BLOCK = "`with engine.coalesce_grad_reduction():`"
 _LAST = "only the last backward counts"
 _REDUCED = "`has already been reduced. Gradient computed twice`"
-_GAN = "two engines in one step, as of a GAN"
+_GAN = "two engines in one step, as in a GAN"
 _OLD = "it is stepped with its previous gradient"
 _BACKWARD = "run_backward"
 #: Anywhere in a log: DeepSpeed prints its configuration.
@@ -196,7 +196,7 @@ CURED = (
             _3, "0.16.0", "0.19.3", "zero3_retain", anchor="recomputed-values",
             shown=r"deepspeed[\s\S]*torch\.Size\(\[0\]\)"),
     Symptom("a frozen model with adapters (LoRA), `checkpoint(use_reentrant=True)`",
-            "all that is frozen stays gathered in a backward",
+            "everything frozen stays gathered in a backward",
             _3, "0.19.3", None, "zero3_retain", anchor="recomputed-values"),
     Symptom("an evaluation under `torch.inference_mode()` between training steps",
             "`Inference tensors cannot be saved for backward`, or "
@@ -216,7 +216,7 @@ CURED = (
             (0, *_ALL), "0.16.0", "0.19.2", "fp32_buffers", anchor="cast-buffers",
             asked=("logit long sequence", "buffer round", "rotary round", "rotary bf16")),
     Symptom("a model made in `zero.Init`, as by `from_pretrained`, that makes buffers in fp32",
-            "they are made in half precision, and what is computed of them, too",
+            "they are made in half precision, and so is what is computed from them",
             _3, "0.16.0", None, "fp32_buffers", anchor="cast-buffers"),
     Symptom("`zero_hpz_partition_size` (ZeRO++), and weights that are loaded into a model of "
             "`zero.Init` or an engine", "the first step is made with other weights",
@@ -228,7 +228,7 @@ CURED = (
             needs="all_reduce_fetch",
             asked=("stage3_use_all_reduce_for_fetch_params",)),
     Symptom("`safe_get_full_fp32_param` after a universal checkpoint was loaded",
-            "it reads momentum, or another optimizer state; to set weights sets that", _12,
+            "it reads momentum, or another optimizer state; setting weights changes that", _12,
             "0.16.0", "0.19.7", "universal_checkpoint", anchor="universal-checkpoint",
             needs="universal script", asked=("universal checkpoint", "safe_get_full_fp32_param")),
     Symptom("`TiledMLP`, `sequence_tiled_compute` and other tiled computations of ALST",

@@ -1,9 +1,9 @@
-"""After a universal checkpoint, fp32 weights are read and set by their parameter, not momentum.
+"""After a universal checkpoint is loaded, a script reads and sets fp32 weights, not momentum.
 
 Use
-    Apply it before ``load_checkpoint``, and write nothing. ``safe_get_full_fp32_param`` and
-    ``safe_set_full_fp32_param`` then mean the weights, at stages 1 and 2, and for bf16 parameters
-    with fp32 gradients.
+    Apply it before ``load_checkpoint``, and leave the script as it is. Then
+    ``safe_get_full_fp32_param`` reads the weights and ``safe_set_full_fp32_param`` sets them, at
+    stages 1 and 2, and for bf16 parameters with fp32 gradients.
 
 Risks
     None are known.
@@ -12,13 +12,13 @@ Cost
     A Python function for each parameter when a universal checkpoint is loaded, and none in a step.
 
 Why
-    To 0.19.6 loading a universal checkpoint makes each parameter's link to its fp32 weights one to
-    the last of its optimizer's states: a script that reads weights gets momentum, one that sets
-    them writes momentum, and so does a second load. Optimizer states are linked to copies until the
-    first step, so what is set of them is lost.
+    Up to 0.19.6, when a universal checkpoint is loaded, each parameter's link to its fp32 weights
+    is set to an optimizer state: a script that reads weights gets momentum, and a script that sets
+    them, or a second load, overwrites momentum. Optimizer states are linked to copies until the
+    first step, so what a script sets is lost.
 
 How
-    Both links are made anew after loading.
+    After loading, both links are set right.
 
 Upstream
     Pull request 8474 (0.19.7).
@@ -37,7 +37,7 @@ _LOADS = Class("deepspeed.runtime.base_optimizer", "ZeROOptimizer")
 PATCH = Patch(
     name="universal_checkpoint",
     hooks=__name__,
-    summary="after a universal checkpoint is loaded, fp32 weights are read and set, not momentum",
+    summary="after a universal checkpoint, scripts read and set fp32 weights, not momentum",
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8474"),
     supported=">=0.16.0,<=0.19.6",

@@ -1,8 +1,9 @@
 """Gradients of ZeRO-1 and ZeRO-2 that come in tiles, or that overflow on one rank alone.
 
 Use
-    Apply it, and write nothing. ``TiledMLP`` and other tiled computations (long sequences, ALST)
-    then train at stages 1 and 2, and fp16 at stage 1 skips a step on all ranks.
+    Apply it, and leave the script as it is. ``TiledMLP`` and other tiled computations (long
+    sequences, ALST) then train at stages 1 and 2. With fp16 at stage 1, all ranks skip a step if
+    one overflows.
 
 Risks
     None are known.
@@ -12,12 +13,12 @@ Cost
     ``deepspeed.runtime.sequence_parallel.ulysses_sp``; for others one at each forward.
 
 Why
-    From 0.17.0 to 0.18.5 each tile's gradient takes a place in the reduce bucket, but the last
-    one's alone is named there: what is reduced belongs to other parameters. From 0.17.1 to 0.17.6
+    From 0.17.0 to 0.18.5 each tile's gradient takes a place in the reduce bucket, but only the last
+    place is recorded, so that gradients of other parameters are mixed up. From 0.17.1 to 0.17.6
     ranks do not tell each other of an overflow at stage 1: one skips the step, and the others wait.
 
 How
-    A gradient that is not whole goes into no bucket. Overflow is asked of all ranks.
+    Only whole gradients go into buckets. Ranks tell each other of an overflow.
 
 Upstream
     Pull requests 7829 (0.18.6) and 7580 (0.18.0).

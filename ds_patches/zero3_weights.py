@@ -1,24 +1,25 @@
-"""ZeRO-3 gathers the weights that it was given: with hpZ, and with all-reduce for fetching.
+"""ZeRO-3 gathers the weights that were loaded: with hpZ, and with all-reduce for fetching.
 
 Use
-    Apply it, and write nothing. With ``zero_hpz_partition_size`` (ZeRO++), a model whose weights
-    are loaded after it was built, as ``from_pretrained`` does, and an engine that resumes from a
-    checkpoint begin with what was loaded. ``stage3_use_all_reduce_for_fetch_params`` is off.
+    Apply it, and leave the script as it is. With ``zero_hpz_partition_size`` (ZeRO++), training
+    then begins with the weights that ``from_pretrained`` or a checkpoint has loaded.
+    ``stage3_use_all_reduce_for_fetch_params`` is switched off.
 
 Risks
     None are known.
 
 Cost
-    Where ``stage3_use_all_reduce_for_fetch_params`` was set, fetching is DeepSpeed's all-gather.
+    If you set ``stage3_use_all_reduce_for_fetch_params``, parameters are fetched by DeepSpeed's
+    all-gather instead.
 
 Why
-    hpZ keeps a second copy of each partition, and gathers from that. To 0.18.2 a weight that is
-    changed under ``GatheredParameters`` or loaded from a checkpoint does not reach it before the
-    first step. To 0.19.3 an all-reduce for fetching adds what lies behind the end of a parameter,
-    which is whatever was in memory, to the next parameter's first elements.
+    hpZ keeps a second copy of each partition, and gathers from that. Up to 0.18.2 a weight that is
+    changed under ``GatheredParameters`` or loaded from a checkpoint does not reach the copy before
+    the first step. Up to 0.19.3 an all-reduce for fetching adds whatever lies in memory behind a
+    parameter to the first elements of the next one.
 
 How
-    A second copy is made anew from what was changed. Parameters are fetched by all-gather.
+    The second copy is renewed after a change. Parameters are fetched by all-gather.
 
 Upstream
     Pull requests 7707 (0.18.3) and 8158 (0.19.4), issue 7606.
@@ -37,7 +38,7 @@ from ds_patches.upstream.places import GATHERED, INIT, ZERO3
 PATCH = Patch(
     name="zero3_weights",
     hooks=__name__,
-    summary="ZeRO-3 gathers the weights that it was given, with hpZ and all-reduce for fetching",
+    summary="ZeRO-3 gathers the weights that were loaded, with hpZ and all-reduce for fetching",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 7707", "PR 8158", "issue 7606"),
     supported=">=0.16.0,<=0.19.3",

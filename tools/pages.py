@@ -31,7 +31,11 @@ from ds_patches.core.patch import Dependency, Patch, Place
 from ds_patches.core.symptom import Symptom
 from ds_patches.symptoms import SYMPTOMS
 
+_ROOT = Path(__file__).parents[1]
 _FOLDER = "patches"
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+#: A table of more is a matrix, which scrolls.
+_MOST_COLUMNS = 9
 _MARKER = re.compile(r"<!-- generated: (\S+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
 _PAGE_OF_DOCS = re.compile(r"docs/([\w-]+)\.md")
@@ -71,6 +75,20 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages of the patches."""
     for name, patch in registry.patches().items():
         files.append(File.generated(config, _uri(name), content=page_of(patch)))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Tell each cell of a wide table its column, which a phone shows in front of it."""
+    return _TABLE.sub(lambda found: _labelled(found[0]), html)
+
+
+def _labelled(table: str) -> str:
+    titles = [re.sub("<.*?>", "", title) for title in re.findall(r"<th.*?>(.*?)</th>", table)]
+    if not 4 <= len(titles) <= _MOST_COLUMNS:
+        return table
+    labels = itertools.cycle(titles)
+    table = table.replace("<table>", "<table data-wide>")
+    return re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', table)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -135,12 +153,12 @@ def _page_link(found: re.Match[str]) -> str:
 
 def _glance(patch: Patch) -> str:
     links = ", ".join(f"[{link.label}]({link.url})" for link in patch.upstream)
-    ranks = "all ranks of an engine must have it alike" if patch.collectives else "each for itself"
+    ranks = "all ranks of an engine must have it" if patch.collectives else "any rank may have it"
     facts = [
         ("DeepSpeed", f"`{patch.supported}`"),
         ("Upstream", links),
         ("Ranks", ranks),
-        (f"`{_variable(patch)}`", "`1` or `0`: apply it or do not, whatever the lists say"),
+        (f"`{_variable(patch)}`", "`1` applies it and `0` does not, whatever the lists say"),
     ]
     return "\n".join(f"- **{name}**: {what}" for name, what in facts if what)
 
@@ -236,7 +254,19 @@ def _words() -> str:
     return "\n".join(rows)
 
 
-_TABLES = {"symptoms": _symptoms, "patches": _patches, "ledger": _ledger, "words": _words}
+def _readme() -> str:
+    """The README, up to its links to what the navigation has."""
+    text = (_ROOT / "README.md").read_text(encoding="utf-8")
+    return text.partition("\n## Read on")[0].replace("](docs/", "](")
+
+
+_TABLES = {
+    "readme": _readme,
+    "symptoms": _symptoms,
+    "patches": _patches,
+    "ledger": _ledger,
+    "words": _words,
+}
 
 
 def _link(found: re.Match[str], here: str, repository: Path) -> str:

@@ -1,19 +1,19 @@
 """Several backwards over one forward that DeepSpeed's own checkpointing recomputes.
 
 Use
-    Apply it, and write nothing. What ``deepspeed.checkpointing.checkpoint`` and
-    ``non_reentrant_checkpoint`` return may then have any number of backwards, as with PyTorch's
+    Apply it, and leave the script as it is. A forward under ``deepspeed.checkpointing.checkpoint``
+    or ``non_reentrant_checkpoint`` may then have any number of backwards, as with PyTorch's
     checkpoint: at every ZeRO stage, also with ``partition_activations``, ``checkpoint_in_cpu`` and
     contiguous buffers.
 
-    ZeRO-3 needs ``zero3_retain`` besides, for several backwards, and for a single one through
-    ``non_reentrant_checkpoint``. ``accumulation``, which adds the gradients up, is required.
+    ZeRO-3 also needs ``zero3_retain`` for several backwards, and for a single one through
+    ``non_reentrant_checkpoint``. The patch requires ``accumulation``, which adds the gradients up.
 
 Risks
     - **Functions imported before.** A module that imported one of the two functions by its name
       before the patch was applied calls stock's. So do pipelines, which have one backward.
-    - **Activations on the CPU.** From 0.19.6 on, GPUs copy them there in the background, if they
-      are not partitioned. After a backward that retains its graph they stay on the GPU, as on
+    - **Activations on the CPU.** From 0.19.6 on, GPUs copy activations there in the background, if
+      they are not partitioned. After a backward that retains its graph they stay on the GPU, as on
       stock.
 
 Not covered
@@ -25,23 +25,24 @@ Not covered
     | either of them on CPU ranks, to 0.19.7 | stock's: an error, as it asks for a stream |
 
 Cost
-    Each backward recomputes. Memory is that of one backward: what was saved is given up by the
-    backward that does not retain the graph. Up to torch 2.5 nothing tells which one that is, and it
-    stays for as long as the loss.
+    Each backward recomputes. Memory is that of one backward: the backward that does not retain the
+    graph frees what the forward saved. Up to torch 2.5 nothing tells which one that is, and it is
+    freed with the loss.
 
 Why
-    ``checkpoint`` gives up what it has saved in the first backward, retained or not; the second has
-    nothing to recompute from. ``non_reentrant_checkpoint`` recomputes in the first backward alone.
-    If the graph is retained, it keeps all that it has recomputed, and at ZeRO-3 every weight of it.
+    ``checkpoint`` frees what it has saved in the first backward, even if the graph is retained; the
+    second has nothing to recompute from. ``non_reentrant_checkpoint`` recomputes in the first
+    backward only. If the graph is retained, it keeps everything that it has recomputed, and at
+    ZeRO-3 the weights, too.
 
 How
-    Before a backward that retains its graph the patch notes what was saved, with the states of
-    tracked random generators; after it, it puts that back. What ``non_reentrant_checkpoint`` has
-    recomputed is forgotten as soon as it was used.
+    Before a backward that retains its graph the patch keeps what was saved, with the states of
+    tracked random generators, and puts it back afterwards. What ``non_reentrant_checkpoint`` has
+    recomputed is dropped as soon as it was used.
 
 Upstream
-    Issue 4595 is about ``non_reentrant_checkpoint`` at ZeRO-3, which ``zero3_retain`` cures. Of
-    several backwards no issue was found.
+    Issue 4595 is about ``non_reentrant_checkpoint`` at ZeRO-3, which ``zero3_retain`` cures. No
+    issue about several backwards was found.
 """
 
 from ds_patches.core import handles

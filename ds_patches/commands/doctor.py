@@ -1,4 +1,4 @@
-"""`doctor`: what is wrong here, what would be applied and why not, and the environment."""
+"""`doctor`: what this DeepSpeed gets wrong, which patches would be applied, and the environment."""
 
 from __future__ import annotations
 
@@ -132,15 +132,16 @@ def _status(
 
 def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
     if status == UNKNOWN:
-        return "nobody can tell: DeepSpeed is missing, broken or too old; --release asks of another"
+        return "unknown: DeepSpeed is missing, broken or too old; --release asks about another"
     if status == WRONG:
         return "something is wrong here that no patch cures, or a patch is refused"
     if status == CURABLE:
         patches = {row.one.patch for row in rows if row.counts and row.cure.by == "patch"}
-        return f"{', '.join(sorted(patches))} would cure what these settings meet; not applied"
+        names = ", ".join(sorted(patches))
+        return f"{names} would cure what these settings can trigger; not applied"
     if not config:
-        return "no patch is refused; --config FILE asks what is wrong with your settings"
-    return "nothing is wrong with these settings, whatever the script does, that is not cured"
+        return "no patch is refused; --config FILE says what is wrong with your settings"
+    return "these settings alone trigger no defect that is not cured"
 
 
 def _text(
@@ -192,7 +193,7 @@ def _later(fixes: list[Fix], asked: bool, verbose: bool) -> Iterator[str]:
     cured = sum(bool(one.by) for one in fixes)
     concern = " may concern these settings" if asked else ""
     less = f"; cured by patches: {cured}" + "; -v lists them" * (not verbose)
-    yield f"{len(fixes)} that it lacks{concern}{less}"
+    yield f"{len(fixes)} that this release lacks{concern}{less}"
     for one in fixes if verbose else ():
         helps = f"cured by {one.by}" if one.by else f"right in {one.right}"
         where = ", ".join(one.needs.split()).replace("_", " ")

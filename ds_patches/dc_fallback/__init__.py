@@ -2,37 +2,33 @@
 
 Use
     Apply it before ``engine.compile()``. With ``"compile": {"deepcompile": true}`` and ZeRO-3 a
-    model then trains as under eager ZeRO-3, although Dynamo cannot compile all of it: because of a
+    model then trains as under eager ZeRO-3, even if Dynamo skips a part of it: because of a
     graph break inside a loop, a loop over data, a function under ``torch.compiler.disable``, or a
-    frame that was compiled too often. What is not compiled runs eagerly. What is compiled stays
-    DeepCompile's. It makes no difference whether ``engine.backward(loss)`` or ``loss.backward()``
-    runs the backward.
+    frame that was compiled too often. The skipped part runs eagerly, the rest by DeepCompile.
+    ``engine.backward(loss)`` and ``loss.backward()`` both work.
 
-    ``with ds_patches.train_check(engine):`` around a step says what did not train.
+    ``with ds_patches.train_check(engine):`` around a step names what did not train.
 
 Risks
-    - **Which releases.** It is for 0.19.2 and later. 0.19.2, 0.19.3 and 0.19.8 were trained on
-      GPUs; for the releases between them there are tests on CPU alone. On older ones no graph was
-      ever trained with it. A skipped frame crashes there, and is not silently wrong.
+    - **Releases.** It is for 0.19.2 and later; in older ones a skipped frame crashes, and is not
+      silently wrong. 0.19.2, 0.19.3, 0.19.5 and 0.19.8 were trained on GPUs, the others on CPUs.
     - **Ranks compile together.** DeepCompile measures each graph on all ranks, so a rank that
-      compiles alone hangs. That happens where ranks see different shapes, as in a loop over the
-      experts that were hit. So nothing within a ZeRO-3 leaf module is compiled, and graphs without
+      compiles alone hangs. That happens if ranks see different shapes, as in a loop over the
+      experts that were used. So nothing within a ZeRO-3 leaf module is compiled, and graphs without
       parameters are compiled by PyTorch alone. If other modules of yours have input shapes that
       differ by rank, make them leaf modules (``set_z3_leaf_modules``).
-    - **Hooks.** ``param.register_hook`` works in skipped frames. Graphs run no hooks, on stock
-      neither, and skipped frames none of ``register_post_accumulate_grad_hook``. A warning names
+    - **Hooks.** ``param.register_hook`` works in skipped frames. Compiled graphs run no hooks, on
+      stock neither; skipped frames run no ``register_post_accumulate_grad_hook``. A warning names
       the parameter.
     - **Iterating.** If a skipped forward iterates over ``self.parameters()``, it sees partitioned
-      parameters, of shape [0]. Eager ZeRO-3 does the same to those of other modules. Read
-      attributes, which are gathered.
+      parameters, of shape [0]. Read attributes, which are gathered.
     - **Passing parameters on.** A compiled function that returns a parameter returns the
-      partitioned one, of shape [0]. The same goes for a parameter that a compiled frame hands to a
-      skipped one. Read it where it is used.
+      partitioned one, of shape [0]. So does a compiled frame that hands a parameter to a skipped
+      one. Read the parameter where it is used.
     - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
-      warning. If it raised on one rank alone, that rank refuses the next forward: only all ranks
-      together can drop what DeepCompile's graphs hold of it.
-    - **Up to 0.19.6** nothing tells Dynamo that a frame which it compiled for one layer is not for
-      the next. What a skipped frame calls runs eagerly there, as a whole. From 0.19.7 on Dynamo
+      warning. If it raised on one rank only, that rank refuses the next forward, because only all
+      ranks together can drop the gradients in DeepCompile's graphs.
+    - **Up to 0.19.6** everything that a skipped frame calls runs eagerly. From 0.19.7 on Dynamo
       compiles it for each layer, up to its limit of 8.
 
 Not covered
@@ -47,34 +43,33 @@ Not covered
     | a compiled graph beside a skipped frame, with torch to 2.7 | NotImplementedError |
 
 Cost
-    In one round on 2 H200, a model of which Dynamo skips half took 0.54 of eager ZeRO-3's time, and
-    one that it skips whole took 0.56. Where it skips nothing the step took 0.96 of stock's
+    In one round on 2 H200, a model took 0.54 of eager ZeRO-3's time if Dynamo skips half of it, and
+    0.56 if it skips all. If it skips nothing, the step took 0.96 of stock's time
     (docs/benchmarks-dc-fallback.md).
 
 Why
-    DeepCompile gathers and reduces inside its graphs, and removes every hook that does so
-    elsewhere. Up to 0.19.2 a skipped frame fails with ``'weight' must be 2-D``. From 0.19.3 on
-    DeepSpeed gathers there and reduces nothing: up to 0.19.8 the parameters of skipped frames
-    silently do not train. In a loop with a graph break it still fails, because Dynamo compiles the
-    very getter that should gather.
+    DeepCompile gathers and reduces inside its graphs, and removes the hooks that do so elsewhere.
+    Up to 0.19.2 a skipped frame fails with ``'weight' must be 2-D``. From 0.19.3 to 0.19.8
+    DeepSpeed gathers there and reduces nothing: the parameters of skipped frames silently do not
+    train. In a loop with a graph break it still fails, because Dynamo compiles the getter that
+    should gather.
 
-    Compiled graphs lose gradients of their own on stock: of all but one forward before a backward,
-    of all but one backward before a step, and of parameters that two graphs share. And a model with
-    two graphs or more runs with weights that are one step old, from the seventh step on, when
-    DeepCompile keeps parameters gathered. And an evaluation that first comes after training leaves
-    stock waiting for its backward, which never comes.
+    Compiled graphs lose gradients on stock, too: of several forwards before a backward, and of
+    several backwards before a step, only one counts; parameters that two graphs share lose theirs.
+    A model with two graphs or more runs with weights that are one step old, from the seventh step
+    on. After an evaluation that first comes after training, stock waits for a backward that never
+    comes.
 
 How
     - Inside a call of a module, eager code that reads a parameter gets a gathered tensor, once for
       each call. The parameter itself stays partitioned, so Dynamo's guards never see it change.
-      The tensor is freed with its last user.
-    - Where autograd would save such a tensor, it saves a note, and the backward gathers it again,
-      for one module call at a time. The gradient is summed over all uses, averaged over the ranks
-      in buckets, and added to the partition that the optimizer steps with.
+    - Autograd does not save such a tensor; the backward gathers it again, for one module call at a
+      time. The gradient is summed over all uses, averaged over the ranks in buckets, and added to
+      the partition that the optimizer steps with.
     - ZeRO-3 leaf modules are gathered and reduced as a whole: ranks may use different experts.
-    - DeepSpeed's own fallback is put aside for the engine, and given back by ``unapply``.
-    - Compiled graphs are told to add. ``zero_grad()`` drops what it drops under ``accumulation``.
-      Nothing that a graph gathered outlives a step.
+    - DeepSpeed's own fallback is switched off for the engine, and on again by ``unapply``.
+    - Compiled graphs add gradients. ``zero_grad()`` behaves as with ``accumulation``. Nothing that
+      a graph gathered stays after a step.
 
 Upstream
     Issue 7942; pull requests 8059 and 8157 (merged; they gather, and reduce nothing).

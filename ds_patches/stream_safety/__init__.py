@@ -1,54 +1,51 @@
 """ZeRO gradients that cross CUDA streams under overlap_comm, without races.
 
 Use
-    Apply it, and leave ``"overlap_comm": true`` as it is. Each defect is cured where your release
-    has it:
+    Apply it, and leave ``"overlap_comm": true`` as it is. It cures these defects:
 
     - 0.17.2 to 0.18.4, ZeRO-1/2: a bucket has two buffers, and only one is used. It is overwritten
       while it is reduced. From 0.17.5 on DeepSpeed waits instead, and nothing overlaps.
-    - Up to 0.18.7, ZeRO-3: the reduction waits for the default stream, but the backward may be on
+    - Up to 0.18.7, ZeRO-3: the reduction waits for the default stream, but the backward may run on
       another one.
-    - All, ZeRO-3: parameters may be gathered before the step has written them. The throughput
-      timer, where it is on, hides this, but not in the first two steps; from 0.17.6 on in those,
-      too.
-    - All, ZeRO-1/2: a gradient that is too large for a bucket is freed while it is reduced. From
-      0.19.0 on this happens only on ranks that own no part of it.
-    - Up to 0.19.2, ZeRO-1/2: gradients may come from several streams, as under ``torch.compile``.
-      The reduction waits for one of them.
-    - All, ZeRO-1/2: of several streams that fill a bucket, one waits for every queued reduction,
-      and the others for none. Each should wait for the last one of its buffer.
+    - All releases, ZeRO-3: parameters may be gathered before the step has written them. If the
+      throughput timer is on, it hides this, before 0.17.6 only from the third step on.
+    - All releases, ZeRO-1/2: a gradient that is too large for a bucket is freed while it is
+      reduced. From 0.19.0 on this happens only on ranks that own no part of it.
+    - Up to 0.19.2, ZeRO-1/2: gradients may come from several streams, as under ``torch.compile``,
+      but the reduction waits for only one of them.
+    - All releases, ZeRO-1/2: if several streams fill a bucket, one waits for every queued
+      reduction, and the others for none. Each should wait for the last one of its buffer.
 
 Risks
-    - **A second stream, late.** If all gradients of the first backward come from one stream,
-      DeepSpeed's own waits are enough, and the patch stops looking at each gradient. Buckets tell
-      whether that still holds. So the one backward in which a second stream first appears may
-      race, as every backward does on stock. Before 0.19.3 DeepSpeed does not record which streams
-      filled a bucket, so the patch checks every gradient.
-    - **gc.freeze()** before ``apply`` hides engines that were built before. The patch then begins
-      after their next step.
+    - **A second stream, late.** If all gradients of the first backward come from one stream, the
+      patch stops checking each gradient, and checks each bucket instead. The first backward with a
+      second stream may then race, as every backward does on stock. Before 0.19.3 DeepSpeed does not
+      record which streams filled a bucket, so the patch checks every gradient.
+    - **gc.freeze()** before ``apply`` hides engines that exist already. The patch then begins after
+      their next step.
 
 Not covered
     | what | what happens |
     |---|---|
-    | devices without streams of their own, as the CPU | nothing to do |
+    | devices without streams, such as the CPU | nothing to do |
     | ZenFlow's optimizers | left to stock |
     | CPU offload, or no ``contiguous_gradients`` | the last of these defects stays |
 
 Cost
     A step took 0.98 to 1.00 of stock's time on 0.19.8 with 16384 rows, 1.00 to 1.09 with 4096, and
-    0.95 to 1.19 with 256, where the host is the limit (docs/benchmarks-stream-safety.md; the patch
-    has asked less of the driver since, which was not timed on two GPUs).
+    0.95 to 1.19 with 256, where the host is the limit (docs/benchmarks-stream-safety.md). Today the
+    patch does less, which was not timed on two GPUs.
 
 Why
-    ``overlap_comm`` reduces gradients on a stream beside the backward's. If one stream writes a
-    tensor and another reads it, the reader has to wait, and the memory must not be handed on before
-    both are done. DeepSpeed has missed one or the other again and again. Training then turns NaN,
-    or differs from run to run.
+    ``overlap_comm`` reduces gradients on another stream than the backward's. If one stream writes a
+    tensor and another reads it, the reader has to wait, and the memory must not be reused before
+    both are done. Where DeepSpeed does not see to this, training turns NaN, or differs from run to
+    run.
 
 How
     - The reduction waits for every stream that a gradient came from.
-    - Where there are several streams, all of them wait, at each reduction, for those before it: one
-      of these has read the buffer that is filled next.
+    - Several streams all wait, at each reduction, for the reductions before it, one of which has
+      read the buffer that is filled next.
     - What the reduction reads is recorded on its stream.
     - ZeRO-3's gathers wait for each step, once.
 

@@ -1,4 +1,4 @@
-"""Several backwards over one ZeRO-3 forward, with no parameter held in between.
+"""Several backwards over one ZeRO-3 forward; no parameter stays gathered in between.
 
 Use
     Apply it. One forward may then have any number of backwards:
@@ -8,57 +8,54 @@ Use
         engine.backward(loss_two(out))
         engine.step()
 
-    ``engine.scale(loss).backward(...)`` and ``loss.backward(...)`` work too, in releases that have
-    them (0.18.3 and later). The loss may be any tensor that the forward made. Gradients of
-    gradients work as well (``create_graph=True``).
+    From 0.18.3 on, ``engine.scale(loss).backward(...)`` and ``loss.backward(...)`` work too. The
+    loss may be any tensor that the forward made. Gradients of gradients work as well
+    (``create_graph=True``).
 
-    A frozen model with adapters may be recomputed, by ``checkpoint`` of both kinds: without
-    `Recomputed values ... have different metadata` (stock to 0.19.2), and with one checkpointed
-    part gathered at a time (stock from 0.19.3 on: all of them, if reentrant). So may any model, by
-    ``non_reentrant_checkpoint`` of DeepSpeed (stock: an error in the first backward); several
-    backwards over that, and over DeepSpeed's ``checkpoint``, need ``activation_checkpointing``.
+    Recomputation works, too:
 
-    At stages 1 and 2, ``accumulation`` is all that several backwards need. This patch requires it:
-    it adds up the gradients.
+    - ``torch.utils.checkpoint`` on a frozen model with adapters. Stock to 0.19.2 raises `Recomputed
+      values ... have different metadata`; later releases, if reentrant, keep all checkpointed parts
+      gathered. With the patch one part is gathered at a time.
+    - DeepSpeed's ``non_reentrant_checkpoint``, where stock raises in the first backward. Several
+      backwards over it, and over DeepSpeed's ``checkpoint``, need ``activation_checkpointing``.
+
+    The patch requires ``accumulation``, which adds up the gradients. At stages 1 and 2,
+    ``accumulation`` alone is enough for several backwards.
 
 Risks
-    - **After the step.** A forward has backwards until ``engine.step()`` has updated its
-      parameters. A later one over that forward is refused, as PyTorch refuses it, even if it is the
-      first.
+    - **After the step.** Once ``engine.step()`` has updated the parameters, a backward over an
+      earlier forward is refused, as in PyTorch.
     - **Memory of the graph.** Plain ``nn.Linear`` saves a view of its gathered weight for the
-      backward, so a retained graph keeps that weight in memory. DeepSpeed puts a Linear in its
-      place that does not: from 0.19.4 on always, before that for models built under
-      ``deepspeed.zero.Init``, as ``from_pretrained`` does with a ZeRO-3 configuration.
-    - **Loss scalers.** DeepSpeed up to 0.18.2 drops ``retain_graph`` if it has a custom loss
-      scaler.
+      backward, so a retained graph keeps that weight in memory. DeepSpeed replaces it by a Linear
+      that does not: from 0.19.4 on always, before that for models built under
+      ``deepspeed.zero.Init``, as by ``from_pretrained`` with a ZeRO-3 configuration.
+    - **Loss scalers.** DeepSpeed up to 0.18.2 ignores ``retain_graph`` with a custom loss scaler.
 
 Cost
-    A second backward gathers the parameters again: a step with two backwards takes 1.45 times an
-    ordinary one. Two forwards instead take 1.96. Memory is an ordinary step's, besides the
-    activations that any retained graph keeps. An ordinary step takes 0.90 to 0.95 of stock's time
-    (docs/benchmarks-zero3-retain.md).
+    Two backwards over one forward cost 1.45 times an ordinary step, because the second gathers the
+    parameters again. Two forwards instead cost 1.96 times. Memory is that of an ordinary step and
+    of the activations that a retained graph keeps. An ordinary step takes 0.90 to 0.95 of stock's
+    time (docs/benchmarks-zero3-retain.md).
 
 Why
-    Stock ZeRO-3 gathers parameters for the first backward over a forward and for no other. The
-    second one fails. After a forward under ``torch.no_grad()`` it may run instead, and be wrong. No
-    release up to 0.19.8 has a fix.
+    Stock ZeRO-3 gathers parameters only for the first backward over a forward. The second one
+    fails; after a forward under ``torch.no_grad()`` it may be silently wrong instead. No release up
+    to 0.19.8 has a fix.
 
 How
-    Each run of the autograd engine gathers the parameters that it comes to, and releases them
-    behind itself. So gathering belongs to the backward, no longer to the forward, and nothing stays
-    gathered between two backwards.
+    Each backward gathers the parameters of a module when it reaches the module, and releases them
+    after it. So nothing stays gathered between two backwards.
 
-    ``checkpoint(use_reentrant=False)`` keeps of a recomputed frozen parameter no copy, but the
-    parameter, and compares its shape in the end. So what was recomputed is released when the
-    backward comes to the next module. Reentrant recomputation has a backward of its own.
-    Recomputation that goes on to its end, as DeepSpeed's does, releases the module in whose
-    backward it runs; that module is gathered again.
+    ``checkpoint(use_reentrant=False)`` compares the shape of a recomputed frozen parameter in the
+    end. So recomputed modules are released only when the backward reaches the next module.
+    DeepSpeed's recomputation releases the module in whose backward it runs; that module is gathered
+    again.
 
 Upstream
-    Pull request 8148 (0.19.3) is upstream's for frozen parameters, 8144 for ``modules_to_save``.
-    Issues 7352 and 3539; pull requests 8045 and 8135 (open). Those keep every gathered parameter
-    until a backward that does not retain its graph. Issue 4595 (open) is about DeepSpeed's
-    ``non_reentrant_checkpoint``.
+    Issues 7352 and 3539; pull requests 8045 and 8135 (open), which keep every gathered parameter
+    until a backward that does not retain its graph. Pull requests 8148 (frozen parameters) and 8144
+    (``modules_to_save``), in 0.19.3. Issue 4595 (open) is about ``non_reentrant_checkpoint``.
 """
 
 from ds_patches.core import handles

@@ -197,14 +197,14 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     place.path = [fake.dependencies(tmp_path / "lib")]
     alone = place.command("doctor", bare=True)
     assert alone.returncode == doctor.UNKNOWN, "nobody can tell without DeepSpeed"
-    assert alone.stdout.startswith("verdict: nobody can tell")
+    assert alone.stdout.startswith("verdict: unknown")
     assert place.command("doctor", "--release", "0.15.4", bare=True).returncode == doctor.UNKNOWN
 
     write(file, FACTORY)
     said = place.command("doctor", "--release", "0.17.6", "--config", str(file), bare=True)
     assert said.returncode == doctor.CURABLE, "what is not applied cures nothing"
     first, _, heading, row, *_ = said.stdout.splitlines()
-    assert first == "verdict: accumulation would cure what these settings meet; not applied"
+    assert first == "verdict: accumulation would cure what these settings can trigger; not applied"
     assert heading.strip() == f"if {STEPS} is above 1: accumulation would cure this, not applied:"
     assert row.endswith(f"gradient accumulation: {LAST}")
     assert ", deepspeed " in said.stdout.splitlines()[-1]
@@ -219,5 +219,5 @@ def test_what_later_releases_fixed_is_counted(tmp_path: Path) -> None:
     assert [one.by for one in found if one.needs == "warmup"] == ["schedules"]
     assert not [one for one in found if one.needs in ("fp16", "muon", "hpz")]
     count, *lines = doctor._later(found, True, True)
-    assert count.startswith(f"{len(found)} that it lacks may concern these settings")
+    assert count.startswith(f"{len(found)} that this release lacks may concern these settings")
     assert any("all parameter groups get the first one's rate (cured by" in line for line in lines)

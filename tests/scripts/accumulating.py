@@ -34,7 +34,7 @@ def zero_grad(trainer: Any, step: int) -> None:
     tolerance=0.01,
 )
 def abandoned_overflow_offloaded(trainer: Any) -> None:
-    """The bad batch overflows in half precision, with the optimizer on the host."""
+    """A bad batch overflows in half precision and is dropped, with the optimizer on the CPU."""
     abandoned_backward(trainer)
 
 
@@ -51,7 +51,7 @@ def zeroed_in_the_middle(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
 def nothing_to_step(trainer: Any) -> None:
-    """The only backward of a step is thought better of: nothing moves."""
+    """The only backward of a step is dropped by ``zero_grad()``: nothing moves."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step))
         if step % 2:
@@ -61,7 +61,7 @@ def nothing_to_step(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)
 def abandoned_between_two_losses(trainer: Any) -> None:
-    """One of two losses had its backward, and then another batch comes in."""
+    """``zero_grad()`` drops the first of two losses, and another batch comes in."""
     for step in trainer.steps():
         trainer.backward(both_losses(trainer, step, 5)[0], retain_graph=True)
         trainer.zero_grad()
@@ -81,7 +81,7 @@ def abandoned_forward(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
 def two_forwards_first(trainer: Any) -> None:
-    """Both forwards come before both backwards, and one step after."""
+    """Two forwards, then their two backwards, then one step."""
     for step in trainer.steps():
         for loss in [loss_of(trainer, step, micro) for micro in range(2)]:
             trainer.backward(loss)
@@ -90,7 +90,7 @@ def two_forwards_first(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT})
 def boundaries_twice(trainer: Any) -> None:
-    """Not at the boundary, at it, not, and at it."""
+    """``set_gradient_accumulation_boundary()`` marks the second and fourth of four backwards."""
     for step in trainer.steps():
         for micro in range(4):
             trainer.boundary(micro % 2 == 1)

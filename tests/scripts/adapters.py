@@ -27,7 +27,7 @@ def low_rank_recomputed(trainer: Any) -> None:
     awaits={3: {"calls": "zero3_retain gathers again what stock has held"}},
 )
 def low_rank_recomputed_reentrantly(trainer: Any) -> None:
-    """Many of them under checkpoint(use_reentrant=True): one block is gathered at a time."""
+    """Many low-rank adapters under checkpoint(use_reentrant=True), one block gathered at a time."""
     one_backward(trainer)
 
 

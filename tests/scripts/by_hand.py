@@ -36,7 +36,7 @@ def given_where_one_came_earlier(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG}, at_rest=False, **OFFLOADED, clip=0.05)
 def given_and_clipped_offloaded(trainer: Any) -> None:
-    """The same with clipping: stock clips by the norm of what was there before."""
+    """A gradient set by hand, with clipping: stock clips by the norm of the one before."""
     give_each_time(trainer, BOTH)
 
 
@@ -53,7 +53,7 @@ def given_after_two_micro_steps(trainer: Any) -> None:
 
 @script({2: WRONG, 3: WRONG}, at_rest=False, micro_steps=2, **OFFLOADED)
 def given_between_micro_steps_offloaded(trainer: Any) -> None:
-    """A gradient by hand after the first of two micro steps; the second adds to it."""
+    """A gradient set by hand after the first of two micro steps; the second adds to it."""
     for step in trainer.steps():
         for micro in range(2):
             trainer.backward(loss_of(trainer, step, micro))
@@ -64,7 +64,7 @@ def given_between_micro_steps_offloaded(trainer: Any) -> None:
 
 @script({3: WRONG}, at_rest=False)
 def given_before_the_backward(trainer: Any) -> None:
-    """A gradient by hand, and then a backward that adds to it. At ZeRO 1 and 2 it is refused."""
+    """A gradient set by hand, then a backward that adds to it. ZeRO 1 and 2 refuse that."""
     for step in trainer.steps():
         give(trainer, step)
         trainer.backward(loss_of(trainer, step))
@@ -73,7 +73,7 @@ def given_before_the_backward(trainer: Any) -> None:
 
 @script({3: WRONG}, at_rest=False)
 def read_where_none_came(trainer: Any) -> None:
-    """What is read of a head that this step has not reached is zero, and given back changed."""
+    """The gradient of a head that this step has not reached reads zero, and is set."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, only=FIRST if step else BOTH))
         trainer.change_grads(lambda grad: 0.5 * grad)

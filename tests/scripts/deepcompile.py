@@ -35,7 +35,7 @@ def compiled(trainer: Any) -> None:
 
 @under_deepcompile(WRONG, "Mixed")
 def partly_compiled(trainer: Any) -> None:
-    """Some frames are skipped."""
+    """Dynamo skips some frames."""
     compiled(trainer)
 
 
@@ -51,7 +51,7 @@ def compiled_bad_batch(trainer: Any) -> None:
 
 @under_deepcompile(WRONG, "Mixed")
 def partly_compiled_bad_batch(trainer: Any) -> None:
-    """The same where frames are skipped."""
+    """A bad batch is dropped by ``zero_grad()``, and Dynamo skips some frames."""
     compiled_bad_batch(trainer)
 
 
@@ -116,7 +116,7 @@ def compiled_parameter_hook(trainer: Any) -> None:
 
 @under_deepcompile(WRONG, "Disabled")
 def skipped_parameter_hook(trainer: Any) -> None:
-    """The same in a frame that is skipped."""
+    """``param.register_hook`` in a frame that Dynamo skips."""
     compiled_parameter_hook(trainer)
 
 
@@ -132,7 +132,7 @@ def compiled_inference_mode(trainer: Any) -> None:
 
 @under_deepcompile(WRONG, "Disabled")
 def skipped_inference_mode(trainer: Any) -> None:
-    """The same where a frame is skipped."""
+    """An evaluation under ``torch.inference_mode()``, and Dynamo skips a frame."""
     compiled_inference_mode(trainer)
 
 
@@ -144,5 +144,5 @@ def skipped_recomputed_method(trainer: Any) -> None:
 
 @under_deepcompile(WRONG, "OwnCompile")
 def skipped_with_a_compiled_layer(trainer: Any) -> None:
-    """A layer of a skipped frame that its owner compiles: ``layer.compile()``."""
+    """``layer.compile()`` by the user, in a frame that Dynamo skips."""
     compiled(trainer)

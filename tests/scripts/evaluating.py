@@ -33,7 +33,7 @@ def inference_mode(trainer: Any) -> None:
 
 @script(INFERENCE_TENSORS, **KEPT)
 def inference_mode_of_the_module(trainer: Any) -> None:
-    """The same by ``engine.module``, which the engine does not see."""
+    """An evaluation of ``engine.module`` under ``torch.inference_mode()`` after each step."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step))
         trainer.step()
@@ -43,7 +43,7 @@ def inference_mode_of_the_module(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: RIGHT, 3: raises("has no attribute 'next_functions'")}, model="Judged")
 def inference_mode_first(trainer: Any) -> None:
-    """An evaluation before each step, by a head among others that does not train."""
+    """An evaluation under ``torch.inference_mode()`` before each step, of a head that rests."""
     for step in trainer.steps():
         trainer.module.eval()
         with torch.inference_mode():

@@ -14,23 +14,23 @@ ROUTED: dict[str, Any] = {"model": "Routed", "at_rest": False}
 
 @script(BOTH_WRONG, **ROUTED, grouped=(1, 2))
 def routed(trainer: Any) -> None:
-    """One backward a step."""
+    """Ranks use different experts; one backward a step."""
     one_backward(trainer)
 
 
 @script(BOTH_WRONG, at_rest=False, model="RoutedTwice")
 def routed_twice(trainer: Any) -> None:
-    """The expert is used twice in one forward."""
+    """Ranks use different experts, each twice in one forward."""
     routed(trainer)
 
 
 @script({2: WRONG}, **ROUTED, micro_steps=4)
 def routed_micro_steps(trainer: Any) -> None:
-    """Four micro steps, each with routes of its own."""
+    """Ranks use different experts, others in each of four micro steps."""
     micro_steps(trainer)
 
 
 @script(BOTH_WRONG, **ROUTED)
 def routed_losses_apart(trainer: Any) -> None:
-    """Two backwards over one forward, each of one head."""
+    """Ranks use different experts; two backwards over one forward."""
     two_backwards(trainer)

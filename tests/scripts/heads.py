@@ -23,7 +23,7 @@ def used_in_the_first_step_only(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False, micro_steps=2)
 def head_used_late(trainer: Any) -> None:
-    """One head has its first backward of a step after those of the rest."""
+    """A later backward of a step is the first to reach one head."""
     for step in trainer.steps():
         for micro in range(2):
             trainer.backward(loss_of(trainer, step, micro, slice(micro + 1)))
@@ -32,7 +32,7 @@ def head_used_late(trainer: Any) -> None:
 
 @script({1: WRONG, 2: RIGHT, 3: WRONG}, at_rest=False, micro_steps=2, **OVERLAP)
 def other_head_in_each_micro_step(trainer: Any) -> None:
-    """What the first micro step trains, the last does not reach."""
+    """The last micro step does not reach what the first one trains."""
     for step in trainer.steps():
         for micro in range(2):
             trainer.backward(loss_of(trainer, step, micro, SECOND if micro == 0 else FIRST))
@@ -41,7 +41,7 @@ def other_head_in_each_micro_step(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
 def one_head_then_the_other(trainer: Any) -> None:
-    """Three forwards come first; the last one's head still has what the last step left."""
+    """Three forwards, then backwards that reach one head after the other."""
     for step in trainer.steps():
         batches = [batch(step, micro) for micro in range(3)]
         outputs = [(trainer(tokens), classes) for tokens, classes in batches]
@@ -52,7 +52,7 @@ def one_head_then_the_other(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")})
 def one_head_rests(trainer: Any) -> None:
-    """Every other step, no backward reaches the second head."""
+    """In every other step no backward reaches the second head."""
     for step in trainer.steps():
         first, second = both_losses(trainer, step)
         for loss in [first, second] if step % 2 == 0 else [first, 2 * first]:
@@ -62,7 +62,7 @@ def one_head_rests(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
 def parts_then_whole(trainer: Any) -> None:
-    """Steps of every kind in turn: other heads, another number of backwards, an evaluation."""
+    """Steps differ: other heads, another number of backwards, an evaluation in between."""
     for step in trainer.steps():
         with torch.no_grad():
             trainer(batch(step)[0])
@@ -74,7 +74,7 @@ def parts_then_whole(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
 def half_of_the_outputs(trainer: Any) -> None:
-    """A forward, one of whose outputs leads nowhere, and another that is left alone."""
+    """One forward has no backward, another one over a single output."""
     for step in trainer.steps():
         trainer(batch(step, 7)[0])
         trainer.backward(loss_of(trainer, step, only=FIRST if step % 2 else SECOND))

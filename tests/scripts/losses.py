@@ -23,7 +23,7 @@ def auxiliary_tensor(trainer: Any) -> None:
 
 @script(LAST_ONLY, model="Auxiliary")
 def auxiliary_tensor_first(trainer: Any) -> None:
-    """The same, and it has its backward before the outputs have theirs."""
+    """A tensor that the forward keeps on the module has its backward before the outputs."""
     for step in trainer.steps():
         first, second = both_losses(trainer, step)
         trainer.backward(trainer.module.aux, retain_graph=True)
@@ -52,7 +52,7 @@ def two_backwards(trainer: Any) -> None:
 
 @script(LAST_ONLY, model="TwoBranches", zero=SMALL_PREFETCH)
 def three_backwards(trainer: Any) -> None:
-    """The second of three over one forward does not use what the others do."""
+    """Three backwards over one forward; the second uses other parameters."""
     for step in trainer.steps():
         first, second = both_losses(trainer, step)
         trainer.backward(first + second, retain_graph=True)
@@ -80,13 +80,13 @@ def sum_over_two_forwards(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
 def around_the_engine(trainer: Any) -> None:
-    """One micro step calls the engine, the next the module in it."""
+    """One micro step calls the engine, the next one ``engine.module``."""
     in_turns(trainer, [trainer, trainer.around_the_engine])
 
 
 @script(ALL_RIGHT, micro_steps=2)
 def around_the_engine_first(trainer: Any) -> None:
-    """And the other way round."""
+    """One micro step calls ``engine.module``, the next one the engine."""
     in_turns(trainer, [trainer.around_the_engine, trainer])
 
 

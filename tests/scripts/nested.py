@@ -53,7 +53,7 @@ def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
 def cached(trainer: Any) -> None:
-    """The backwards of three mini-batches run in that of a loss over them."""
+    """A loss over three mini-batches runs their backwards inside its own."""
     in_parts(trainer, 3)
 
 
@@ -65,7 +65,7 @@ def in_parts(trainer: Any, parts: int) -> None:
 
 @script(dict.fromkeys((1, 2, 3), raises("loss must be a scalar tensor")), at_rest=False)
 def cached_as_a_leaf(trainer: Any) -> None:
-    """The loss is a leaf, as a framework gets it."""
+    """The same, and the loss is a leaf, as a framework gets it."""
     for step in trainer.steps():
         trainer.backward(cached_loss(trainer, step, hook_of="loss"))
         trainer.step()
@@ -87,7 +87,7 @@ def in_parts_of_a_window(trainer: Any, parts: int) -> None:
 
 @script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, at_rest=False)
 def cached_in_no_sync(trainer: Any) -> None:
-    """One that is not reduced, and one that is."""
+    """A cached loss in no_sync(), and one after it."""
     for step in trainer.steps():
         with trainer.no_sync():
             trainer.backward(cached_loss(trainer, step))
@@ -97,7 +97,7 @@ def cached_in_no_sync(trainer: Any) -> None:
 
 @script({1: WRONG, 2: raises(TWICE), 3: RIGHT}, at_rest=False)
 def cached_after_another(trainer: Any) -> None:
-    """What its step has reduced already is added to."""
+    """A cached loss after an ordinary backward of the same step."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 9))
         trainer.backward(cached_loss(trainer, step))
@@ -110,7 +110,7 @@ def cached_after_another(trainer: Any) -> None:
     at_rest=False,
 )
 def cached_beside_one_of_its_own(trainer: Any) -> None:
-    """The outer loss has other gradients too, which come before the nested backwards."""
+    """A cached loss, and a loss of its own added to it."""
     for step in trainer.steps():
         outer = cached_loss(trainer, step, 2)
         trainer.backward(outer + loss_of(trainer, step, 9))
@@ -128,7 +128,7 @@ def nested(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
 def cached_behind_an_output(trainer: Any) -> None:
-    """A cached loss whose hook is that of a product, as sentence-transformers scales it."""
+    """A cached loss that is multiplied by a factor, as in sentence-transformers."""
     for step in trainer.steps():
         trainer.backward(cached_loss(trainer, step, hook_of="output"))
         trainer.step()

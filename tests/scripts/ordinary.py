@@ -44,7 +44,7 @@ def skipped_step(trainer: Any) -> None:
 
 @script(ALL_RIGHT, **OFFLOADED, awaits=EACH_GRADIENT)
 def offloaded_optimizer(trainer: Any) -> None:
-    """The optimizer is on the host."""
+    """The optimizer is on the CPU."""
     one_backward(trainer)
 
 
@@ -82,7 +82,7 @@ def compiled_block(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Uneven")
 def sometimes_unused(trainer: Any) -> None:
-    """A parameter that some steps do not use stays where it is in them."""
+    """Some steps do not use a parameter, and leave it as it is."""
     for step in trainer.steps():
         models.Either.used = (step % 2 == 0, True)
         trainer.backward(loss_of(trainer, step))

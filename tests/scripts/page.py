@@ -18,46 +18,54 @@ _TEXT = """\
 
 # Scripts
 
-Do no harm: where stock is right, patched is right; where stock fails loudly, patched works or
-fails loudly; where stock is silently wrong, patched is right or says so. For every script, so here
-are many. The tests run each by stock DeepSpeed {release}, with every patch applied, and by plain
-PyTorch, on two CPU ranks (gloo), and hold it to what this page says.
+Where stock DeepSpeed is right, patched is right. Where stock raises or is silently wrong, patched
+is right, refuses, or warns. The tests train each script for five steps by plain PyTorch, and on two
+CPU ranks (gloo) by DeepSpeed {release}, stock and with every patch applied, and compare parameters.
 
-- **right**: parameters are plain PyTorch's in the end, after five steps; nothing is said, ZeRO-3
-  gathers no more than stock, and where no patch has a part in a step, it calls at most 1 % more
-  Python functions than stock, or {forward} for each forward with its backward, whatever the model.
-- **wrong**: parameters are not PyTorch's, and nothing is said. **says so**: a warning is logged.
-- **raises**: with these words in the exception.
-- **not yet**: what does not hold to the law yet, and why.
+- **right**: parameters equal plain PyTorch's, and there is no warning. ZeRO-3 gathers no more than
+  stock. Where a script needs no patch, a step makes at most 1 % more Python calls than stock, or
+  {forward} for each forward with its backward.
+- **wrong**: parameters differ from PyTorch's, without a warning. **says so**: they do, with one.
+- **raises**: an exception with these words.
+- **not yet**: what breaks these rules today, and why.
 
-DeepCompile runs through a stand-in of its C++ and its compiler, streams through a race detector.
-How to write a script is the docstring of `tests/scripts/__init__.py`.
+DeepCompile runs with a stand-in for its C++ and its compiler, streams with a race detector. The
+docstring of `tests/scripts/__init__.py` says how to write a script.
 """
 
 
 def text() -> str:
     page = _TEXT.format(release=releases.RELEASES[-1], forward=law.A_FORWARD)
     for theme, some in groupby(scripts(), lambda one: one.theme):
-        page += "\n".join(
-            [f"\n## {theme}\n\n{_HEADER}", *(row for one in some for row in _rows(one)), ""]
-        )
+        lines = [line for one in some for line in _lines(one)]
+        rows = [line for line in lines if line.startswith("|")]
+        right = ", ".join(line for line in lines if not line.startswith("|"))
+        table = f"{_HEADER}\n" + "".join(f"{row}\n" for row in rows)
+        also = "Right on stock and patched" + ", too" * bool(rows)
+        parts = [f"## {theme}\n", table * bool(rows), f"{also}: {right}.\n" * bool(right)]
+        page += "".join(f"\n{part}" for part in parts if part)
     return page
 
 
-def _rows(script: Script) -> Iterator[str]:
-    """One for the stages that are alike."""
+def _lines(script: Script) -> Iterator[str]:
+    """A row for the stages that are alike; where nothing is to be said of them, the name alone."""
     alike = defaultdict(list)
     for stage, stock in script.stock.items():
         awaits = sorted(script.awaits.get(stage, {}).items())
         alike[stock, tuple(f"{kind}: {why}" for kind, why in awaits)].append(str(stage))
+    title = f": {script.title}"
     for (stock, awaits), stages in alike.items():
+        if stock == RIGHT and not awaits and not script.warns:
+            yield f"`{script.name}` ({', '.join(stages)})"
+            continue
         patched = "says so" if script.warns else RIGHT
         if stock != RIGHT and script.refusal:
             patched += f", or {RAISES} `{script.refusal}`"
         if stock.startswith(RAISES):
             stock = f"{RAISES} `{stock[len(RAISES) + 2 : -1]}`"
-        cells = f"`{script.name}`: {script.title}", ", ".join(stages), stock, patched
+        cells = f"`{script.name}`{title}", ", ".join(stages), stock, patched
         yield f"| {' | '.join([*cells, ', '.join(awaits)])} |"
+        title = ""
 
 
 if __name__ == "__main__":

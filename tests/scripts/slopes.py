@@ -16,7 +16,7 @@ NOT_A_STEPS = raises("list index out of range")
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
 def gradient_penalty(trainer: Any) -> None:
-    """The loss has the gradient by the inputs in it, as with WGAN-GP."""
+    """A gradient penalty on the inputs, as with WGAN-GP."""
     for step in trainer.steps():
         x = features(step)
         judged = trainer(x)
@@ -27,7 +27,7 @@ def gradient_penalty(trainer: Any) -> None:
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
 def penalty_in_the_middle(trainer: Any) -> None:
-    """The gradient by an intermediate, over a part of the model."""
+    """A gradient penalty on an intermediate tensor, over a part of the model."""
     for step in trainer.steps():
         judged = trainer(features(step))
         (slope,) = torch.autograd.grad(judged.sum(), trainer.module.middle, create_graph=True)
@@ -37,7 +37,7 @@ def penalty_in_the_middle(trainer: Any) -> None:
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: RIGHT}, at_rest=False)
 def slope_before(trainer: Any) -> None:
-    """A gradient by an output weighs the loss."""
+    """``torch.autograd.grad`` by an output weighs the loss."""
     slope_in_each_micro_step(trainer)
 
 
@@ -51,7 +51,7 @@ def slope_and_losses(trainer: Any, step: int, micro: int = 0) -> tuple[torch.Ten
 
 @script({1: WRONG, 2: NOT_A_STEPS, 3: WRONG}, micro_steps=2)
 def slope_in_each_micro_step(trainer: Any) -> None:
-    """It is not divided by the micro steps."""
+    """``torch.autograd.grad`` by an output in each micro step."""
     for step in trainer.steps():
         for micro in range(trainer.options.micro_steps):
             slope, first, second = slope_and_losses(trainer, step, micro)
@@ -61,7 +61,7 @@ def slope_in_each_micro_step(trainer: Any) -> None:
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: WRONG})
 def slope_between(trainer: Any) -> None:
-    """Between two backwards, over a part of another forward's graph, which has no backward."""
+    """``torch.autograd.grad`` over a forward that has no backward, between two backwards."""
     for step in trainer.steps():
         for micro in range(2):
             tokens, classes = batch(step, 7)
@@ -73,7 +73,7 @@ def slope_between(trainer: Any) -> None:
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")})
 def slope_then_two_backwards(trainer: Any) -> None:
-    """Then two backwards over all of the graph."""
+    """``torch.autograd.grad``, then two backwards over the whole graph."""
     for step in trainer.steps():
         slope, first, second = slope_and_losses(trainer, step)
         trainer.backward(first * slope, retain_graph=True)
@@ -83,7 +83,7 @@ def slope_then_two_backwards(trainer: Any) -> None:
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="FloatInput")
 def slope_at_the_input(trainer: Any) -> None:
-    """The slope at the input weighs the second loss, as in an adversarial step."""
+    """The gradient at the input weighs a second loss, as in an adversarial step."""
     for step in trainer.steps():
         tokens, classes = batch(step)
         inputs = one_hot(tokens, WIDTH).float().requires_grad_()

@@ -16,7 +16,7 @@ REFUSED = {1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}
 
 @script(REFUSED, refusal="no_sync", at_rest=False)
 def unsynced(trainer: Any) -> None:
-    """All backwards but the last of three are not reduced."""
+    """Three backwards, the first two in no_sync()."""
     all_but_the_last(trainer, 3)
 
 
@@ -36,7 +36,7 @@ def all_but_the_last(trainer: Any, backwards: int) -> None:
     at_rest=False,
 )
 def stepping_inside(trainer: Any) -> None:
-    """As Accelerate does up to 1.7: every micro step is stepped, also those without sync."""
+    """``engine.step()`` in every micro step, in no_sync() too, as Accelerate up to 1.7."""
     stepped_inside(trainer, 2)
 
 
@@ -50,7 +50,7 @@ def stepped_inside(trainer: Any, micro_steps: int) -> None:
 
 @script({**REFUSED, 1: WRONG}, at_rest=False)
 def synced_in_between(trainer: Any) -> None:
-    """What was reduced earlier in a step is added to."""
+    """Four backwards, every other one in no_sync()."""
     for step in trainer.steps():
         for micro in range(4):
             with nullcontext() if micro % 2 else trainer.no_sync():
@@ -60,7 +60,7 @@ def synced_in_between(trainer: Any) -> None:
 
 @script({**REFUSED, 1: WRONG}, at_rest=False)
 def beside_windows(trainer: Any) -> None:
-    """Gradients that wait are reduced by a window too; what comes after one is added to it."""
+    """Backwards in no_sync(), in a block, and after it, in one step."""
     for step in trainer.steps():
         with trainer.no_sync():
             trainer.backward(loss_of(trainer, step, 0))
@@ -74,7 +74,7 @@ def beside_windows(trainer: Any) -> None:
 
 @script(REFUSED, micro_steps=3, at_rest=False)
 def unsynced_among_micro_steps(trainer: Any) -> None:
-    """Of three micro steps, the second has two backwards without a reduction."""
+    """Three micro steps; the second has two backwards in no_sync()."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 0))
         trainer.step()
@@ -88,7 +88,7 @@ def unsynced_among_micro_steps(trainer: Any) -> None:
 
 @script(REFUSED, model="Uneven", at_rest=False)
 def unsynced_and_uneven(trainer: Any) -> None:
-    """Parameters with a gradient without sync and none with it, or on one rank only, or never."""
+    """Parameters with a gradient in no_sync() only, on one rank only, or never."""
     alone = (dist.get_rank() == 0, dist.get_rank() == 1)
     for step in trainer.steps():
         for micro, used in enumerate([(True, True), (True, False), alone]):
@@ -102,7 +102,7 @@ def unsynced_and_uneven(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: raises("no_sync")}, at_rest=False)
 def unlike_numbers_unsynced(trainer: Any) -> None:
-    """One rank has more backwards than the other: not with ZeRO-3, whose forwards gather."""
+    """One rank has more backwards in no_sync() than the other."""
     for step in trainer.steps():
         with trainer.no_sync():
             for micro in range(1 + dist.get_rank() * min(step, 2)):
@@ -113,7 +113,7 @@ def unlike_numbers_unsynced(trainer: Any) -> None:
 
 @script(REFUSED, at_rest=False)
 def unsynced_and_dropped(trainer: Any) -> None:
-    """``zero_grad()`` drops what waits."""
+    """``zero_grad()`` drops the gradients of no_sync()."""
     for step in trainer.steps():
         with trainer.no_sync():
             trainer.backward(loss_of(trainer, step, 5))

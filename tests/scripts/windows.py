@@ -56,7 +56,7 @@ def two_windows(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, at_rest=False)
 def two_windows_before_one_step(trainer: Any) -> None:
-    """And two blocks with one call."""
+    """Two blocks and one call of step()."""
     for step in trainer.steps():
         for part in range(2):
             with trainer.window():
@@ -67,7 +67,7 @@ def two_windows_before_one_step(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, micro_steps=3, at_rest=False)
 def window_among_micro_steps(trainer: Any) -> None:
-    """Of three micro steps, the second is a block."""
+    """Three micro steps; the second is a block."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 0))
         trainer.step()
@@ -81,7 +81,7 @@ def window_among_micro_steps(trainer: Any) -> None:
 
 @script({1: WRONG, 2: WRONG, 3: WRONG}, model="Uneven", at_rest=False)
 def uneven_windows(trainer: Any) -> None:
-    """Parameters that rest on one rank, on both, in some steps: they count as zeros."""
+    """In some steps, parameters have no gradient on one rank or on both."""
     rank = dist.get_rank()
     for step in trainer.steps():
         used = [(True, True), (True, False), (rank == 0, rank == 1), (True, True)][step % 4]
@@ -95,7 +95,7 @@ def uneven_windows(trainer: Any) -> None:
 
 @script({1: RIGHT, 2: RIGHT, 3: raises("Expected weight to be of same shape")}, at_rest=False)
 def window_over_one_forward(trainer: Any) -> None:
-    """Two backwards over each of two forwards."""
+    """A block with two backwards over each of two forwards."""
     for step in trainer.steps():
         with trainer.window():
             for micro in range(2):
