@@ -9,6 +9,7 @@ from typing import Any
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.errors import Misused, Refused
 from ds_patches.core.shadow import Shadow
+from ds_patches.training.graph_task import current_task_id
 from ds_patches.training.steps import EngineSteps, Listener
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.engine import has_torch_style_backward
@@ -123,7 +124,8 @@ class LocalGradients(Listener):
 
     def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """What a parameter's hook calls: its gradient stays where it is."""
-        if self._divides_others and not self._steps.watch.running:
+        watch = self._steps.watch
+        if self._divides_others and watch.task_id != current_task_id() and not watch.running:
             self._steps.parameter_entered()
 
     def _backward_ends(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
