@@ -26,6 +26,8 @@ log = logging.getLogger("ds_patches")
 
 #: Seconds before the ranks that have not answered are named.
 PATIENCE = 10.0
+#: Letters of a list of ranks, in a message that each of them prints.
+_LONG = 60
 
 #: As the flags were when patches were applied last.
 _requests = flags.Requests(strict=False, of={})
@@ -247,4 +249,7 @@ def _leave(ranks: int, trouble: str) -> None:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {columns.spans(sorted(ranks), range(max(ranks) + 1))}"
+    spans = columns.spans(sorted(ranks), range(max(ranks) + 1))
+    if len(spans) > _LONG:
+        return f"{len(ranks)} ranks ({spans[:_LONG].rpartition(', ')[0]}, ...)"
+    return f"rank{'s' * (len(ranks) > 1)} {spans}"

@@ -155,6 +155,9 @@ def test_differences_name_what_and_where() -> None:
         "DeepSpeed is 0.19.8 on ranks 0-2, 0.19.7 on rank 3",
         "one is live on ranks 0, 2, off on rank 1, unknown to ds_patches on rank 3",
     ]
+    (many,) = agreement.differences({rank: (LIVE, OLDER)[rank % 2] for rank in range(1000)})
+    assert "0.19.8 on 500 ranks (0, 2, 4," in many
+    assert len(many) < 200
     # What is live nowhere may be so for any reason.
     nowhere = LIVE._replace(live={"one": "live"})
     none = nowhere._replace(not_live={"two": "disabled"})
