@@ -238,6 +238,11 @@ CURED = (
     Symptom("fp16, and a gradient that overflows on one rank alone", "the job hangs", (1,),
             "0.17.1", "0.18.0", "zero12_gradients", anchor="one-rank-overflows",
             needs="fp16 script", asked=("hang fp16", "hang overflow")),
+    *(Symptom("bf16 with fp32 sums on several ranks: `safe_get_full_grad`, `safe_set_full_grad`",
+              "one rank's last micro step is read, and what is set is lost", (1,), first, right,
+              "zero12_gradients", anchor="sums-read-wrong", needs="sums script",
+              asked=("safe_get_full_grad", "safe_set_full_grad"))
+      for first, right in (("0.16.0", "0.17.6"), ("0.18.5", "0.19.8"))),
     Symptom("`WarmupLR` without `warmup_max_lr`, and several parameter groups",
             "all groups get the first one's rate",
             (0, *_ALL), "0.17.2", "0.19.4", "schedules", anchor="schedules", needs="warmup script",

@@ -1,26 +1,34 @@
-"""Gradients of ZeRO-1 and ZeRO-2 that come in tiles, or that overflow on one rank alone.
+"""Gradients of ZeRO-1 and ZeRO-2: in tiles, in fp32 sums, and those that overflow on one rank.
 
 Use
     Apply it, and write nothing. ``TiledMLP`` and other tiled computations (long sequences, ALST)
-    then train at stages 1 and 2, and fp16 at stage 1 skips a step on all ranks.
+    then train at stages 1 and 2, and fp16 at stage 1 skips a step on all ranks. At stage 1 with
+    bf16 and fp32 sums ``safe_get_full_grad`` reads the sums of the step, averaged over the ranks,
+    and ``safe_set_full_grad`` sets what is stepped; from 0.18.5 to 0.18.9 with ``accumulation``.
 
 Risks
-    None are known.
+    With fp32 sums on several ranks ``param.grad`` is None after a backward, as it is in 0.19.8.
 
 Cost
     Two Python functions for each gradient of a program that has imported
-    ``deepspeed.runtime.sequence_parallel.ulysses_sp``; for others one at each forward.
+    ``deepspeed.runtime.sequence_parallel.ulysses_sp``; for others one at each forward. With fp32
+    sums gradients in half precision are freed, where stock fills them with zeros.
 
 Why
     From 0.17.0 to 0.18.5 each tile's gradient takes a place in the reduce bucket, but the last
     one's alone is named there: what is reduced belongs to other parameters. From 0.17.1 to 0.17.6
     ranks do not tell each other of an overflow at stage 1: one skips the step, and the others wait.
 
+    To 0.19.7 the gradient of the last micro step stays beside fp32 sums, and is what is read and
+    set, though nothing steps with it. The sums are whole on each rank, and known by another number
+    than they are asked for.
+
 How
-    A gradient that is not whole goes into no bucket. Overflow is asked of all ranks.
+    A gradient that is not whole goes into no bucket. Overflow is asked of all ranks. Each rank is
+    asked for its parts of the sums, and no other gradient is left.
 
 Upstream
-    Pull requests 7829 (0.18.6) and 7580 (0.18.0).
+    Pull requests 7829 (0.18.6) and 7580 (0.18.0). Of the sums, 0.19.8 has a cure.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from ds_patches.core import handles
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.patch import Patch, upstream
-from ds_patches.upstream.places import ENGINE, ZERO12
+from ds_patches.upstream.places import BF16, ENGINE, ZERO12
 
 if TYPE_CHECKING:
     from ds_patches.core.shadow import Shadow
@@ -44,11 +52,12 @@ _IN_TILES = ">=0.17.0,<=0.18.5"
 PATCH = Patch(
     name="zero12_gradients",
     hooks=__name__,
-    summary="gradients of ZeRO-1 and ZeRO-2 that come in tiles, or overflow on one rank alone",
-    remove_when="your release is 0.18.6 or later",
+    summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank alone",
+    remove_when="your release is 0.19.8 or later",
     upstream=upstream("PR 7829", "PR 7580"),
-    supported=_IN_TILES,
+    supported=">=0.16.0,<=0.19.7",
     targets=(
+        BF16.target("update_hp_grads", "around_sums", "<=0.19.7"),
         ENGINE.target("forward", "around_forward", _IN_TILES),
         ZERO12.target("has_overflow", "around_overflow", ">=0.17.1,<=0.17.6"),
     ),
@@ -89,6 +98,17 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
     if _TILED in sys.modules:
         _shadows()(engine)
     return wrapped(*args, **kwargs)
+
+
+def around_sums(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
+    """Of bf16 parameters with fp32 gradients: called at the end of each backward."""
+    import torch.distributed as dist  # every command reads this file, and few need torch
+
+    from ds_patches.upstream.fragments import read_sums
+
+    wrapped(*args, **kwargs)
+    if dist.get_world_size(optimizer.dp_process_group) > 1:  # else it may read right
+        read_sums(optimizer)
 
 
 def around_overflow(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

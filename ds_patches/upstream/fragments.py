@@ -20,3 +20,24 @@ def mappings(optimizer: Any, groups: str) -> list[tuple[Any, Any]]:
         for param in params
         if param._hp_mapping is not None
     ]
+
+
+def read_sums(optimizer: Any) -> None:
+    """Let a gradient that is asked for be that of the step: the sum, of which ranks have parts.
+
+    Of bf16 parameters with fp32 gradients to 0.19.7. A backward leaves its own rank's last gradient
+    there, which is found first, and the sums are found by another number, and whole.
+    """
+    if optimizer.graph_harvesting:  # whose gradients may not move
+        return
+    kept, sums = optimizer.fp32_groups_gradient_dict, optimizer.fp32_groups_gradients
+    for group, params in enumerate(optimizer.bf16_groups):
+        if kept[group] is sums[group]:  # as upstream left them
+            kept[group] = [
+                whole.view(-1).narrow(0, part.start, part.numel)
+                for param, whole in zip(params, sums[group], strict=True)
+                if param._hp_mapping is not None
+                for part in (param._hp_mapping.lp_fragment_address,)
+            ]
+        for param in params:
+            param.grad = None

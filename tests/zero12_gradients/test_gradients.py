@@ -1,4 +1,4 @@
-"""Gradients that come in tiles, or overflow on one rank alone."""
+"""Gradients in tiles, overflow on one rank alone, and fp32 sums that a script reads and sets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from tests.scripts.ordinary import micro_steps
 from tests.training.models import TwoHeads, loss_of
 from tests.training.models.shapes import Block
 from tests.training.options import BF16_SUMS, FP16, OVERLAP, Given, Options
-from tests.training.run import check, run
-from tests.training.stock import RELEASE, Version
+from tests.training.run import applied, check, run
+from tests.training.stock import RELEASE, Version, up_to
+from tests.training.trainers import engine_trainer
 from tests.world import RankError, World, WorldTimeout
 
 PATCH = "zero12_gradients"
 IN_TILES = Version("0.17.0") <= RELEASE <= Version("0.18.5")
+#: From 0.17.6 to 0.18.4 another optimizer has them, which half_without_zero is about; and to 0.18.9
+#: what is read is not averaged if accumulation does not see to it.
+READS_ANOTHER = not Version("0.17.6") <= RELEASE <= Version("0.18.4")
+NEEDS = ["accumulation"] * (Version("0.18.5") <= RELEASE <= Version("0.18.9"))
 HANGS = Version("0.17.1") <= RELEASE <= Version("0.17.6")
 
 
@@ -97,3 +102,58 @@ class TestOverflow:
     @pytest.mark.core_case
     def test_patched(self, world: World) -> None:
         check(world, overflows, self.OPTIONS, PATCH)
+
+
+READ: list[list[Tensor]] = []
+
+
+def read_sums(trainer: Any) -> None:
+    """Two micro steps; then each gradient is read, and has to be what plain PyTorch's was."""
+    if not trainer.is_engine:
+        READ.clear()
+    for step in trainer.steps():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, 2 * step + micro))
+            if micro:
+                grads = [grad.detach().float().clone() for grad in trainer.full_grads()]
+                if not trainer.is_engine:
+                    READ.append(grads)
+                for grad, right in zip(grads, READ[step], strict=True):
+                    assert (grad - right).norm() < 0.02 * right.norm(), "read wrong"
+            trainer.step()
+
+
+def set_sums(trainer: Any) -> None:
+    for step in trainer.steps():
+        trainer.backward(loss_of(trainer, step))
+        trainer.give(trainer.module.parameters(), 2.0)
+        trainer.step()
+
+
+@up_to("0.19.7")
+@pytest.mark.skipif(not READS_ANOTHER, reason="another optimizer has the gradients")
+@pytest.mark.core_case(immediate=False)
+@pytest.mark.parametrize("immediate", [False, True])
+@pytest.mark.parametrize(("script", "micro_steps"), [(read_sums, 2), (set_sums, 1)])
+def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> None:
+    halves = {"bf16": {"enabled": True, "immediate_grad_update": immediate}}
+    options = Options(1, micro_steps=micro_steps, settings=halves, **BF16_SUMS)
+    for one in world.run(run, script, options):
+        assert "read wrong" in one.error or one.difference > 0.1
+    check(world, script, options, PATCH, *NEEDS)
+    check(world, script, options, PATCH, "accumulation", "coalesce")
+
+
+@up_to("0.19.7")
+@pytest.mark.skipif(not READS_ANOTHER, reason="another optimizer has the gradients")
+def test_the_gradient_of_one_rank_stays() -> None:
+    """It is what the step takes, and a script may look at it."""
+    with World(1) as alone:
+        alone.run(keeps_its_gradient)
+
+
+def keeps_its_gradient() -> None:
+    with applied(PATCH):
+        trainer = engine_trainer(stage=1, **BF16_SUMS)
+        trainer.backward(loss_of(trainer, 0))
+        assert all(param.grad is not None for param in trainer.module.parameters())
