@@ -7,7 +7,7 @@ Use
     and ``safe_set_full_grad`` sets what is stepped; from 0.18.5 to 0.18.9 with ``accumulation``.
 
 Risks
-    With fp32 sums on several ranks ``param.grad`` is None after a backward, as it is in 0.19.8.
+    With fp32 sums on several ranks ``param.grad`` is None after a backward, as at ZeRO-2.
 
 Cost
     Two Python functions for each gradient of a program that has imported
@@ -19,16 +19,15 @@ Why
     one's alone is named there: what is reduced belongs to other parameters. From 0.17.1 to 0.17.6
     ranks do not tell each other of an overflow at stage 1: one skips the step, and the others wait.
 
-    To 0.19.7 the gradient of the last micro step stays beside fp32 sums, and is what is read and
-    set, though nothing steps with it. The sums are whole on each rank, and known by another number
-    than they are asked for.
+    The gradient of the last micro step stays beside fp32 sums, and is what is set and, to 0.19.7,
+    read, though nothing steps with it. The sums are whole on each rank, which is asked for a part.
 
 How
     A gradient that is not whole goes into no bucket. Overflow is asked of all ranks. Each rank is
     asked for its parts of the sums, and no other gradient is left.
 
 Upstream
-    Pull requests 7829 (0.18.6) and 7580 (0.18.0). Of the sums, 0.19.8 has a cure.
+    Pull requests 7829 (0.18.6) and 7580 (0.18.0). Fp32 sums are read right from 0.19.8 on.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ PATCH = Patch(
     name="zero12_gradients",
     hooks=__name__,
     summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank alone",
-    remove_when="your release is 0.19.8 or later",
+    remove_when="a release steps with the gradient that a script sets; none up to 0.19.8 does",
     upstream=upstream("PR 7829", "PR 7580"),
-    supported=">=0.16.0,<=0.19.7",
+    supported=">=0.16.0,<=0.19.8",
     targets=(
-        BF16.target("update_hp_grads", "around_sums", "<=0.19.7"),
+        BF16.target("update_hp_grads", "around_sums"),
         ENGINE.target("forward", "around_forward", _IN_TILES),
         ZERO12.target("has_overflow", "around_overflow", ">=0.17.1,<=0.17.6"),
     ),
