@@ -255,7 +255,7 @@ CURED = (
             "`selected index k out of range`", (0, *_ALL), "0.16.0", "0.19.4", "moe_gates",
             anchor="moe-gates", shown="!sharded_moe"),
     Symptom("Ulysses' `DistributedAttention`, the sequence in the first dimension",
-            "`_SeqAllToAllBackward returned an invalid gradient at index 1`, and its result has "
+            "`_SeqAllToAllBackward returned an invalid gradient`, and its result has "
             "another layout", (0, *_ALL), "0.16.3", "0.19.7", "ulysses", anchor="ulysses-layout",
             asked=("ulysses layout", "ulysses shape")),
     Symptom("`WarmupLR` without `warmup_max_lr`, and several parameter groups",
