@@ -5,6 +5,7 @@ Use
     then train at stages 1 and 2, and fp16 at stage 1 skips a step on all ranks. At stage 1 with
     bf16 and fp32 sums ``safe_get_full_grad`` reads the sums of the step, averaged over the ranks,
     and ``safe_set_full_grad`` sets what is stepped; from 0.18.5 to 0.18.9 with ``accumulation``.
+    A parameter of no elements does no harm.
 
 Risks
     With fp32 sums on several ranks ``param.grad`` is None after a backward, as at ZeRO-2.
@@ -22,12 +23,16 @@ Why
     The gradient of the last micro step stays beside fp32 sums, and is what is set and, to 0.19.7,
     read, though nothing steps with it. The sums are whole on each rank, which is asked for a part.
 
+    To 0.19.5 a parameter of no elements has no place in a partition, where one is looked for.
+
 How
-    A gradient that is not whole goes into no bucket. Overflow is asked of all ranks. Each rank is
-    asked for its parts of the sums, and no other gradient is left.
+    A parameter of no elements is frozen. A gradient that is not whole goes into no bucket. Overflow
+    is asked of all ranks. Each rank is asked for its parts of the sums, and no other gradient is
+    left.
 
 Upstream
-    Pull requests 7829 (0.18.6) and 7580 (0.18.0). Fp32 sums are read right from 0.19.8 on.
+    Pull requests 7829 (0.18.6), 7580 (0.18.0) and 8280 (0.19.6). Fp32 sums are read right from
+    0.19.8 on.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ds_patches.core import handles
-from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.places import BF16, ENGINE, ZERO12
 
@@ -46,17 +51,20 @@ if TYPE_CHECKING:
     from ds_patches.training.kept import Attached
 
 _TILED = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+_WITH_EMPTY = "<=0.19.5"
 _IN_TILES = ">=0.17.0,<=0.18.5"
 
 PATCH = Patch(
     name="zero12_gradients",
     hooks=__name__,
-    summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank alone",
+    summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank, none at all",
     remove_when="a release steps with the gradient that a script sets; none up to 0.19.8 does",
-    upstream=upstream("PR 7829", "PR 7580"),
+    upstream=upstream("PR 7829", "PR 7580", "PR 8280"),
     supported=">=0.16.0,<=0.19.8",
     targets=(
         BF16.target("update_hp_grads", "around_sums"),
+        BF16.target("__init__", "around_init", _WITH_EMPTY),
+        ZERO12.target("__init__", "around_init", _WITH_EMPTY),
         ENGINE.target("forward", "around_forward", _IN_TILES),
         ZERO12.target("has_overflow", "around_overflow", ">=0.17.1,<=0.17.6"),
     ),
@@ -90,6 +98,16 @@ def deactivate() -> None:
     """Let stock put all gradients into its buckets."""
     for _, shadow in _shadows().detach_all():
         shadow.remove()
+
+
+def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
+    """It partitions the parameters that another one is to step, but for the frozen ones."""
+    inner, *_ = in_order(wrapped, args, kwargs)
+    for group in inner.param_groups:
+        for param in group["params"]:
+            if not param.numel():
+                param.requires_grad_(False)
+    wrapped(*args, **kwargs)
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

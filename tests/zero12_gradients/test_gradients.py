@@ -1,4 +1,4 @@
-"""Gradients in tiles, overflow on one rank alone, and fp32 sums that a script reads and sets."""
+"""Gradients in tiles, of no elements, in fp32 sums that scripts use; overflow on one rank alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.scripts.ordinary import micro_steps, one_backward
 from tests.training.models import TwoHeads, loss_of
 from tests.training.models.shapes import Block
-from tests.training.options import BF16_SUMS, FP16, OVERLAP, Given, Options
+from tests.training.options import BF16_SUMS, FP16, OFFLOADED, OVERLAP, Given, Options
 from tests.training.run import applied, check, measure, run
 from tests.training.stock import RELEASE, Version, up_to
 from tests.training.trainers import engine_trainer
@@ -24,6 +24,23 @@ IN_TILES = Version("0.17.0") <= RELEASE <= Version("0.18.5")
 READS_ANOTHER = not Version("0.17.6") <= RELEASE <= Version("0.18.4")
 NEEDS = ["accumulation"] * (Version("0.18.5") <= RELEASE <= Version("0.18.9"))
 HANGS = Version("0.17.1") <= RELEASE <= Version("0.17.6")
+
+
+class Emptied(TwoHeads):
+    """It has parameters of no elements: first, in the middle and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(0))
+        self.blocks[0].none = nn.Parameter(torch.empty(0))
+        self.last = nn.Linear(1, 0)
+
+    def forward(self, tokens: Tensor) -> Any:
+        nothing = self.first.sum() + self.blocks[0].none.sum() + self.last.weight.sum()
+        x = self.embed(tokens) + nothing
+        for block in self.blocks:
+            x = block(x)
+        return self.heads(x)
 
 
 class Tiled(TwoHeads):
@@ -170,3 +187,22 @@ def keeps_its_gradient() -> None:
         trainer = engine_trainer(stage=1, **BF16_SUMS)
         trainer.backward(loss_of(trainer, 0))
         assert all(param.grad is not None for param in trainer.module.parameters())
+
+
+@pytest.mark.core_case(more={})
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("more", [{}, BF16_SUMS, OFFLOADED], ids=str)
+def test_parameters_of_no_elements(world: World, stage: int, more: Given) -> None:
+    # From 0.17.6 to 0.18.4 another optimizer has fp32 sums at stage 1.
+    others = ["half_without_zero", "accumulation"] * (more == BF16_SUMS and not READS_ANOTHER)
+    options = Options(stage, model=Emptied, micro_steps=2, **more)
+    check(world, micro_steps, options, PATCH, *others)
+
+
+@up_to("0.19.5")
+def test_stock_fails_for_parameters_of_no_elements(fresh_world: World) -> None:
+    try:
+        found = fresh_world.within(15).run(run, micro_steps, Options(2, model=Emptied))
+    except (RankError, WorldTimeout):
+        return
+    assert all(one.error for one in found)
