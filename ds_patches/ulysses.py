@@ -38,7 +38,7 @@ PATCH = Patch(
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8317"),
     supported=">=0.16.3,<=0.19.6",
-    targets=(Target(_LAYER, "_generate_layout_params", "around_layout"),),
+    targets=(Target(_LAYER, "_generate_layout_params", "around_layout", "<=0.19.6"),),
     collectives=False,
 )
 
