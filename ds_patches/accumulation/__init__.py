@@ -47,7 +47,7 @@ Not covered
     | DeepCompile, compiled autograd | left to stock |
     | an optimizer on NVMe; stage 0, but for the division | left to stock |
     | pipelines; half precision without ZeRO | see ``pipelines``, ``half_without_zero`` |
-    | ``safe_set_full_grad`` beside ``BF16_Optimizer`` | stock's: the step does not read it |
+    | ``safe_set_full_grad`` beside ``BF16_Optimizer`` | see ``zero12_gradients`` |
     | a backward inside another, bf16 with fp32 sums at stage 1, to 0.18.4 | stock's: wrong |
 
     ``engine.backward(tensor)`` is right for any tensor. ``tensor.backward()`` is right if a

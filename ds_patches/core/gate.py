@@ -219,7 +219,9 @@ def _judge(
     if installed.version != version:
         name += f" (by its source; it is said to be {installed.text})"
     in_range = release.covers(patch.supported, version)
-    if not in_range and not release.is_newer(patch.supported, version):
+    # Whoever recorded a release that the patch is not for has looked whether it needs the patch.
+    looked_at = version in shape.recorded().releases
+    if not in_range and (looked_at or not release.is_newer(patch.supported, version)):
         return State.OUT_OF_RANGE, f"{name} is not in {patch.supported}"
     if not targets(patch, version):
         return State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps"

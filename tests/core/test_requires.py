@@ -66,7 +66,7 @@ for call in (ds_patches.apply_all, lambda: [ds_patches.apply(n) for n in ("base"
     ("file", "old", "new", "state"),
     [
         ("base/around.py", "def activate(", "def activate(*_): 1/0\ndef unused(", "failed"),
-        ("base/binding.py", "<=0.19.8", "<=0.19.0", "unknown version"),
+        ("base/binding.py", "<=0.19.8", "<=0.19.0", "out of range"),
     ],
 )
 def test_a_required_one_that_is_not_live_blocks(

@@ -221,3 +221,22 @@ def test_what_later_releases_fixed_is_counted(tmp_path: Path) -> None:
     count, *lines = doctor._later(found, True, True)
     assert count.startswith(f"{len(found)} that this release lacks may concern these settings")
     assert any("all parameter groups get the first one's rate (cured by" in line for line in lines)
+
+
+@pytest.mark.parametrize("release", ["0.17.6", "0.18.4", "0.19.2"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("shipped", [FACTORY, AXOLOTL, TRL], ids=["factory", "axolotl", "trl"])
+def test_what_frameworks_ship_is_told_on_one_screen(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    shipped: dict[str, Any] | str,
+    stage: int,
+    release: str,
+) -> None:
+    text = shipped if isinstance(shipped, str) else json.dumps(shipped)
+    for stands in ('"stage": ', "zero_stage: "):
+        text = text.replace(f"{stands}2", f"{stands}{stage}")
+    doctor.diagnose(write(tmp_path / "ds", text), Version(release), verbose=False, as_json=False)
+    said = capsys.readouterr().out.splitlines()
+    assert 10 < len(said) < 25
+    assert any("that it lacks may concern these settings" in line for line in said)

@@ -328,5 +328,7 @@ def worst_difference(found: Parameters, expected: Parameters) -> tuple[float, st
     """Largest difference over all parameters, relative to each parameter's update scale of 1."""
     assert found.keys() == expected.keys()
     return max(
-        ((found[name].float() - expected[name].float()).abs().max().item(), name) for name in found
+        ((found[name].float() - expected[name].float()).abs().max().item(), name)
+        for name in found
+        if found[name].numel()
     )

@@ -1,0 +1,55 @@
+"""Ulysses returns attention in the layout that it was given, with the sequence first.
+
+Use
+    Apply it, and write nothing. ``DistributedAttention`` with ``batch_dim_idx`` 1 then returns
+    ``[sequence / ranks, batch, heads, size]``, and its backward works.
+
+Risks
+    A script that has reshaped what stock returns may do so on: the order in memory is the same.
+
+Cost
+    A Python function for each exchange.
+
+Why
+    From 0.16.3 to 0.19.6 the exchange after attention puts its result into the shape
+    ``[batch, sequence * ranks, heads / ranks, size]``, and so does the backward of those before it.
+
+How
+    The shape is corrected.
+
+Upstream
+    Pull request 8317 (0.19.7).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import handles
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Patch, Target, upstream
+
+_LAYER = "deepspeed.sequence.layer"
+
+PATCH = Patch(
+    name="ulysses",
+    hooks=__name__,
+    summary="Ulysses returns attention in the layout that it was given, with the sequence first",
+    remove_when="your release is 0.19.7 or later",
+    upstream=upstream("PR 8317"),
+    supported=">=0.16.3,<=0.19.6",
+    targets=(Target(_LAYER, "_generate_layout_params", "around_layout", "<=0.19.6"),),
+    collectives=False,
+)
+
+apply, unapply, is_applied = handles.of(__name__)
+
+
+def around_layout(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
+    """Of an exchange it returns how tensors are permuted and shaped, before and after it."""
+    layout = wrapped(*args, **kwargs)
+    scattered, batch, ranks, tensor = in_order(wrapped, args, kwargs)
+    if batch != 1 or scattered >= 2:
+        return layout
+    length, batches, heads, size = tensor.shape
+    return (*layout[:3], [length // ranks, batches, ranks * heads, size])
