@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -20,6 +20,7 @@ from ds_patches import proofs
 from ds_patches.core import columns, flags, release
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.symptom import Symptom, plain
+from ds_patches.proofs import ranks
 from ds_patches.symptoms import CURED
 
 SIDES = ("PyTorch", "stock", "patched")
@@ -28,17 +29,13 @@ RIGHT, WRONG, UNKNOWN = 0, 1, 2
 #: Of what PyTorch learns: half precision is off by 3e-4, and the smallest defect by 1e-2.
 ROUNDING = 1e-3
 _BARS = "▁▂▃▄▅▆▇█"
-_PATIENCE = 180  # seconds
-# On a CPU, DeepSpeed compiles a collective by g++ for half a minute, unless its own table says no.
-_RANK = """
-import runpy, sys, deepspeed.ops
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-if sys.argv.pop(1) == "patched":
-    import ds_patches
-    ds_patches.apply_all()
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+_PATIENCE = 300  # seconds
+#: A name, a colour that is seen on white and on black, and a line: wide below, dashed above.
+_CURVES = {
+    "PyTorch": ("plain PyTorch", "#808080", "-", 5),
+    "stock": ("stock DeepSpeed", "#d9534f", "-", 2),
+    "patched": ("patched DeepSpeed", "#2f9e6e", "--", 2),
+}
 
 
 @dataclass(frozen=True)
@@ -122,54 +119,34 @@ def _row(one: Symptom) -> str:
 
 
 def _train(text: str) -> dict[str, Run]:
-    """All sides at once, each in two processes of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "proof.py")
-        file.write_text(text, encoding="utf-8")
-        ranks = {side: [*_start(file, side)] for side in SIDES}
-        until = time.monotonic() + _PATIENCE
-        failed: dict[str, int] = {}
-        while any(one.poll() is None for its in ranks.values() for one in its):
-            for side, its in ranks.items():
-                ended = [at for at, one in enumerate(its) if one.poll()]
-                if ended and failed.setdefault(side, ended[0]) == ended[0]:
-                    with suppress(subprocess.TimeoutExpired):
-                        its[1 - ended[0]].wait(5)
-                if ended or time.monotonic() > until:
-                    for one in its:
-                        one.kill()
-            time.sleep(0.1)
-        return {side: _outcome(file, side, failed.get(side, 0)) for side in SIDES}
-
-
-def _start(file: Path, side: str) -> Iterator[subprocess.Popen[bytes]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """Train on all sides at once, each in processes of its own."""
     theirs = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    world |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    engine = "PyTorch" if side == "PyTorch" else "DeepSpeed"
-    for rank in "01":
-        with _log(file, side, rank).open("wb") as log:
-            yield subprocess.Popen(
-                [sys.executable, "-c", _RANK, side, file, engine],
-                env=theirs | world | {"RANK": rank, "LOCAL_RANK": rank},
-                stdout=log,
-                stderr=log,
-            )
+    theirs |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "proof.py")
+        script.write_text(text, encoding="utf-8")
+        command = [sys.executable, "-m", ranks.__name__, script, *SIDES]
+        with Path(folder, "log").open("wb") as log, subprocess.Popen(
+            command, env=theirs, stdout=log, stderr=log, start_new_session=True
+        ) as started:  # fmt: skip
+            with suppress(subprocess.TimeoutExpired):
+                started.wait(_PATIENCE)
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+        return {side: _outcome(script, side) for side in SIDES}
 
 
-def _log(file: Path, side: str, rank: str) -> Path:
-    return file.with_name(f"{side}.{rank}")
-
-
-def _outcome(file: Path, side: str, rank: int) -> Run:
-    log = _log(file, side, str(rank)).read_text("utf-8", errors="replace")
-    if found := re.search(r"^(?:PyTorch|DeepSpeed)((?: [-+.\w]+)+)$", log, re.M):
+def _outcome(script: Path, side: str) -> Run:
+    files = [ranks.log(script, side, rank) for rank in range(ranks.RANKS)]
+    logs = [file.read_text("utf-8", errors="replace") for file in files if file.exists()]
+    if found := re.search(r"^(?:PyTorch|DeepSpeed)((?: [-+.\w]+)+)$", "\n".join(logs), re.M):
         return Run(tuple(map(float, found[1].split())))
-    last = log.rpartition("Traceback (most recent call last):")[2]
-    error = re.search(r"^\w.*$", last, re.M)
-    return Run(error=error[0] if error else "no answer: it hangs, or was killed")
+    # A rank that fails for another's sake says that its connection is closed.
+    for text in sorted(logs, key=lambda text: "Connection closed by peer" in text):
+        last = text.rpartition("Traceback (most recent call last):\n")[2]
+        if error := last != text and re.search(r"^\w.*$", last, re.M):
+            return Run(error=error[0])
+    return Run(error="no answer: it hangs")
 
 
 def _table(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -195,24 +172,20 @@ def _matplotlib() -> None:
 
 
 def _draw(runs: Mapping[str, Run], title: str, file: Path) -> None:
-    """Curves on no background, in colours that are seen on white and on black."""
+    """Draw the losses on no background."""
     import matplotlib
     from matplotlib.figure import Figure
 
     grey = "#808080"
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with matplotlib.rc_context({**dict.fromkeys(names, grey), "svg.hashsalt": "ds_patches"}):
+    looks: dict[Any, Any] = {"svg.hashsalt": "ds_patches", "svg.fonttype": "none"}
+    looks |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), grey)
+    with matplotlib.rc_context(looks | {"xtick.color": grey, "ytick.color": grey}):
         figure = Figure(figsize=(7, 3.6), layout="tight")
-        axes = figure.add_subplot(xlabel="step", ylabel="loss", title=title)
+        axes = figure.add_subplot(xlabel="step", ylabel="loss")
+        axes.set_title(title, fontsize="medium", wrap=True)
         axes.spines[["top", "right"]].set_visible(False)
-        looks = {
-            "PyTorch": (grey, "-", 5),
-            "stock": ("#d9534f", "-", 2),
-            "patched": ("#2f9e6e", "--", 2),
-        }
-        for side, (colour, line, width) in looks.items():
+        for side, (label, colour, line, width) in _CURVES.items():
             losses = runs[side].losses
-            label = "plain PyTorch" if side == "PyTorch" else f"{side} DeepSpeed"
             label += ": crashes" * (not losses)
             steps = range(1, len(losses) + 1)
             axes.plot(steps, losses, line, color=colour, linewidth=width, label=label)

@@ -49,6 +49,7 @@ if __name__ == "__main__":
         data = [(x, x.roll(1, 1)) for x in torch.randn(4, 32, 16)]
         torch.manual_seed(7)
         net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        losses = torch.tensor([float(loss) for loss in script(start, net, data)])
+        losses = torch.tensor([loss.item() for loss in script(start, net, data)])
         dist.all_reduce(losses.div_(dist.get_world_size()))
         print(start.__name__, *losses.tolist())
+    dist.destroy_process_group()
