@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Run:
         return gap / (max(other.losses) - min(other.losses))
 
     def told(self, other: Run) -> str:
-        return self.error or f"off by {self.off(other):.2g}"
+        return self.error or f"off by {self.off(other):.2g} of what PyTorch learns"
 
     def is_right(self, other: Run) -> bool:
         return not self.error and self.off(other) <= ROUNDING  # and no NaN
@@ -94,7 +95,7 @@ def compare(text: str, title: str, picture: Path | None = None) -> int:
     if expected.error:
         raise DsPatchesError(f"plain PyTorch does not train: {expected.error}")
     print("\n".join(_table(runs)))
-    print(f"\nstock {stock.told(expected)}; patched {patched.told(expected)}")
+    print(f"\nstock:   {stock.told(expected)}\npatched: {patched.told(expected)}")
     verdicts = [f"{n} is {'right' if runs[n].is_right(expected) else 'wrong'}" for n in SIDES[1:]]
     print(f"verdict: {', '.join(verdicts)}")
     if picture:
@@ -182,7 +183,8 @@ def _draw(runs: Mapping[str, Run], title: str, file: Path) -> None:
     with matplotlib.rc_context(looks | {"xtick.color": grey, "ytick.color": grey}):
         figure = Figure(figsize=(7, 3.6), layout="tight")
         axes = figure.add_subplot(xlabel="step", ylabel="loss")
-        axes.set_title(title, fontsize="medium", wrap=True)
+        axes.set_title(textwrap.fill(title, 84), fontsize="medium")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         for side, (label, colour, line, width) in _CURVES.items():
             losses = runs[side].losses
