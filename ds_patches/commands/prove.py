@@ -78,13 +78,13 @@ def prove(name: str, picture: Path | None, *, script: bool) -> int:
         _matplotlib()
     here = _here()
     row = next((one for one in rows if one.is_wrong(here)), rows[-1])
-    title = f"{plain(row.script)}: {plain(row.outcome)}"
     stage = _stage(row)
-    text = proofs.compose(name, stage, f"{title} (DeepSpeed {here}, ZeRO {stage})")
+    title = f"DeepSpeed {here}, ZeRO {stage}: {plain(row.script)}: {plain(row.outcome)}"
+    text = proofs.compose(name, stage, title)
     if script:
         print(text, end="")
         return RIGHT
-    print(f"{title}\nDeepSpeed {here}, ZeRO {stage}, two CPU ranks, patch {row.patch}\n")
+    print(f"{title} ({row.patch})\n", flush=True)
     return compare(text, title, picture)
 
 

@@ -14,6 +14,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from ds_patches.core import api
+
 RANKS = 2
 
 
@@ -53,9 +55,7 @@ def _be(script: Path, side: str, rank: int, port: int) -> None:
         world |= {"RANK": rank, "LOCAL_RANK": rank}
         os.environ.update({name: str(value) for name, value in world.items()})
         if side == "patched":
-            import ds_patches
-
-            ds_patches.apply_all()
+            api.apply_all()
         sys.argv = [str(script), "PyTorch" if side == "PyTorch" else "DeepSpeed"]
         runpy.run_path(str(script), run_name="__main__")
         status = 0

@@ -21,7 +21,8 @@ def train(text: str) -> dict[str, prove.Run]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "proof.py")
         script.write_text(text, encoding="utf-8")
-        ranks.main(script, list(prove.SIDES))
+        with contextlib.redirect_stdout(sys.__stdout__):
+            ranks.main(script, list(prove.SIDES))
         return {side: prove._outcome(script, side) for side in prove.SIDES}
 
 
@@ -33,7 +34,7 @@ def main(names: list[str]) -> int:
         ):  # fmt: skip
             status = prove.prove(name, None, script=False)
         found = [
-            line for line in said.getvalue().splitlines() if line.startswith(("stock:", "patch"))
+            line for line in said.getvalue().splitlines() if line.startswith(("stock:", "patched:"))
         ]
         error = found[0].partition(":")[2].strip()
         good = not status and "stock is wrong" in said.getvalue() and is_claimed(HERE[name], error)
