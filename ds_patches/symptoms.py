@@ -278,7 +278,7 @@ CURED = (
             "0.18.9", "0.19.7", "muon", anchor="muon", needs="muon script", asked=("muon adam",)),
     Symptom("Muon without ZeRO", "Muon is plain SGD", (0,), "0.17.6", "0.19.7", "muon",
             anchor="muon", needs="muon", asked=("muon sgd",), proof="muon-0"),
-    Symptom("Muon and two losses", _LAST, _12, "0.17.6", None, "muon", anchor="muon",
+    Symptom("Muon and two losses", _LAST, _12, "0.18.3", None, "muon", anchor="muon",
             needs="muon script", asked=("muon two loss", "muon backward"), proof="muon-losses"),
     Symptom("`overlap_comm` on GPUs",
             "NaN, or other numbers in each run",
