@@ -126,7 +126,7 @@ def _train(text: str) -> dict[str, Run]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "proof.py")
         script.write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", ranks.__name__, script, *SIDES]
+        command = [sys.executable, "-m", ranks.__name__, str(script), *SIDES]
         with Path(folder, "log").open("wb") as log, subprocess.Popen(
             command, env=theirs, stdout=log, stderr=log, start_new_session=True
         ) as started:  # fmt: skip
@@ -176,6 +176,7 @@ def _draw(runs: Mapping[str, Run], title: str, file: Path) -> None:
     """Draw the losses on no background."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     grey = "#808080"
     looks: dict[Any, Any] = {"svg.hashsalt": "ds_patches", "svg.fonttype": "none"}
@@ -184,7 +185,7 @@ def _draw(runs: Mapping[str, Run], title: str, file: Path) -> None:
         figure = Figure(figsize=(7, 3.6), layout="tight")
         axes = figure.add_subplot(xlabel="step", ylabel="loss")
         axes.set_title(textwrap.fill(title, 84), fontsize="medium")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         for side, (label, colour, line, width) in _CURVES.items():
             losses = runs[side].losses
