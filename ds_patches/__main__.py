@@ -23,6 +23,7 @@ _EXAMPLES = """\
 examples:
   ds-patches explain "mat2 must be a matrix" --release 0.18.4
   ds-patches doctor --json --config ds_config.json
+  ds-patches prove outputs
   ds-patches run -- torchrun train.py
 
 all errors and what helps: {page}
@@ -85,6 +86,14 @@ def _explain(chosen: argparse.Namespace) -> int:
     return explain.explain(text, chosen.release, verbose=chosen.verbose, as_json=chosen.json)
 
 
+def _prove(chosen: argparse.Namespace) -> int:
+    from ds_patches.commands import prove
+
+    if chosen.name is None:
+        return prove.listed()
+    return prove.prove(chosen.name, chosen.svg, script=chosen.script)
+
+
 def _run(chosen: argparse.Namespace) -> None:
     from ds_patches.startup import command
 
@@ -130,6 +139,7 @@ def _env(chosen: argparse.Namespace) -> None:
 _COMMANDS = {
     "explain": _explain,
     "doctor": _doctor,
+    "prove": _prove,
     "run": _run,
     "status": _status,
     "enable": _enable,
@@ -162,6 +172,16 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     doctor.add_argument("--release", type=Version, metavar="X.Y.Z", help="default: as installed")
     doctor.add_argument("-v", "--verbose", action="store_true", help="add what the script decides")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    prove = commands.add_parser(
+        "prove",
+        help="train a defect on two CPU ranks: stock, patched and plain PyTorch",
+        epilog="exit status: 0, patched is right, stock or not; 1, patched is wrong; 2, not known",
+    )
+    prove.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
+    prove.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)"
+    )
+    prove.add_argument("--script", action="store_true", help="print the script, for an issue")
     run = commands.add_parser("run", help="run a command, and all that it starts, patched")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     status = commands.add_parser("status", help="list the patches: name, state, reason")

@@ -211,7 +211,8 @@ def _heading(row: Row) -> str:
 def _told(row: Row) -> str:
     add = f"; {plain(row.cure.do)}" * (row.cure.by not in ("patch", "applied"))
     also = f"; {plain(row.one.add)}" * (not add and bool(row.one.add))
-    return f"{plain(row.one.script)}: {plain(row.one.outcome)}{add}{also}"
+    proof = f" (prove {row.one.proof})" * bool(row.one.proof)
+    return f"{plain(row.one.script)}: {plain(row.one.outcome)}{add}{also}{proof}"
 
 
 def _drift(verdicts: dict[str, Verdict]) -> Iterator[str]:

@@ -26,6 +26,7 @@ class Symptom:
     shown: for a message that others raise, too: what a traceback of this one holds, as a regular
         expression. After a "!" nothing is said where that is not seen, as the message is anybody's;
         after a "?" neither, and even then it may be another's.
+    proof: the name under which `prove` trains the script on this machine, at the last of `stages`.
     """
 
     script: str
@@ -39,6 +40,7 @@ class Symptom:
     needs: str = "script"
     asked: tuple[str, ...] = ()
     shown: str = ""
+    proof: str = ""
 
     @property
     def cures(self) -> str:

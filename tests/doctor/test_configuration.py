@@ -206,7 +206,7 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     first, _, heading, row, *_ = said.stdout.splitlines()
     assert first == "verdict: accumulation would cure what these settings can trigger; not applied"
     assert heading.strip() == f"if {STEPS} is above 1: accumulation would cure this, not applied:"
-    assert row.endswith(f"gradient accumulation: {LAST}")
+    assert row.endswith(f"gradient accumulation: {LAST} (prove micro-steps)")
     assert ", deepspeed " in said.stdout.splitlines()[-1]
 
 

@@ -1,0 +1,155 @@
+"""Scripts that show on two CPU ranks what releases get wrong: `ds-patches prove`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+_HERE = Path(__file__).parent
+_OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+_BF16 = {"bf16": {"enabled": True}}
+_SUMS = _BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}
+_REDUCED = {"reduce_scatter": False}
+_PREFETCHED = {"stage3_prefetch_bucket_size": 600, "stage3_max_live_parameters": 10**9}
+_HOST = {"zero_force_ds_cpu_optimizer": False}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A function of scripts.py, and the configuration besides; stage: where it is not the row's."""
+
+    script: str
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stage: int | None = None
+
+
+PROOFS = {
+    "adapters": Proof("adapters"),
+    "batch-size": Proof("batch_size", stage=2),
+    "bf16": Proof("one_backward", {}, _BF16),
+    "block": Proof("block"),
+    "buffers": Proof("fp32_buffers", {}, _BF16),
+    "buffers-init": Proof("buffers_in_init", {}, _BF16),
+    "cached-loss": Proof("cached_loss"),
+    "cosine": Proof("cosine", stage=2),
+    "experts": Proof("experts"),
+    "forwards-first": Proof("forwards_first"),
+    "gan": Proof("gan"),
+    "gan-3": Proof("gan"),
+    "gradient-penalty": Proof("gradient_penalty"),
+    "hpz": Proof("loaded", {"zero_hpz_partition_size": 2}),
+    "inference": Proof("inference_mode", _PREFETCHED),
+    "micro-steps": Proof("micro_steps"),
+    "micro-steps-offload": Proof("micro_steps", _OFFLOADED, _HOST),
+    "module": Proof("around_the_engine"),
+    "module-3": Proof("around_the_engine"),
+    "muon": Proof("muon"),
+    "muon-0": Proof("muon"),
+    "muon-losses": Proof("muon_two_losses"),
+    "muon-micro-steps": Proof("muon_micro_steps", _REDUCED),
+    "muon-shapes": Proof("muon", _REDUCED),
+    "no-sync": Proof("no_sync", stage=2),
+    "other-parameters": Proof("other_parameters", {"overlap_comm": True}),
+    "outputs": Proof("outputs"),
+    "outputs-plain": Proof("outputs_plain"),
+    "own-checkpointing": Proof("own_checkpointing", stage=2),
+    "pipeline": Proof("pipeline"),
+    "pipeline-0": Proof("pipeline", stage=0),
+    "retained": Proof("two_backwards"),
+    "scattered": Proof("one_backward", {"contiguous_gradients": False}),
+    "second-backward": Proof("two_backwards"),
+    "second-backward-offload": Proof("two_backwards", _OFFLOADED, _HOST),
+    "sums": Proof("one_backward", {}, _SUMS),
+    "sums-offload": Proof("one_backward", _OFFLOADED, _SUMS | _HOST),
+    "tiled": Proof("tiled"),
+    "unused": Proof("unused_parameter"),
+    "unused-offload": Proof("unused_parameter", _OFFLOADED, _HOST),
+    "warmup": Proof("warmup", stage=2),
+}
+#: Why a CPU does not show what is cured, by how the row begins.
+UNPROVED = {
+    "it takes a GPU": ("DeepCompile", "`overlap_comm` on GPUs"),
+    "DeepSpeed refuses fp16 on a CPU": (
+        "fp16",
+        "Muon with fp16",
+        "a pipeline of two stages or more with",
+    ),
+    "it costs time or memory, and no number": (
+        "a model of many",
+        "a frozen model",
+        "two backwards over",
+    ),
+    "it takes another torch": ("any backward, with torch",),
+    "it takes a checkpoint": ("bf16 without ZeRO, or", "`safe_get_full_fp32_param` after"),
+    "it depends on what lies in memory": ("`stage3_use_all_reduce",),
+    "it takes more than a few lines": (
+        "DeepSpeed's `non_reentrant",
+        "`scale_wrt_gas=False`",
+        "`torch.autograd.grad`",
+        "two engines",
+        "an exception in",
+        "a trained module beside",
+        "generation with",
+        "parameters of several dtypes",
+        "Muon",
+    ),
+}
+
+
+def compose(name: str, stage: int, title: str) -> str:
+    """Return a whole reproducer: the frame, with a script and its configuration in it."""
+    proof = PROOFS[name]
+    zero = {"stage": stage, **proof.zero}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    common = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    config = {
+        **common,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        **proof.settings,
+    }
+    return framed((_HERE / "scripts.py").read_text(encoding="utf-8"), proof.script, config, title)
+
+
+def framed(source: str, script: str, config: Mapping[str, Any], title: str) -> str:
+    """Return the frame with a function of a source, and whatever of the source that uses."""
+    frame = (_HERE / "frame.py").read_text(encoding="utf-8").replace("  # noqa: F401", "")
+    tree = ast.parse(source)
+    whole = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    body = "\n\n".join(
+        ast.get_source_segment(source, one) or ""
+        for one in dict.fromkeys(_used(whole[script], whole))
+    )
+    words = {*re.findall(r"\w+", body)}
+    imports = [
+        f"{line}\n"
+        for one in tree.body
+        if isinstance(one, (ast.Import, ast.ImportFrom)) and one.names[0].name in words
+        if "ds_patches" not in (line := ast.unparse(one)) and line not in frame
+    ]
+    settings = "\n    ".join(wrap(f"CONFIG = {dict(config)}".replace("'", '"'), 95))
+    parts = {
+        "TITLE": "\n".join(wrap(title, 99)),
+        "import sys\n\n": f"{''.join(imports)}import sys\n",
+        "CONFIG = {}": settings,
+        'def script(start, net, data):\n    """A function of scripts.py stands here."""': body,
+        "in script(": f"in {script}(",
+    }
+    for place, text in parts.items():
+        frame = frame.replace(place, text, 1)
+    return re.sub(r"\n\n+(    def )", r"\n\1", frame.replace("\n\n\n", "\n\n"))
+
+
+def _used(node: ast.AST, whole: Mapping[str, ast.AST]) -> Iterator[ast.AST]:
+    """Yield what a definition needs of its source, and it."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and one.id in whole:
+            yield from _used(whole[one.id], whole)
+    yield node

@@ -1,0 +1,1 @@
+"""Each proof shows what its row claims, on stock and patched."""

@@ -1,0 +1,98 @@
+"""`ds-patches prove`: its scripts show what the rows claim."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_patches.__main__ import main
+from ds_patches.core.symptom import Symptom, plain
+from ds_patches.proofs import PROOFS, UNPROVED, compose
+from ds_patches.symptoms import CURED
+from tests.shell import REPOSITORY
+from tests.training.stock import RELEASE
+
+#: Of the rows that this release has, by name.
+HERE = {one.proof: one for one in reversed(CURED) if one.proof and one.is_wrong(RELEASE)}
+QUICK = ("retained", "second-backward")
+
+
+def start(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=REPOSITORY,
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_proof_shows_what_its_row_claims(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "losses.svg"
+    done = start("-m", "ds_patches", "prove", name, "--svg", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: stock is wrong, patched is right" in done.stdout
+    (error,) = re.findall(r"^stock: +(.*)$", done.stdout, re.M)
+    assert is_claimed(HERE[name], error), error
+    assert "patched DeepSpeed" in file.read_text(encoding="utf-8")
+
+
+def is_claimed(row: Symptom, error: str) -> bool:
+    """A message of the row's, if it has any, of which numbers and names differ."""
+    messages = re.findall("`([^`]+)`", row.outcome)
+    if error.startswith("off by"):
+        return not messages or " or " in row.outcome
+    first = [re.split(r"[(\d:]", message)[0].strip() for message in messages]
+    return any(text in error for text in first)
+
+
+@pytest.mark.exhaustive
+def test_every_proof_of_this_release_shows_what_its_row_claims() -> None:
+    done = start("-m", "tests.prove.every")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_reproducer_runs_by_torchrun(tmp_path: Path) -> None:
+    """With nothing of ours on the path."""
+    file = tmp_path / "reproducer.py"
+    file.write_text(start("-m", "ds_patches", "prove", QUICK[1], "--script").stdout)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(file))
+    done = start(*launch, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^(PyTorch|DeepSpeed)( [-+.e0-9]+){20}$", done.stdout, re.M)) == 4
+
+
+@pytest.mark.parametrize("name", sorted(PROOFS))
+def test_a_reproducer_is_short_and_needs_deepspeed_and_torch_alone(name: str) -> None:
+    text = compose(name, 2, "a row: what comes of it")
+    compile(text, name, "exec")
+    assert "ds_patches" not in text
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= 63
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_row_is_proved_or_says_why_not() -> None:
+    assert {one.proof for one in CURED if one.proof} == {*PROOFS}
+    excused = tuple(start for starts in UNPROVED.values() for start in starts)
+    assert not [one.script for one in CURED if not one.proof and not one.script.startswith(excused)]
+
+
+def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove"]) == 0
+    found = capsys.readouterr().out
+    assert str(RELEASE) in found
+    assert re.findall(r"^  (\S+)", found, re.M) == [*reversed(HERE)]
+    assert all(plain(one.script) in found for one in HERE.values())
+
+
+def test_a_name_that_no_row_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "retain"]) == 2
+    assert "did you mean 'retained'" in capsys.readouterr().err
