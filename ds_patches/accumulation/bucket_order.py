@@ -68,7 +68,8 @@ class BucketOrder:
 
     def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Around the reduction of what is in the buckets, which may have to wait elsewhere."""
-        waiting = self._buckets.waiting(*args, **kwargs)
+        only = self._buckets.only  # without a call for each bucket
+        waiting = [*only.params] if only else self._buckets.waiting(*args, **kwargs)
         if not waiting:  # a parameter comes that is larger than a bucket
             return
         formed, at = self._formed, len(self._now)

@@ -44,8 +44,8 @@ Not covered
 
 Cost
     In one round on 2 H200, a model took 0.54 of eager ZeRO-3's time if Dynamo skips half of it, and
-    0.56 if it skips all. If it skips nothing, the step took 0.96 of stock's time
-    (docs/benchmarks-dc-fallback.md).
+    0.56 if it skips all. If it skips nothing, the step took 0.96 of stock's time, and in later
+    rounds 1.12 and 1.45 (docs/benchmarks-dc-fallback.md).
 
 Why
     DeepCompile gathers and reduces inside its graphs, and removes the hooks that do so elsewhere.

@@ -10,7 +10,8 @@ Use
     - All releases, ZeRO-3: parameters may be gathered before the step has written them. If the
       throughput timer is on, it hides this, before 0.17.6 only from the third step on.
     - All releases, ZeRO-1/2: a gradient that is too large for a bucket is freed while it is
-      reduced. From 0.19.0 on this happens only on ranks that own no part of it.
+      reduced. From 0.19.0 on this happens only on ranks that own no part of it, or on all of them
+      where ``reduce_scatter`` is off.
     - Up to 0.19.2, ZeRO-1/2: gradients may come from several streams, as under ``torch.compile``,
       but the reduction waits for only one of them.
     - All releases, ZeRO-1/2: if several streams fill a bucket, one waits for every queued
@@ -32,9 +33,9 @@ Not covered
     | CPU offload, or no ``contiguous_gradients`` | the last of these defects stays |
 
 Cost
-    A step took 0.98 to 1.00 of stock's time on 0.19.8 with 16384 rows, 1.00 to 1.09 with 4096, and
-    0.95 to 1.19 with 256, where the host is the limit (docs/benchmarks-stream-safety.md). Today the
-    patch does less, which was not timed on two GPUs.
+    A step took 1.02 of stock's time on 0.19.8, and stock against itself 1.04
+    (docs/benchmarks-stream-safety.md). From 0.19.3 on, one call of Python for each reduce bucket;
+    before, some for each gradient.
 
 Why
     ``overlap_comm`` reduces gradients on another stream than the backward's. If one stream writes a

@@ -37,7 +37,7 @@ def _order_of(optimizer: Any) -> Order | None:
     """None if it has no streams whose order is to be kept, as most have not."""
     if not streams.overlap(optimizer):
         return None
-    order = Order(accelerator(), optimizer.reduction_stream, streams.wait_for_all(optimizer))
+    order = Order(accelerator(), optimizer.reduction_stream, streams.producers(optimizer))
     order.shadows += [
         Shadow(optimizer, "average_tensor", partial(_tensor_is_reduced, optimizer, order)),
         Shadow(optimizer, "allreduce_and_copy", partial(_gradients_are_reduced, order)),
@@ -85,14 +85,21 @@ def _gradient_comes(order: Order, wrapped: Wrapped, _: Any, args: Args, kwargs: 
 def _tensor_is_reduced(
     optimizer: Any, order: Order, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """One tensor of gradients is: of a bucket, or a gradient that fits none."""
-    if order.gradients is None and order.meets_a_new_stream(streams.producers(optimizer)):
+    """One tensor of gradients is: of a bucket, or a gradient that fits none.
+
+    A step has many buckets: while all comes from one stream, this is the only call for each.
+    """
+    tensor = args[0] if args else in_order(wrapped, args, kwargs)[0]
+    # A buffer lives until all streams have met, and a gradient that fits into one is in one.
+    if tensor.numel() > optimizer.reduce_bucket_size:
+        order.keep(tensor)
+    elif order.waits_for_all:
+        known = order.streams
+        if 1 == len(known) == len(known.union(*order.producers)):
+            return wrapped(*args, **kwargs)
+    if order.gradients is None and order.meets_a_new_stream():
         _watch_gradients(optimizer, order)
     order.before_reduction()
-    tensor = in_order(wrapped, args, kwargs)[0]
-    # A buffer lives until all streams have met.
-    if not streams.is_buffer(optimizer, tensor):
-        order.keep(tensor)
     return wrapped(*args, **kwargs)
 
 

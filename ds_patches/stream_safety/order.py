@@ -8,7 +8,6 @@ has read the buffer that is filled next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,13 +19,14 @@ class Order:
     """The streams of one optimizer.
 
     accelerator: what knows the current stream. reduction: the stream that reduces.
-    waits_for_all: whether DeepSpeed lets it wait for every stream that filled a bucket, as from
-        0.19.3 on; before that only for one.
+    producers: for each bucket the streams that it is being filled on, all of which DeepSpeed lets
+        the reduction wait for, as from 0.19.3 on; none: it waits for one.
+    streams: that gradients have come from, ever.
     """
 
-    def __init__(self, accelerator: Any, reduction: Any, waits_for_all: bool) -> None:
-        self._accelerator, self._reduction = accelerator, reduction
-        self.waits_for_all = waits_for_all
+    def __init__(self, accelerator: Any, reduction: Any, producers: list[set[Any]]) -> None:
+        self._accelerator, self._reduction, self.producers = accelerator, reduction, producers
+        self.waits_for_all = bool(producers)
         # Not told of which device, PyTorch asks the driver for all of them whenever it is asked for
         # the current stream; and a thread's current device need not be this one.
         self._device = getattr(reduction, "device_index", None)
@@ -34,7 +34,7 @@ class Order:
         self.shadows: list[Shadow] = []
         #: Around the one that each gradient passes, until all have come from one stream.
         self.gradients: Shadow | None = None
-        self._streams: set[Any] = set()  # that gradients have come from, ever
+        self.streams: set[Any] = set()
         self._task_id: int | None = None  # the last graph task in which a gradient came
 
     def learn(self, task_id: int) -> None:
@@ -44,29 +44,29 @@ class Order:
         allocated just now, on this stream, for all.
         """
         current = self.current()
-        if current not in self._streams:
-            for stream in {self._reduction, *self._streams} if self._streams else ():
+        if current not in self.streams:
+            for stream in {self._reduction, *self.streams} if self.streams else ():
                 current.wait_stream(stream)
-            self._streams.add(current)
+            self.streams.add(current)
         if task_id != self._task_id:
             self._task_id = task_id
-            for stream in self._streams - {current}:
+            for stream in self.streams - {current}:
                 stream.wait_stream(current)
 
-    def meets_a_new_stream(self, producers: Iterable[Any]) -> bool:
+    def meets_a_new_stream(self) -> bool:
         """A bucket is reduced: whether a stream is new of those that it was filled on."""
-        known = len(self._streams)
-        self._streams.update(producers, [self.current()])
-        return len(self._streams) > known
+        known = len(self.streams)
+        self.streams.update([self.current()], *self.producers)
+        return len(self.streams) > known
 
     @property
     def has_one_stream(self) -> bool:
         """Whether all gradients so far have come from one: DeepSpeed's own waits are enough."""
-        return len(self._streams) == 1
+        return len(self.streams) == 1
 
     def before_reduction(self) -> None:
         """Let the streams wait for each other, but for what DeepSpeed has the current one do."""
-        for stream in self._streams - {self.current()}:
+        for stream in self.streams - {self.current()}:
             stream.wait_stream(self._reduction)
             if not self.waits_for_all:
                 self._reduction.wait_stream(stream)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ds_patches.core.calls import private
 from ds_patches.upstream.accelerator import keeps_order, wait_for_current
 from ds_patches.upstream.kinds import is_zero12
@@ -25,33 +23,13 @@ def overlap(optimizer: Any) -> bool:
     return bool(overlaps) and not keeps_order()
 
 
-def wait_for_all(optimizer: Any) -> bool:
-    """Whether the reduction waits for every stream that filled a bucket: 0.19.3 and later."""
-    return any(hasattr(bucket, "copy_streams") for bucket in _buckets(optimizer))
+def producers(optimizer: Any) -> list[set[Any]]:
+    """Return for each bucket the streams that what is in it came from; none before 0.19.3.
 
-
-def producers(optimizer: Any) -> list[Any]:
-    """Return the streams that what is in the buckets came from, where `wait_for_all`."""
-    found = (getattr(bucket, "copy_streams", ()) for bucket in _buckets(optimizer))
-    return [stream for streams in found for stream in streams]
-
-
-def is_buffer(optimizer: Any, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a part of a buffer that a bucket has now."""
-    if tensor.numel() > optimizer.reduce_bucket_size:  # and so larger than any
-        return False
-    # From 0.17.2 on each bucket holds a list of buffers, before that the optimizer does.
-    held = [getattr(optimizer, "ipg_buffer", None), *(one.buffer for one in _buckets(optimizer))]
-    now = [buffer for buffers in held for buffer in buffers or ()]
-    if any(buffer is tensor._base for buffer in now):  # as a rule, and soon seen
-        return True
-    memory = tensor.untyped_storage().data_ptr()
-    return any(buffer.untyped_storage().data_ptr() == memory for buffer in now)
-
-
-def _buckets(optimizer: Any) -> list[Any]:
-    """One for each dtype, from 0.17.2 on; before that there are none."""
-    return [*getattr(optimizer, "ipg_buckets", {}).values()]
+    The reduction waits for all of these. They are the buckets' own, and change with them.
+    """
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()  # 0.17.2
+    return [bucket.copy_streams for bucket in buckets if hasattr(bucket, "copy_streams")]
 
 
 # --- Stage 3 --------------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ class ReduceBuckets:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._own = getattr(optimizer, "ipg_buckets", None)
-        self._only = next(iter(self._own.values())) if self._own and len(self._own) == 1 else None
+        #: The one bucket that there is, as a rule.
+        self.only = next(iter(self._own.values())) if self._own and len(self._own) == 1 else None
         #: Whether what waits in it lies there as it came.
-        self.is_one = self._own is None or self._only is not None
+        self.is_one = self._own is None or self.only is not None
         self._params: dict[Any, tuple[Any, int]] = {}
         self._keys: dict[int, Any] = {}
         for group, params in enumerate(optimizer.bit16_groups):
@@ -49,8 +50,8 @@ class ReduceBuckets:
 
     def waiting(self, comm_dtype: torch.dtype | None = None) -> list[Any]:
         """What is in the buckets and not reduced yet; from 0.18.5 also in the one of a dtype."""
-        if self._only is not None:
-            return [*self._only.params]
+        if self.only is not None:
+            return [*self.only.params]
         if self._own is not None and comm_dtype is not None:
             return [*self._own[comm_dtype].params]
         waiting = zero12.in_buckets(self._optimizer)

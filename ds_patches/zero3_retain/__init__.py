@@ -33,10 +33,10 @@ Risks
     - **Loss scalers.** DeepSpeed up to 0.18.2 ignores ``retain_graph`` with a custom loss scaler.
 
 Cost
-    Two backwards over one forward cost 1.45 times an ordinary step, because the second gathers the
-    parameters again. Two forwards instead cost 1.96 times. Memory is that of an ordinary step and
-    of the activations that a retained graph keeps. An ordinary step takes 0.90 to 0.95 of stock's
-    time (docs/benchmarks-zero3-retain.md).
+    Two backwards over one forward cost 1.42 times an ordinary step, because the second gathers the
+    parameters again. Two forwards instead cost 1.66 times. Memory is that of an ordinary step and
+    of the activations that a retained graph keeps. An ordinary step takes stock's
+    time, and less if many modules hold no parameters (docs/benchmarks-zero3-retain.md).
 
 Why
     Stock ZeRO-3 gathers parameters only for the first backward over a forward. The second one

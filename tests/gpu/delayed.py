@@ -43,6 +43,8 @@ def _after_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
 def late_reductions(engine: Any) -> None:
     optimizer = engine.optimizer
     optimizer.allreduce_bucket = _after_a_while(optimizer.allreduce_bucket)
+    whole = optimizer.gradient_reduction_w_predivide  # where "reduce_scatter" is off
+    optimizer.gradient_reduction_w_predivide = _after_a_while(whole)
 
 
 def late_gradients(engine: Any) -> None:

@@ -17,6 +17,12 @@ LATE: dict[str, dict[str, Any]] = {
     "zero3_producer": {"stage": 3, "late": "late_backward", "aside": True},
     "zero3_gather": {"stage": 3, "late": "late_step", "settings": NO_TIMER},
     "record_stream": {"stage": 2, "late": "late_reductions", "reduce_bucket_size": 32},
+    "all_reduced": {
+        "stage": 1,
+        "late": "late_reductions",
+        "reduce_bucket_size": 32,
+        "reduce_scatter": False,
+    },
     "producer_streams": {"stage": 2, "late": "late_gradients"},
     "buffer_reuse": {"stage": 2, "late": "late_gradients_and_reductions"},
 }

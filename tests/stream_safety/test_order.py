@@ -17,7 +17,8 @@ class Here(Device):
         super().__init__()
         self.reduction = Stream(name="reduction")
         accelerator = SimpleNamespace(current_stream=lambda index: self.current)
-        self.order = Order(accelerator, self.reduction, waits_for_all)
+        self.filled: set[Stream] = set()  # of the one bucket
+        self.order = Order(accelerator, self.reduction, [self.filled] * waits_for_all)
 
     def gradient(self, stream: Stream, task_id: int = 0) -> int:
         """One comes on this stream; return the number of its work there."""
@@ -78,12 +79,14 @@ def test_the_buffers_of_a_backward_are_allocated_on_its_first_stream(here: Here)
 
 def test_a_bucket_tells_of_streams(here: Here) -> None:
     here.gradient(here.default)
-    assert not here.order.meets_a_new_stream([here.default])
-    assert here.order.meets_a_new_stream([here.default, Stream()])
+    here.filled.add(here.default)
+    assert not here.order.meets_a_new_stream()
+    here.filled.add(Stream())
+    assert here.order.meets_a_new_stream() == here.order.waits_for_all
 
 
 def test_the_current_stream_is_that_of_the_reductions_device() -> None:
     asked: list[int] = []
     accelerator = SimpleNamespace(current_stream=asked.append)
-    Order(accelerator, SimpleNamespace(device_index=3), waits_for_all=False).current()
+    Order(accelerator, SimpleNamespace(device_index=3), []).current()
     assert asked == [3]

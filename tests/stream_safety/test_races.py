@@ -39,6 +39,7 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
     # The throughput timer waits for the device in each step, but the first two.
     "zero3_gather": ({"stage": 3, "settings": NO_TIMER}, "on default, then read by aten::cat"),
     "record_stream": ({"stage": 2, "bucket": 32}, "freed for default"),
+    "all_reduced": ({"stage": 1, "bucket": 32, "reduce_scatter": False}, "freed for default"),
     "producer_streams": ({"stage": 2, "around": "several"}, "write by aten::copy_ on second, then"),
     "buffer_reuse": ({"stage": 2, "around": "several"}, OVERWRITTEN),
 }
@@ -52,7 +53,7 @@ def lives(part: str) -> bool:
 
 def shows(part: str) -> bool:
     """Whether stock has the defect, and nothing hides it."""
-    if part in ("ping_pong", "record_stream") and WAITS_FOR_ALL:
+    if part in ("ping_pong", "record_stream", "all_reduced") and WAITS_FOR_ALL:
         return False
     if part == "record_stream":  # from 0.19.0 on with more ranks only, below
         return Version("0.19.0") > RELEASE
