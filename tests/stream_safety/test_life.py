@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +80,36 @@ def test_gradients_are_let_be_where_all_come_from_one_stream(
     tells_streams = RELEASE in SpecifierSet(">=0.19.3")
     watched = world.run(watches_gradients, around)[0]
     assert watched == (expected if tells_streams else [True, True, True])
+
+
+def calls_for_each_bucket() -> tuple[int, int]:
+    """How many buckets a step reduces that all gradients fill on one stream; the patch's calls."""
+    calls: Counter[str] = Counter()
+    ours = str(Path(ds_patches.__file__).parent)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            calls[code.co_name] += 1
+            calls["ours"] += code.co_filename.startswith(ours)
+
+    with applied("stream_safety"), engine_on_streams() as engine:
+        trainer = EngineTrainer(engine, ONE_STEP, strict=False)
+        on_streams.steps(trainer)
+        sys.setprofile(count)
+        try:
+            on_streams.steps(trainer)
+        finally:
+            sys.setprofile(None)
+    return calls["average_tensor"], calls["ours"]
+
+
+def test_a_bucket_of_one_stream_costs_a_call(world: World) -> None:
+    if RELEASE not in SpecifierSet(">=0.19.3"):
+        pytest.skip("buckets do not tell of streams")
+    for buckets, ours in world.run(calls_for_each_bucket):
+        assert buckets >= 5
+        assert ours <= buckets + 8  # those of a backward's end and of the step
 
 
 def on_a_device_that_keeps_order() -> list[Any]:
