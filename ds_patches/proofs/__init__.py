@@ -89,6 +89,10 @@ UNPROVED = {
     "it takes a checkpoint": ("bf16 without ZeRO, or", "`safe_get_full_fp32_param` after"),
     "it depends on what lies in memory": ("`stage3_use_all_reduce",),
     "it takes more than a few lines": (
+        "DeepSpeed's MoE layer",
+        "Ulysses",
+        "a parameter of no elements",
+        "bf16 with fp32 sums on several ranks",
         "DeepSpeed's `non_reentrant",
         "`scale_wrt_gas=False`",
         "`torch.autograd.grad`",
