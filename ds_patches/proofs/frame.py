@@ -51,5 +51,5 @@ if __name__ == "__main__":
         net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
         losses = torch.tensor([loss.item() for loss in script(start, net, data)])
         dist.all_reduce(losses.div_(dist.get_world_size()))
-        print(start.__name__, *losses.tolist())
+        sys.stdout.write(f"{start.__name__} {' '.join(map(str, losses.tolist()))}\n")
     dist.destroy_process_group()

@@ -50,7 +50,7 @@ def is_claimed(row: Symptom, error: str) -> bool:
     if error.startswith("off by"):
         return not messages or " or " in row.outcome
     first = [re.split(r"[(\d:]", message)[0].strip() for message in messages]
-    return " or " in row.outcome or any(text in error for text in first)
+    return " or " in row.outcome or any(text in " ".join(error.split()) for text in first)
 
 
 @pytest.mark.exhaustive
