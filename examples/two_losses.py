@@ -62,7 +62,7 @@ def main() -> int:
     title = (__doc__ or "").partition(":")[0]
     print(f"{title}\nDeepSpeed {version('deepspeed')}, torch {version('torch')}\n", flush=True)
     source = Path(__file__).read_text(encoding="utf-8")
-    return prove.compare(proofs.framed(source, two_losses.__name__, CONFIG, title), title)
+    return prove.compare(proofs.framed(source, two_losses.__name__, CONFIG, title))
 
 
 if __name__ == "__main__":

@@ -80,28 +80,22 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
     outer: the file around it, which fills in what is "auto"; what Accelerate's words lack, is.
     """
     zero: Settings = inner.get("zero_optimization") or {}
-    around = outer or {}
     words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
     stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
-    offload = zero.get("offload_optimizer") or {"device": inner.get("offload_optimizer_device")}
     schedule: Settings = inner.get("scheduler") or {}
-    rates = schedule.get("params") or {}
     halves = {name: _half(name, inner, outer) for name in _HALVES}
-    sums = (inner.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
-    return {
-        **{name: SCRIPT if on is None else on for name, on in ledger.settings(inner).items()},
+    facts = {name: SCRIPT if on is None else on for name, on in ledger.settings(inner).items()}
+    return facts | halves | {
         "stage": stage,
-        "offload": offload.get("device") not in (None, "none"),
         "overlap": _switch(zero.get("overlap_comm", stage == 3), "overlap_comm"),
-        "accumulation": _accumulates(inner, around, words),
+        "accumulation": _accumulates(inner, outer or {}, words),
         "unclipped": inner.get(_CLIPPING) is None and not words,
-        **halves,
-        "sums": sums and halves["bf16"],
-        "scattered": not zero.get("contiguous_gradients", True),
-        "deepcompile": bool((inner.get("compile") or {}).get("deepcompile")),
+        "sums": facts["sums"] and halves["bf16"],
         "pipeline": "pipeline" in inner or SCRIPT,
-        "warmup": schedule.get("type", "WarmupLR") == "WarmupLR" and "warmup_max_lr" not in rates,
-        "cosine": schedule.get("type", "WarmupCosineLR") == "WarmupCosineLR",
+        # Without a schedule in the configuration the script has one, or none.
+        "warmup": (facts["warmup"] or not schedule)
+                  and "warmup_max_lr" not in (schedule.get("params") or {}),
+        "cosine": facts["cosine"] or not schedule,
         "universal": bool((inner.get("checkpoint") or {}).get("load_universal")),
         "first": any(name in inner or name in zero for name in FIRST),
         "removed": any(name in inner or name in zero for name in REMOVED),

@@ -18,7 +18,7 @@ from ds_patches import ledger
 from ds_patches.commands import configuration, cures
 from ds_patches.commands.configuration import SCRIPT
 from ds_patches.commands.cures import Cure
-from ds_patches.core import columns, flags, gate, once, registry, release, shape
+from ds_patches.core import columns, flags, gate, once, registry, release
 from ds_patches.core.gate import Verdict
 from ds_patches.core.state import State
 from ds_patches.core.symptom import Symptom, plain
@@ -65,9 +65,10 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     armed = not asked and diagnosis.is_armed()
     rows = [*_rows(here, facts, answers, armed)] if here else []
     later = ledger.concerning(here, facts) if here else []
-    tested = bool(here and here >= Version(OLDEST))
-    status = _status(verdicts, disabled, rows, config, tested=tested)
-    found = {
+    status = _status(verdicts, disabled, rows, config) if here else UNKNOWN
+    if here and here < Version(OLDEST):
+        status = UNKNOWN
+    found: dict[str, Any] = {
         "status": status,
         "release": str(here or ""),
         "rows": [one.as_json() for one in rows],
@@ -79,11 +80,33 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     }
     if as_json:
         print(json.dumps(found, indent=2))
-    else:
-        print(f"verdict: {_verdict(status, rows, config)}")
-        drift = [*_titled("drift", _drift(verdicts))] * verbose
-        print("\n".join(_text(found, rows, later, drift, config, verbose=verbose)))
+        return status
+    print(f"verdict: {_verdict(status, rows, config)}")
+    if here:
+        newest = min(here, Version(TESTED))
+        told = f"{newest}, the newest that was tested," if here > newest else f"{here}"
+        with_these = f" with {config}" if config else ""
+        print(f"what DeepSpeed {told} gets wrong{with_these}")
+        _print(_wrong(rows, whole=verbose or not config))
+        print("fixes of later releases")
+        _print(_later(later, verbose))
+    print("patches")
+    _print(_answers(found["patches"]))
+    if verbose:
+        print("drift")
+        _print(str(one) for verdict in verdicts.values() for one in verdict.drift)
+    for warning in found["warnings"]:
+        print(f"warning: {warning}")
+    print("start-up")
+    _print(found["start-up"])
+    print("environment")
+    _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
     return status
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"  {line}")
 
 
 def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
@@ -117,15 +140,13 @@ def _rows(
 
 
 def _status(
-    verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row], config: Path | None,
-    *, tested: bool,
-) -> int:  # fmt: skip
-    wanted = [one for name, one in verdicts.items() if not disabled[name]]
-    if not tested or any(one.state is State.BROKEN for one in wanted):
-        return UNKNOWN
-    refused = (State.SHAPE_CHANGED, State.UNKNOWN_VERSION)
+    verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row], config: Path | None
+) -> int:
+    states = {one.state for name, one in verdicts.items() if not disabled[name]}
     left = {row.cure.by for row in rows if row.counts} - {"applied"}
-    if any(one.state in refused for one in wanted) or left - {"patch"}:
+    if State.BROKEN in states:
+        return UNKNOWN
+    if states & {State.SHAPE_CHANGED, State.UNKNOWN_VERSION} or left - {"patch"}:
         return WRONG
     return CURABLE if left and config else SOUND
 
@@ -144,26 +165,6 @@ def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
     return "these settings alone trigger no defect that is not cured"
 
 
-def _text(
-    found: dict[str, Any], rows: list[Row], later: list[Fix], drift: list[str],
-    config: Path | None, *, verbose: bool,
-) -> Iterator[str]:  # fmt: skip
-    if found["release"]:
-        newest = min(Version(found["release"]), Version(TESTED))
-        told = f"DeepSpeed {newest}" + ", the newest that was tested," * (
-            newest < Version(found["release"])
-        )
-        yield from _titled(f"what {told} gets wrong" + f" with {config}" * bool(config), [])
-        yield from _wrong(rows, whole=verbose or not config)
-        yield from _titled("fixes of later releases", _later(later, bool(config), verbose))
-    yield from _titled("patches", _answers(found["patches"]))
-    yield from drift
-    yield from (f"warning: {line}" for line in found["warnings"])
-    yield from _titled("start-up", found["start-up"])
-    told = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
-    yield from _titled("environment", [told])
-
-
 def _answers(patches: dict[str, str]) -> Iterator[str]:
     for answer in dict.fromkeys(patches.values()):
         yield f"{answer}: {', '.join(name for name, its in patches.items() if its == answer)}"
@@ -171,29 +172,24 @@ def _answers(patches: dict[str, str]) -> Iterator[str]:
 
 def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
     """whole: also what depends on the script, and would be cured."""
-    shown = [
-        row
-        for row in rows
-        if whole or SCRIPT not in row.depends or row.cure.by not in ("patch", "applied")
-    ]
-    headings = [_heading(row) for row in shown]
-    for heading in dict.fromkeys(headings):
-        yield f"  {heading}:"
-        mine = [row for row, its in zip(shown, headings, strict=True) if its == heading]
+    headings: dict[str, list[Row]] = {}
+    for row in rows:
+        if whole or SCRIPT not in row.depends or row.cure.by not in ("patch", "applied"):
+            headings.setdefault(_heading(row), []).append(row)
+    for heading, mine in headings.items():
+        yield f"{heading}:"
         cells = [(f"ZeRO {', '.join(map(str, row.one.stages))}", _told(row)) for row in mine]
-        yield from (f"    {line}" for line in columns.aligned(cells))
-    if rest := len(rows) - len(shown):
-        yield f"  {rest} more depend on your script: doctor -v"
+        yield from (f"  {line}" for line in columns.aligned(cells))
+    if rest := len(rows) - sum(map(len, headings.values())):
+        yield f"{rest} more depend on your script: doctor -v"
     if not rows:
-        yield "  nothing that is known"
+        yield "nothing that is known"
 
 
-def _later(fixes: list[Fix], asked: bool, verbose: bool) -> Iterator[str]:
+def _later(fixes: list[Fix], verbose: bool) -> Iterator[str]:
     """Count the fixes that the release lacks, or tell them."""
     cured = sum(bool(one.by) for one in fixes)
-    concern = " may concern these settings" if asked else ""
-    less = f"; cured by patches: {cured}" + "; -v lists them" * (not verbose)
-    yield f"{len(fixes)} that this release lacks{concern}{less}"
+    yield f"{len(fixes)} may concern you; cured by patches: {cured}; -v lists them"
     for one in fixes if verbose else ():
         helps = f"cured by {one.by}" if one.by else f"right in {one.right}"
         where = ", ".join(one.needs.split()).replace("_", " ")
@@ -213,19 +209,6 @@ def _told(row: Row) -> str:
     also = f"; {plain(row.one.add)}" * (not add and bool(row.one.add))
     proof = f" (prove {row.one.proof})" * bool(row.one.proof)
     return f"{plain(row.one.script)}: {plain(row.one.outcome)}{add}{also}{proof}"
-
-
-def _drift(verdicts: dict[str, Verdict]) -> Iterator[str]:
-    for verdict in verdicts.values():
-        for drift in verdict.drift if verdict.state is not State.OUT_OF_RANGE else ():
-            yield f"{drift.place.key}" + f" ({drift.origin})" * bool(drift.origin)
-            yield f"  found {drift.found}"
-            known = shape.known(drift.place).items()
-            yield from (f"  known {digest}  {releases}" for digest, releases in known)
-
-
-def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
-    yield from (title, *(f"  {line}" for line in lines))
 
 
 def _environment() -> dict[str, str]:

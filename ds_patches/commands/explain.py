@@ -135,13 +135,10 @@ def explain(text: str, asked: Version | None, *, verbose: bool, as_json: bool) -
 
 def _of_file(text: str) -> str:
     """Return the content of a file that is named, or the text itself."""
-    looks_like_one = re.fullmatch(r"\S*(/\S*|\.(log|txt|out|err))", text)
-    if not looks_like_one and not os.path.isfile(text):
+    if not os.path.exists(text) and not re.fullmatch(r"\S*(/\S*|\.(log|txt|out|err))", text):
         return text
     try:
         return Path(text).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError as error:
-        raise FlagError(f"{text}: no such file") from error
     except OSError as error:
         raise FlagError(f"{text} cannot be read: {error.strerror}") from error
 

@@ -13,11 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 from ds_patches.symptoms import COMPILED
 
-#: A log is looked through from its end, in parts of this many letters.
-_PART = 1 << 20
-#: What every line with an error has one of.
-_MARKS = ("Error", "Exception", "Interrupt", "code = -", "exitcode: -", "Watchdog caught",
-          "Segmentation", "Killed", "ds_patches.core.errors.")  # fmt: skip
+#: Letters of a log's end that are looked through: what came before was survived.
+_END = 1 << 22
 _ERROR = re.compile(
     r"""(?:^|[\s:\]])(?:\w+\.)*(?!ChildFailed|CalledProcess)
         (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)(?::|\s*$)
@@ -68,39 +65,20 @@ class Pasted:
 def read(text: str) -> Pasted:
     """Look through a text of any length."""
     said = tuple(dict.fromkeys(_OURS.findall(text)))
-    lines = _end(text)
-    found = _last_errors(lines)
+    end = text[-_END:]
+    lines = end.splitlines()
     shown = next((mark for mark in COMPILED.split("|") if mark in text), "")
-    errors = tuple(_error(lines, at, shown) for at in found)
-    is_plain = "\n" not in text.strip() and not re.search(r"""["'\[\]{}()<>=:]""", text)
-    if not errors:
-        errors = (Error(text[-_PART:], f"{text[-_PART:]}\n{shown}", False),)
-    return Pasted(errors, text if is_plain and not found else "", said, _release(text))
+    last = {_rank(line): at for at, line in enumerate(lines) if _ERROR.search(line)}
+    errors = [_error(lines, at, shown) for at in sorted(last.values())]
+    is_question = not (errors or "\n" in text.strip() or re.search(r"""["'\[\]{}()<>=:]""", text))
+    errors = errors or [Error(end, f"{end}\n{shown}", has_traceback=False)]
+    return Pasted(tuple(errors), text if is_question else "", said, _release(text))
 
 
 def alike(text: str) -> str:
     """Return a text without what differs from case to case: lines, ranks, numbers but 0."""
     text = re.sub(r"\[rank\d+\]:", " ", text.lower())
     return " ".join(re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text).split())
-
-
-def _end(text: str) -> list[str]:
-    """Return the lines around the last error; all of a short text."""
-    for begin in range(max(0, len(text) - _PART), -_PART, -_PART):
-        part = text[max(0, begin - 1000) : begin + _PART]
-        if any(mark in part for mark in _MARKS) and any(map(_ERROR.search, _marked(part))):
-            return text[max(0, begin - _PART) : begin + 2 * _PART].splitlines()
-    return text[-_PART:].splitlines()
-
-
-def _marked(part: str) -> Iterator[str]:
-    return (line for line in part.splitlines() if any(mark in line for mark in _MARKS))
-
-
-def _last_errors(lines: list[str]) -> list[int]:
-    """Return where the last error of each rank stands."""
-    found = {_rank(line): at for at, line in enumerate(lines) if _ERROR.search(line)}
-    return sorted(found.values())
 
 
 def _rank(line: str) -> str:

@@ -8,12 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -25,18 +23,11 @@ from ds_patches.proofs import ranks
 from ds_patches.symptoms import CURED
 
 SIDES = ("PyTorch", "stock", "patched")
-#: Exit statuses: patched is right; it is not; nobody can tell.
-RIGHT, WRONG, UNKNOWN = 0, 1, 2
+#: Exit statuses: patched is right; it is not.
+RIGHT, WRONG = 0, 1
 #: Of what PyTorch learns: half precision is off by 3e-4, and the smallest defect by 1e-2.
 ROUNDING = 1e-3
-_BARS = "▁▂▃▄▅▆▇█"
 _PATIENCE = 300  # seconds
-#: A name, a colour that is seen on white and on black, and a line: wide below, dashed above.
-_CURVES = {
-    "PyTorch": ("plain PyTorch", "#808080", "-", 5),
-    "stock": ("stock DeepSpeed", "#d9534f", "-", 2),
-    "patched": ("patched DeepSpeed", "#2f9e6e", "--", 2),
-}
 
 
 @dataclass(frozen=True)
@@ -63,34 +54,36 @@ def listed() -> int:
     here = _here()
     found = {one.proof: one for one in reversed(CURED) if one.proof and one.is_wrong(here)}
     print(f"what DeepSpeed {here} gets wrong, and `ds-patches prove NAME` shows:")
-    rows = [(name, _row(one)) for name, one in reversed(found.items())]
+    rows = [(name, _told(one)) for name, one in reversed(found.items())]
     print(*(f"  {line}" for line in columns.aligned(rows)), sep="\n")
     return RIGHT
 
 
-def prove(name: str, picture: Path | None, *, script: bool) -> int:
+def prove(name: str, *, script: bool) -> int:
     """Train the script of a row on all sides, and print what they come to; or print it."""
+    title, text = composed(name)
+    if script:
+        print(text, end="")
+        return RIGHT
+    print(f"{title}\n", flush=True)
+    return compare(text)
+
+
+def composed(name: str) -> tuple[str, str]:
+    """Return the title of a proof and its reproducer, for the row that this release has."""
     rows = [one for one in CURED if one.proof == name]
     if not rows:
         known = [one.proof for one in CURED if one.proof]
         raise FlagError(f"no proof is named {name!r}{nearest(name, known)}: `ds-patches prove`")
-    if picture:
-        _matplotlib()
     here = _here()
     row = next((one for one in rows if one.is_wrong(here)), rows[-1])
-    stage = _stage(row)
-    title = f"DeepSpeed {here}, ZeRO {stage}: {plain(row.script)}: {plain(row.outcome)}"
-    text = proofs.compose(name, stage, title)
-    if script:
-        print(text, end="")
-        return RIGHT
-    print(f"{title} ({row.patch})\n", flush=True)
-    return compare(text, title, picture)
+    title = f"DeepSpeed {here}, {_told(row)}"
+    return title, proofs.compose(name, _stage(row), title)
 
 
-def compare(text: str, title: str, picture: Path | None = None) -> int:
+def compare(text: str) -> int:
     """Run a reproducer on all sides, and print what they come to; returns the exit status."""
-    runs = _train(text)
+    runs = train(text)
     expected, stock, patched = (runs[side] for side in SIDES)
     if expected.error:
         raise DsPatchesError(f"plain PyTorch does not train: {expected.error}")
@@ -98,8 +91,6 @@ def compare(text: str, title: str, picture: Path | None = None) -> int:
     print(f"\nstock:   {stock.told(expected)}\npatched: {patched.told(expected)}")
     verdicts = [f"{n} is {'right' if runs[n].is_right(expected) else 'wrong'}" for n in SIDES[1:]]
     print(f"verdict: {', '.join(verdicts)}")
-    if picture:
-        _draw(runs, title, picture)
     return RIGHT if patched.is_right(expected) else WRONG
 
 
@@ -115,11 +106,11 @@ def _stage(one: Symptom) -> int:
     return one.stages[-1] if stage is None else stage
 
 
-def _row(one: Symptom) -> str:
-    return f"ZeRO {_stage(one)}  {plain(one.script)}: {plain(one.outcome)}"
+def _told(one: Symptom) -> str:
+    return f"ZeRO {_stage(one)}: {plain(one.script)}: {plain(one.outcome)}"
 
 
-def _train(text: str) -> dict[str, Run]:
+def train(text: str) -> dict[str, Run]:
     """Train on all sides at once, each in processes of its own."""
     theirs = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
     theirs |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -150,48 +141,8 @@ def _outcome(script: Path, side: str) -> Run:
     return Run(error="no answer: it hangs")
 
 
-def _table(runs: Mapping[str, Run]) -> Iterator[str]:
+def _table(runs: Mapping[str, Run]) -> list[str]:
     trained = {side: one.losses for side, one in runs.items() if one.losses}
-    steps = [(str(at), *(f"{loss:.4f}" for loss in losses))
-             for at, losses in enumerate(zip(*trained.values(), strict=True), 1)]  # fmt: skip
-    yield from columns.aligned([("step", *trained), *steps])
-    yield ""
-    top = max(runs["PyTorch"].losses)
-    yield from columns.aligned([(side, _sparks(losses, top)) for side, losses in trained.items()])
-
-
-def _sparks(losses: tuple[float, ...], top: float) -> str:
-    heights = (max(0.0, min(1.0, loss / top)) if loss == loss else 1.0 for loss in losses)
-    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)
-
-
-def _matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise FlagError("--svg needs matplotlib: pip install 'ds-patches[plot]'") from error
-
-
-def _draw(runs: Mapping[str, Run], title: str, file: Path) -> None:
-    """Draw the losses on no background."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    grey = "#808080"
-    looks: dict[Any, Any] = {"svg.hashsalt": "ds_patches", "svg.fonttype": "none"}
-    looks |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), grey)
-    with matplotlib.rc_context(looks | {"xtick.color": grey, "ytick.color": grey}):
-        figure = Figure(figsize=(7, 3.6), layout="tight")
-        axes = figure.add_subplot(xlabel="step", ylabel="loss")
-        axes.set_title(textwrap.fill(title, 84), fontsize="medium")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.spines[["top", "right"]].set_visible(False)
-        for side, (label, colour, line, width) in _CURVES.items():
-            losses = runs[side].losses
-            label += ": crashes" * (not losses)
-            steps = range(1, len(losses) + 1)
-            axes.plot(steps, losses, line, color=colour, linewidth=width, label=label)
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False)
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    steps = enumerate(zip(*trained.values(), strict=True), 1)
+    rows = [(str(at), *(f"{loss:.4f}" for loss in losses)) for at, losses in steps]
+    return columns.aligned([("step", *trained), *rows])

@@ -13,47 +13,44 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_patches import __version__
 from ds_patches.core import columns, flags, lifecycle, registry, release
 from ds_patches.core.errors import RanksDisagree
-from ds_patches.core.state import PatchStatus
 
 log = logging.getLogger("ds_patches")
 
-#: Seconds before the ranks that have not answered are named.
-PATIENCE = 10.0
+#: Seconds that the first rank waits for the others, who leave the last collective of an engine's
+#: construction together with it.
+PATIENCE = 120.0
+#: Seconds that the others wait longer, so that its verdict comes first; and it, for its readers.
+MARGIN = 10.0
 #: Letters of a list of ranks, in a message that each of them prints.
 _LONG = 60
 
 #: As the flags were when patches were applied last.
 _requests = flags.Requests(strict=False, of={})
-#: Of the patches that are not live, why: as it was found when they were to be applied last.
-_why_not: dict[str, str] = {}
 
 
 class Holdings(NamedTuple):
     """What one rank has.
 
-    versions: of ds_patches and DeepSpeed.
     live: the patches that change collectives and are live.
-    not_live: the other ones that were asked for, each with the reason; to be told, not compared.
+    told: the versions of ds_patches and DeepSpeed, and where each patch stands. Of a patch that is
+        live nowhere it is to be told, not compared.
     """
 
-    versions: dict[str, str]
-    live: dict[str, str]
-    not_live: dict[str, str]
+    live: list[str]
+    told: dict[str, str]
 
 
-def prepare(statuses: Iterable[PatchStatus], requests: flags.Requests) -> None:
-    """Take in what has just come of applying patches, and the flags as they are now."""
+def prepare(requests: flags.Requests) -> None:
+    """Take in the flags, as they are now."""
     global _requests
     _requests = requests
-    for status in statuses:
-        _why_not[status.name] = f"{status.state.value} ({status.reason})"
 
 
 def compare(engine: Any) -> None:
@@ -68,7 +65,7 @@ def compare(engine: Any) -> None:
     ranks, me = ranks_of(engine), dist.get_rank()
     trouble = ""
     if len(ranks) > 1:
-        exchange = Exchange(store(), meeting("ranks", ranks, me), ranks, _requests.rank_timeout)
+        exchange = Exchange(store(), meeting("ranks", ranks, me), ranks, PATIENCE)
         trouble = exchange.compare(me, holdings())
     if me == 0:
         _leave(len(ranks), trouble)
@@ -102,28 +99,28 @@ def meeting(subject: str, ranks: Sequence[int], me: int) -> str:
 
 def holdings() -> Holdings:
     """Return what this rank has of the patches that change collectives."""
-    found = Holdings({"ds_patches": __version__, "DeepSpeed": release.told()}, {}, {})
+    found = Holdings([], _versions())
     for name, patch in registry.patches().items():
         life = lifecycle.lives[name]
         if patch.collectives and life.live:
-            found.live[name] = "live"
-        else:
-            found.not_live[name] = _why_not.get(name, "not applied")
+            found.live.append(name)
+            found.told[name] = "live"
+        elif name in _requests.of:
+            status = life.status(_requests.of[name])
+            found.told[name] = f"{status.state.value} ({status.reason})"
     return found
 
 
 def differences(everyone: Mapping[int, Holdings]) -> Iterator[str]:
     """Say what is not alike, by ranks: versions, and patches that are live anywhere."""
-    held = [*everyone.values()]
-    for thing in dict.fromkeys(name for one in held for name in (*one.versions, *one.live)):
+    live = (name for one in everyone.values() for name in one.live)
+    for thing in dict.fromkeys(["ds_patches", "DeepSpeed", *live]):
         ranks: dict[str, list[int]] = {}
         for rank, one in sorted(everyone.items()):
-            all_ = one.versions | one.not_live | one.live
-            ranks.setdefault(all_.get(thing, "unknown to ds_patches"), []).append(rank)
+            ranks.setdefault(one.told.get(thing, "unknown to ds_patches"), []).append(rank)
         if len(ranks) > 1:
-            yield f"{thing} is " + ", ".join(
-                f"{what} on {_named(who)}" for what, who in ranks.items()
-            )
+            told = ", ".join(f"{what} on {_named(who)}" for what, who in ranks.items())
+            yield f"{thing} is {told}"
 
 
 class Exchange:
@@ -149,27 +146,24 @@ class Exchange:
         return self._judge(mine) if me == self._first else self._judged(me, mine)
 
     def _judge(self, mine: Holdings) -> str:
-        others = {rank: self._key(rank) for rank in self._ranks[1:]}
-        silent = self._wait(others, self._timeout)
-        heard = {rank: self._heard(rank) for rank in others if rank not in silent}
-        verdict = _silence(silent, self._timeout)
+        others = self._ranks[1:]
+        verdict = self._silence(others, others, self._timeout)
+        heard = {rank: self._heard(rank) for rank in others if self._has_said(rank)}
         verdict = verdict or "; ".join(differences({self._first: mine} | heard))
         self._store.set(self._key("verdict"), verdict)
         # The store may end with this rank: not before the others have read.
         readers = sum(bool(held.live) for held in heard.values())
-        self._until(lambda: self._store.add(self._key("read"), 0) >= readers, PATIENCE)
+        _until(lambda: self._store.add(self._key("read"), 0) >= readers, MARGIN)
         return verdict
 
     def _judged(self, me: int, mine: Holdings) -> str:
-        # Longer than the first rank waits, so that its verdict comes before this rank gives up.
-        timeout = self._timeout + PATIENCE
-        if silent := self._wait({self._first: self._key(self._first)}, timeout):
-            return _silence(silent, timeout)
-        first = self._heard(self._first)
-        if not first.live:
-            return "; ".join(differences({self._first: first, me: mine}))
-        if silent := self._wait({self._first: self._key("verdict")}, timeout):
-            return _silence(silent, timeout)
+        first, timeout = (self._first,), self._timeout + MARGIN
+        if silence := self._silence(first, first, timeout):
+            return silence
+        if not (its := self._heard(self._first)).live:
+            return "; ".join(differences({self._first: its, me: mine}))
+        if silence := self._silence(first, ("verdict",), timeout):
+            return silence
         verdict = str(self._store.get(self._key("verdict")).decode())
         self._store.add(self._key("read"), 1)
         return verdict
@@ -177,42 +171,33 @@ class Exchange:
     def _key(self, what: object) -> str:
         return f"{self._prefix}/{what}"
 
+    def _has_said(self, word: object) -> bool:
+        return bool(self._store.check([self._key(word)]))
+
     def _heard(self, rank: int) -> Holdings:
         return Holdings(*json.loads(self._store.get(self._key(rank))))
 
-    def _wait(self, keys: Mapping[int, str], timeout: float) -> list[int]:
-        """Wait for each rank's key; return the ranks that have set none after `timeout` seconds."""
-
-        def all_set() -> bool:
-            return bool(self._store.check([*keys.values()]))
-
-        soon = min(timeout, PATIENCE)
-        if self._until(all_set, soon):
-            return []
-        log.warning("%s", _silence(self._unset(keys), soon))
-        return [] if self._until(all_set, timeout - soon) else self._unset(keys)
-
-    def _unset(self, keys: Mapping[int, str]) -> list[int]:
-        return [rank for rank in keys if not self._store.check([keys[rank]])]
-
-    def _until(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Ask again and again: a store that is told to wait is closed to all other threads."""
-        begin, pause = time.monotonic(), 0.001
-        while not condition():
-            if time.monotonic() - begin > timeout:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-        return True
+    def _silence(self, ranks: Sequence[int], words: Sequence[object], timeout: float) -> str:
+        """Wait until each of these ranks has said its word; name those that have not."""
+        keys = [*map(self._key, words)]
+        if _until(lambda: self._store.check(keys), timeout):
+            return ""
+        silent = [rank for rank, word in zip(ranks, words, strict=True) if not self._has_said(word)]
+        return (
+            f"after {timeout:.0f} s, {_named(silent)} did not say which patches are applied there: "
+            "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
+        )
 
 
-def _silence(ranks: Sequence[int], waited: float) -> str:
-    if not ranks:
-        return ""
-    return (
-        f"after {waited:.0f} s, {_named(ranks)} did not say which patches are applied there: "
-        "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
-    )
+def _until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Ask again and again: a store that is told to wait is closed to all other threads."""
+    begin, pause = time.monotonic(), 0.001
+    while not condition():
+        if time.monotonic() - begin > timeout:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+    return True
 
 
 def store() -> Any:
@@ -220,6 +205,10 @@ def store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def _versions() -> dict[str, str]:
+    return {"ds_patches": __version__, "DeepSpeed": release.told()}
 
 
 def _summary(ranks: int) -> str:
@@ -233,12 +222,12 @@ def _leave(ranks: int, trouble: str) -> None:
     """Write the job's status file, if one is asked for: whole or not at all."""
     if not (file := _requests.status_file):
         return
-    patches, requests = registry.patches(), _requests.of
+    requests = _requests.of
     told = {
-        "versions": holdings().versions,
+        "versions": _versions(),
         "ranks": ranks,
         "trouble": trouble,
-        "patches": {n: lifecycle.status(p, requests[n]).as_json() for n, p in patches.items()},
+        "patches": {n: lifecycle.lives[n].status(one).as_json() for n, one in requests.items()},
     }
     try:
         part = Path(f"{file}.{os.getpid()}")

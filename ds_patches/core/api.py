@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
-from ds_patches.core import flags, gate, lifecycle, log, once, registry, watch
+from ds_patches.core import flags, log, once, registry, watch
 from ds_patches.core.errors import PatchNotApplied
 from ds_patches.core.flags import Names, Request, Requests
-from ds_patches.core.gate import Force
-from ds_patches.core.patch import Patch
+from ds_patches.core.lifecycle import lives
 from ds_patches.core.state import PatchStatus, State, Statuses
 
 _lock = threading.RLock()
 _afterwards: list[Callable[[], None]] = []
 
 #: To take a patch back, whatever the user's flags say of it.
-_WHATEVER = Request(wanted=True, why="", force=Force.NO)
+_WHATEVER = Request(wanted=True, why="", force=False)
 
 
 def apply_all(
@@ -34,7 +33,7 @@ def apply_all(
     only: names to apply, as a list or separated by commas; all others are left out. skip: names
         to leave out.
     strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
-    force: names to apply in spite of the gate; "all" overrides an unknown version only.
+    force: names to apply in spite of the gate.
 
     Returns the status of every patch; printed, it is a line for each. A wanted patch that is not
     live is warned of once.
@@ -47,38 +46,23 @@ def apply_all(
         patches = registry.patches()
         requests = flags.read(patches, only=only, skip=skip, strict=strict, force=force)
         log.say(requests.level)
-        for name, patch in patches.items():
-            if not requests.of[name].wanted:
-                lifecycle.decline(patch)
-        return apply_wanted(patches, requests)
+        wanted = [name for name, request in requests.of.items() if request.wanted]
+        for name in patches.keys() - {*wanted}:
+            lives[name].decline()
+        return apply_wanted(requests, wanted)
 
 
-def apply_wanted(patches: Mapping[str, Patch], requests: Requests) -> Statuses:
-    """Apply the patches that are wanted and report on them; see `apply_all`."""
-    result = Statuses()
-    for name, patch in patches.items():
-        if (request := requests.of[name]).wanted:
-            result[name] = _apply(patch, requests, request.for_others)
-        else:
-            result[name] = lifecycle.status(patch, request)
-    watch.start(result.values(), requests)  # also where all is refused: other ranks may have it
+def apply_wanted(requests: Requests, due: Iterable[str]) -> Statuses:
+    """Apply these patches, report on them, and return the status of every patch."""
+    applied = {name: lives[name].apply(requests) for name in due}
+    watch.start(requests)  # also where all is refused: other ranks may have it
     try:
-        _report(result, requests)
+        _report([*applied.values()], strict=requests.strict)
     except Exception:
         _rest_if_idle()
         raise
-    return result
-
-
-def _apply(patch: Patch, requests: Requests, for_others: bool = False) -> PatchStatus:
-    """Apply a patch after what it requires, or not at all."""
-    request = requests.of[patch.name]
-    for name in patch.requires:
-        required = _apply(registry.patch(name), requests, for_others=True)
-        if not required.live:
-            verdict = gate.check(patch, request.force).without(name, required)
-            return lifecycle.refuse(patch, request, verdict)
-    return lifecycle.apply(patch, request, for_others)
+    others = requests.of.items()
+    return Statuses((name, applied.get(name) or lives[name].status(one)) for name, one in others)
 
 
 def unapply_all() -> Statuses:
@@ -86,19 +70,11 @@ def unapply_all() -> Statuses:
 
     What taking one back raises is raised after all were tried.
     """
-    result = Statuses()
-    errors: list[Exception] = []
     with _call():
-        for name in registry.patches():
-            try:
-                result[name] = unapply(name)
-            except Exception as error:
-                errors.append(error)
-    for later in errors[1:]:
-        log.ours.error("%s", later)
-    if errors:
-        raise errors[0]
-    return result
+        with ExitStack() as each:
+            for name in registry.patches():
+                each.callback(unapply, name)
+        return Statuses((name, lives[name].status(_WHATEVER)) for name in registry.patches())
 
 
 def apply(name: str, *, force: bool = False) -> PatchStatus:
@@ -110,14 +86,13 @@ def apply(name: str, *, force: bool = False) -> PatchStatus:
     then. Raises UnknownPatch and FlagError as `apply_all` does.
     """
     with _call():
-        patch = registry.patch(name, "apply")
-        forced = (name,) if force else None
-        requests = flags.read(registry.patches(), only=name, force=forced)
+        registry.patch(name, "apply")
+        requests = flags.read(registry.patches(), only=name, force=name if force else None)
         log.say(requests.level)
-        status = _apply(patch, requests)
+        status = lives[name].apply(requests)
         if not status.live:
-            raise PatchNotApplied([status]) from lifecycle.lives[name].failure
-        watch.start([status], requests)
+            raise PatchNotApplied([status]) from lives[name].failure
+        watch.start(requests)
         return status
 
 
@@ -129,30 +104,19 @@ def unapply(name: str) -> PatchStatus:
     then and passes straight through, and the status says so.
     """
     with _call():
+        life = lives[registry.patch(name, "unapply").name]
         try:
-            patch = registry.patch(name, "unapply")
-            for other in _live_users_of(name):
-                unapply(other)
-            status = lifecycle.unapply(patch, _WHATEVER)
-            for required in patch.requires:
-                if lifecycle.lives[required].for_others and not _live_users_of(required):
-                    unapply(required)
-            return status
+            life.unapply()
         finally:
             _rest_if_idle()
-
-
-def _live_users_of(name: str) -> list[str]:
-    users = (one.name for one in registry.patches().values() if name in one.requires)
-    return [user for user in users if lifecycle.lives[user].journal.active]
+        return life.status(_WHATEVER)
 
 
 def status() -> Statuses:
     """Return the status of every patch, read from the live objects; changes nothing."""
     with _call():
-        patches = registry.patches()
-        requests = flags.read(patches)
-        return Statuses((n, lifecycle.status(p, requests.of[n])) for n, p in patches.items())
+        requests = flags.read(registry.patches())
+        return Statuses((name, lives[name].status(one)) for name, one in requests.of.items())
 
 
 def names() -> tuple[str, ...]:
@@ -166,7 +130,7 @@ def is_applied(name: str) -> bool:
     True as well when another library has wrapped over ours and still calls it.
     """
     with _call():
-        return lifecycle.lives[registry.patch(name, "is_applied").name].live
+        return lives[registry.patch(name, "is_applied").name].live
 
 
 def after_the_call(action: Callable[[], None]) -> None:
@@ -202,18 +166,16 @@ def _catch_up() -> None:
 
 def _rest_if_idle() -> None:
     """Leave nothing of ours in DeepSpeed where no patch is applied."""
-    if not any(life.journal.active for life in [*lifecycle.lives.values()]):
+    if not any(life.journal.active for life in lives.values()):
         watch.stop()
 
 
-def _report(statuses: Mapping[str, PatchStatus], requests: Requests) -> None:
+def _report(statuses: Sequence[PatchStatus], *, strict: bool) -> None:
     """Warn once of what is not live, for each state, then raise for what must not be silent."""
-    wanted = [name for name, request in requests.of.items() if request.wanted]
-    found = [statuses[name] for name in wanted if name in statuses]
-    missing = [s for s in found if not s.live and s.state is not State.DISABLED]
-    fitting = [s for s in missing if s.state is not State.OUT_OF_RANGE]
+    missing = [status for status in statuses if not status.live]
+    fitting = [status for status in missing if status.state is not State.OUT_OF_RANGE]
     # A release that is too old for one patch has others; if it is for all, nothing was done.
-    if len(missing) - len(fitting) < len(wanted):
+    if len(missing) - len(fitting) < len(statuses):
         missing = fitting
     for state in dict.fromkeys(status.state for status in missing):
         alike = [status for status in missing if status.state is state]
@@ -222,7 +184,7 @@ def _report(statuses: Mapping[str, PatchStatus], requests: Requests) -> None:
         log.ours.log(
             log.for_the_job(), "%s %s not applied, %s: %s", names, are, state.value, reason
         )
-    fatal = [s for s in missing if requests.strict or s.state is State.FAILED]
+    fatal = [status for status in missing if strict or status.state is State.FAILED]
     if fatal:
-        causes = (lifecycle.lives[s.name].failure for s in fatal)
+        causes = (lives[status.name].failure for status in fatal)
         raise PatchNotApplied(fatal) from next(filter(None, causes), None)

@@ -9,15 +9,12 @@ from typing import NamedTuple
 
 from ds_patches.core import log
 from ds_patches.core.errors import FlagError, UnknownPatch, nearest
-from ds_patches.core.gate import Force
 from ds_patches.core.patch import Patch
 
 PREFIX = "DS_PATCHES"
-_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_RANK_TIMEOUT", "_PREFIX", "_STATUS_FILE")
-#: Seconds. Ranks leave the last collective of an engine's construction together.
-RANK_TIMEOUT = 120.0
+_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
 #: The variables that are lists of patches, and what else may stand in them.
-_LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ("all",)}
+_LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ()}
 
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -29,12 +26,13 @@ Names = Iterable[str] | str
 class Request:
     """What the user wants of one patch. `why` names the flag that decided.
 
+    force: also where the release is newer than all that were tested, or its code is other.
     for_others: it is wanted only because another one requires it.
     """
 
     wanted: bool
     why: str
-    force: Force
+    force: bool
     for_others: bool = False
 
 
@@ -43,14 +41,12 @@ class Requests:
     """All flags, read and checked.
 
     level: of what is logged; None: as the program has it.
-    rank_timeout: how many seconds a rank waits for the others to say what is applied there.
     status_file: where rank 0 leaves the job's status; "" for nowhere.
     """
 
     strict: bool
     of: Mapping[str, Request]
     level: str | None = None
-    rank_timeout: float = RANK_TIMEOUT
     status_file: str = ""
 
 
@@ -69,20 +65,20 @@ def read(
     env = _environment(patches)
     only, skip, force = _listed(only), _listed(skip), _listed(force) or ()
     for argument, names in (("only", only), ("skip", skip), ("force", force)):
-        _must_be_known(names or (), patches, argument, ("all",) if argument == "force" else ())
+        _must_be_known(names or (), patches, argument)
     wishes = {name: _wish(name, only, skip, env) for name in patches}
+    forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
     requests = {}
     for name in patches:
         wanted, why = _with_required(name, wishes, patches)
         for_others = wanted and not wishes[name].wanted
-        requests[name] = Request(wanted, why, _force(name, force, env), for_others)
+        requests[name] = Request(wanted, why, name in forced, for_others)
     if strict is None:
         strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
     level = env.get(f"{PREFIX}_LOG")
     if level is not None and level.lower() not in log.LEVELS:
         raise _no_choice(f"{PREFIX}_LOG", level, log.LEVELS, log.LEVELS)
-    timeout, status_file = _rank_timeout(env), env.get(f"{PREFIX}_STATUS_FILE", "")
-    return Requests(strict, requests, level, timeout, status_file)
+    return Requests(strict, requests, level, env.get(f"{PREFIX}_STATUS_FILE", ""))
 
 
 def is_ours(variable: str) -> bool:
@@ -109,16 +105,6 @@ def is_strict() -> bool:
     return os.environ.get(f"{PREFIX}_STRICT", "").strip().lower() in _YES
 
 
-def _rank_timeout(env: Mapping[str, str]) -> float:
-    text = env.get(f"{PREFIX}_RANK_TIMEOUT", str(RANK_TIMEOUT))
-    try:
-        if 0 <= (seconds := float(text)) < float("inf"):  # nan is not
-            return seconds
-    except ValueError:
-        pass
-    raise FlagError(f"{PREFIX}_RANK_TIMEOUT is {text!r}, not a number of seconds")
-
-
 def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     """Return our variables; raises for one that means nothing, since a typo would be silent.
 
@@ -132,17 +118,9 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
             raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
     for variable in map(_variable, patches):
         _switch(variable, env.get(variable, "0"))
-    if (switch := env.get(PREFIX, "").lower()) in _YES + _NO:
-        word = "all" if switch in _YES else "none"
-        raise FlagError(
-            f"{PREFIX} is {switch!r}: it is a list of patches; {PREFIX}={word} is meant"
-        )
     for suffix, words in _LISTS.items():
         variable = PREFIX + suffix
         _must_be_known(_listed(env.get(variable)) or (), patches, variable, words)
-    listed = {*_split(env.get(PREFIX, ""))}
-    if len(listed) > 1 and listed & {"all", "none"}:
-        raise FlagError(f"{PREFIX} is {env[PREFIX]!r}: all and none stand alone")
     return env
 
 
@@ -187,21 +165,16 @@ def _wish(
     return _Wish(True, "on by default")
 
 
-def _force(name: str, force: tuple[str, ...], env: Mapping[str, str]) -> Force:
-    asked = (*force, *_split(env.get(f"{PREFIX}_FORCE", "")))
-    return Force.SHAPE if name in asked else Force.VERSION if "all" in asked else Force.NO
-
-
 def _variable(name: str) -> str:
     return f"{PREFIX}_{name}".upper()
 
 
 def _must_be_known(
-    names: Iterable[str], patches: Mapping[str, Patch], where: str, words: tuple[str, ...]
+    names: Iterable[str], patches: Mapping[str, Patch], where: str, words: tuple[str, ...] = ()
 ) -> None:
     for name in names:
         if name not in patches and name not in words:
-            raise UnknownPatch(name, patches, where)
+            raise UnknownPatch(name, (*words, *patches), where)
 
 
 def _listed(names: Names | None) -> tuple[str, ...] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 
 from packaging.version import Version
@@ -19,16 +18,6 @@ from ds_patches.core.errors import ImportFails
 from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
 from ds_patches.core.state import PatchStatus, State
-
-
-class Force(IntEnum):
-    """How far the user overrides the gate; each level includes the ones before."""
-
-    NO = 0
-    #: Forced along with everything: an unknown version passes.
-    VERSION = 1
-    #: Forced by its own name: a changed shape passes too.
-    SHAPE = 2
 
 
 @dataclass(frozen=True)
@@ -77,20 +66,15 @@ class Verdict:
         return replace(self, state=State.BLOCKED, reason=reason) if self.may_apply else self
 
 
-def check(patch: Patch, force: Force = Force.NO) -> Verdict:
+def check(patch: Patch, force: bool = False) -> Verdict:
     """Judge a patch, and what it requires, against the installed DeepSpeed.
 
     Imports nothing of it, changes nothing. A call of the API looks at each patch once.
     """
-    if (installed := release.installed()) is None:
-        return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
-    verdicts, asked = _verdicts(), (patch.name, force)
     try:
-        if asked not in verdicts:
-            verdicts[asked] = _look(patch, installed, force)
+        verdict = _look(patch, force)
     except ImportFails as error:
         return Verdict(State.BROKEN, str(error))
-    verdict = verdicts[asked]
     for name in patch.requires if verdict.may_apply else ():
         required = check(registry.patch(name), force)
         if not required.may_apply:
@@ -98,21 +82,19 @@ def check(patch: Patch, force: Force = Force.NO) -> Verdict:
     return verdict
 
 
-def check_live(patch: Patch, verdict: Verdict, force: Force) -> Verdict:
+def check_live(patch: Patch, verdict: Verdict, force: bool) -> Verdict:
     """Judge again, now that the modules are imported: somebody may have replaced a function."""
-    installed, replaced = release.installed(), {}
-    if installed is None or verdict.release is None:  # nothing was looked at
-        return verdict
+    installed, version = release.installed(), verdict.release
+    replaced = {}
     for place, found in verdict.unseen.items():
         with importing(place.module):
             if imports.is_whole(place.module) and (now := shape.of_live(place)) != found:
                 replaced[place] = now
-    if not replaced:
+    if not replaced or installed is None or version is None:
         return verdict
     others = [one for one in verdict.drift if one.place not in replaced]
     drift = (*others, *(_drift(place, now) for place, now in replaced.items()))
-    judged = _judge(patch, installed, verdict.release, drift, force)
-    return Verdict(*judged, verdict.release, drift)
+    return Verdict(*_judge(patch, installed, version, drift, force), version, drift)
 
 
 @contextmanager
@@ -137,11 +119,9 @@ def places(patch: Patch, version: Version) -> tuple[Target | Dependency, ...]:
 
 
 @once.per_call
-def _verdicts() -> dict[tuple[str, Force], Verdict]:
-    return {}
-
-
-def _look(patch: Patch, installed: Release, force: Force) -> Verdict:
+def _look(patch: Patch, force: bool) -> Verdict:
+    if (installed := release.installed()) is None:
+        return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
     found, told = _Found(patch, installed.folder), installed.version
     newest = max(found.known, default=told or Version("0"))
     source = _release_of_source(found, told)
@@ -160,12 +140,10 @@ def _release_of_source(found: _Found, told: Version | None) -> Version | None:
 
     Of several it is the one that DeepSpeed is said to be, or the next before.
     """
-    candidates = found.known[::-1]
-    if told is not None:
-        in_range = [told] if release.covers(found.patch.supported, told) else []
-        before = [version for version in candidates if version < told]
-        after = [version for version in found.known if version > told]
-        candidates = [*in_range, *before, *after]
+    said = [told] if told and release.covers(found.patch.supported, told) else []
+    every = sorted({*found.known, *said})
+    before = [version for version in every if told is None or version <= told]
+    candidates = [*reversed(before), *every[len(before) :]]
     return next((v for v in candidates if not any(found.unlike(v, v))), None)
 
 
@@ -213,7 +191,7 @@ def _drift(place: Place, found: str) -> Drift:
 
 
 def _judge(
-    patch: Patch, installed: Release, version: Version, drift: Sequence[Drift], force: Force
+    patch: Patch, installed: Release, version: Version, drift: Sequence[Drift], force: bool
 ) -> tuple[State, str]:
     name = f"DeepSpeed {version}"
     if installed.version != version:
@@ -226,9 +204,9 @@ def _judge(
     if not targets(patch, version):
         return State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps"
     unwrappable = [d for d in drift if d.found == shape.ABSENT and isinstance(d.place, Target)]
-    if unwrappable or (drift and force < Force.SHAPE):
+    if unwrappable or (drift and not force):
         return State.SHAPE_CHANGED, _listed(unwrappable or drift)
-    if not in_range and force < Force.VERSION:
+    if not in_range and not force:
         return State.UNKNOWN_VERSION, (
             f"{name} is newer than {patch.supported}; every shape is known, "
             f"DS_PATCHES_FORCE={patch.name} applies it"

@@ -48,17 +48,6 @@ def awaited(modules: Iterable[str]) -> list[str]:
     return [module for module in modules if module in _watch.hooks]
 
 
-def remove_post_import_hook(module: str, hook: Hook) -> None:
-    """Wait with `hook` for `module` no longer."""
-    with _watch.lock:
-        hooks = _watch.hooks.get(module, [])
-        if hook in hooks:
-            hooks.remove(hook)
-        if not hooks:
-            _watch.hooks.pop(module, None)
-        _watch.leave()
-
-
 class _Loader:
     """Loads a module as another loader does, and tells when its body has been run."""
 
@@ -121,13 +110,10 @@ class _Watch:
             self.wait(name, hooks)
             raise
         finally:
-            self.executed.discard(name)
-            self.leave()
-
-    def leave(self) -> None:
-        with self.lock:
-            if not self.hooks and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            with self.lock:
+                self.executed.discard(name)
+                if not self.hooks and self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
 
 _watch = _Watch()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from packaging.version import Version
-
-from ds_patches.core import engines, gate, imports, release
+from ds_patches.core import engines, gate, imports, registry, release
 from ds_patches.core.errors import ImportFails
-from ds_patches.core.flags import Request
+from ds_patches.core.flags import Request, Requests
 from ds_patches.core.gate import Verdict
 from ds_patches.core.journal import Journal
 from ds_patches.core.patch import Patch, Target
@@ -23,18 +20,54 @@ log = logging.getLogger("ds_patches")
 
 @dataclass
 class Life:
-    """What this process did with one patch. What is live is read from the journal's objects."""
+    """What this process did with one patch. What is live is read from the journal's objects.
 
+    for_others: applied as others require it, and not for itself.
+    """
+
+    patch: Patch
     journal: Journal = field(default_factory=Journal)
     notes: tuple[str, ...] = ()
     failure: BaseException | None = None
     reverted: bool = False
-    #: Applied as others require it, and not for itself.
     for_others: bool = False
 
-    def begin_anew(self) -> None:
-        """Forget how it ended before."""
-        self.failure, self.reverted, self.notes = None, False, ()
+    def apply(self, requests: Requests) -> PatchStatus:
+        """Apply the patch and what it requires, if the gate lets it, wholly or not at all."""
+        request, verdict = requests.of[self.patch.name], None
+        active = self.journal.active
+        self.for_others = request.for_others and (self.for_others or not active)
+        if not active:
+            self.failure, self.reverted, self.notes = None, False, ()
+            try:
+                verdict = self._try_to_apply(requests)
+            except Exception as error:
+                self.failure = error
+                log.debug("%s failed", self.patch.name, exc_info=error)
+        return self.status(request, verdict)
+
+    def unapply(self) -> None:
+        """Take the patch back, after those that require it; harmless if it is not applied.
+
+        What was applied for it alone goes after it.
+        """
+        for user in self._live_users():
+            user.unapply()
+        if was_active := self.journal.active:
+            self.reverted, self.notes = True, ()
+        self.journal.remove()
+        if was_active:
+            self._deactivate()
+        self._warn(self.journal.left_behind())
+        self.decline()
+        for required in map(lives.__getitem__, self.patch.requires):
+            if required.for_others and not required._live_users():
+                required.unapply()
+
+    def decline(self) -> None:
+        """Keep a pending patch from being applied by itself."""
+        if imports.awaited([release.PACKAGE]) and not self.journal.active:
+            self.reverted = True
 
     @property
     def live(self) -> bool:
@@ -49,107 +82,105 @@ class Life:
                 found[wrapper.target.key] = (WrapperState.REPLACED, by)
         return found
 
+    def status(self, request: Request, verdict: Verdict | None = None) -> PatchStatus:
+        """Return where the patch stands, from the live objects.
 
-#: By the names of patches.
-lives: defaultdict[str, Life] = defaultdict(Life)
+        verdict: the gate's answer, where it was asked already.
+        """
+        wrapper_states = self.wrapper_states()
+        state, reason = self._state(wrapper_states, request, verdict)
+        installed = release.installed()
+        return PatchStatus(
+            name=self.patch.name,
+            state=state,
+            reason=reason,
+            installed=installed.text if installed else None,
+            upstream=self.patch.upstream,
+            notes=self.notes,
+            targets={key: where for key, (where, _) in wrapper_states.items()},
+        )
 
+    def _state(
+        self,
+        wrapper_states: dict[str, tuple[WrapperState, str]],
+        request: Request,
+        verdict: Verdict | None,
+    ) -> tuple[State, str]:
+        shadows = [
+            f"{key} is {where.value} by {origin}"
+            for key, (where, origin) in wrapper_states.items()
+            if where is not WrapperState.ON_TOP
+        ]
+        if shadows:
+            return State.SHADOWED, "; ".join(shadows)
+        if count := len(wrapper_states):
+            return State.APPLIED, f"{count} of {count} wrappers in place"
+        if isinstance(self.failure, ImportFails):
+            return State.BROKEN, str(self.failure)
+        if self.failure is not None:
+            return State.FAILED, f"{type(self.failure).__name__}: {self.failure}"
+        if self.reverted:
+            left = self.journal.left_behind()
+            return State.REVERTED, "; ".join(left) or "unapplied, no wrapper is left"
+        if not request.wanted:
+            return State.DISABLED, request.why
+        verdict = verdict or gate.check(self.patch, request.force)
+        if verdict.may_apply and imports.awaited([release.PACKAGE]):
+            return State.PENDING, f"would apply at the import of {release.PACKAGE}"
+        return verdict.state, verdict.reason
 
-def apply(patch: Patch, request: Request, for_others: bool = False) -> PatchStatus:
-    """Apply one patch if the gate lets it, wholly or not at all; the outcome is in the status.
-
-    for_others: it is applied because another one requires it.
-    """
-    life = lives[patch.name]
-    life.for_others = for_others and (life.for_others or not life.journal.active)
-    if life.journal.active:
-        return status(patch, request)
-    life.begin_anew()
-    verdict = None
-    try:
-        verdict = gate.check(patch, request.force)
+    def _try_to_apply(self, requests: Requests) -> Verdict:
+        force = requests.of[self.patch.name].force
+        verdict = gate.check(self.patch, force)
+        for name in self.patch.requires if verdict.may_apply else ():
+            required = lives[name].apply(requests)
+            if not required.live:
+                return verdict.without(name, required)
         if verdict.may_apply and (version := verdict.release):
-            targets = gate.targets(patch, version)
+            targets = gate.targets(self.patch, version)
             # DeepSpeed first: if its import has failed before, parts of it are imported still.
             for module in dict.fromkeys([release.PACKAGE, *(t.module for t in targets)]):
                 with gate.importing(module):
                     import_module(module)
-            verdict = gate.check_live(patch, verdict, request.force)
+            verdict = gate.check_live(self.patch, verdict, force)
             if verdict.may_apply:
-                _put_in_place(patch, version, targets, life)
-    except Exception as error:
-        life.failure = error
-        log.debug("%s failed", patch.name, exc_info=error)
-    return status(patch, request, verdict)
+                self._put_in_place(targets)
+        return verdict
+
+    def _put_in_place(self, targets: tuple[Target, ...]) -> None:
+        patch = self.patch
+        self.journal.install(targets, lambda target: patch.hook(target.wrapper))
+        try:
+            notes = patch.hook(patch.activate)() if patch.activate else ()
+        except BaseException:
+            self.journal.remove()
+            self._deactivate()
+            raise
+        self.notes = (*notes, *self.journal.names_out_of_reach())
+        log.debug("%s is applied to DeepSpeed %s", patch.name, release.told())
+        self._warn(self.notes)
+
+    def _deactivate(self) -> None:
+        if self.patch.deactivate:
+            self.patch.hook(self.patch.deactivate)()
+
+    def _warn(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            log.warning("%s: %s", self.patch.name, note)
+
+    def _live_users(self) -> list[Life]:
+        """Return the lives of those that require this patch and are applied."""
+        names = (one.name for one in registry.patches().values() if self.patch.name in one.requires)
+        return [lives[name] for name in names if lives[name].journal.active]
 
 
-def refuse(patch: Patch, request: Request, verdict: Verdict) -> PatchStatus:
-    """Return the status of a patch that is asked for, and may not be applied."""
-    lives[patch.name].begin_anew()
-    return status(patch, request, verdict)
+class _Lives(dict[str, Life]):
+    def __missing__(self, name: str) -> Life:
+        return self.setdefault(name, Life(registry.patch(name)))
 
 
-def unapply(patch: Patch, request: Request) -> PatchStatus:
-    """Take one patch back; harmless if it is not applied."""
-    life = lives[patch.name]
-    if life.journal.wrappers:
-        was_active = life.journal.active
-        life.journal.remove()
-        life.reverted = life.reverted or was_active
-        life.notes = ()
-        if was_active:
-            _deactivate(patch)
-        _warn(patch, life.journal.left_behind())
-    decline(patch)
-    return status(patch, request)
-
-
-def decline(patch: Patch) -> None:
-    """Keep a pending patch from being applied by itself."""
-    life = lives[patch.name]
-    if imports.awaited([release.PACKAGE]) and not life.journal.active:
-        life.reverted = True
-
-
-def status(patch: Patch, request: Request, verdict: Verdict | None = None) -> PatchStatus:
-    """Return where a patch stands, from the live objects.
-
-    verdict: the gate's answer, where it was asked already.
-    """
-    life = lives[patch.name]
-    wrapper_states = life.wrapper_states()
-    shadows = [
-        f"{key} is {where.value} by {origin}"
-        for key, (where, origin) in wrapper_states.items()
-        if where is not WrapperState.ON_TOP
-    ]
-    if shadows:
-        state, reason = State.SHADOWED, "; ".join(shadows)
-    elif count := len(wrapper_states):
-        state, reason = State.APPLIED, f"{count} of {count} wrappers in place"
-    elif isinstance(life.failure, ImportFails):
-        state, reason = State.BROKEN, str(life.failure)
-    elif life.failure is not None:
-        state, reason = State.FAILED, f"{type(life.failure).__name__}: {life.failure}"
-    elif life.reverted:
-        left = life.journal.left_behind()
-        state, reason = State.REVERTED, "; ".join(left) or "unapplied, no wrapper is left"
-    elif not request.wanted:
-        state, reason = State.DISABLED, request.why
-    else:
-        verdict = verdict or gate.check(patch, request.force)
-        state, reason = verdict.state, verdict.reason
-        if verdict.may_apply and imports.awaited([release.PACKAGE]):
-            state, reason = State.PENDING, f"would apply at the import of {release.PACKAGE}"
-    installed = release.installed()
-    return PatchStatus(
-        name=patch.name,
-        state=state,
-        reason=reason,
-        installed=installed.text if installed else None,
-        upstream=patch.upstream,
-        notes=life.notes,
-        targets={key: state for key, (state, _) in wrapper_states.items()},
-    )
+#: By the names of patches.
+lives = _Lives()
 
 
 def note(name: str, text: str) -> None:
@@ -157,26 +188,3 @@ def note(name: str, text: str) -> None:
     life = lives[name]
     if text not in life.notes:
         life.notes += (text,)
-
-
-def _put_in_place(patch: Patch, version: Version, targets: tuple[Target, ...], life: Life) -> None:
-    life.journal.install(targets, lambda target: patch.hook(target.wrapper))
-    try:
-        notes = patch.hook(patch.activate)() if patch.activate else ()
-    except BaseException:
-        life.journal.remove()
-        _deactivate(patch)
-        raise
-    life.notes = (*notes, *life.journal.names_out_of_reach())
-    log.debug("%s is applied to DeepSpeed %s", patch.name, version)
-    _warn(patch, life.notes)
-
-
-def _deactivate(patch: Patch) -> None:
-    if patch.deactivate:
-        patch.hook(patch.deactivate)()
-
-
-def _warn(patch: Patch, notes: Iterable[str]) -> None:
-    for note in notes:
-        log.warning("%s: %s", patch.name, note)

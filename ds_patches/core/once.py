@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
-#: By the function that looks, what it has found in the call under way; None while there is none.
-_found: dict[Callable[[], Any], Any] | None = None
+#: By the function that looks and its arguments, what it has found in the call under way.
+_found: dict[Any, Any] | None = None
 
 
 @contextmanager
@@ -29,16 +30,16 @@ def is_under_way() -> bool:
     return _found is not None
 
 
-def per_call(look: Callable[[], Found]) -> Callable[[], Found]:
+def per_call(look: Callable[Given, Found]) -> Callable[Given, Found]:
     """Have a function look once in a call; outside of calls it looks every time."""
 
     @wraps(look)
-    def kept() -> Any:
-        found = _found  # read once: another thread's call may end meanwhile
+    def kept(*args: Given.args, **kwargs: Given.kwargs) -> Any:
+        found, asked = _found, (look, *args)  # another thread's call may end meanwhile
         if found is None:
-            return look()
-        if look not in found:
-            found[look] = look()
-        return found[look]
+            return look(*args, **kwargs)
+        if asked not in found:
+            found[asked] = look(*args, **kwargs)
+        return found[asked]
 
     return kept

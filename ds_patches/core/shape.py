@@ -11,6 +11,7 @@ also shows whether somebody has replaced it.
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import stat
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from ds_patches.core import definitions, imports, live, once
+from ds_patches.core import definitions, imports, live
 from ds_patches.core.patch import Place
 
 #: `make shapes` writes it.
@@ -39,8 +40,6 @@ UNREADABLE = "unreadable"
 Spans = Mapping[str, str]
 #: Path, time and size: what is kept of a file is kept for this state of it.
 Stamp = tuple[str, int, int]
-
-_HEAD = re.compile(rb"\s*(?:async\s+)?def\s+(\w+)")
 
 
 class Record(NamedTuple):
@@ -113,7 +112,7 @@ def of_live(place: Place) -> str:
         return UNREADABLE
     qualname = getattr(value, "__qualname__", "")
     shape = _of_release(place.module, file_hash(file)).get(qualname)
-    if shape and qualname == place.qualname and (code is None or _begins(file, code)):
+    if shape and qualname == place.qualname and (code is None or _begins(path, code)):
         return shape
     # Not through inspect.getsource: that dedents, which alters multi-line strings.
     found = _in_file(file, place.module, qualname)
@@ -169,21 +168,12 @@ def _stamp(path: str) -> Stamp | None:
     return (path, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
 
 
-def _begins(file: Stamp, code: CodeType) -> bool:
+def _begins(path: str, code: CodeType) -> bool:
     """Whether this function's definition begins in the line of the file that the code names."""
-    texts = _lines()
-    if file not in texts:
-        texts[file] = Path(file[0]).read_bytes().split(b"\n")
-    rest = texts[file][code.co_firstlineno - 1 :]
-    if not rest or not (_HEAD.match(rest[0]) or rest[0].lstrip().startswith(b"@")):
-        return False
-    head = next(filter(None, map(_HEAD.match, rest)), None)
-    return head is not None and head[1] == code.co_name.encode()
-
-
-@once.per_call
-def _lines() -> dict[Stamp, list[bytes]]:
-    return {}
+    linecache.checkcache(path)
+    rest = linecache.getlines(path)[code.co_firstlineno - 1 :]
+    head = next((line for line in rest if not line.lstrip().startswith("@")), "")
+    return re.match(rf"\s*(async\s+)?def\s+{code.co_name}\b", head) is not None
 
 
 def _in_file(file: Stamp, module: str, qualname: str) -> _Found:

@@ -7,14 +7,13 @@ place of a function that a patch wraps. The status looks at the latter anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from ds_patches.core import agreement, engines, imports, lifecycle
 from ds_patches.core.flags import Requests
 from ds_patches.core.journal import Journal
 from ds_patches.core.patch import Target
-from ds_patches.core.state import PatchStatus, WrapperState
+from ds_patches.core.state import WrapperState
 
 log = logging.getLogger("ds_patches")
 
@@ -22,14 +21,14 @@ _INIT = Target(engines.MODULE, "DeepSpeedEngine.__init__", "around_init")
 _journal = Journal()
 #: Of the wrappers that are replaced, what was said: each once.
 _said: set[str] = set()
+_is_on = False
 
 
-def start(statuses: Iterable[PatchStatus], requests: Requests) -> None:
-    """Watch every engine from now on.
-
-    statuses: what has just come of applying patches, as they were requested.
-    """
-    agreement.prepare(statuses, requests)
+def start(requests: Requests) -> None:
+    """Watch every engine from now on; the flags are those that patches were applied with."""
+    global _is_on
+    _is_on = True
+    agreement.prepare(requests)
     if not _journal.active and not imports.awaited([engines.MODULE]):
         engines.known.update(engines.built())
         imports.add_post_import_hook(engines.MODULE, _wrap)
@@ -37,13 +36,16 @@ def start(statuses: Iterable[PatchStatus], requests: Requests) -> None:
 
 def stop() -> None:
     """Watch no longer."""
-    imports.remove_post_import_hook(engines.MODULE, _wrap)
+    global _is_on
+    _is_on = False
     _journal.remove()
     engines.known.clear()
     _said.clear()
 
 
 def _wrap() -> None:
+    if not _is_on:
+        return
     try:
         _journal.install([_INIT], lambda _: around_init)
     except AttributeError as error:

@@ -72,38 +72,6 @@ PROOFS = {
     "unused-offload": Proof("unused_parameter", _OFFLOADED, _HOST),
     "warmup": Proof("warmup", stage=2),
 }
-#: Why a CPU does not show what is cured, by how the row begins.
-UNPROVED = {
-    "it takes a GPU": ("DeepCompile", "`overlap_comm` on GPUs"),
-    "DeepSpeed refuses fp16 on a CPU": (
-        "fp16",
-        "Muon with fp16",
-        "a pipeline of two stages or more with",
-    ),
-    "it costs time or memory, and no number": (
-        "a model of many",
-        "a frozen model",
-        "two backwards over",
-    ),
-    "it takes another torch": ("any backward, with torch",),
-    "it takes a checkpoint": ("bf16 without ZeRO, or", "`safe_get_full_fp32_param` after"),
-    "it depends on what lies in memory": ("`stage3_use_all_reduce",),
-    "it takes more than a few lines": (
-        "DeepSpeed's MoE layer",
-        "Ulysses",
-        "a parameter of no elements",
-        "bf16 with fp32 sums on several ranks",
-        "DeepSpeed's `non_reentrant",
-        "`scale_wrt_gas=False`",
-        "`torch.autograd.grad`",
-        "two engines",
-        "an exception in",
-        "a trained module beside",
-        "generation with",
-        "parameters of several dtypes",
-        "Muon",
-    ),
-}
 
 
 def compose(name: str, stage: int, title: str) -> str:
@@ -112,9 +80,9 @@ def compose(name: str, stage: int, title: str) -> str:
     zero = {"stage": stage, **proof.zero}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
-    common = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
     config = {
-        **common,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
         **proof.settings,
@@ -127,10 +95,8 @@ def framed(source: str, script: str, config: Mapping[str, Any], title: str) -> s
     frame = (_HERE / "frame.py").read_text(encoding="utf-8").replace("  # noqa: F401", "")
     tree = ast.parse(source)
     whole = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    body = "\n\n".join(
-        ast.get_source_segment(source, one) or ""
-        for one in dict.fromkeys(_used(whole[script], whole))
-    )
+    used = dict.fromkeys(_used(whole[script], whole))
+    body = "\n\n".join(ast.get_source_segment(source, one) or "" for one in used)
     words = {*re.findall(r"\w+", body)}
     imports = [
         f"{line}\n"

@@ -37,20 +37,17 @@ def _apply() -> None:
     """Apply what the environment wants; only a strict refusal comes out of the import."""
     import threading
 
-    from ds_patches.core import api, errors, flags, lifecycle, log, registry
+    from ds_patches.core import api, errors, flags, log, registry
+    from ds_patches.core.lifecycle import lives
 
     log.say()  # also of flags that mean nothing, which are read next
     try:
-        patches = registry.patches()
-        requests = flags.read(patches)
+        requests = flags.read(registry.patches())
         log.say(requests.level)
-        taken_back = {name for name in patches if lifecycle.lives[name].reverted}
-        wanted = {name for name in patches if requests.of[name].wanted}
-        needed = {one for name in wanted - taken_back for one in patches[name].requires}
-        unneeded = {name for name in wanted - needed if requests.of[name].for_others}
-        due = {n: patch for n, patch in patches.items() if n not in taken_back | unneeded}
-        if not wanted or wanted & due.keys():  # else the program took them back already
-            api.apply_wanted(due, requests)
+        wanted = [name for name, one in requests.of.items() if one.wanted and not one.for_others]
+        due = [name for name in wanted if not lives[name].reverted]
+        if due or not wanted:  # else the program took them back already
+            api.apply_wanted(requests, due)
     except Exception as error:
         if flags.is_strict():
             if threading.current_thread() is not threading.main_thread():

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from ds_patches.core import flags
 from ds_patches.startup import site_packages, variables
 from ds_patches.startup.site_packages import StartupError
-
-#: Options of Python, of which one is enough to leave the hook out: of PYTHONPATH, of site-packages.
-_DEAF_TO_PATH, _DEAF_TO_SITE = frozenset("EIS"), frozenset("S")
 
 
 def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -25,7 +22,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     Raises StartupError if there is no such command or, in strict mode, if it would run unpatched.
     """
     command = _command(words)
-    for doubt in _doubts(command):
+    if doubt := _doubt(command):
         if flags.is_strict():
             raise StartupError(f"{doubt} ({flags.PREFIX}_STRICT)")
         print(f"ds_patches: {doubt}", file=sys.stderr, flush=True)
@@ -49,38 +46,15 @@ def _command(words: Sequence[str]) -> list[str]:
     return [found, *rest]
 
 
-def _doubts(command: Sequence[str]) -> Iterator[str]:
+def _doubt(command: Sequence[str]) -> str:
     """Say what keeps the hook from being run, as far as the command tells."""
-    enabled = site_packages.is_enabled()
-    if deaf := _options(command) & (_DEAF_TO_SITE if enabled else _DEAF_TO_PATH):
-        yield (
-            f"python -{''.join(sorted(deaf))} runs no start-up hook, so the command runs "
-            "unpatched; call ds_patches.apply_all() in the script"
-            + ", or use `python -m ds_patches enable`"
-            * (not enabled and "S" not in deaf)
-        )
-    if Path(command[0]).name == "deepspeed" and not enabled and Path("sitecustomize.py").exists():
-        yield (
-            "the deepspeed launcher puts the working directory first on the path of other hosts, "
-            "where sitecustomize.py hides the start-up hook; use `python -m ds_patches enable`"
-        )
-
-
-def _options(command: Sequence[str]) -> set[str]:
-    """Return the single-letter options that a Python interpreter is started with."""
     if not Path(command[0]).name.startswith("python"):
-        return set()
-    letters: set[str] = set()
-    words = iter(command[1:])
-    for word in words:
-        if not word.startswith("-") or word == "-":
-            break
-        if word.startswith("--"):
-            continue
-        plain, *valued = re.split("([cmWX])", word[1:], maxsplit=1)
-        letters |= set(plain)
-        if valued and valued[0] in "cm":  # what follows is the program's
-            break
-        if valued and not valued[1]:  # the value is the next word
-            next(words, None)
-    return letters
+        return ""
+    # Without the hook in site-packages it is that on PYTHONPATH.
+    deaf = {"-S"} if site_packages.is_enabled() else {"-E", "-I", "-S"}
+    options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
+    return "".join(
+        f"python {option} runs no start-up hook, so the command runs unpatched; call "
+        "ds_patches.apply_all() in the script"
+        for option in deaf.intersection(options)
+    )

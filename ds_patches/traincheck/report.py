@@ -37,19 +37,16 @@ class TrainReport:
 
     def accusation(self) -> str:
         """Name those that did not train though their modules ran."""
-        head = (
-            f"{len(self.untrained)} of {self.parameters} trainable parameters got no gradient "
-            f"in {self.steps} step(s), though their modules ran:"
-        )
-        return "\n".join([head, *map(str, self.untrained)])
+        return self._named(self.untrained, "though their modules ran")
 
     def remark(self) -> str:
         """Name those without a gradient that are not accused."""
-        head = (
-            f"{len(self.idle)} of {self.parameters} trainable parameters got no gradient "
-            f"in {self.steps} step(s), and their modules were not seen to run:"
-        )
-        return "\n".join([head, *map(str, self.idle)])
+        return self._named(self.idle, "and their modules were not seen to run")
+
+    def _named(self, some: tuple[Untrained, ...], how: str) -> str:
+        count = f"{len(some)} of {self.parameters} trainable parameters"
+        head = f"{count} got no gradient in {self.steps} step(s), {how}:"
+        return "\n".join([head, *map(str, some)])
 
 
 class NotTrained(DsPatchesError, RuntimeError):

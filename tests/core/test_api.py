@@ -56,7 +56,7 @@ def test_apply_all_reports_and_apply_raises(place: fake.Place) -> None:
         with pytest.raises(ds_patches.PatchNotApplied, match="DS_PATCHES_FORCE=sample"):
             ds_patches.apply("sample")
         assert "deepspeed" not in sys.modules, "a refused patch touches nothing"
-        assert ds_patches.apply_all(only="sample", force="all")["sample"].live
+        assert ds_patches.apply_all(only="sample", force="sample")["sample"].live
         ds_patches.apply("sample")
         for _ in range(2):
             ds_patches.unapply("sample")
@@ -102,16 +102,15 @@ def test_each_call_sees_what_is_installed_now(place: fake.Place) -> None:
     place.output(code)
 
 
-@pytest.mark.parametrize(("wanted", "state"), [("sample", "applied"), ("none", "disabled")])
-def test_to_import_auto_is_to_apply(place: fake.Place, wanted: str, state: str) -> None:
+def test_to_import_auto_is_to_apply(place: fake.Place) -> None:
     """What is not wanted is no failure, and no warning; a call for it beats the environment."""
-    code = f"""
+    code = """
         import ds_patches.auto
-        assert ds_patches.status()["sample"].state.value == {state!r}
+        assert ds_patches.status()["sample"].state.value == "disabled"
         ds_patches.apply_all(strict=True)
         assert ds_patches.apply("sample").live
     """
-    done = place.run(code, DS_PATCHES=wanted)
+    done = place.run(code, DS_PATCHES="none")
     assert done.returncode == 0, done.stderr
     assert "not applied" not in done.stderr
 
@@ -141,7 +140,7 @@ def mark(wrapped, engine, args, kwargs):
 def test_a_cure_is_one_file_and_has_functions_of_its_own(place: fake.Place) -> None:
     fake.write(place.patches / "cure.py", CURE)
     fake.write(place.patches / "other.py", "raise RuntimeError('which is no cure')")
-    code = f"""
+    code = """
         from ds_patches import cure
         assert "cure" in ds_patches.names()
         assert not cure.is_applied()
@@ -151,9 +150,5 @@ def test_a_cure_is_one_file_and_has_functions_of_its_own(place: fake.Place) -> N
         assert not fake.is_marked("scale")
         assert cure.unapply().state.value == "reverted"
         assert not fake.is_marked("Engine.forward")
-        fake.deepspeed(fake.Path({str(place.deepspeed)!r}), "0.19.9")
-        with pytest.raises(ds_patches.PatchNotApplied, match="unknown version"):
-            cure.apply()
-        assert cure.apply(force=True).live
     """
     place.output(code)

@@ -63,16 +63,13 @@ def in_a_block(sample: Any, x: Any) -> Any:
 #: The wrapped function, and ways to call it.
 CALLS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "method": ("Layer.method", lambda sample, x: sample.layer.method(x)),
-    "by getattr": ("Layer.method", lambda sample, x: getattr(sample.layer, "method")(x)),  # noqa: B009
     "of the class": ("Layer.method", lambda sample, x: sample.Layer.method(sample.layer, x)),
-    "of the dict": ("Layer.method", lambda s, x: vars(s.Layer)["method"](s.layer, x)),
     "partial": ("Layer.method", lambda s, x: functools.partial(s.layer.method, x)()),
     # as PyTorch's learning rate schedulers take the step of an optimizer apart
     "of its function": ("Layer.method", lambda s, x: s.layer.method.__func__(s.layer, x)),
     "super": ("Layer.method", lambda sample, x: sample.sub.method(x)),
     "foreign": ("Layer.method", with_a_foreign_wrapper),
     "module": ("Module.forward", lambda sample, x: sample.module(x)),
-    "forward": ("Module.forward", lambda sample, x: sample.module.forward(x)),
     "context": ("Context.__enter__", in_a_block),
     "function": ("free", lambda sample, x: sample.free(x)),
 }
@@ -138,16 +135,6 @@ def test_what_lies_beneath_is_bound_as_it_would_be(sample: ModuleType) -> None:
     wrapped(sample, "Layer.method")
     assert sample.layer.method(1) == 20
     assert seen == [sample.layer]
-
-
-def test_what_is_added_says_what_it_is(sample: ModuleType) -> None:
-    def around(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-        """Does nothing."""
-
-    target = Target(sample.__name__, "Layer.added", "")
-    added = build(target, sample.Layer, "added", live.MISSING, around).installed
-    said = (added.__name__, added.__qualname__, added.__doc__)
-    assert said == ("added", "Layer.added", "Does nothing.")
 
 
 def train(stage: int, compiles: bool) -> collections.Counter[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from weakref import ref
 
 import pytest
-import torch
 
 import ds_patches
 from ds_patches.core import lifecycle, live
@@ -96,8 +95,8 @@ def test_wrappers_come_and_go_beneath_a_profiler(
 
 
 @contextmanager
-def called_by_name(turned: bool) -> Iterator[set[str]]:
-    """Calls of every wrapped function give all arguments by name, last first if `turned`.
+def called_by_name() -> Iterator[set[str]]:
+    """Calls of every wrapped function give all arguments by name, the last first.
 
     Yields which of them were called.
     """
@@ -114,7 +113,7 @@ def called_by_name(turned: bool) -> Iterator[set[str]]:
                 return ours(*args, **kwargs)
             given = [*signature.bind(*args, **kwargs).arguments.items()]
             own = [given.pop(0)[1]] if given and given[0][0] == "self" else []
-            return ours(*own, **dict(given[::-1] if turned else given))
+            return ours(*own, **dict(given[::-1]))
 
         return by_name
 
@@ -130,16 +129,14 @@ def called_by_name(turned: bool) -> Iterator[set[str]]:
         yield called
 
 
-def by_name(script: Script, options: Options, turned: bool) -> tuple[Outcome, set[str]]:
-    with all_patches(), called_by_name(turned) as called:
+def by_name(script: Script, options: Options) -> tuple[Outcome, set[str]]:
+    with all_patches(), called_by_name() as called:
         return measure(script, options, strict=False), called
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["in order", "turned"])
 @pytest.mark.parametrize(
     ("script", "stages", "more"),
     [
-        (by_hand.given_where_one_came_earlier, (1, 2, 3), {}),
         (by_hand.given_after_two_micro_steps, (2, 3), {"micro_steps": 2, **OFFLOADED}),
         (accumulating.zeroed_in_the_middle, (1,), {"micro_steps": 2}),
         (nested.cached_in_a_window, (2, 3), {}),
@@ -149,10 +146,10 @@ def by_name(script: Script, options: Options, turned: bool) -> tuple[Outcome, se
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_arguments_by_name(
-    world: World, script: Any, stages: tuple[int, ...], more: dict[str, Any], turned: bool
+    world: World, script: Any, stages: tuple[int, ...], more: dict[str, Any]
 ) -> None:
     for stage in stages:
-        for found, called in world.run(by_name, script, Options(stage, **more), turned):
+        for found, called in world.run(by_name, script, Options(stage, **more)):
             assert found.equal, (stage, found)
             assert called
 
@@ -191,22 +188,3 @@ def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
 def test_an_engine_is_freed(world: World, use: str, stage: int, more: dict[str, Any]) -> None:
     for freed in world.run(is_freed, use, stage, more):
         assert all(freed), freed
-
-
-def classes(patched: bool) -> int:
-    """How many an engine with twenty blocks brings into the process, in its first forward."""
-
-    def count() -> int:
-        gc.collect()
-        return sum(isinstance(thing, type) for thing in gc.get_objects())
-
-    with all_patches() if patched else nullcontext():
-        engine = engine_of(torch.nn.Sequential(*[models.shapes.Block() for _ in range(20)]))
-        before = count()
-        engine(torch.ones(1, models.shapes.WIDTH))
-        return count() - before
-
-
-def test_no_class_is_made_for_a_module(world: World) -> None:
-    stock, patched = (world.run(classes, one) for one in (False, True))
-    assert all(one < 20 + other for one, other in zip(patched, stock, strict=True))

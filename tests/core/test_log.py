@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 
 import pytest
 
@@ -60,15 +59,3 @@ def test_a_line_is_not_said_twice(capsys: Capture, name: str) -> None:
         log.say()
         ours.info("two")
     assert capsys.readouterr() == ("two\n", "ds_patches: one\n")
-
-
-def test_it_speaks_on_the_stderr_of_now(capsys: Capture) -> None:
-    """Test runners and notebooks put their own in its place, and close it again."""
-    with program() as ours:
-        with redirect_stderr(io.StringIO()) as taken:
-            log.say()
-            ours.info("one")
-        assert taken.getvalue() == "ds_patches: one\n"
-        taken.close()
-        ours.info("two")
-    assert capsys.readouterr().err == "ds_patches: two\n"

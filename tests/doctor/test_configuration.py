@@ -88,10 +88,9 @@ def test_micro_steps_that_follow_from_the_batch_sizes_are_open(tmp_path: Path) -
     assert met(file, "0.17.6") == {LAST: (STEPS,)}
 
 
-@pytest.mark.parametrize("name", ["ds_z2_config.json", "ds_z2.conf", "ds_z2"])
-def test_what_a_file_of_llama_factory_leaves_open_is_open(tmp_path: Path, name: str) -> None:
+def test_what_a_file_of_llama_factory_leaves_open_is_open(tmp_path: Path) -> None:
     """JSON is known by its content."""
-    file = write(tmp_path / name, FACTORY)
+    file = write(tmp_path / "ds_z2.conf", FACTORY)
     assert met(file, "0.17.6") == {LAST: (STEPS,)}
     first = rows(file, "0.17.6")[0]
     assert (first.one.outcome, first.counts) == (LAST, True)
@@ -156,14 +155,10 @@ def test_every_need_is_a_setting(tmp_path: Path) -> None:
     ("content", "why"),
     [
         ("{", "neither JSON nor YAML"),
-        ("[]", "no DeepSpeed configuration"),
         ("{}", "no DeepSpeed configuration"),
-        ('"ds.json"', "no DeepSpeed configuration"),
         ('{"deepspeed": "none.json"}', "none.json: no such file"),
         ("distributed_type: FSDP\nfsdp_config: {}\n", "its distributed_type is FSDP"),
-        ("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n", "is MULTI_GPU"),
         ('{"zero_optimisation": {"stage": 2}}', "did you mean 'zero_optimization'"),
-        ('{"train_batch_size": 8, "zero_optimisation": {}}', "did you mean 'zero_optimization'"),
         ('{"zero_optimization": true}', "a wrong type"),
     ],
 )
@@ -181,33 +176,23 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     sound = place.command(*ask, **only)
     assert sound.returncode == doctor.SOUND, sound.stdout + sound.stderr
     found = json.loads(sound.stdout)
-    assert found["status"] == doctor.SOUND
-    assert found["environment"]["deepspeed"] == "0.19.8"
-    assert found["patches"]["sample"] == "would apply"
+    assert (found["status"], found["patches"]["sample"]) == (doctor.SOUND, "would apply")
     assert all(one["depends"] for one in found["rows"])
-
     write(file, {"zero_optimization": {"stage": 1}})
     wrong = place.command(*ask, **only)
     assert wrong.returncode == doctor.WRONG
     (one,) = [one for one in json.loads(wrong.stdout)["rows"] if not one["depends"]]
     assert (one["do"], one["state"]) == ('"gradient_clipping": 0.0', "setting")
-
     bad = place.command(*ask[:3], str(tmp_path / "none.json"))
     assert (bad.returncode, json.loads(bad.stdout)["status"]) == (2, 2)
     place.path = [fake.dependencies(tmp_path / "lib")]
     alone = place.command("doctor", bare=True)
     assert alone.returncode == doctor.UNKNOWN, "nobody can tell without DeepSpeed"
-    assert alone.stdout.startswith("verdict: unknown")
     assert place.command("doctor", "--release", "0.15.4", bare=True).returncode == doctor.UNKNOWN
-
     write(file, FACTORY)
     said = place.command("doctor", "--release", "0.17.6", "--config", str(file), bare=True)
     assert said.returncode == doctor.CURABLE, "what is not applied cures nothing"
-    first, _, heading, row, *_ = said.stdout.splitlines()
-    assert first == "verdict: accumulation would cure what these settings can trigger; not applied"
-    assert heading.strip() == f"if {STEPS} is above 1: accumulation would cure this, not applied:"
-    assert row.endswith(f"gradient accumulation: {LAST} (prove micro-steps)")
-    assert ", deepspeed " in said.stdout.splitlines()[-1]
+    assert said.stdout.startswith("verdict: accumulation would cure ")
 
 
 def test_what_later_releases_fixed_is_counted(tmp_path: Path) -> None:
@@ -218,25 +203,3 @@ def test_what_later_releases_fixed_is_counted(tmp_path: Path) -> None:
     assert all("2" in one.stages for one in found)
     assert [one.by for one in found if one.needs == "warmup"] == ["schedules"]
     assert not [one for one in found if one.needs in ("fp16", "muon", "hpz")]
-    count, *lines = doctor._later(found, True, True)
-    assert count.startswith(f"{len(found)} that this release lacks may concern these settings")
-    assert any("all parameter groups get the first one's rate (cured by" in line for line in lines)
-
-
-@pytest.mark.parametrize("release", ["0.17.6", "0.18.4", "0.19.2"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("shipped", [FACTORY, AXOLOTL, TRL], ids=["factory", "axolotl", "trl"])
-def test_what_frameworks_ship_is_told_on_one_screen(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    shipped: dict[str, Any] | str,
-    stage: int,
-    release: str,
-) -> None:
-    text = shipped if isinstance(shipped, str) else json.dumps(shipped)
-    for stands in ('"stage": ', "zero_stage: "):
-        text = text.replace(f"{stands}2", f"{stands}{stage}")
-    doctor.diagnose(write(tmp_path / "ds", text), Version(release), verbose=False, as_json=False)
-    said = capsys.readouterr().out.splitlines()
-    assert 10 < len(said) < 25
-    assert any("lacks may concern these settings" in line for line in said)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.launchers import launch
-from tests.launchers.launch import Run, assert_patched, assert_stock, block, launched, line_with
+from tests.launchers.launch import assert_patched, assert_stock, block, launched, line_with
 
 #: Five launches of two ranks each; `make test` has two of one host.
 pytestmark = pytest.mark.exhaustive
@@ -52,29 +50,11 @@ def test_accelerate_writes_the_file_itself(folder: Path, remote: dict[str, str])
     assert_patched(launch.run(line, folder, remote))
 
 
-def on_each(folder: Path, before: str, **more: str) -> list[Run]:
-    """Launch the page's line for each host, and the same with `before` in the place of `run`."""
-    environment = launch.environment(folder, **more)
-    meeting = ("host-a:29500", f"127.0.0.1:{launch.free_port()}")
-    line = line_with("torchrun --nnodes 2", meeting)
-    with ExitStack() as running:
-        results = [
-            running.enter_context(launched(one, folder, environment))
-            for one in (line, before + line.partition("-- ")[2])
-        ]
-        return [result() for result in results]
-
-
 def test_a_line_on_each_host(folder: Path) -> None:
     """One is patched by `run`, the other by variables that were exported, as srun does."""
-    assert_patched(*on_each(folder, f"{line_with('export $')} && "))
-
-
-def test_a_host_that_lacks_the_patches(folder: Path) -> None:
-    """The patched rank names that of the other, and nobody hangs. Either may be rank 0."""
-    here, there = on_each(folder, "", DS_PATCHES_RANK_TIMEOUT="3")
-    silence = r"RanksDisagree: .* after \d+ s, rank \d did not say"
-    assert re.search(silence, here.output), here.tail
-    assert here.code, here.tail
-    assert there.code, there.tail
-    assert not here.reports, here.tail
+    environment = launch.environment(folder)
+    meeting = ("host-a:29500", f"127.0.0.1:{launch.free_port()}")
+    line = line_with("torchrun --nnodes 2", meeting)
+    other = f"{line_with('export $')} && {line.partition('-- ')[2]}"
+    with launched(line, folder, environment) as here, launched(other, folder, environment) as there:
+        assert_patched(here(), there())

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ds_patches.__main__ import main
-from ds_patches.core.symptom import Symptom, plain
-from ds_patches.proofs import PROOFS, UNPROVED, compose
+from ds_patches.core.symptom import Symptom
+from ds_patches.proofs import PROOFS, compose
 from ds_patches.symptoms import CURED
 from tests.shell import REPOSITORY
 from tests.training.stock import RELEASE
@@ -20,6 +20,39 @@ from tests.training.stock import RELEASE
 #: Of the rows that this release has, by name.
 HERE = {one.proof: one for one in reversed(CURED) if one.proof and one.is_wrong(RELEASE)}
 QUICK = ("retained", "second-backward")
+LONG = [pytest.param(n, marks=pytest.mark.exhaustive) for n in HERE if n not in QUICK]
+#: Why a CPU does not show what is cured, by how the row begins.
+UNPROVED = {
+    "it takes a GPU": ("DeepCompile", "`overlap_comm` on GPUs"),
+    "DeepSpeed refuses fp16 on a CPU": (
+        "fp16",
+        "Muon with fp16",
+        "a pipeline of two stages or more with",
+    ),
+    "it costs time or memory, and no number": (
+        "a model of many",
+        "a frozen model",
+        "two backwards over",
+    ),
+    "it takes another torch": ("any backward, with torch",),
+    "it takes a checkpoint": ("bf16 without ZeRO, or", "`safe_get_full_fp32_param` after"),
+    "it depends on what lies in memory": ("`stage3_use_all_reduce",),
+    "it takes more than a few lines": (
+        "DeepSpeed's MoE layer",
+        "Ulysses",
+        "a parameter of no elements",
+        "bf16 with fp32 sums on several ranks",
+        "DeepSpeed's `non_reentrant",
+        "`scale_wrt_gas=False`",
+        "`torch.autograd.grad`",
+        "two engines",
+        "an exception in",
+        "a trained module beside",
+        "generation with",
+        "parameters of several dtypes",
+        "Muon",
+    ),
+}
 
 
 def start(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -33,15 +66,16 @@ def start(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_proof_shows_what_its_row_claims(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "losses.svg"
-    done = start("-m", "ds_patches", "prove", name, "--svg", str(file))
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in HERE if n not in QUICK)],
+)
+def test_a_proof_shows_what_its_row_claims(name: str) -> None:
+    done = start("-m", "ds_patches", "prove", name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: stock is wrong, patched is right" in done.stdout
     (error,) = re.findall(r"^stock: +(.*)$", done.stdout, re.M)
     assert is_claimed(HERE[name], error), error
-    assert "patched DeepSpeed" in file.read_text(encoding="utf-8")
 
 
 def is_claimed(row: Symptom, error: str) -> bool:
@@ -51,12 +85,6 @@ def is_claimed(row: Symptom, error: str) -> bool:
         return not messages or " or " in row.outcome
     first = [re.split(r"[(\d:]", message)[0].strip() for message in messages]
     return " or " in row.outcome or any(text in " ".join(error.split()) for text in first)
-
-
-@pytest.mark.exhaustive
-def test_every_proof_of_this_release_shows_what_its_row_claims() -> None:
-    done = start("-m", "tests.prove.every")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.exhaustive
@@ -87,10 +115,7 @@ def test_every_row_is_proved_or_says_why_not() -> None:
 
 def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove"]) == 0
-    found = capsys.readouterr().out
-    assert str(RELEASE) in found
-    assert re.findall(r"^  (\S+)", found, re.M) == [*reversed(HERE)]
-    assert all(plain(one.script) in found for one in HERE.values())
+    assert re.findall(r"^  (\S+)", capsys.readouterr().out, re.M) == [*reversed(HERE)]
 
 
 def test_a_name_that_no_row_has(capsys: pytest.CaptureFixture[str]) -> None:

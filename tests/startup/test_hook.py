@@ -40,9 +40,6 @@ def sitecustomize(folder: Path, text: str = "answer = 42") -> Path:
         "",  # there is none
         "answer = 42",
         "raise RuntimeError('no licence')",
-        "import no_such_module",
-        "raise ImportError('of nothing')",
-        "import deepspeed",
         "sys.path.insert(0, '/first'); sys.path.append('/last')",
     ],
 )
@@ -55,21 +52,18 @@ def test_the_users_sitecustomize_is_run_as_without_the_hook(
     start = {"path": (environment.hook, *path), **WANTED}
     bare = environment.start("-c", ACCOUNT, path=path)
     hooked = environment.start("-c", ACCOUNT, **start)
-    notes = [line for line in hooked.stderr.splitlines(keepends=True) if "built before" in line]
-    assert hooked.stderr.replace("".join(notes), "") == bare.stderr
+    assert hooked.stderr == bare.stderr
     assert hooked.returncode == bare.returncode == 0
     assert json.loads(hooked.stdout) == json.loads(bare.stdout)
     ran = json.loads(bare.stdout)["ran"]
     assert ran == ([["sitecustomize", str(mine / "sitecustomize.py")]] if text else None)
-    assert environment.prints("-c", BEFORE_AND_AFTER, **start) in (LIVE, "applied, applied\n")
+    assert environment.prints("-c", BEFORE_AND_AFTER, **start) == LIVE
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_path_is_as_it_was_given(environment: Environment, tmp_path: Path, place: int) -> None:
-    path = [tmp_path / "a", tmp_path / "b"]
-    path.insert(place, environment.hook)
+def test_the_path_is_as_it_was_given(environment: Environment, tmp_path: Path) -> None:
+    path = (tmp_path / "a", environment.hook, tmp_path / "b")
     code = "import sys; print(*sys.path[1:4], sep='\\n')"
-    printed = environment.prints("-c", code, path=tuple(path), **WANTED)
+    printed = environment.prints("-c", code, path=path, **WANTED)
     assert printed.splitlines() == [str(folder) for folder in path]
 
 
@@ -98,7 +92,6 @@ def test_a_start_loads_nothing_but_the_wait(
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (WANTED, LIVE),
         ({"DS_PATCHES": "all"}, LIVE),
         ({"DS_PATCHES": "none"}, "disabled, disabled\n"),
         ({}, NOT_LIVE),
