@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,7 @@ def read(file: Path) -> Facts:
         beside = (file.parent / inner, Path(inner), file.parent / Path(inner).name)
         inner = _load(next((one for one in beside if one.is_file()), Path(inner)))
     if not isinstance(inner, Mapping) or not any(name in inner for name in (*_ITS, *_WORDS)):
-        near = _misspelt(inner) if isinstance(inner, Mapping) else ""
-        raise FlagError(f"{file} has no DeepSpeed configuration{near}")
-    if near := _misspelt(inner):
-        raise FlagError(f"{file} has a setting that DeepSpeed does not know{near}")
+        raise FlagError(f"{file} has no DeepSpeed configuration")
     try:
         return _facts(inner, outer if inner is not outer else None)
     except (AttributeError, TypeError, ValueError) as error:
@@ -125,15 +121,6 @@ def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
 
 def _switch(value: Any, name: str) -> bool | str:
     return name if value == "auto" else bool(value)
-
-
-def _misspelt(inner: Settings) -> str:
-    """Name what is so near to a setting that is read here that it must be that one."""
-    known = (*_ITS, *_WORDS, _STEPS, _CLIPPING)
-    for name in map(str, inner):
-        if name not in known and (near := get_close_matches(name, known, 1, cutoff=0.9)):
-            return f": {name} (did you mean {near[0]!r}?)"
-    return ""
 
 
 def _load(file: Path) -> Settings:

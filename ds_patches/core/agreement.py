@@ -23,11 +23,11 @@ from ds_patches.core.errors import RanksDisagree
 
 log = logging.getLogger("ds_patches")
 
-#: Seconds that the first rank waits for the others, who leave the last collective of an engine's
-#: construction together with it.
+#: Seconds that a rank waits for others. They leave the last collective of an engine's construction
+#: together with it.
 PATIENCE = 120.0
-#: Seconds that the others wait longer, so that its verdict comes first; and it, for its readers.
-MARGIN = 10.0
+#: Seconds that it waits, before it raises, until they have read what is wrong.
+_READING = 10.0
 #: Letters of a list of ranks, in a message that each of them prints.
 _LONG = 60
 
@@ -65,8 +65,7 @@ def compare(engine: Any) -> None:
     ranks, me = ranks_of(engine), dist.get_rank()
     trouble = ""
     if len(ranks) > 1:
-        exchange = Exchange(store(), meeting("ranks", ranks, me), ranks, PATIENCE)
-        trouble = exchange.compare(me, holdings())
+        trouble = exchange(store(), meeting("ranks", ranks, me), ranks, me, holdings())
     if me == 0:
         _leave(len(ranks), trouble)
     if trouble:
@@ -123,70 +122,40 @@ def differences(everyone: Mapping[int, Holdings]) -> Iterator[str]:
             yield f"{thing} is {told}"
 
 
-class Exchange:
-    """The ranks of one engine say what they have, and those with live patches hear each other.
+def exchange(store: Any, prefix: str, ranks: tuple[int, ...], me: int, mine: Holdings) -> str:
+    """Say what this rank has, and return what is wrong: "" if all ranks have the same.
 
-    The first of the ranks compares, and the others read its verdict: each but the first asks the
-    store for a fixed number of keys. A rank without a live patch says so and goes on; whatever
-    others have is for them to refuse.
+    A rank without a live patch says so and goes on; whatever others have is for them to refuse.
+    Where all is well, each asks the store for two numbers alone.
 
     store, prefix: where, and a place there that no other engine uses.
-    timeout: seconds that the first rank waits for the others.
     """
-
-    def __init__(self, store: Any, prefix: str, ranks: tuple[int, ...], timeout: float) -> None:
-        self._store, self._prefix, self._timeout = store, prefix, timeout
-        self._first, self._ranks = ranks[0], ranks
-
-    def compare(self, me: int, mine: Holdings) -> str:
-        """Return what is wrong: "" for agreement, and for a rank that has nothing to agree on."""
-        self._store.set(self._key(me), json.dumps(mine))
-        if not mine.live:
-            return ""
-        return self._judge(mine) if me == self._first else self._judged(me, mine)
-
-    def _judge(self, mine: Holdings) -> str:
-        others = self._ranks[1:]
-        verdict = self._silence(others, others, self._timeout)
-        heard = {rank: self._heard(rank) for rank in others if self._has_said(rank)}
-        verdict = verdict or "; ".join(differences({self._first: mine} | heard))
-        self._store.set(self._key("verdict"), verdict)
-        # The store may end with this rank: not before the others have read.
-        readers = sum(bool(held.live) for held in heard.values())
-        _until(lambda: self._store.add(self._key("read"), 0) >= readers, MARGIN)
-        return verdict
-
-    def _judged(self, me: int, mine: Holdings) -> str:
-        first, timeout = (self._first,), self._timeout + MARGIN
-        if silence := self._silence(first, first, timeout):
-            return silence
-        if not (its := self._heard(self._first)).live:
-            return "; ".join(differences({self._first: its, me: mine}))
-        if silence := self._silence(first, ("verdict",), timeout):
-            return silence
-        verdict = str(self._store.get(self._key("verdict")).decode())
-        self._store.add(self._key("read"), 1)
-        return verdict
-
-    def _key(self, what: object) -> str:
-        return f"{self._prefix}/{what}"
-
-    def _has_said(self, word: object) -> bool:
-        return bool(self._store.check([self._key(word)]))
-
-    def _heard(self, rank: int) -> Holdings:
-        return Holdings(*json.loads(self._store.get(self._key(rank))))
-
-    def _silence(self, ranks: Sequence[int], words: Sequence[object], timeout: float) -> str:
-        """Wait until each of these ranks has said its word; name those that have not."""
-        keys = [*map(self._key, words)]
-        if _until(lambda: self._store.check(keys), timeout):
-            return ""
-        silent = [rank for rank, word in zip(ranks, words, strict=True) if not self._has_said(word)]
-        return (
-            f"after {timeout:.0f} s, {_named(silent)} did not say which patches are applied there: "
-            "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
-        )
+    compared = {name: mine.told[name] for name in ("ds_patches", "DeepSpeed", *mine.live)}
+    alike, came, read = f"{prefix}/{compared}", f"{prefix}/came", f"{prefix}/read"
+    store.set(f"{prefix}/{me}", json.dumps(mine))
+    store.add(alike, 1)
+    store.add(came, 1)
+    if not mine.live:
+        return ""
+    _until(lambda: store.add(came, 0) >= len(ranks), PATIENCE)
+    if store.add(alike, 0) >= len(ranks):
+        return ""
+    silent = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+    heard = {
+        rank: Holdings(*json.loads(store.get(f"{prefix}/{rank}")))
+        for rank in ranks
+        if rank not in silent
+    }
+    # The store may end with this rank: not before the others have read.
+    store.add(read, 1)
+    readers = sum(bool(one.live) for one in heard.values())
+    _until(lambda: store.add(read, 0) >= readers, _READING)
+    if not silent:
+        return "; ".join(differences(heard))
+    return (
+        f"after {PATIENCE:.0f} s, {_named(silent)} did not say which patches are applied there: "
+        "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
+    )
 
 
 def _until(condition: Callable[[], bool], timeout: float) -> bool:

@@ -68,11 +68,19 @@ def read(
         _must_be_known(names or (), patches, argument)
     wishes = {name: _wish(name, only, skip, env) for name in patches}
     forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
+    # What a wanted patch requires is wanted too. Where that is left out by name, so are both.
+    barred = {n: one for n in patches for one in patches[n].requires if wishes[one].wanted is False}
+    wanted = [name for name in patches if wishes[name].wanted and name not in barred]
+    needed = {one: name for name in wanted for one in patches[name].requires if one not in wanted}
     requests = {}
     for name in patches:
-        wanted, why = _with_required(name, wishes, patches)
-        for_others = wanted and not wishes[name].wanted
-        requests[name] = Request(wanted, why, name in forced, for_others)
+        why = wishes[name].why
+        if name in needed:
+            why = f"required by {needed[name]}"
+        elif wishes[name].wanted and name in barred:
+            why = f"needs {barred[name]}, which is left out: {wishes[barred[name]].why}"
+        is_wanted = name in wanted or name in needed
+        requests[name] = Request(is_wanted, why, name in forced, for_others=name in needed)
     if strict is None:
         strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
     level = env.get(f"{PREFIX}_LOG")
@@ -129,21 +137,6 @@ class _Wish(NamedTuple):
 
     wanted: bool | None
     why: str
-
-
-def _with_required(
-    name: str, wishes: Mapping[str, _Wish], patches: Mapping[str, Patch]
-) -> tuple[bool, str]:
-    """What a wanted patch requires is wanted too. Where that is left out by name, so are both."""
-    wanted, why = wishes[name]
-    for required in patches[name].requires if wanted else ():
-        if wishes[required].wanted is False:
-            return False, f"needs {required}, which is left out: {wishes[required].why}"
-    if wanted is None:
-        for other, patch in patches.items():
-            if name in patch.requires and _with_required(other, wishes, patches)[0]:
-                return True, f"required by {other}"
-    return bool(wanted), why
 
 
 def _wish(

@@ -6,9 +6,9 @@ wrapped unless the user forces it by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.version import Version
@@ -47,14 +47,12 @@ class Verdict:
 
     release: the one that DeepSpeed is treated as: by its source, where that and what it is said to
         be differ. None if DeepSpeed is not installed, or cannot be imported.
-    unseen: of places whose modules were not imported, the shapes of the source.
     """
 
     state: State
     reason: str
     release: Version | None = None
     drift: tuple[Drift, ...] = ()
-    unseen: Mapping[Place, str] = field(default_factory=dict)
 
     @property
     def may_apply(self) -> bool:
@@ -69,10 +67,13 @@ class Verdict:
 def check(patch: Patch, force: bool = False) -> Verdict:
     """Judge a patch, and what it requires, against the installed DeepSpeed.
 
-    Imports nothing of it, changes nothing. A call of the API looks at each patch once.
+    Imports nothing of it, changes nothing. A call of the API looks at each patch once; and again
+    when modules of its were imported meanwhile, as somebody may have replaced a function there.
     """
+    every = (*patch.targets, *patch.dependencies)
+    imported = sum(imports.is_whole(module) for module in {place.module for place in every})
     try:
-        verdict = _look(patch, force)
+        verdict = _look(patch, force, imported)
     except ImportFails as error:
         return Verdict(State.BROKEN, str(error))
     for name in patch.requires if verdict.may_apply else ():
@@ -80,21 +81,6 @@ def check(patch: Patch, force: bool = False) -> Verdict:
         if not required.may_apply:
             return verdict.without(name, required)
     return verdict
-
-
-def check_live(patch: Patch, verdict: Verdict, force: bool) -> Verdict:
-    """Judge again, now that the modules are imported: somebody may have replaced a function."""
-    installed, version = release.installed(), verdict.release
-    replaced = {}
-    for place, found in verdict.unseen.items():
-        with importing(place.module):
-            if imports.is_whole(place.module) and (now := shape.of_live(place)) != found:
-                replaced[place] = now
-    if not replaced or installed is None or version is None:
-        return verdict
-    others = [one for one in verdict.drift if one.place not in replaced]
-    drift = (*others, *(_drift(place, now) for place, now in replaced.items()))
-    return Verdict(*_judge(patch, installed, version, drift, force), version, drift)
 
 
 @contextmanager
@@ -119,7 +105,7 @@ def places(patch: Patch, version: Version) -> tuple[Target | Dependency, ...]:
 
 
 @once.per_call
-def _look(patch: Patch, force: bool) -> Verdict:
+def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     if (installed := release.installed()) is None:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
     found, told = _Found(patch, installed.folder), installed.version
@@ -130,9 +116,7 @@ def _look(patch: Patch, force: bool) -> Verdict:
     like = version if in_range else source or newest
     drifted = () if version == source else found.unlike(version, like)
     drift = tuple(_drift(place, found.shape_of(place)) for place in drifted)
-    unseen = [one for one in places(patch, version) if not imports.is_whole(one.module)]
-    shapes: dict[Place, str] = {place: found.shape_of(place) for place in unseen}
-    return Verdict(*_judge(patch, installed, version, drift, force), version, drift, shapes)
+    return Verdict(*_judge(patch, installed, version, drift, force), version, drift)
 
 
 def _release_of_source(found: _Found, told: Version | None) -> Version | None:

@@ -142,7 +142,7 @@ class Life:
             for module in dict.fromkeys([release.PACKAGE, *(t.module for t in targets)]):
                 with gate.importing(module):
                     import_module(module)
-            verdict = gate.check_live(self.patch, verdict, force)
+            verdict = gate.check(self.patch, force)
             if verdict.may_apply:
                 self._put_in_place(targets)
         return verdict

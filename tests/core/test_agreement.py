@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ds_patches
 from ds_patches.core import agreement, gate, live, registry
-from ds_patches.core.agreement import Exchange, Holdings
+from ds_patches.core.agreement import Holdings
 from tests.core import engines, fake
 from tests.listening import listening
 from tests.world import World
@@ -40,7 +40,7 @@ def impatient() -> Iterator[pytest.MonkeyPatch]:
     """Wait for a silent rank for two seconds only; leave the ranks as they were found."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(agreement, "PATIENCE", 2.0)
-        monkeypatch.setattr(agreement, "MARGIN", 1.0)
+        monkeypatch.setattr(agreement, "_READING", 1.0)
         try:
             yield monkeypatch
         finally:
@@ -190,13 +190,12 @@ def test_ranks_with_live_patches_come_to_one_verdict(
     verdict: str,
 ) -> None:
     """Of three, each a thread; None says nothing. Where nothing is live, all is well."""
-    silent = None in holdings
     store, ranks, verdicts = dist.HashStore(), (2, 5, 6), {}
-    monkeypatch.setattr(agreement, "MARGIN", 0.3)
+    monkeypatch.setattr(agreement, "PATIENCE", 0.6 if None in holdings else 60.0)
+    monkeypatch.setattr(agreement, "_READING", 0.3)
 
     def one(rank: int, mine: Holdings) -> None:
-        exchange = Exchange(store, "here", ranks, timeout=0.6 if silent else 60)
-        verdicts[rank] = exchange.compare(rank, mine)
+        verdicts[rank] = agreement.exchange(store, "here", ranks, rank, mine)
 
     said = {rank: mine for rank, mine in zip(ranks, holdings, strict=True) if mine}
     threads = [threading.Thread(target=one, args=item) for item in said.items()]
