@@ -109,9 +109,15 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     if (installed := release.installed()) is None:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
     found, told = _Found(patch, installed.folder), installed.version
-    newest = max(found.known, default=told or Version("0"))
-    source = _release_of_source(found, told)
+    known = [one for one in shape.recorded().releases if release.covers(patch.supported, one)]
+    newest = max(known, default=told or Version("0"))
     in_range = told is None or release.covers(patch.supported, told)
+    # Its source tells which release it is. Of several it is the one that it is said to be, or the
+    # next before.
+    every = sorted({*known, told} if told and in_range else known)
+    before = [version for version in every if told is None or version <= told]
+    candidates = [*reversed(before), *every[len(before) :]]
+    source = next((v for v in candidates if not any(found.unlike(v, v))), None)
     version = told if told and not in_range else source or told or newest
     like = version if in_range else source or newest
     drifted = () if version == source else found.unlike(version, like)
@@ -119,43 +125,17 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     return Verdict(*_judge(patch, installed, version, drift, force), version, drift)
 
 
-def _release_of_source(found: _Found, told: Version | None) -> Version | None:
-    """Return the release whose recorded shapes the source has, all of them; None if there is none.
-
-    Of several it is the one that DeepSpeed is said to be, or the next before.
-    """
-    said = [told] if told and release.covers(found.patch.supported, told) else []
-    every = sorted({*found.known, *said})
-    before = [version for version in every if told is None or version <= told]
-    candidates = [*reversed(before), *every[len(before) :]]
-    return next((v for v in candidates if not any(found.unlike(v, v))), None)
-
-
 class _Found:
-    """The shapes that a patch's places have here, each looked at once.
-
-    known: the releases that the patch supports and that were recorded, oldest first.
-    """
+    """The shapes that a patch's places have here, each looked at once."""
 
     def __init__(self, patch: Patch, folder: Path) -> None:
-        every = shape.recorded().releases
-        self.known = [one for one in every if release.covers(patch.supported, one)]
-        self.patch, self._folder = patch, folder
+        self._patch, self._folder = patch, folder
         self._shapes: dict[str, str] = {}
-        self._touched: dict[str, list[str]] = {}  # the releases, by place
-        every_place: tuple[Target | Dependency, ...] = (*patch.targets, *patch.dependencies)
-        for place in every_place:
-            self._touched.setdefault(place.key, []).append(place.releases)
 
     def unlike(self, version: Version, like: Version) -> Iterator[Place]:
-        """Yield the places of one release that are not as they were recorded of another.
-
-        What the patch does not touch in the other release may be as in any in which it does.
-        """
-        for place in sorted(places(self.patch, version), key=lambda place: place.module):
-            spans = shape.known(place).get(self.shape_of(place), "")
-            those = [like] if self._is_touched(place, like) else self.known
-            if not any(shape.has(v, spans) and self._is_touched(place, v) for v in those):
+        """Yield the places of one release that are not as they were recorded of another."""
+        for place in sorted(places(self._patch, version), key=lambda place: place.module):
+            if not shape.has(like, shape.known(place).get(self.shape_of(place), "")):
                 yield place
 
     def shape_of(self, place: Place) -> str:
@@ -163,9 +143,6 @@ class _Found:
             with importing(place.module):
                 self._shapes[place.key] = shape.of(place, self._folder)
         return self._shapes[place.key]
-
-    def _is_touched(self, place: Place, version: Version) -> bool:
-        return any(release.covers(releases, version) for releases in self._touched[place.key])
 
 
 def _drift(place: Place, found: str) -> Drift:

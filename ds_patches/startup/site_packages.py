@@ -47,7 +47,6 @@ def file() -> Path:
 
 
 def is_enabled() -> bool:
-    """Whether this environment has the start-up hook."""
     return file().exists()
 
 
