@@ -42,20 +42,18 @@ class Fix:
     by: str = ""
     do: str = ""
 
-    def applies(self, facts: Facts) -> bool | None:
-        """Whether it shows with these settings; None if an open one or the script decides."""
+    def may_show(self, facts: Facts) -> bool:
+        """Whether these settings do not rule it out."""
         stage = facts.get("stage")
-        found = [facts.get(name) for name in self.needs.split()]
-        if False in found or (stage is not None and str(stage) not in self.stages):
-            return False
-        return True if all(one is True for one in found) else None
+        ruled_out = any(facts.get(name) is False for name in self.needs.split())
+        return not ruled_out and (stage is None or str(stage) in self.stages)
 
 
 def concerning(version: Version, facts: Facts | None = None) -> list[Fix]:
     """Return the fixes that a release lacks, but for those that the settings rule out."""
     fixes = (Fix(**line) for line in read()["fixes"])
     lacking = (one for one in fixes if Version(one.first) <= version < Version(one.right))
-    return [one for one in lacking if one.applies(facts or {}) is not False]
+    return [one for one in lacking if one.may_show(facts or {})]
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:
@@ -76,5 +74,4 @@ def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+
 
 @cache
 def read() -> Any:
-    """Return what ledger.json says."""
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

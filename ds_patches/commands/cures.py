@@ -59,16 +59,14 @@ def floor(one: Symptom) -> str:
 
 def of_releases(version: Version) -> dict[str, str]:
     """Return for each patch why a release is not one of its; nothing if it is."""
-    patches = registry.patches().values()
-    return {
-        patch.name: "" if release.covers(patch.supported, version) else f"for {patch.supported}"
-        for patch in patches
-    }
+    ranges = {name: patch.supported for name, patch in registry.patches().items()}
+    return {n: "" if release.covers(its, version) else f"for {its}" for n, its in ranges.items()}
 
 
 def here() -> dict[str, str]:
     """Return for each patch why it would not be applied to the installed DeepSpeed."""
-    verdicts = {name: gate.check(patch) for name, patch in registry.patches().items()}
-    return {
-        name: "" if v.may_apply else f"{v.state.value}: {v.reason}" for name, v in verdicts.items()
-    }
+    return {name: refusal(gate.check(patch)) for name, patch in registry.patches().items()}
+
+
+def refusal(verdict: gate.Verdict) -> str:
+    return "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"

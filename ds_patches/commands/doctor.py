@@ -60,14 +60,15 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     facts = configuration.read(config) if config else {}
     verdicts, disabled = _verdicts(look=not asked)
     here = asked or next((one.release for one in verdicts.values() if one.release), None)
-    refused = cures.of_releases(asked) if asked else {n: _why(v) for n, v in verdicts.items()}
+    refused = {name: cures.refusal(verdict) for name, verdict in verdicts.items()}
+    if asked:
+        refused = cures.of_releases(asked)
     answers = {name: disabled[name] or why for name, why in refused.items()}
     armed = not asked and diagnosis.is_armed()
     rows = [*_rows(here, facts, answers, armed)] if here else []
     later = ledger.concerning(here, facts) if here else []
-    status = _status(verdicts, disabled, rows, config) if here else UNKNOWN
-    if here and here < Version(OLDEST):
-        status = UNKNOWN
+    tested = bool(here and here >= Version(OLDEST))
+    status = _status(verdicts, disabled, rows, config) if tested else UNKNOWN
     found: dict[str, Any] = {
         "status": status,
         "release": str(here or ""),
@@ -94,7 +95,7 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     _print(_answers(found["patches"]))
     if verbose:
         print("drift")
-        _print(str(one) for verdict in verdicts.values() for one in verdict.drift)
+        _print(one for verdict in verdicts.values() for one in verdict.drift)
     for warning in found["warnings"]:
         print(f"warning: {warning}")
     print("start-up")
@@ -118,10 +119,6 @@ def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
         seen = patches if look else {}
         verdicts = {n: gate.check(patch, requests[n].force) for n, patch in seen.items()}
     return verdicts, disabled
-
-
-def _why(verdict: Verdict) -> str:
-    return "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"
 
 
 def _rows(

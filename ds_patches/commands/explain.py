@@ -50,25 +50,20 @@ class Answer:
     do: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return it in plain types, for `explain --json`."""
         return self.one.as_json() | {"sure": self.is_sure, "state": self.state, "do": self.do}
 
     def __str__(self) -> str:
-        one, rows = self.one, []
-        where = f", ZeRO {', '.join(map(str, one.stages))}" if one.stages else ""
+        one = self.one
+        if not one.stages:
+            what = "what" if self.is_sure else "perhaps"
+            return "\n".join(columns.aligned([(what, plain(one.script)), ("do", self.do)]))
+        script = f"{plain(one.script)}, ZeRO {', '.join(map(str, one.stages))}"
+        rows = [("if", f"your script does this: {script}"), ("what", plain(one.outcome))]
         if self.is_sure:
-            outcome = f": {plain(one.outcome)}" if where else ""
-            rows.append(("what", f"{plain(one.script)}{where}{outcome}"))
-        elif where:
-            rows.append(("if", f"your script does this: {plain(one.script)}{where}"))
-            rows.append(("what", plain(one.outcome)))
-        else:
-            rows.append(("perhaps", plain(one.script)))
-        if one.stages:
-            right = f"from {one.right}" if one.right else f"in no release up to {TESTED}"
-            rows.append(("when", f"wrong from {one.first}, right {right}"))
-            rows.append(("here", self.here))
-        return "\n".join(columns.aligned([*rows, ("do", self.do)]))
+            rows = [("what", f"{script}: {plain(one.outcome)}")]
+        right = f"from {one.right}" if one.right else f"in no release up to {TESTED}"
+        rows.append(("when", f"wrong from {one.first}, right {right}"))
+        return "\n".join(columns.aligned([*rows, ("here", self.here), ("do", self.do)]))
 
 
 def _note(script: str, outcome: str, anchor: str, do: str, **more: Any) -> Symptom:
@@ -151,7 +146,6 @@ def page() -> Path:
 
 
 def section(anchor: str) -> str:
-    """Return a section of that page."""
     text = page().read_text(encoding="utf-8")
     found = re.search(rf"^####? .+{{ #{anchor} }}\n(?:(?!^##).*\n?)*", text, re.MULTILINE)
     return found[0].replace(f" {{ #{anchor} }}", "") if found else ""

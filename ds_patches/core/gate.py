@@ -21,38 +21,18 @@ from ds_patches.core.state import PatchStatus, State
 
 
 @dataclass(frozen=True)
-class Drift:
-    """A place whose shape is not the one that was recorded for the release.
-
-    known: the releases that have the shape found, as spans; empty if none has it.
-    """
-
-    place: Place
-    found: str
-    known: str
-    origin: str
-
-    def __str__(self) -> str:
-        came = f", live from {self.origin}" if self.origin else ""
-        if self.known:
-            return f"{self.place.key} is that of {self.known}{came}"
-        if self.found in (shape.ABSENT, shape.UNREADABLE):
-            return f"{self.place.key} is {self.found}{came}"
-        return f"{self.place.key} has the unknown shape {self.found}{came}"
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The gate's answer; `state` is READY when the patch may be applied.
 
     release: the one that DeepSpeed is treated as: by its source, where that and what it is said to
         be differ. None if DeepSpeed is not installed, or cannot be imported.
+    drift: what of its code is not as it was recorded of the release.
     """
 
     state: State
     reason: str
     release: Version | None = None
-    drift: tuple[Drift, ...] = ()
+    drift: tuple[str, ...] = ()
 
     @property
     def may_apply(self) -> bool:
@@ -121,8 +101,12 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     version = told if told and not in_range else source or told or newest
     like = version if in_range else source or newest
     drifted = () if version == source else found.unlike(version, like)
-    drift = tuple(_drift(place, found.shape_of(place)) for place in drifted)
-    return Verdict(*_judge(patch, installed, version, drift, force), version, drift)
+    drift = {place: _drift(place, found.shape_of(place)) for place in drifted}
+    lacking = [p for p in drift if isinstance(p, Target) and found.shape_of(p) == shape.ABSENT]
+    if lacking:  # nothing can be wrapped there, whoever forces it
+        drift, force = {place: drift[place] for place in lacking}, False
+    texts = tuple(drift.values())
+    return Verdict(*_judge(patch, installed, version, texts, force), version, texts)
 
 
 class _Found:
@@ -145,14 +129,20 @@ class _Found:
         return self._shapes[place.key]
 
 
-def _drift(place: Place, found: str) -> Drift:
+def _drift(place: Place, found: str) -> str:
     where = live.site(place) if imports.is_whole(place.module) else None
-    origin = live.origin(journal.beneath_ours(live.raw(*where))) if where else ""
-    return Drift(place, found, shape.known(place).get(found, ""), origin)
+    came = ""
+    if where:
+        came = f", live from {live.origin(journal.beneath_ours(live.raw(*where)))}"
+    if releases := shape.known(place).get(found):
+        return f"{place.key} is that of {releases}{came}"
+    if found in (shape.ABSENT, shape.UNREADABLE):
+        return f"{place.key} is {found}{came}"
+    return f"{place.key} has the unknown shape {found}{came}"
 
 
 def _judge(
-    patch: Patch, installed: Release, version: Version, drift: Sequence[Drift], force: bool
+    patch: Patch, installed: Release, version: Version, drift: Sequence[str], force: bool
 ) -> tuple[State, str]:
     name = f"DeepSpeed {version}"
     if installed.version != version:
@@ -164,9 +154,8 @@ def _judge(
         return State.OUT_OF_RANGE, f"{name} is not in {patch.supported}"
     if not targets(patch, version):
         return State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps"
-    unwrappable = [d for d in drift if d.found == shape.ABSENT and isinstance(d.place, Target)]
-    if unwrappable or (drift and not force):
-        return State.SHAPE_CHANGED, _listed(unwrappable or drift)
+    if drift and not force:
+        return State.SHAPE_CHANGED, _listed(drift)
     if not in_range and not force:
         return State.UNKNOWN_VERSION, (
             f"{name} is newer than {patch.supported}; every shape is known, "
@@ -177,7 +166,7 @@ def _judge(
     return State.READY, f"{name} is in {patch.supported}, every shape is known"
 
 
-def _listed(drift: Sequence[Drift]) -> str:
+def _listed(drift: Sequence[str]) -> str:
     """Name the first; `doctor` has room for the others."""
     more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
     return f"{drift[0]}{more}"

@@ -64,17 +64,14 @@ class Journal:
         """Name the modules that imported a wrapped function itself before it was wrapped."""
         functions = [w for w in self.wrappers if isinstance(w.owner, ModuleType)]
         originals = {id(w.original) for w in functions if w.original is not live.MISSING}
+        modules = [*sys.modules.items()] if originals else []
         return [
             f"{name}.{attribute} was imported before and still calls the original"
-            for name, module in list(sys.modules.items())
-            # PyTorch's are half of all, and import nothing of DeepSpeed.
-            if originals and not name.startswith("torch.") and isinstance(module, ModuleType)
-            # Few have any, and there are some ten thousand attributes.
-            if not originals.isdisjoint(map(id, module.__dict__.values()))
-            for attribute, value in list(vars(module).items())
-            if id(value) in originals
-            and getattr(value, "__module__", None)
-            != name  # it imported nothing: it comes from there
+            for name, module in modules
+            if isinstance(module, ModuleType)
+            for attribute, value in [*vars(module).items()]
+            # Where it comes from it was not imported.
+            if id(value) in originals and getattr(value, "__module__", None) != name
         ]
 
     def _install(self, target: Target, around: Callable[[Target], Around]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -77,19 +76,12 @@ def is_newer(specifier: str, version: Version) -> bool:
 def _told_version(init: Path) -> str:
     """Return what the metadata beside the package says, or a checkout's own file.
 
-    The metadata of an editable install is of the day it was installed on. All other metadata on
-    the path belongs to other copies of DeepSpeed.
+    All other metadata on the path belongs to other copies of DeepSpeed, or is of the day on which
+    a checkout was installed.
     """
-    told = "unknown"
     for one in distributions(name=PACKAGE):
         beside = str(one.locate_file(f"{PACKAGE}/__init__.py"))
         if os.path.realpath(beside) == os.path.realpath(init):
             return one.version
-        origin = json.loads(one.read_text("direct_url.json") or "{}")
-        if origin.get("dir_info", {}).get("editable"):
-            told = one.version
-            break
     checkout = init.parent.with_name("version.txt")
-    present = checkout.read_text(encoding="utf-8").strip() if checkout.is_file() else ""
-    # The metadata has the commit besides, where it is still that of this version.
-    return told if told.startswith(f"{present}+") else present or told
+    return checkout.read_text(encoding="utf-8").strip() if checkout.is_file() else "unknown"

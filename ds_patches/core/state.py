@@ -76,7 +76,6 @@ class PatchStatus:
         return re.split("; |\n", self.reason, maxsplit=1)[0]
 
     def as_json(self) -> dict[str, Any]:
-        """The status in plain types, for `status --json`."""
         plain = asdict(self) | {"state": self.state.value, "live": self.live}
         return plain | {"targets": {key: where.value for key, where in self.targets.items()}}
 

@@ -48,13 +48,11 @@ class Symptom:
         return f"{self.patch} {self.add}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it in plain types, for `--json`."""
         found = {"patch": self.patch, "row": plain(self.script), "outcome": plain(self.outcome)}
         where = {"stages": self.stages, "first": self.first, "right": self.right}
         return {**found, **where, "anchor": self.anchor}
 
     def is_wrong(self, version: Version) -> bool:
-        """Whether this release has it."""
         ended = self.right and version >= Version(self.right)
         return version >= Version(self.first) and not ended
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ import torch.distributed as dist
 import ds_patches
 from ds_patches.core import agreement, gate, live, registry
 from ds_patches.core.agreement import Holdings
-from tests.core import engines, fake
+from tests.core import engines
 from tests.listening import listening
 from tests.world import World
 
@@ -209,42 +207,11 @@ def test_ranks_with_live_patches_come_to_one_verdict(
         assert re.match(verdict if mine.live else "$", verdicts[rank]), verdicts
 
 
-# --- A process group that is built anew in a process, with another rank beside it -----------------
-
-PROGRAM = """
-import os, sys
-import deepspeed.comm.comm
-import torch
-import torch.distributed as dist
-from deepspeed.utils import groups
-import ds_patches
-from tests.core.engines import build
-
-# On CPU, DeepSpeed compiles an all-reduce for half a minute that only inference needs.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-ds_patches.apply_all()
-for line in sys.argv[2:]:
-    rank, name = line.split(":")
-    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-    store = dist.FileStore(f"{sys.argv[1]}/{name}", 2)
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
-    engine = build(stage=2)
-    with engine.coalesce_grad_reduction():
-        pass
-    engine.backward(engine(torch.ones(1, 4)).sum())
-    engine.step()
-    dist.barrier()
-    dist.destroy_process_group()
-    # What DeepSpeed keeps of a group in its modules.
-    deepspeed.comm.comm.cdb = groups._WORLD_GROUP = None
-"""
-
-
-@pytest.mark.exhaustive
-def test_ranks_meet_anew_with_one_that_was_in_no_group_before(tmp_path: Path) -> None:
-    begin = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    ranks = (["0:first", "0:second"], ["1:first"], ["1:second"])
-    to = {"cwd": fake.REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    processes = [subprocess.Popen([*begin, *groups], text=True, **to) for groups in ranks]
-    said = [process.communicate(timeout=90)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], said
+def test_ranks_that_meet_again_meet_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes first, and in a store of a process group that is built anew from the start."""
+    for store in (dist.HashStore(), dist.HashStore()):
+        monkeypatch.setattr(agreement, "store", lambda store=store: store)
+        first = [agreement.meeting("ranks", (0, 1), 0) for _ in range(2)]
+        assert [agreement.meeting("ranks", (0, 1), 1) for _ in range(2)] == first
+        others = [agreement.meeting("ranks", (0, 2), 0), agreement.meeting("block", (0, 1), 0)]
+        assert len({*first, *others}) == 4

@@ -69,16 +69,11 @@ def test_a_word_that_means_nothing_is_an_error(
 
 
 @pytest.mark.parametrize("name", ds_patches.names())
-def test_every_patch_says_all_there_is_to_say(name: str) -> None:
+def test_every_patch_is_whole(name: str) -> None:
     patch = registry.patch(name)
     assert patch.name == name
     assert set(patch.requires) <= {n for n, one in registry.patches().items() if not one.requires}
-    for text in (patch.summary, patch.remove_when):
-        assert text.strip()
-        assert "|" not in text, "a cell of the table"
     page = import_module(f"ds_patches.{name}")
     assert {"Use", "Cost", "Why", "How"} <= {*str(page.__doc__).splitlines()}
     assert page.is_applied() is ds_patches.is_applied(name)
-    assert patch.upstream
-    assert all(link.url.startswith("https://") for link in patch.upstream)
-    assert all(one.why.strip() for one in patch.dependencies)
+    assert all((patch.summary, patch.remove_when, patch.upstream))

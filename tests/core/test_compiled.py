@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,9 @@ import pytest
 import torch
 import wrapt
 
-import ds_patches
 from ds_patches.core import live
 from ds_patches.core.patch import Target
 from ds_patches.core.wrappers import Wrapper, build
-from tests.core.engines import build as build_engine
-from tests.world import World
 
 SOURCE = """
 import torch
@@ -135,51 +131,6 @@ def test_what_lies_beneath_is_bound_as_it_would_be(sample: ModuleType) -> None:
     wrapped(sample, "Layer.method")
     assert sample.layer.method(1) == 20
     assert seen == [sample.layer]
-
-
-def train(stage: int, compiles: bool) -> collections.Counter[str]:
-    """Three steps with every patch, the whole step compiled or not; how often wrappers ran."""
-    counts: collections.Counter[str] = collections.Counter()
-
-    def counting(target: Target, *rest: Any) -> Wrapper:
-        *place, around = rest
-
-        def counted(*call: Any) -> Any:
-            counts[target.key] += 1
-            return around(*call)
-
-        return build(target, *place, counted)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("ds_patches.core.wrappers.build", counting)
-        ds_patches.apply_all()
-        engine = build_engine(stage)
-
-        def step(inputs: Any) -> Any:
-            loss = engine(inputs).pow(2).mean()
-            engine.backward(loss)
-            engine.step()
-            engine.zero_grad()
-            return loss
-
-        torch._dynamo.reset()
-        run = torch.compile(step, backend="eager") if compiles else step
-        losses = [run(torch.full((1, 4), float(k))).item() for k in range(3)]
-        assert losses[2] != losses[1]
-        ds_patches.unapply_all()
-    return counts
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_compiled_training_step_passes_every_wrapper(stage: int) -> None:
-    """As often as an eager one: none is skipped, and none breaks it."""
-    found = []
-    for compiles in (False, True):
-        with World() as ranks:  # of its own, as a wrapper that was made is used again
-            found.append(ranks.run(train, stage, compiles)[0])
-    assert found[0] == found[1]
-    assert found[0]["deepspeed.runtime.engine:DeepSpeedEngine.backward"] >= 3
 
 
 def test_a_wrapper_costs_two_calls_of_python(sample: ModuleType) -> None:

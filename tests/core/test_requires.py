@@ -90,17 +90,3 @@ import deepspeed.runtime.engine
 print(states())
 """
     assert two.output(code, DS_PATCHES="upper") == "ready reverted\n"
-
-
-def test_applied_again_where_the_required_one_may_not_be(two: fake.Place) -> None:
-    """The status says so, and not that it was taken back."""
-    code = f"""{STATES}
-ds_patches.apply("upper")
-ds_patches.unapply("upper")
-ds_patches.core.lifecycle.lives["base"].journal.install = None  # which nobody can call
-try:
-    ds_patches.apply("upper")
-except ds_patches.PatchNotApplied as error:
-    print(error)
-"""
-    assert "upper is blocked: needs base, which is failed" in two.output(code)
