@@ -25,6 +25,17 @@ from torch.utils.checkpoint import checkpoint
 from ds_patches.proofs.frame import CONFIG, DeepSpeed, PyTorch
 
 
+class Around(nn.Module):
+    """A net in a model with a forward of its own."""
+
+    def __init__(self, net, forward):
+        super().__init__()
+        self.net, self.run = net, forward
+
+    def forward(self, *inputs):
+        return self.run(self.net, *inputs)
+
+
 def train(engine, data):
     for _ in range(20):
         for x, y in data:
@@ -78,20 +89,11 @@ def gradient_penalty(start, net, data):
         yield loss
 
 
-class Recomputed(nn.Module):
-    def __init__(self, net, recompute):
-        super().__init__()
-        self.net, self.recompute = net, recompute
-
-    def forward(self, x):
-        return self.net[2](self.recompute(self.net[:2], x.requires_grad_()))
-
-
 def own_checkpointing(start, net, data):
     device = type(deepspeed.accelerator.get_accelerator())
     device.Stream = property(lambda _: lambda **_: None)  # which a CPU has none of
-    own = deepspeed.checkpointing.checkpoint
-    model = Recomputed(net, own if start is DeepSpeed else lambda run, x: run(x))
+    own = deepspeed.checkpointing.checkpoint if start is DeepSpeed else lambda run, x: run(x)
+    model = Around(net, lambda net, x: net[2](own(net[:2], x.requires_grad_())))
     return train_by_halves(start(model), *data[0])
 
 
@@ -131,20 +133,13 @@ def experts(start, net, data):
     return train_towers(start, data, turns[dist.get_rank() :][:20])
 
 
-class ForCausalLM(nn.Module):
-    """Its outputs lead to one another, as those of transformers do."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, labels):
-        logits = self.net(x)
-        return {"loss": mse_loss(logits, labels), "logits": logits}
+def for_causal_lm(net, x, labels):
+    logits = net(x)  # and so the outputs lead to one another, as those of transformers do
+    return {"loss": mse_loss(logits, labels), "logits": logits}
 
 
 def outputs(start, net, data, plain=False):
-    engine = start(ForCausalLM(net), gradient_accumulation_steps=4)
+    engine = start(Around(net, for_causal_lm), gradient_accumulation_steps=4)
     for _ in range(20):
         for x, y in data:
             loss = engine(x, y)["loss"]
@@ -234,23 +229,13 @@ def block(start, net, data):
         yield loss
 
 
-class Adapted(nn.Module):
-    """A frozen base and an adapter, recomputed in the backward."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.base, self.adapter = nn.Sequential(nn.LayerNorm(16), net), nn.Linear(16, 16)
-        self.base.requires_grad_(False)
-
-    def parts(self, x):
-        return self.base(x) + self.adapter(x)
-
-    def forward(self, x):
-        return checkpoint(self.parts, x.requires_grad_(), use_reentrant=False)
+def adapted(parts, x):
+    return checkpoint(lambda x: parts[0](x) + parts[1](x), x.requires_grad_(), use_reentrant=False)
 
 
 def adapters(start, net, data):
-    return train(start(Adapted(net)), data[:1])
+    frozen, adapter = nn.Sequential(nn.LayerNorm(16), net).requires_grad_(False), nn.Linear(16, 16)
+    return train(start(Around(nn.ModuleList([frozen, adapter]), adapted)), data[:1])
 
 
 def inference_mode(start, net, data):
@@ -261,25 +246,19 @@ def inference_mode(start, net, data):
         yield loss
 
 
-class Table(nn.Module):
+def rotated(net):
     """The sines of a rotary table, at positions that bf16 has not."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-        self.register_buffer("at", torch.arange(4096, 4112, dtype=torch.float32))
-
-    def forward(self, x):
-        return self.net((x * self.at.float().sin()).to(self.net[0].weight.dtype))
+    net.register_buffer("at", torch.arange(4096, 4112, dtype=torch.float32))
+    return Around(net, lambda net, x: net((x * net.at.float().sin()).to(net[0].weight.dtype)))
 
 
 def fp32_buffers(start, net, data):
-    return train(start(Table(net)), data[:1])
+    return train(start(rotated(net)), data[:1])
 
 
 def buffers_in_init(start, net, data):
     with deepspeed.zero.Init(config_dict_or_path=CONFIG, enabled=start is DeepSpeed):
-        model = Table(net)
+        model = rotated(net)
     return train(start(model), data[:1])
 
 
@@ -292,18 +271,13 @@ def loaded(start, net, data):
     return train(start(model), data[:1])
 
 
-class Tiled(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        x, params = x.requires_grad_()[None], [*self.net.parameters()]
-        return TiledMLP.apply(lambda net, tile: net(tile), self.net, x, 2, params)[0]
+def in_tiles(net, x):
+    x, params = x.requires_grad_()[None], [*net.parameters()]
+    return TiledMLP.apply(lambda net, tile: net(tile), net, x, 2, params)[0]
 
 
 def tiled(start, net, data):
-    return train(start(net if start is PyTorch else Tiled(net)), data[:1])
+    return train(start(net if start is PyTorch else Around(net, in_tiles)), data[:1])
 
 
 def by_schedule(start, net, data, kind, settings, rate):
