@@ -95,7 +95,8 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     _print(_answers(found["patches"]))
     if verbose:
         print("drift")
-        _print(one for verdict in verdicts.values() for one in verdict.drift)
+        seen = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
+        _print(text for verdict in seen for text in verdict.drift)
     for warning in found["warnings"]:
         print(f"warning: {warning}")
     print("start-up")
@@ -186,7 +187,8 @@ def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
 def _later(fixes: list[Fix], verbose: bool) -> Iterator[str]:
     """Count the fixes that the release lacks, or tell them."""
     cured = sum(bool(one.by) for one in fixes)
-    yield f"{len(fixes)} may concern you; cured by patches: {cured}; -v lists them"
+    more = "" if verbose else "; doctor -v lists them"
+    yield f"{len(fixes)} may concern you; cured by patches: {cured}{more}"
     for one in fixes if verbose else ():
         helps = f"cured by {one.by}" if one.by else f"right in {one.right}"
         where = ", ".join(one.needs.split()).replace("_", " ")

@@ -163,6 +163,13 @@ def test_a_file_that_is_not_there_is_none(tmp_path: Path) -> None:
     assert run(str(tmp_path / "job.log")).returncode == explain.UNKNOWN
 
 
+def test_lines_of_other_ranks_are_no_part_of_an_error() -> None:
+    lines = ("[rank0]: File 'mine.py'", "[rank1]: File 'deepspeed.py'", "[rank0]: ValueError: mine")
+    (error,) = pasted.read("\n".join(lines)).errors
+    assert "mine.py" in error.evidence
+    assert "deepspeed.py" not in error.evidence
+
+
 def test_a_log_of_50_mb_takes_less_than_a_second() -> None:
     lines = "[2026-11-20 10:00:00,000] [INFO] [Rank 0] step=7, skipped=0, loss 2.31\n" * 740_000
     error = "AssertionError: Cannot partition a param in flight\n"
