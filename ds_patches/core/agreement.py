@@ -62,7 +62,8 @@ def compare(engine: Any) -> None:
 
     if not dist.is_initialized():
         return
-    ranks, me = ranks_of(engine), dist.get_rank()
+    ranks = tuple(map(int, dist.get_process_group_ranks(reduction_group(engine))))
+    me = dist.get_rank()
     trouble = ""
     if len(ranks) > 1:
         trouble = exchange(store(), meeting("ranks", ranks, me), ranks, me, holdings())
@@ -77,13 +78,6 @@ def compare(engine: Any) -> None:
 def reduction_group(engine: Any) -> Any:
     """Return the process group of the ranks that share an engine's gradients."""
     return getattr(engine, "seq_data_parallel_group", None) or engine.data_parallel_group
-
-
-def ranks_of(engine: Any) -> tuple[int, ...]:
-    """Return those ranks, as the default group counts them."""
-    import torch.distributed as dist
-
-    return tuple(map(int, dist.get_process_group_ranks(reduction_group(engine))))
 
 
 def meeting(subject: str, ranks: Sequence[int], me: int) -> str:
