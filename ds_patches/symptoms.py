@@ -33,7 +33,9 @@ _GONE = ("`The size of tensor a (64) must match the size of tensor b (0)`",
          "`Expected !gamma.defined() || gamma.numel() == C to be true, but got false`",
          "`weight should have at least three dimensions`")
 _LOSSES = ("two loss last", "two loss first", "several loss last", "only last backward")
-_DROPPED = ("micro step lost", "micro step drop")
+_WORSE = ("accumulation worse", "accumulation higher", "accumulation differ", "accumulation wrong",
+          "accumulation diverge", "accumulation converge")
+_DROPPED = ("micro step lost", "micro step drop", *_WORSE)
 _NO_SECTION = "`DeepSpeedConfigError: ... has been removed`"
 CURED = (
     Symptom("two backwards over one forward",
@@ -86,18 +88,18 @@ CURED = (
             proof="unused-offload"),
     Symptom("`overlap_comm`, and a parameter that the last micro step does not use",
             "its gradient is lost", (1,), "0.16.0", None, "accumulation", anchor="micro-steps",
-            needs="accumulation overlap script", proof="other-parameters"),
+            needs="accumulation overlap script", asked=_WORSE, proof="other-parameters"),
     Symptom("outputs that lead to one another, as in `engine(input_ids, labels=labels).loss` of "
             "transformers, and gradient accumulation",
             "all weights move a part as far: with 4 micro steps a quarter or less",
             (0, 1, 2), "0.18.3", "0.19.6", "accumulation", anchor="divided-again",
-            needs="accumulation script", asked=("weight move quarter", "gradient divided again"),
-            proof="outputs"),
+            needs="accumulation script", proof="outputs",
+            asked=("weight move quarter", "gradient divided again", *_WORSE)),
     Symptom("outputs that lead to one another, gradient accumulation, and a plain "
             "`loss.backward()` or `engine.scale(loss).backward()`",
             "all weights move a part as far: with 4 micro steps a quarter or less",
             _12, "0.18.3", None, "accumulation", anchor="divided-again",
-            needs="accumulation script", proof="outputs-plain"),
+            needs="accumulation script", asked=_WORSE, proof="outputs-plain"),
     Symptom("`engine.set_train_batch_size()` in the middle of a training",
             "the next step has a part of its micro steps",
             (0, *_ALL), "0.16.0", None, "accumulation", anchor="batch-size",
@@ -134,6 +136,9 @@ CURED = (
             (0,), "0.17.6", "0.18.6", "half_without_zero", anchor="bf16-without-zero",
             needs="bf16",
             asked=("bf16 without zero", "bf16 stage 0"), proof="bf16"),
+    Symptom("bf16, and `grad_accum_dtype` of fp32", "nothing trains", (1,), "0.18.3", "0.18.5",
+            "half_without_zero", anchor="bf16-without-zero", needs="sums",
+            asked=("bf16 not train", "bf16 nothing train", "fp32 sum not train"), proof="sums"),
     Symptom("bf16 without ZeRO, or at ZeRO-1 with fp32 sums: save and resume",
             "`object has no attribute 'dp_process_group'`, or the optimizer starts anew",
             (0, 1), "0.17.6", "0.18.5", "half_without_zero", anchor="bf16-without-zero",
@@ -259,6 +264,10 @@ CURED = (
               "zero12_gradients", anchor="sums-read-wrong", needs="sums script",
               asked=("safe_get_full_grad",))
       for first, right in (("0.16.0", "0.17.6"), ("0.18.5", "0.19.8"))),
+    Symptom("bf16, `grad_accum_dtype` of fp32, and `safe_get_full_grad`",
+            "it reads 65,536 times as much",
+            (1,), "0.17.6", "0.18.3", "half_without_zero", anchor="sums-read-wrong",
+            needs="sums script", asked=("safe_get_full_grad",)),
     *(Symptom("bf16 with fp32 sums on several ranks, and `safe_set_full_grad`",
               "what it sets is never stepped", (1,), first, right, "zero12_gradients",
               anchor="sums-read-wrong", needs="sums script", asked=("safe_set_full_grad",))

@@ -220,13 +220,16 @@ def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
 
 def _measured(one: Symptom) -> str:
     """What its proof comes to, as `python -m tests.releases measure` has written."""
-    found = json.loads((_ROOT / "docs" / "measured.json").read_text(encoding="utf-8"))
-    told = {at: of for at, of in found.get(one.proof, {}).items() if one.is_wrong(Version(at))}
-    if not told:
+    measured = json.loads((_ROOT / "docs" / "measured.json").read_text(encoding="utf-8"))
+    of = measured.get(one.proof, {})
+    releases = sorted(filter(lambda at: one.is_wrong(Version(at)), of), key=Version)
+    if not releases:
         return ""
-    stock = ", ".join(f"{_off(of['stock'])} on {at}" for at, of in told.items())
-    worst = max((of["patched"] for of in told.values()), key=float)
-    return f"<br><small>Measured: {stock}; patched {_off(worst)}.</small>"
+    stock = {told: [at for at in releases if of[at]["stock"] == told]
+             for told in (of[at]["stock"] for at in releases)}  # fmt: skip
+    told = ", ".join(f"{_off(what)} on {' and '.join(at)}" for what, at in stock.items())
+    worst = max((of[at]["patched"] for at in releases), key=float)
+    return f"<br><small>Measured: {told}; patched {_off(worst)}.</small>"
 
 
 def _off(told: str) -> str:

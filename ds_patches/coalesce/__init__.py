@@ -74,8 +74,8 @@ Cost
 
 Why
     DeepSpeed has the method from 0.19.1 on. If something inside raises, DeepSpeed's method reduces
-    what is there, so half a block becomes a step. And ``no_sync()``, which ``accelerator.accumulate()`` calls, is an AssertionError at
-    stages 2 and 3.
+    what is there, so half a block becomes a step. And ``no_sync()``, which
+    ``accelerator.accumulate()`` calls, is an AssertionError at stages 2 and 3.
 
 How
     - The patch adds the method, or replaces DeepSpeed's.

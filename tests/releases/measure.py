@@ -15,7 +15,7 @@ from tests.releases import RELEASES, ROOT, each, install_one, say
 from tests.releases.run import python
 
 FILE = ROOT / "docs" / "measured.json"
-_TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(\w+))", re.M)
+_TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
 
 
 def measure(names: Sequence[str]) -> int:
