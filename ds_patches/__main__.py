@@ -80,7 +80,9 @@ def _explain(chosen: Namespace) -> int:
 def _prove(chosen: Namespace) -> int:
     from ds_patches.commands import prove
 
-    return prove.prove(chosen.name, script=chosen.script) if chosen.name else prove.listed()
+    if not chosen.name:
+        return prove.listed()
+    return prove.prove(chosen.name, chosen.svg, script=chosen.script)
 
 
 def _run(chosen: Namespace) -> None:
@@ -158,6 +160,7 @@ def _parser() -> ArgumentParser:
     prove.epilog = "exit status: 0, patched is right, stock or not; 1, patched is wrong"
     prove.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
     prove.add_argument("--script", action="store_true", help="print the script, for an issue")
+    prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")
     run = add("run", _run, "run a command, and all that it starts, patched")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     status = add("status", _status, "list the patches: name, state, reason", as_json)

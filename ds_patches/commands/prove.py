@@ -16,6 +16,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches import proofs
+from ds_patches.commands import picture
 from ds_patches.core import columns, flags, release
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.symptom import Symptom, plain
@@ -27,6 +28,7 @@ SIDES = ("PyTorch", "stock", "patched")
 RIGHT, WRONG = 0, 1
 #: Of what PyTorch learns: half precision is off by 3e-4, and the smallest defect by 1e-2.
 ROUNDING = 1e-3
+_BARS = "▁▂▃▄▅▆▇█"
 _PATIENCE = 300  # seconds
 
 
@@ -59,18 +61,11 @@ def listed() -> int:
     return RIGHT
 
 
-def prove(name: str, *, script: bool) -> int:
-    """Train the script of a row on all sides, and print what they come to; or print it."""
-    title, text = composed(name)
-    if script:
-        print(text, end="")
-        return RIGHT
-    print(f"{title}\n", flush=True)
-    return compare(text)
+def prove(name: str, svg: Path | None = None, *, script: bool) -> int:
+    """Train the script of a row on all sides, and print what they come to; or print it.
 
-
-def composed(name: str) -> tuple[str, str]:
-    """Return the title of a proof and its reproducer, for the row that this release has."""
+    svg: the file of a picture of it.
+    """
     rows = [one for one in CURED if one.proof == name]
     if not rows:
         known = [one.proof for one in CURED if one.proof]
@@ -78,19 +73,28 @@ def composed(name: str) -> tuple[str, str]:
     here = _here()
     row = next((one for one in rows if one.is_wrong(here)), rows[-1])
     title = f"DeepSpeed {here}, {_told(row)}"
-    return title, proofs.compose(name, _stage(row), title)
+    text = proofs.compose(name, _stage(row), title)
+    if script:
+        print(text, end="")
+        return RIGHT
+    if svg:
+        picture.must_draw()
+    print(f"{title}\n", flush=True)
+    return compare(text, title, svg)
 
 
-def compare(text: str) -> int:
+def compare(text: str, title: str = "", svg: Path | None = None) -> int:
     """Run a reproducer on all sides, and print what they come to; returns the exit status."""
-    runs = train(text)
+    runs = _train(text)
     expected, stock, patched = (runs[side] for side in SIDES)
     if expected.error:
         raise DsPatchesError(f"plain PyTorch does not train: {expected.error}")
-    print("\n".join(_table(runs)))
+    print("\n".join([*_table(runs), "", *_sparks(runs)]))
     print(f"\nstock:   {stock.told(expected)}\npatched: {patched.told(expected)}")
     verdicts = [f"{n} is {'right' if runs[n].is_right(expected) else 'wrong'}" for n in SIDES[1:]]
     print(f"verdict: {', '.join(verdicts)}")
+    if svg:
+        picture.draw(title, {side: one.losses for side, one in runs.items()}, svg)
     return RIGHT if patched.is_right(expected) else WRONG
 
 
@@ -110,7 +114,7 @@ def _told(one: Symptom) -> str:
     return f"ZeRO {_stage(one)}: {plain(one.script)}: {plain(one.outcome)}"
 
 
-def train(text: str) -> dict[str, Run]:
+def _train(text: str) -> dict[str, Run]:
     """Train on all sides at once, each in processes of its own."""
     theirs = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
     theirs |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -146,3 +150,15 @@ def _table(runs: Mapping[str, Run]) -> list[str]:
     steps = enumerate(zip(*trained.values(), strict=True), 1)
     rows = [(str(at), *(f"{loss:.4f}" for loss in losses)) for at, losses in steps]
     return columns.aligned([("step", *trained), *rows])
+
+
+def _sparks(runs: Mapping[str, Run]) -> list[str]:
+    """A line for each side: how high each loss is, from 0 to PyTorch's highest."""
+    top = max(runs["PyTorch"].losses)
+
+    def bar(loss: float) -> str:
+        height = min(1.0, loss / top) if loss == loss else 1.0  # NaN is as bad as it gets
+        return _BARS[round(height * (len(_BARS) - 1))]
+
+    lines = [(side, "".join(map(bar, one.losses))) for side, one in runs.items() if one.losses]
+    return columns.aligned(lines)

@@ -33,7 +33,7 @@ def built() -> list[Any]:
 
 
 def replacement(wrapper: Wrapper) -> str:
-    """Say what stands in a wrapped method's place at a known engine or optimizer.
+    """Say what stands in a wrapped method's place at a known engine or optimizer, or its class.
 
     Nothing where a call comes to the wrapper.
     """
@@ -46,7 +46,16 @@ def replacement(wrapper: Wrapper) -> str:
 def _replacement(wrapper: Wrapper) -> str:
     for engine in [*known]:
         for thing in (engine, getattr(engine, "optimizer", None)):
-            value = getattr(thing, "__dict__", {}).get(wrapper.name, wrapper.installed)
-            if wrapper.owner in type(thing).__mro__ and not live.leads_to(value, wrapper.installed):
-                return f"{live.origin(value)} at one {type(thing).__name__}"
+            kinds = type(thing).__mro__
+            if wrapper.owner not in kinds:
+                continue
+            value = getattr(thing, "__dict__", {}).get(wrapper.name, live.MISSING)
+            if value is not live.MISSING and not live.leads_to(value, wrapper.installed):
+                return f"{live.origin(value)} at one {kinds[0].__name__}"
+            for kind in kinds[: kinds.index(wrapper.owner)]:
+                value = live.raw(kind, wrapper.name)
+                if value is live.MISSING or kind.__module__.startswith("deepspeed."):
+                    continue  # DeepSpeed's own subclasses know what they do
+                if not live.calls_base(value, wrapper.owner):
+                    return f"{live.origin(value)} in {kind.__name__}"
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from ds_patches.core.patch import Place
@@ -104,6 +104,18 @@ def path_to(top: Any, wanted: Any) -> list[Any]:
 def leads_to(value: Any, wanted: Any) -> bool:
     """Whether a call of `value` may come to `wanted`."""
     return bool(path_to(value, wanted))
+
+
+def calls_base(method: Any, base: Owner) -> bool:
+    """Whether a method of a subclass speaks of `super()`, or of the class it would call."""
+    function = innermost(method)
+    code = getattr(function, "__code__", None)
+    return code is None or not {"super", base.__name__}.isdisjoint(_names_in(code))
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def origin(value: Any) -> str:

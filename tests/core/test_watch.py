@@ -86,6 +86,37 @@ def test_a_replacement_is_named_once_and_a_wrapper_that_calls_ours_is_none(
             assert sum("is replaced by" in line for line in heard) == 1
 
 
+def in_a_subclass(name: str, calls: bool) -> tuple[bool, str]:
+    """Of an engine whose class has a method of its own, which calls ours or not."""
+    import deepspeed
+
+    class Bare(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+        def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    class Calling(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+        def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+            return super().zero_grad(*args, **kwargs)
+
+    ds_patches.apply(name)
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Calling if calls else Bare)
+            engine = build(stage=1)
+        status = ds_patches.status()[name]
+        assert isinstance(engine, Calling if calls else Bare)
+        return status.live, status.reason
+    finally:
+        ds_patches.unapply(name)
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["replaced", "called"])
+def test_a_subclass_that_does_not_call_ours_is_named(world: World, name: str, calls: bool) -> None:
+    for is_live, reason in world.run(in_a_subclass, name, calls):
+        assert is_live is calls
+        assert calls or "in Bare" in reason
+
+
 def at_an_older_engine(name: str) -> tuple[bool, bool]:
     """It was built, and its method replaced, before the patch was applied."""
     engine = build(stage=1)
