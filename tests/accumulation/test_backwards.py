@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scripts import by_hand, heads, losses, nested, slopes
+from tests.scripts import by_hand, engines, heads, losses, nested, slopes
 from tests.training import stock
 from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import both_losses, loss_of
@@ -63,8 +63,9 @@ def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int
         for more in ({}, PLAIN)
     ),
     accumulation(slopes.slope_in_each_micro_step, 1, 2, 3),  # and is not divided by them
+    accumulation(engines.gan, 1, 2),
 )
-def test_autograd_grad_is_no_backward_of_the_step(world: World, case: Case) -> None:
+def test_what_is_no_backward_of_the_step(world: World, case: Case) -> None:
     case.check(world)
 
 

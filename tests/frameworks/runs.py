@@ -62,14 +62,11 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     patches = registry.patches().items()
     found.offered = [name for name, one in patches if release.covers(one.supported, here)]
     found.losses = trained.losses
-    models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
-    if isinstance(models[0], DeepSpeedEngine):
-        found.engine_steps = models[0].global_steps
-    for index, model in enumerate(models):
-        named = trainers.parameters(getattr(model, "module", model))
-        gatherers = [vars(module).get("pre_bwd_fn") for module in model.modules()]
-        found.gathers += Counter(one.__module__.partition(".")[0] for one in gatherers if one)
-        found.parameters |= {f"{index}.{name}": param for name, param in named.items()}
+    if isinstance(trained.model, DeepSpeedEngine):
+        found.engine_steps = trained.model.global_steps
+    gatherers = [vars(module).get("pre_bwd_fn") for module in trained.model.modules()]
+    found.gathers = Counter(one.__module__.partition(".")[0] for one in gatherers if one)
+    found.parameters = trainers.parameters(getattr(trained.model, "module", trained.model))
     return found
 
 
@@ -143,6 +140,5 @@ def part_lost(run: Run, reference: Run, start: trainers.Parameters) -> float:
 
 
 def moved(reference: Run, start: trainers.Parameters) -> float:
-    """The first model alone, of several."""
-    ends = {name: reference.parameters[f"0.{name}"] for name in start}
+    ends = {name: reference.parameters[name] for name in start}
     return trainers.worst_difference(ends, start)[0]

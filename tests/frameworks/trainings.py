@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.frameworks import runs, saved
-from tests.frameworks.user import accelerated, engines
+from tests.frameworks.user import accelerated
 from tests.training.trainers import Parameters
 from tests.world import World
 
@@ -36,7 +36,6 @@ class Training:
     given, without: what it gets with and without DeepSpeed; and other arguments without, `alone`.
     unset: settings that the framework wants to choose.
     stock, old: what stock comes to by stage, on the newest release and on an old one.
-    old_fails: stages at which patched has stock's error there.
     losses: how many of one process are one of both ranks together; 0: a rank tells its own.
     reductions: of a step, where it is right. package: of the extra `frameworks`, that it imports.
     """
@@ -47,7 +46,6 @@ class Training:
     start: Callable[[Path], Parameters]
     stock: Mapping[int, str]
     old: Mapping[int, str] = field(default_factory=dict)
-    old_fails: tuple[int, ...] = ()
     reductions: int | None = None
     steps: int = 4
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -94,11 +92,6 @@ def _in(folder: Path, arguments: tuple[Any, ...]) -> list[Any]:
     return [folder / one if isinstance(one, Path) else one for one in arguments]
 
 
-def named(seed: int, build: Callable[[], torch.nn.Module], prefix: str = "") -> Parameters:
-    torch.manual_seed(seed)
-    return {prefix + name: param.detach() for name, param in build().named_parameters()}
-
-
 def causal(folder: Path) -> Parameters:
     return saved.save_causal(folder / "lm")
 
@@ -115,15 +108,9 @@ def embedder(folder: Path) -> Parameters:
 
 
 def heads(_: Path, prefix: str = "") -> Parameters:
-    return named(accelerated.SEED, accelerated.TwoHeads, prefix)
-
-
-def encoder(_: Path, seed: int = 9) -> Parameters:
-    return named(seed, lambda: engines.two_layers(engines.WIDTH))
-
-
-def generator(_: Path) -> Parameters:
-    return encoder(_, 8)
+    torch.manual_seed(accelerated.SEED)
+    start = accelerated.TwoHeads().named_parameters()
+    return {prefix + name: param.detach() for name, param in start}
 
 
 def steps(micro_steps: int) -> dict[str, Any]:
@@ -139,19 +126,12 @@ LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
 DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {3: CHECKPOINTED})
 ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
 OF_ENGINE = ("accelerated:train", ("two_losses_of_engine",), heads, REFUSED, REFUSED)
-CACHED = ("engines:cached_gradients", (), encoder, {1: WRONG, 2: WRONG, 3: RIGHT})
-#: The discriminator is zeroed where PyTorch would zero it, after the generator's backward. Frozen,
-#: nothing in it gets a gradient of the generator's loss, which passes through it.
-GAN = ("engines:adversaries", (), generator)
-ZEROED, PASSED = {1: RIGHT, **TWICE}, {1: RIGHT, **BOTH_RIGHT}
 ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
 RARE: dict[str, Any] = {"exhaustive": True}
 HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
-LAYERS: dict[str, Any] = {"batch": engines.BATCH, "losses": 0, "steps": engines.STEPS}
 OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
-FROZEN: dict[str, Any] = {"given": {"freezes": True}, "reductions": 2}
 ALONE: dict[str, Any] = {"alone": ("two_losses",), "steps": 8}
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, **FOUR, **steps(4))
@@ -160,7 +140,6 @@ TRAINER_OFFLOADED = replace(
 )
 TITLE = "Accelerate, two losses, `no_sync()` of the engine"
 TWO_LOSSES = Training(TITLE, *OF_ENGINE, **ONCE, **ALONE, **steps(1), **HEADS)
-GRADCACHE = Training("GradCache's loop", *CACHED, **FOUR, **RARE, **LAYERS)
 TRAININGS = [
     TRAINER,
     TRAINER_OFFLOADED,
@@ -170,7 +149,4 @@ TRAININGS = [
     TWO_LOSSES,
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO, **RARE),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT, **RARE),
-    GRADCACHE,
-    Training("a GAN", *GAN, ZEROED, ZEROED, old_fails=(3,), **LAYERS),
-    Training("a GAN, frozen critic", *GAN, PASSED, PASSED, **FROZEN, **LAYERS),
 ]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Trained(NamedTuple):
     """What a script comes to.
 
-    model: as the framework wraps it; or several.
+    model: as the framework wraps it.
     losses: that rank 0 has seen.
     """
 
