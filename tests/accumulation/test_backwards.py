@@ -16,7 +16,7 @@ from tests.training import stock
 from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import both_losses, loss_of
 from tests.training.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.training.run import applied, measure, run
+from tests.training.run import run
 from tests.world import World, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -151,6 +151,6 @@ def test_a_parameter_costs_the_same_beside_many(stage: int) -> None:
     for depth in (8, 16, 64, 72):
         model: Any = lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))  # noqa: B023, E731
         options = Options(stage, model=model)
-        calls.append(measure(train, options, applied("accumulation"), looks=["calls"]).calls)
+        calls.append(run(train, options, "accumulation", looks=["calls"]).calls)
     few, more, many, most = calls
     assert 0 < most - many < 1.05 * (more - few)

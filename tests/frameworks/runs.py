@@ -18,11 +18,6 @@ from tests.training import options, trainers
 from tests.training.collectives import Gradients
 from tests.world import World
 
-#: Single precision, after a few steps of SGD.
-EXACT = 1e-6
-#: What is wrong is off by more than this part of all that was learned.
-LOST = 0.05
-
 
 @dataclass
 class Run:
@@ -99,15 +94,6 @@ def a_new_process() -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
-def on_one(world: World, name: str, *arguments: Any, **options: Any) -> Run:
-    """The reference, which no engine has trained."""
-    (found,) = world.run(script, name, *arguments, **options)
-    assert not found.error, found.error
-    assert found.engine_steps is None
-    assert not found.live, "the script applies them"
-    return found
-
-
 def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
     """What rank 0 has come to, trained by an engine of DeepSpeed, or why not."""
     first, second = world.run(script, name, *arguments, **options)
@@ -118,27 +104,9 @@ def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
     return first
 
 
-def assert_equal(run: Run, reference: Run) -> None:
-    """Its parameters are those of the reference."""
-    assert not run.error, run.error
-    assert trainers.worst_difference(run.parameters, reference.parameters)[0] < EXACT
-
-
 def assert_patched(run: Run) -> None:
     """By the environment alone, and with nothing to complain of."""
     assert not run.error, run.error
     assert run.live
     assert set(run.live) == set(run.offered)
     assert not run.heard
-
-
-def part_lost(run: Run, reference: Run, start: trainers.Parameters) -> float:
-    """How far a run ended from the reference, as a part of how far that went."""
-    assert not run.error, run.error
-    apart = trainers.worst_difference(run.parameters, reference.parameters)[0]
-    return apart / moved(reference, start)
-
-
-def moved(reference: Run, start: trainers.Parameters) -> float:
-    ends = {name: reference.parameters[name] for name in start}
-    return trainers.worst_difference(ends, start)[0]

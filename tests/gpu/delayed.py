@@ -11,9 +11,10 @@ import torch
 
 from tests.stream_safety import on_streams
 from tests.training.options import Options
+from tests.training.parameters import Parameters
 from tests.training.run import Script, applied
 from tests.training.surroundings import build_engine
-from tests.training.trainers import EngineTrainer, Parameters
+from tests.training.trainers import EngineTrainer
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 

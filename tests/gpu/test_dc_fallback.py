@@ -11,8 +11,7 @@ import pytest
 import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.test_training import CASES, PATTERNS
-from tests.gpu.exact import in_a_row
-from tests.gpu.held import WIDTH, Held, deep_compiled, hold, repeated
+from tests.gpu.held import WIDTH, Held, deep_compiled, hold, in_a_row, repeated
 from tests.scripts import deepcompile
 from tests.scripts.declared import Script
 from tests.training.options import BF16, Options

@@ -192,9 +192,7 @@ class Crossed:
 
 
 def cases() -> list[Crossed]:
-    """Of every eager script but Muon's, which chooses its optimizer."""
-    eager = [one for one in scripts() if one.on == EAGER and not one.options.muon]
-    return [Crossed(one, row) for one in eager for row in rows(one)]
+    return [Crossed(one, row) for one in scripts() if one.on == EAGER for row in rows(one)]
 
 
 def rows(script: Script) -> Iterator[Row]:

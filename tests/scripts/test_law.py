@@ -72,11 +72,3 @@ def test_what_patches_add_to_a_step_does_not_grow_with_the_model(
 
 def test_the_page_is_of_today() -> None:
     assert page.FILE.read_text(encoding="utf-8") == page.text(), "python -m tests.scripts.page"
-
-
-def test_marks_are_of_what_there_is() -> None:
-    for script in scripts():
-        assert {*script.grouped, *script.awaits} <= {*script.stock}, script.name
-        for awaits in script.awaits.values():
-            assert {*awaits} <= {*law.KINDS}, script.name
-            assert all(awaits.values()), f"{script.name} does not say why"

@@ -48,10 +48,14 @@ def two_windows(trainer: Any) -> None:
     """Two blocks and two calls of step() make one step of two micro steps."""
     for step in trainer.steps():
         for part in range(2):
-            with trainer.window():
-                for micro in range(2):
-                    trainer.backward(loss_of(trainer, step, 2 * part + micro))
+            part_of_a_step(trainer, step, part)
             trainer.step()
+
+
+def part_of_a_step(trainer: Any, step: int, part: int) -> None:
+    with trainer.window():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, step, 2 * part + micro))
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, at_rest=False)
@@ -59,9 +63,7 @@ def two_windows_before_one_step(trainer: Any) -> None:
     """Two blocks and one call of step()."""
     for step in trainer.steps():
         for part in range(2):
-            with trainer.window():
-                for micro in range(2):
-                    trainer.backward(loss_of(trainer, step, 2 * part + micro))
+            part_of_a_step(trainer, step, part)
         trainer.step()
 
 

@@ -107,15 +107,6 @@ def test_graphs(world: World, case: Case) -> None:
 
 
 @on_ranks
-@pytest.mark.parametrize("model", GRAPHS)
-def test_graphs_train_on_stock_with_one_backward_and_not_with_two(model: str) -> None:
-    """It crashes; where checkpointing gathers again, on older releases, it trains wrong."""
-    assert run(partial(several_backwards, backwards=1), Options(model=model)).equal
-    outcome = run(several_backwards, Options(model=model))
-    assert outcome.error or outcome.difference > 0.01
-
-
-@on_ranks
 @pytest.mark.core_case
 @pytest.mark.parametrize("style", stock.STYLES)
 def test_stock_crashes_at_the_second_backward_of_stage_3(style: str) -> None:

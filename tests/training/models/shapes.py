@@ -164,3 +164,48 @@ class Linears(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class FloatInput(TwoHeads):
+    """Starts from features, so that a user can ask for gradients at the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+
+
+class Critic(nn.Module):
+    """Judges continuous inputs, and keeps what lies in its middle: for penalties on gradients."""
+
+    middle: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.judge = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.middle = self.blocks[0](x)
+        return self.judge(self.blocks[1](self.middle))
+
+
+class PlainCritic(nn.Module):
+    """Saves nothing but views of weights, and what the Tanh has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Judged(TwoHeads):
+    """Has a head that judges where it does not train, as a metric or a value head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> Losses:
+        return super().heads(x if self.training else self.judge(x))
