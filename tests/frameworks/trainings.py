@@ -35,7 +35,7 @@ class Training:
     """One script.
 
     arguments: paths are of files in the folder of all. start: saves a model there, if it is to.
-    given, without: what it gets with and without DeepSpeed; and other arguments without, `alone`.
+    given, without: what it gets with and without DeepSpeed.
     unset: settings that the framework wants to choose.
     stock, old: what stock comes to by stage, on the newest release and on an old one.
     losses: how many of one process are one of both ranks together; 0: a rank tells its own.
@@ -52,7 +52,6 @@ class Training:
     steps: int = 4
     given: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, Any] | None = None
-    alone: tuple[Any, ...] = ()
     batch: int | str = "auto"
     losses: int = 1
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -70,8 +69,7 @@ class Training:
     def on_one(self, world: World, folder: Path) -> runs.Run:
         """The reference: one process, whose batches are those of both ranks."""
         without = self.given if self.without is None else self.without
-        arguments = _in(folder, self.alone or self.arguments)
-        (found,) = world.run(runs.script, self.script, *arguments, **without)
+        (found,) = world.run(runs.script, self.script, *_in(folder, self.arguments), **without)
         assert not found.error, found.error
         assert found.engine_steps is None
         assert not found.live, "the script applies them"
@@ -137,28 +135,25 @@ APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
 LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
 DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {3: CHECKPOINTED})
 ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
-OF_ENGINE = ("accelerated:train", ("two_losses_of_engine",), heads, REFUSED, REFUSED)
+OF_ENGINE = ("accelerated:train", ("two_losses",), heads, REFUSED, REFUSED)
 ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
 RARE: dict[str, Any] = {"exhaustive": True}
 HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
 OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
-ALONE: dict[str, Any] = {"alone": ("two_losses",), "steps": 8}
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, **FOUR, **steps(4))
 TRAINER_OFFLOADED = replace(
     TRAINER, title="the same, offload", zero={"offload_optimizer": {"device": "cpu"}}, **RARE
 )
-TITLE = "Accelerate, two losses, `no_sync()` of the engine"
-TWO_LOSSES = Training(TITLE, *OF_ENGINE, **ONCE, **ALONE, **steps(1), **HEADS)
 TRAININGS = [
     TRAINER,
     TRAINER_OFFLOADED,
     Training("sentence-transformers, cached loss", *SENTENCES, TWICE, **ONCE, **steps(1)),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
     Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
-    TWO_LOSSES,
+    Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO, **RARE),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT, **RARE),
 ]

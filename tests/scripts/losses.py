@@ -70,7 +70,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits={3: GATHERED_AGAIN})
+@script(ALL_RIGHT, costs=GATHERED_AGAIN)
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():

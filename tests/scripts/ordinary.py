@@ -42,7 +42,7 @@ def skipped_step(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, **OFFLOADED, awaits=EACH_GRADIENT)
+@script(ALL_RIGHT, **OFFLOADED, costs=EACH_GRADIENT)
 def offloaded_optimizer(trainer: Any) -> None:
     """The optimizer is on the CPU."""
     one_backward(trainer)
@@ -68,7 +68,7 @@ def reentrant(trainer: Any) -> None:
     one_backward(trainer)
 
 
-@script(ALL_RIGHT, model="SharedBlock", awaits={3: GATHERED_AGAIN})
+@script(ALL_RIGHT, model="SharedBlock", costs=GATHERED_AGAIN)
 def shared_block(trainer: Any) -> None:
     """One block runs three times."""
     one_backward(trainer)

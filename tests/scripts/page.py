@@ -51,11 +51,10 @@ def _lines(script: Script) -> Iterator[str]:
     """A row for the stages that are alike; where nothing is to be said of them, the name alone."""
     alike = defaultdict(list)
     for stage, stock in script.stock.items():
-        awaits = sorted(script.awaits.get(stage, {}).items())
-        alike[stock, tuple(f"{kind}: {why}" for kind, why in awaits)].append(str(stage))
+        alike[stock, script.costs.get(stage, "")].append(str(stage))
     title = f": {script.title}"
-    for (stock, awaits), stages in alike.items():
-        if stock == RIGHT and not awaits and not script.warns:
+    for (stock, costs), stages in alike.items():
+        if stock == RIGHT and not costs and not script.warns:
             yield f"`{script.name}` ({', '.join(stages)})"
             continue
         patched = "says so" if script.warns else RIGHT
@@ -64,7 +63,7 @@ def _lines(script: Script) -> Iterator[str]:
         if stock.startswith(RAISES):
             stock = f"{RAISES} `{stock[len(RAISES) + 2 : -1]}`"
         cells = f"`{script.name}`{title}", ", ".join(stages), stock, patched
-        yield f"| {' | '.join([*cells, ', '.join(awaits)])} |"
+        yield f"| {' | '.join([*cells, f'calls: {costs}' if costs else ''])} |"
         title = ""
 
 

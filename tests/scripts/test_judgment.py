@@ -10,7 +10,7 @@ from tests.scripts import law, ordinary
 from tests.scripts.declared import RIGHT, WRONG
 from tests.training.run import Outcome
 
-SCRIPT = replace(ordinary.one_backward, stock={3: RIGHT}, awaits={})
+SCRIPT = replace(ordinary.one_backward, stock={3: RIGHT}, costs={})
 FINE = Outcome(moved=1.0, difference=0.0, peaks=[10], left=[[]], calls=1000, forwards=2)
 OFF = replace(FINE, difference=0.5, where="embed.weight")
 FAILED = replace(FINE, error="RuntimeError: mat2 must be a matrix")
