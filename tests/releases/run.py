@@ -11,6 +11,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version as version_of
+from math import inf
 from pathlib import Path
 
 import ds_patches
@@ -21,7 +22,7 @@ from tests.releases import each, install_one, say
 MARKED = re.compile(r"pytest\.mark\.core_case|\bcore=")
 
 
-def run(versions: Sequence[str], whole: bool = False, within: float | None = None) -> int:
+def run(versions: Sequence[str], whole: bool = False, within: float = inf) -> int:
     """The core cases on each of `versions`, installed where missing; 1 when one was not good.
 
     whole: every test of every patch instead.
