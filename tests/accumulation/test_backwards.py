@@ -1,7 +1,5 @@
 """What counts as a backward of a step: any that reaches its parameters, and no other; once."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

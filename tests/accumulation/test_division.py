@@ -1,7 +1,5 @@
 """A gradient is divided by the micro steps once, whichever outputs it passes on its way."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from functools import partial
 from typing import Any

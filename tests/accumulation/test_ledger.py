@@ -1,7 +1,5 @@
 """The ledger: where a release's gradients are wrong, and that they are PyTorch's with the patch."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Each benchmark runs, small and on CPU, and prints its rows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

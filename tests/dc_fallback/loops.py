@@ -1,7 +1,5 @@
 """A pattern trained under DeepCompile, with the patch, and by plain PyTorch, held together."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines that are taken in and given back, that fail, and those that are left to stock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 tests/gpu has the patterns and scripts too.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

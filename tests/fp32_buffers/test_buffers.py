@@ -1,7 +1,5 @@
 """Buffers of a model of our own: what the engine and `zero.Init` leave of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Llama and a mixture of experts of transformers: what they compute positions and routes by."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One run of a user's script on a rank, what came of it, and what it must have come to."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Each script ends with the patches where one process without DeepSpeed does; and stock as said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Each script with and without DeepSpeed, what stock makes of it, and what it is held against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine on streams that are late where a race would need them to be. Runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """A pattern by DeepCompile, and by eager ZeRO-3 or plain PyTorch: how far apart they end."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Cases of the CPU suite on real GPUs, with streams and NCCL: against plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The patterns with DeepCompile itself, against eager ZeRO-3."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

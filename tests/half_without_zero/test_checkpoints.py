@@ -1,7 +1,5 @@
 """A resumed training goes on as one that was not interrupted."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon against Muon of one device, which has the whole gradient of a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pipelines: every stage moves as plain PyTorch does over the whole batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -13,8 +13,6 @@ missing is installed, and two releases run at a time. DEEPSPEED_TEST_RELEASES na
 than .releases.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The command line of tests.releases."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from math import inf

@@ -1,7 +1,5 @@
 """The table in docs/compatibility.md, which is its own store: a run changes the rows that ran."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Run the core subset of the suite, or all of the patches' tests, once per DeepSpeed release."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

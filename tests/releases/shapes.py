@@ -3,8 +3,6 @@
 `make shapes` writes the file; `git diff` says what has changed. Nothing of a release is imported.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the releases' page claims, and what is run on each release."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

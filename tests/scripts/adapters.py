@@ -1,7 +1,5 @@
 """Models of which a part is frozen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, script

@@ -5,8 +5,6 @@ comes. What a script declares of its own is its subject and stays; a choice that
 not made.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields

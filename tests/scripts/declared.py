@@ -1,7 +1,5 @@
 """What a script says of itself: options, what stock comes to, where patches cost more."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping

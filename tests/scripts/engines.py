@@ -1,7 +1,5 @@
 """More than one engine in a program."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Steps and micro steps that use one of two heads: the other has no gradient, or an older one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@
   `A_REDUCTION` for each reduction: far less than stock's own calls for one parameter.
 """
 
-from __future__ import annotations
-
 import re
 
 from ds_patches.core.errors import DsPatchesError

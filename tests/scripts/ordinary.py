@@ -1,7 +1,5 @@
 """Ordinary training, in which no patch has anything to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script

@@ -1,7 +1,5 @@
 """docs/scripts.md, of what scripts say of themselves: `python -m tests.scripts.page` writes it."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from tests import releases

@@ -1,7 +1,5 @@
 """The judge can fail: each line of the law, and a declaration of stock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every script, at every stage, held to the law."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Backwards in ``engine.no_sync()``, which are reduced by the next one outside it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

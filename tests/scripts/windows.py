@@ -1,7 +1,5 @@
 """``with engine.coalesce_grad_reduction():``, which 0.19.1 and later have of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

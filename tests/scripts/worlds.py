@@ -1,7 +1,5 @@
 """The processes that scripts run in: stock's have never had a patch applied."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine that trains on streams, as the race detector sees it. Runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Applied and taken back around a living engine."""
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 

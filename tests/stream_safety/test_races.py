@@ -1,7 +1,5 @@
 """Each part, on a release that lacks its fix: stock races, and with the part it does not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

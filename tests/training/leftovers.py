@@ -8,8 +8,6 @@ What lives on an engine as long as a patch is applied has a name in `WHILE_APPLI
 `unapply` nothing at all may be left: `leftovers.since(before, engine, but=())`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a training comes to: the parameters of a model."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 Parameters = dict[str, Tensor]

@@ -1,7 +1,5 @@
 """DeepSpeed's pipeline engine, held against plain PyTorch over the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy

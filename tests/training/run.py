@@ -1,7 +1,5 @@
 """One script by an engine and by plain PyTorch, from one start: the outcome, and a check of it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

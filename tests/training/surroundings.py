@@ -1,7 +1,5 @@
 """What an engine trains in: plainly, under DeepCompile's stand-in, or on detected streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A parameter's weights and states, read and set after a universal checkpoint was loaded."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace

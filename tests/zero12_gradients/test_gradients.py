@@ -1,7 +1,5 @@
 """Gradients in tiles, of no elements, in fp32 sums that scripts use; overflow on one rank alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

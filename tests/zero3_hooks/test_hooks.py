@@ -1,7 +1,5 @@
 """Training goes on after inference mode and generation; several dtypes are gathered together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

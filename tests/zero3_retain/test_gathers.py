@@ -1,7 +1,5 @@
 """What is gathered when, what the prefetcher makes of it, and that an ordinary step is stock's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Whatever the style, the graph and the mode, the gradients are PyTorch's."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

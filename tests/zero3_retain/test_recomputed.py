@@ -1,7 +1,5 @@
 """Checkpointing: what a recomputation sees of frozen parameters, and leaves gathered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ZeRO-3 gathers is what it was given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts of users: each trains a small model by one framework, with DeepSpeed or without."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Batches of this rank's, other ones on each, and the losses over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ They take token ids (so the first layer's input needs no gradient), and hold lay
 leaf parameter for backward (Embedding, LayerNorm) beside those that save a view of it (Linear).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Models that keep or hide something, use a part of themselves, or are not all trained."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
