@@ -1,5 +1,6 @@
 """``with engine.coalesce_grad_reduction():``, which 0.19.1 and later have of their own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,10 +69,14 @@ def two_windows_before_one_step(trainer: Any) -> None:
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, micro_steps=3, at_rest=False)
 def window_among_micro_steps(trainer: Any) -> None:
     """Three micro steps; the second is a block."""
+    among_micro_steps(trainer, trainer.window)
+
+
+def among_micro_steps(trainer: Any, block: Callable[[], Any]) -> None:
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 0))
         trainer.step()
-        with trainer.window():
+        with block():
             trainer.backward(loss_of(trainer, step, 1))
             trainer.backward(loss_of(trainer, step, 2))
         trainer.step()

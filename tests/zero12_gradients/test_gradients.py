@@ -35,10 +35,7 @@ class Emptied(TwoHeads):
 
     def forward(self, tokens: Tensor) -> Any:
         nothing = self.first.sum() + self.blocks[0].none.sum() + self.last.weight.sum()
-        x = self.embed(tokens) + nothing
-        for block in self.blocks:
-            x = block(x)
-        return self.heads(x)
+        return self.heads(self.through_blocks(self.embed(tokens) + nothing))
 
 
 class Tiled(TwoHeads):

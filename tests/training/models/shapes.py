@@ -32,7 +32,12 @@ class Block(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """One trunk, a classifier and a reconstruction head; returns a tuple."""
+    """One trunk, a classifier and a reconstruction head; returns a tuple.
+
+    reentrant: of checkpoint(), under which its blocks are; None: under none.
+    """
+
+    reentrant: bool | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +47,17 @@ class TwoHeads(nn.Module):
         self.rebuild = nn.Linear(WIDTH, WIDTH)
 
     def trunk(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        return self.through_blocks(self.embed(tokens))
+
+    def through_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = self.recomputed(block, x)
         return x
+
+    def recomputed(self, module: nn.Module, *inputs: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return module(*inputs)
+        return checkpoint(module, *inputs, use_reentrant=self.reentrant)
 
     def heads(self, x: Tensor) -> Losses:
         return Losses(self.classify(x), self.rebuild(x))
@@ -94,14 +106,8 @@ class Reentrant(TwoHeads):
 
     reentrant = True
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
 
-
-class NonReentrant(Reentrant):
+class NonReentrant(TwoHeads):
     """Both blocks recompute inside the running graph task."""
 
     reentrant = False

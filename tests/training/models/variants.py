@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.training.models.shapes import VOCABULARY, WIDTH, Block, Losses, TwoHeads
 
@@ -129,7 +128,7 @@ class Routed(TwoHeads):
         return self.blocks[1](self.route(x, tokens))
 
     def route(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.router(x, tokens)
+        return self.recomputed(self.router, x, tokens)
 
 
 class RoutedTwice(Routed):
@@ -150,15 +149,13 @@ class RoutedUnevenly(Routed):
 class RoutedReentrant(Routed):
     """The routed layer runs again in the backward, in one of its own."""
 
-    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return checkpoint(self.router, x, tokens, use_reentrant=True)
+    reentrant = True
 
 
 class RoutedNonReentrant(Routed):
     """The routed layer runs again in the backward."""
 
-    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return checkpoint(self.router, x, tokens, use_reentrant=False)
+    reentrant = False
 
 
 class Unused(TwoHeads):
@@ -213,10 +210,7 @@ class CheckpointedAdapted(Adapted):
     reentrant = False
 
     def trunk(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens).requires_grad_()
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
+        return self.through_blocks(self.embed(tokens).requires_grad_())
 
 
 class DeepAdapted(CheckpointedAdapted):
