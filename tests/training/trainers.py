@@ -274,11 +274,15 @@ class EngineTrainer(Trainer):
         return parameters(self.module)
 
 
-def engine_trainer(model: str | nn.Module = "TwoHeads", **options: Any) -> EngineTrainer:
+def engine_trainer(
+    model: str | nn.Module = "TwoHeads", folder: Path = Path(), **options: Any
+) -> EngineTrainer:
     """An engine of these :class:`Options` that trains a model, of this name or this one."""
     given = Options(**options)
     start = models.build(model, given.torch_dtype) if isinstance(model, str) else model
-    return EngineTrainer(build_engine(start, given.config, options=given), given)
+    trainer = EngineTrainer(build_engine(start, given.config, options=given), given)
+    trainer.folder = folder
+    return trainer
 
 
 def engine_of(model: str | nn.Module = "TwoHeads", **options: Any) -> Any:
