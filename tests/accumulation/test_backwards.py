@@ -81,6 +81,12 @@ def test_a_backward_inside_another_belongs_to_it(world: World, case: Case) -> No
     case.check(world)
 
 
+@cases(accumulation(losses.two_forwards, 1, 2, 3, **PLAIN))
+def test_plain_backwards_add_up(world: World, case: Case) -> None:
+    """As GradCache has them."""
+    case.check(world)
+
+
 @trains("accumulation", *(at(2, micro_steps=3, **OFFLOADED, **more) for more in ({}, BF16_SUMS)))
 def test_what_is_given_counts_once(trainer: Any) -> None:
     """Of three, all but the last reach the head, which has a gradient by hand after the first."""
