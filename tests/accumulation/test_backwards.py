@@ -61,7 +61,7 @@ def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int
         for more in ({}, PLAIN)
     ),
     accumulation(slopes.slope_in_each_micro_step, 1, 2, 3),  # and is not divided by them
-    accumulation(engines.gan, 1, 2),
+    accumulation(engines.gan, 1, 2, zero={"reduce_bucket_size": 10**6}),
 )
 def test_what_is_no_backward_of_the_step(world: World, case: Case) -> None:
     case.check(world)

@@ -42,7 +42,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", [*cases()])
 def test_a_case(living_gpus: World, case: Case) -> None:
     # Overlap is stock's own race: a wrong result would be nobody's.
     patches = (*case.patches, "stream_safety")

@@ -56,10 +56,10 @@ def gan(trainer: Any, freezes: bool = False) -> None:
         fake = trainer(noise)
         critic.zero_grad()
         judged = softplus(-critic(noise.cos())).mean() + softplus(critic(fake.detach())).mean()
-        critic.backward(judged)
+        critic.backward(10 * judged)
         critic.step()
         critic.module.requires_grad_(not freezes)
-        trainer.backward(softplus(-critic(fake)).mean())
+        trainer.backward(10 * softplus(-critic(fake)).mean())
         critic.module.requires_grad_(True)
         trainer.step()
 
