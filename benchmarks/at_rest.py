@@ -4,8 +4,6 @@ Ordinary steps of one engine: stock, patched, and stock again, which shows the n
 a Llama of transformers, built from a configuration, in bf16, with AdamW.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

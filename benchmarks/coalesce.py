@@ -6,8 +6,6 @@ patch's block. Stage 3 comes a second time with a low ``stage3_max_live_paramete
 gathers as DeepSpeed does. The model is 8 x (Linear(4096, bias=False) + ReLU) in bf16, with AdamW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

@@ -8,8 +8,6 @@ The loss of the last step stands beside each row: stock does not train what a sk
 Whether gradients are right is the question of tests/gpu.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -6,8 +6,6 @@ block and taken back after it. The first row is what the others are divided by, 
 rounds are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

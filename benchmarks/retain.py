@@ -6,8 +6,6 @@ persistent stock can do it: what a second backward costs that gathers nothing. T
 16 x (Linear(4096, bias=False) + ReLU) in bf16, with AdamW.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

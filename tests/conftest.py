@@ -1,7 +1,5 @@
 """Fixtures and the pytest header of the CPU suite."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

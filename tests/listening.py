@@ -1,7 +1,5 @@
 """What the package logs while something runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The environment of a user's shell."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What counts as a backward of a step: any that reaches its parameters, and no other; once."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any
@@ -11,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scripts import by_hand, heads, losses, nested, slopes
+from tests.scripts import by_hand, engines, heads, losses, nested, slopes
 from tests.training import stock
 from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import both_losses, loss_of
 from tests.training.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.training.run import applied, measure, run
+from tests.training.run import run
 from tests.world import World, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -63,8 +61,9 @@ def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int
         for more in ({}, PLAIN)
     ),
     accumulation(slopes.slope_in_each_micro_step, 1, 2, 3),  # and is not divided by them
+    accumulation(engines.gan, 1, 2, zero={"reduce_bucket_size": 10**6}),
 )
-def test_autograd_grad_is_no_backward_of_the_step(world: World, case: Case) -> None:
+def test_what_is_no_backward_of_the_step(world: World, case: Case) -> None:
     case.check(world)
 
 
@@ -79,6 +78,12 @@ def test_autograd_grad_is_no_backward_of_the_step(world: World, case: Case) -> N
     accumulation(nested.nested, 1, marks=[SINCE_0_18_6], **BF16_SUMS),
 )
 def test_a_backward_inside_another_belongs_to_it(world: World, case: Case) -> None:
+    case.check(world)
+
+
+@cases(accumulation(losses.two_forwards, 1, 2, 3, **PLAIN))
+def test_plain_backwards_add_up(world: World, case: Case) -> None:
+    """As GradCache has them."""
     case.check(world)
 
 
@@ -150,6 +155,6 @@ def test_a_parameter_costs_the_same_beside_many(stage: int) -> None:
     for depth in (8, 16, 64, 72):
         model: Any = lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))  # noqa: B023, E731
         options = Options(stage, model=model)
-        calls.append(measure(train, options, applied("accumulation"), looks=["calls"]).calls)
+        calls.append(run(train, options, "accumulation", looks=["calls"]).calls)
     few, more, many, most = calls
     assert 0 < most - many < 1.05 * (more - few)

@@ -1,7 +1,5 @@
 """A gradient is divided by the micro steps once, whichever outputs it passes on its way."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from functools import partial
 from typing import Any
@@ -18,7 +16,7 @@ from tests.training.cases import Case, at, cases, of, trains
 from tests.training.models import batch, loss_of
 from tests.training.models.shapes import Losses
 from tests.training.options import BF16, OFFLOADED, Options
-from tests.training.run import applied, measure
+from tests.training.run import applied, run
 from tests.training.trainers import engine_of
 from tests.world import World, on_ranks
 
@@ -107,7 +105,7 @@ def of_transformers(trainer: Any) -> None:
 def test_a_model_of_transformers(stage: int, style: str) -> None:
     """Of hooks, it leaves some itself."""
     options = Options(stage, model="SmallLlama", style=style, micro_steps=4)
-    found = measure(of_transformers, options, applied("accumulation"), strict=False)
+    found = run(of_transformers, options, "accumulation", strict=False)
     assert found.equal, found
 
 

@@ -1,7 +1,5 @@
 """What a step has reduced is dropped by `zero_grad()` and by a backward that raised: all of it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that use different parameters: what they reduce is of the same parameters on all."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Scripts whose model recomputes by DeepSpeed's functions, and in plain PyTorch by PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

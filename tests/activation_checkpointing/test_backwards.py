@@ -1,7 +1,5 @@
 """Whatever the stage and the settings, gradients are those of PyTorch's own checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

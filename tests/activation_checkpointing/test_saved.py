@@ -1,7 +1,5 @@
 """What a checkpoint saves, and for how long: without ranks and engines."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

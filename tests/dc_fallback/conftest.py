@@ -1,7 +1,5 @@
 """Ranks for DeepCompile alone: it changes Dynamo for the rest of the process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,5 @@
 """A pattern trained under DeepCompile, with the patch, and by plain PyTorch, held together."""
 
-from __future__ import annotations
-
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,7 +7,7 @@ import torch
 
 from tests.dc_fallback.patterns import inputs
 from tests.training.options import Options
-from tests.training.run import Outcome, Script, applied, measure
+from tests.training.run import Outcome, Script, applied, check
 from tests.training.surroundings import DEEPCOMPILE
 from tests.world import World
 
@@ -34,29 +31,24 @@ def loop(trainer: Any, *, forwards: int = 1, evaluates: bool = False) -> None:
             trainer.step()
 
 
-def outcome(
+def trains(
+    world: World,
     pattern: str,
     script: Script = loop,
     compiles: dict[str, Any] | None = None,
-    patch: bool = True,
+    *,
+    patches: tuple[str, ...] = ("dc_fallback",),
     strict: bool = True,
     **options: Any,
 ) -> Outcome:
-    """What became of it. Runs on every rank; `compiles`: of `stand_in.deep_compile`."""
+    """As plain PyTorch does, every parameter, and nothing stays gathered.
+
+    compiles: of `stand_in.deep_compile`.
+    """
     given = Options(model=f"patterns.{pattern}", **options)
-    around = patched() if patch else nullcontext()
-    found = measure(script, given, around, on=DEEPCOMPILE, strict=strict, compiles=compiles)
-    found.tolerance = EXACT
-    return found
-
-
-def trains(
-    world: World, pattern: str, script: Script = loop, compiles: Any = None, **options: Any
-) -> Outcome:
-    """As plain PyTorch does, every parameter, and nothing stays gathered."""
-    found: list[Outcome] = world.run(outcome, pattern, script, compiles, **options)
+    how = {"on": DEEPCOMPILE, "tolerance": EXACT, "strict": strict, "compiles": compiles}
+    found = check(world, script, given, *patches, quiet=False, **how)
     for one in found:
         assert not one.untrained, one
-        assert one.equal, one
         assert not any(one.available), "a parameter stayed gathered"
     return found[0]

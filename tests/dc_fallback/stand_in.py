@@ -7,8 +7,6 @@ mark per graph and parameter says whether the next gradient is written or added;
 end of a backward at the boundary).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """An evaluation that comes first after training: DeepCompile's own books, without its C++."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """Engines that are taken in and given back, that fail, and those that are left to stock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from tests.listening import listening
 from tests.training import leftovers, models
 from tests.training.options import config
 from tests.training.surroundings import build_engine, compile_engine
-from tests.world import World
+from tests.world import World, on_ranks
 
 
 def changed(trainer: Any, changes: dict[int, Callable[[str], Any]], notes: Any = ()) -> None:
@@ -35,14 +33,13 @@ def changed(trainer: Any, changes: dict[int, Callable[[str], Any]], notes: Any =
             trainer.note()
         trainer.backward(loss)
         trainer.step()
-    ds_patches.unapply_all()
 
 
 def test_applied_late(world: World) -> None:
     """When the engine has been compiled and has run."""
     notes = ["1 engine(s) compiled before: left to stock DeepSpeed"]
     script = partial(changed, changes={1: ds_patches.apply}, notes=notes)
-    said = " ".join(trains(world, "Compiled", script, patch=False).said)
+    said = " ".join(trains(world, "Compiled", script, patches=()).said)
     assert "it was compiled before the patch was applied" in said
 
 
@@ -51,8 +48,8 @@ def test_taken_back_and_applied_again(world: World) -> None:
     trains(world, "Compiled", partial(changed, changes=changes))
 
 
-def given_back() -> None:
-    """After `unapply` it has what an engine of stock's has."""
+@on_ranks
+def test_unapply_leaves_the_engine_as_deepcompile_made_it() -> None:
     with stand_in.deep_compile():
         stock = leftovers.of(compile_engine(patterns.build("Disabled"), config(3)))
         with patched():
@@ -66,13 +63,9 @@ def given_back() -> None:
         assert any(text in one for one in inside), inside
 
 
-def test_unapply_leaves_the_engine_as_deepcompile_made_it(world: World) -> None:
-    world.run(given_back)
-
-
 #: What is done to an engine, or told to ZeRO, and what is said of it.
 NOT_COVERED: list[tuple[Any, str]] = [
-    ({}, "taken in"),
+    ({}, ""),
     ("no optimizer", ""),
     ({"offload_optimizer": {"device": "cpu"}}, "an offloaded"),
     ({"zero_hpz_partition_size": 2}, "secondary partitions"),
@@ -81,8 +74,9 @@ NOT_COVERED: list[tuple[Any, str]] = [
 ]
 
 
-def compiled(change: Any) -> str:
-    """What was said of an engine that is compiled."""
+@on_ranks
+@pytest.mark.parametrize(("change", "says"), NOT_COVERED, ids=str)
+def test_what_it_does_not_cover_it_names(change: Any, says: str) -> None:
     given = config(3, zero={} if isinstance(change, str) else change, compile={"deepcompile": True})
     model = patterns.build("Compiled")
     with stand_in.deep_compile(), patched(), listening() as heard:
@@ -96,16 +90,11 @@ def compiled(change: Any) -> str:
             alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
             next(engine.module.parameters()).ds_process_group = alone[dist.get_rank()]
         engine.compile(backend="eager")
-        if vars(engine).get("_ds_patches_dc_fallback") is not None:
-            return "taken in"
-        return " ".join(text for text in heard if "to stock" in text)
-
-
-@pytest.mark.parametrize(("change", "says"), NOT_COVERED, ids=str)
-def test_what_it_does_not_cover_it_names(world: World, change: Any, says: str) -> None:
-    for said in world.run(compiled, change):
-        assert says in said
-        assert bool(says) == bool(said)
+        is_taken_in = vars(engine).get("_ds_patches_dc_fallback") is not None
+    said = " ".join(text for text in heard if "to stock" in text)
+    assert is_taken_in == (change == {})
+    assert says in said
+    assert bool(says) == bool(said)
 
 
 # --- exceptions ---------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Buckets against averaging by all-reduce, and slicing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks for saved tensors that stay out of compiled graphs."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """dc_fallback alone, without stream_safety, on streams: what it gathers and reduces waits."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

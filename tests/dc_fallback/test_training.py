@@ -3,8 +3,6 @@
 tests/gpu has the patterns and scripts too.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -12,14 +10,20 @@ import pytest
 import torch
 
 from tests.dc_fallback import patterns, stand_in
-from tests.dc_fallback.loops import EXACT, loop, outcome, patched, trains
+from tests.dc_fallback.loops import EXACT, loop, patched, trains
 from tests.dc_fallback.patterns import inputs
 from tests.scripts import deepcompile
 from tests.scripts.declared import Script
 from tests.training.options import OVERLAP, Options, config
-from tests.training.surroundings import build_engine, compile_engine, half_precision_allowed
+from tests.training.run import run
+from tests.training.surroundings import (
+    DEEPCOMPILE,
+    build_engine,
+    compile_engine,
+    half_precision_allowed,
+)
 from tests.training.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
-from tests.world import World
+from tests.world import World, on_ranks
 
 # --- patterns ------------------------------------------------------------------------------------
 
@@ -81,7 +85,8 @@ def test_weights_are_those_of_plain_pytorch(world: World, pattern: str, script: 
 
 def test_a_hook_that_no_graph_runs_is_named(world: World) -> None:
     hooked = deepcompile.compiled_parameter_hook
-    for one in world.run(outcome, "Compiled", hooked, steps=STEPS):
+    options = Options(model="patterns.Compiled", steps=STEPS)
+    for one in world.run(run, hooked, options, "dc_fallback", on=DEEPCOMPILE):
         assert any("A hook of parameter layers.0.weight is not run" in text for text in one.said)
 
 
@@ -159,7 +164,9 @@ def test_trains(world: World, pattern: str, way: str) -> None:
     trains(world, pattern, **WAYS[way])
 
 
-def overflows(pattern: str) -> None:
+@on_ranks
+@pytest.mark.parametrize("pattern", ["Disabled", "Whole"])
+def test_overflow_skips_the_step(pattern: str) -> None:
     """As eager ZeRO-3 does: plain PyTorch has no name for it."""
     scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
     options = Options(steps=6, settings={"fp16": scale})
@@ -177,12 +184,8 @@ def overflows(pattern: str) -> None:
     assert worst_difference(found, expected)[0] <= 2e-4
 
 
-@pytest.mark.parametrize("pattern", ["Disabled", "Whole"])
-def test_overflow_skips_the_step(world: World, pattern: str) -> None:
-    world.run(overflows, pattern)
-
-
-def beside_another() -> float:
+@on_ranks
+def test_two_engines() -> None:
     """An engine under DeepCompile trains while a plain ZeRO-3 engine is used too."""
     plain = PlainTrainer(patterns.build("Mixed"), Options())
     loop(plain)
@@ -194,9 +197,5 @@ def beside_another() -> float:
             trainer.backward(trainer(*inputs(step, 0)))
             other.step()
             trainer.step()
-        both = other.parameters(), trainer.parameters()
-        return max(worst_difference(one, plain.parameters())[0] for one in both)
-
-
-def test_two_engines(world: World) -> None:
-    assert max(world.run(beside_another)) <= EXACT
+        for one in (other, trainer):
+            assert worst_difference(one.parameters(), plain.parameters())[0] <= EXACT

@@ -1,7 +1,5 @@
 """What eager code sees of partitioned parameters: against plain autograd, on full ones."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -11,7 +11,7 @@ from ds_patches.commands import cures, explain, pasted
 from ds_patches.core import registry
 from ds_patches.core.symptom import Symptom
 from ds_patches.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED
-from tests.accumulation.ledger import LEDGER, NOW, Entry
+from tests.accumulation.test_ledger import LEDGER, NOW, Entry
 from tests.core import fake
 from tests.releases import RELEASES
 

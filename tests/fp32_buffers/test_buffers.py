@@ -1,7 +1,5 @@
 """Buffers of a model of our own: what the engine and `zero.Init` leave of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -187,28 +185,20 @@ def in_init(dtype: str, *patches: str) -> tuple[dict[str, Any], dict[str, Any], 
         return buffers(model), params, said
 
 
-def saved(patches: tuple[str, ...], options: Options, folder: str) -> None:
+@on_ranks
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("patches", [FP32, ()], ids=str)
+def test_checkpoints(tmp_path: Path, stage: int, patches: tuple[str, ...]) -> None:
+    """The values are the checkpoint's, be it stock's."""
+    wanted, options = buffers(Tables()), Options(stage, dtype=HALF)
     with applied(*patches):
-        trained(Tables(), options).save_checkpoint(folder)
-
-
-def loaded(options: Options, folder: str) -> dict[str, torch.Tensor]:
+        trained(Tables(), options).save_checkpoint(str(tmp_path))
     with applied(*FP32):
         model = Tables()
         model.bias.zero_()
-        build_engine(model, options.config).load_checkpoint(folder)
-        return buffers(model)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints(world: World, tmp_path: Path, stage: int) -> None:
-    """The values are the checkpoint's."""
-    wanted, options = buffers(Tables()), Options(stage, dtype=HALF)
-    for patches in (FP32, ()):
-        folder = str(tmp_path / "-".join(("saved", *patches)))
-        world.run(saved, patches, options, folder)
-        for found in world.run(loaded, options, folder):
-            wrong = same(found, wanted)
-            assert ("bias" in wrong) == (not patches and ENGINE_CASTS)
-            assert "table" not in wrong
-            assert all(found[name].dtype == one.dtype for name, one in wanted.items())
+        build_engine(model, options.config).load_checkpoint(str(tmp_path))
+    found = buffers(model)
+    wrong = same(found, wanted)
+    assert ("bias" in wrong) == (not patches and ENGINE_CASTS)
+    assert "table" not in wrong
+    assert all(found[name].dtype == one.dtype for name, one in wanted.items())

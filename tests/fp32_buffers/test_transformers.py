@@ -1,6 +1,4 @@
-"""Llama and a mixture of experts of transformers: logits up to position 8192."""
-
-from __future__ import annotations
+"""Llama and a mixture of experts of transformers: what they compute positions and routes by."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from tests.training.surroundings import build_engine, half_precision_allowed
 from tests.world import World
 
 pytest.importorskip("transformers", reason="transformers is not installed: `frameworks` has it")
+
+import transformers
 
 from tests.fp32_buffers.test_buffers import ENGINE_CASTS, FP32, buffers, same
 
@@ -31,58 +31,36 @@ EXPERTS = SMALL | {
 
 
 def make(name: str) -> Any:
-    """A biased router has values near each other: bf16 has one for all of them."""
-    import transformers
-
     settings = EXPERTS if name == "Glm4Moe" else SMALL
     config = getattr(transformers, f"{name}Config")(**settings)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def biased(model: Any) -> Any:
+    """A router whose values are near each other: bf16 has one for all of them."""
     for name, buffer in model.named_buffers():
         if "bias" in name:
             buffer.copy_(torch.linspace(5, 5.1, buffer.numel()))
     return model
 
 
-def logits(model: Any) -> torch.Tensor:
-    at = torch.arange(0, LAST, 128)[None]
-    with torch.no_grad():
-        return model(input_ids=at % 61, position_ids=at).logits.float()
-
-
-def unlike(
-    name: str, how: str, options: Options, folder: Path, *patches: str
-) -> tuple[list[str], float]:
-    """Buffers that differ from plain PyTorch's, and by how much the logits do."""
-    torch.manual_seed(3)
-    plain = biased(make(name)).eval()
-    wanted = buffers(plain)
+def unlike(name: str, how: str, options: Options, folder: Path, *patches: str) -> list[str]:
+    """Buffers of an engine, after a forward, that differ from plain PyTorch's."""
+    wanted = buffers(biased(make(name)))
     with applied(*patches), half_precision_allowed():
         if how == "from_pretrained":
             from transformers.integrations import HfDeepSpeedConfig
 
             kept = HfDeepSpeedConfig(options.config)
-            model = type(plain).from_pretrained(folder)
+            model = getattr(transformers, f"{name}ForCausalLM").from_pretrained(folder)
             del kept
         else:
             with deepspeed.zero.Init(config_dict_or_path=options.config, enabled=how == "init"):
-                torch.manual_seed(3)
                 model = biased(make(name))
-        if how == "init":  # there nobody fills what torch.empty makes, such as a router's weights
-            with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-                for param in model.parameters():
-                    param.data.nan_to_num_(0.0).clamp_(-1, 1)
         engine = build_engine(model.eval(), options.config)
-        found = logits(engine)
-        wrong = same(buffers(model), wanted)
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            weights = {key: param.detach().clone() for key, param in model.named_parameters()}
-    for key, param in plain.named_parameters():
-        param.data = weights[key]
-    right = logits(plain)
-    return wrong, float((found - right).norm() / right.norm())
+        with torch.no_grad():
+            engine(input_ids=torch.arange(6)[None], position_ids=torch.arange(0, LAST, 1366)[None])
+        return same(buffers(model), wanted)
 
 
 @pytest.mark.core_case(stage=2)
@@ -97,16 +75,11 @@ def unlike(
         *((how, 3, "bfloat16") for how in ("init", "from_pretrained")),
     ],
 )
-def test_logits(world: World, tmp_path: Path, name: str, how: str, stage: int, dtype: str) -> None:
+def test_buffers(world: World, tmp_path: Path, name: str, how: str, stage: int, dtype: str) -> None:
     """`zero.Init` is wrong in every release."""
     if how == "from_pretrained":
-        torch.manual_seed(3)
         biased(make(name)).save_pretrained(tmp_path)
     case = name, how, Options(stage, dtype=dtype), tmp_path
-    if how == "init" or (ENGINE_CASTS and dtype != "float16"):
-        for wrong, off in world.run(unlike, *case):
-            assert wrong, off
-            assert off > 3e-3, wrong
-    for wrong, off in world.run(unlike, *case, *FP32):
-        assert not wrong, off
-        assert off < 1e-6
+    if how == "init" or ENGINE_CASTS:
+        assert all(world.run(unlike, *case))
+    assert not any(world.run(unlike, *case, *FP32))

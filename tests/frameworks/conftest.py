@@ -1,7 +1,5 @@
 """Ranks for the scripts: of stock, patched from outside, and one alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One run of a user's script on a rank, what came of it, and what it must have come to."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -17,11 +15,6 @@ from tests.listening import listening
 from tests.training import options, trainers
 from tests.training.collectives import Gradients
 from tests.world import World
-
-#: Single precision, after a few steps of SGD.
-EXACT = 1e-6
-#: What is wrong is off by more than this part of all that was learned.
-LOST = 0.05
 
 
 @dataclass
@@ -62,14 +55,11 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     patches = registry.patches().items()
     found.offered = [name for name, one in patches if release.covers(one.supported, here)]
     found.losses = trained.losses
-    models = trained.model if isinstance(trained.model, tuple) else (trained.model,)
-    if isinstance(models[0], DeepSpeedEngine):
-        found.engine_steps = models[0].global_steps
-    for index, model in enumerate(models):
-        named = trainers.parameters(getattr(model, "module", model))
-        gatherers = [vars(module).get("pre_bwd_fn") for module in model.modules()]
-        found.gathers += Counter(one.__module__.partition(".")[0] for one in gatherers if one)
-        found.parameters |= {f"{index}.{name}": param for name, param in named.items()}
+    if isinstance(trained.model, DeepSpeedEngine):
+        found.engine_steps = trained.model.global_steps
+    gatherers = [vars(module).get("pre_bwd_fn") for module in trained.model.modules()]
+    found.gathers = Counter(one.__module__.partition(".")[0] for one in gatherers if one)
+    found.parameters = trainers.parameters(getattr(trained.model, "module", trained.model))
     return found
 
 
@@ -102,15 +92,6 @@ def a_new_process() -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
-def on_one(world: World, name: str, *arguments: Any, **options: Any) -> Run:
-    """The reference, which no engine has trained."""
-    (found,) = world.run(script, name, *arguments, **options)
-    assert not found.error, found.error
-    assert found.engine_steps is None
-    assert not found.live, "the script applies them"
-    return found
-
-
 def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
     """What rank 0 has come to, trained by an engine of DeepSpeed, or why not."""
     first, second = world.run(script, name, *arguments, **options)
@@ -121,28 +102,9 @@ def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
     return first
 
 
-def assert_equal(run: Run, reference: Run) -> None:
-    """Its parameters are those of the reference."""
-    assert not run.error, run.error
-    assert trainers.worst_difference(run.parameters, reference.parameters)[0] < EXACT
-
-
 def assert_patched(run: Run) -> None:
     """By the environment alone, and with nothing to complain of."""
     assert not run.error, run.error
     assert run.live
     assert set(run.live) == set(run.offered)
     assert not run.heard
-
-
-def part_lost(run: Run, reference: Run, start: trainers.Parameters) -> float:
-    """How far a run ended from the reference, as a part of how far that went."""
-    assert not run.error, run.error
-    apart = trainers.worst_difference(run.parameters, reference.parameters)[0]
-    return apart / moved(reference, start)
-
-
-def moved(reference: Run, start: trainers.Parameters) -> float:
-    """The first model alone, of several."""
-    ends = {name: reference.parameters[f"0.{name}"] for name in start}
-    return trainers.worst_difference(ends, start)[0]

@@ -1,7 +1,5 @@
 """Small models of the frameworks, made of a configuration and saved as people download them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

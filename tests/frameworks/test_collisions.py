@@ -3,8 +3,6 @@
 Theirs is a copy of upstream's, as such libraries have it, which knows nothing of ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Two ranks on two GPUs, or on the only one: fresh for each test, or for the whole session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

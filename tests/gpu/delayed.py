@@ -1,7 +1,5 @@
 """An engine on streams that are late where a race would need them to be. Runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,9 +9,10 @@ import torch
 
 from tests.stream_safety import on_streams
 from tests.training.options import Options
+from tests.training.parameters import Parameters
 from tests.training.run import Script, applied
 from tests.training.surroundings import build_engine
-from tests.training.trainers import EngineTrainer, Parameters
+from tests.training.trainers import EngineTrainer
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 

@@ -1,10 +1,9 @@
-"""A pattern trained by DeepCompile and by eager ZeRO-3, and how far apart they end."""
-
-from __future__ import annotations
+"""A pattern by DeepCompile, and by eager ZeRO-3 or plain PyTorch: how far apart they end."""
 
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +13,15 @@ import torch
 from torch import nn
 
 import ds_patches
-from tests.dc_fallback import patterns
+from tests.dc_fallback import patterns, test_training
 from tests.dc_fallback.loops import loop
+from tests.scripts import declared, deepcompile
+from tests.training import models
 from tests.training.options import BF16, Options
-from tests.training.run import Script
+from tests.training.parameters import Parameters
+from tests.training.run import Outcome, Script
 from tests.training.surroundings import build_engine, compile_engine
-from tests.training.trainers import EngineTrainer, Parameters
+from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
 
 WIDTH = 64
 STEPS = 8  # DeepCompile compiles again at the sixth
@@ -124,6 +126,41 @@ def hold(
         held.norms[name] = (eagers.norm().item(), ours.norm().item())
         held.apart[name] = ((ours - eagers).norm() / eagers.norm()).item()
     return held
+
+
+def in_a_row(pattern: str, scripts: Sequence[declared.Script], patch: bool) -> dict[str, Outcome]:
+    """Scripts of tests.scripts.deepcompile with as many micro steps, one after another.
+
+    All by one engine, as it takes a minute until one is compiled. A script begins where the one
+    before left the engine's weights, and none follows one that raised, or left something behind.
+    Differences are in parts of the largest update. Runs on every rank.
+    """
+    torch._functorch.config.donated_buffer = False  # which PyTorch asks for to retain a graph
+    [micro_steps] = {script.options.micro_steps for script in scripts}
+    options = Options(micro_steps=micro_steps, steps=test_training.STEPS)
+    start = patterns.build(pattern, WIDTH)
+    plain = PlainTrainer(deepcopy(start).to(models.device()), options)
+    engine = deep_compiled(start, options.config, patch)
+    found: dict[str, Outcome] = {}
+    for script in scripts:
+        own = script is deepcompile.compiled_parameter_hook  # hooks of its own, which stay
+        trainer = EngineTrainer(engine, options, strict=patch and not own)
+        one = found[script.name] = Outcome(tolerance=1e-4)
+        origin = plain.parameters()
+        script(plain)
+        expected = plain.parameters()
+        try:
+            script(trainer)
+        except Exception as error:
+            one.error = f"{type(error).__name__}: {error}"[:300]
+            break
+        ends = trainer.parameters()
+        largest, _ = worst_difference(expected, origin)
+        difference, one.where = worst_difference(ends, expected)
+        one.difference, one.moved = difference / largest, 1.0
+        print(f"exact {pattern} {script.name} {one}", flush=True)  # should the next one abort
+        plain.module.load_state_dict(ends)
+    return found
 
 
 def repeated(pattern: str, times: int) -> list[str]:

@@ -1,7 +1,5 @@
 """The patterns with DeepCompile itself, against eager ZeRO-3."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +9,7 @@ import pytest
 import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.test_training import CASES, PATTERNS
-from tests.gpu.exact import in_a_row
-from tests.gpu.held import WIDTH, Held, deep_compiled, hold, repeated
+from tests.gpu.held import WIDTH, Held, deep_compiled, hold, in_a_row, repeated
 from tests.scripts import deepcompile
 from tests.scripts.declared import Script
 from tests.training.options import BF16, Options
@@ -108,20 +105,18 @@ def test_thirty_runs_are_one(gpus: World, pattern: str) -> None:
     assert not any(gpus.within(SECONDS).run(repeated, pattern, 30))
 
 
-def test_stock_does_not_train_what_is_skipped(gpus: World) -> None:
-    found = held(gpus, "Disabled", patch=False)
-    if found.error:
-        assert "must be 2-D" in found.error or "must be a matrix" in found.error
-    else:
-        assert set(found.untrained) >= SKIPPED
+#: What stock comes to, by pattern and case.
+STOCK: list[tuple[str, dict[str, Any], Callable[[Held], bool]]] = [
+    ("Disabled", {}, lambda found: "must be" in found.error or {*found.untrained} >= SKIPPED),
+    ("Loop", {}, lambda found: "must be" in found.error),
+    ("Compiled", {"forwards": 2}, lambda found: bool(found.wrong)),
+    ("TiedGraphs", {}, lambda found: "embed.weight" in found.wrong),
+]
 
 
-def test_stock_crashes_in_a_loop(gpus: World) -> None:
-    assert "must be" in held(gpus, "Loop", patch=False).error
-
-
-def test_stock_loses_one_of_two_forwards(gpus: World) -> None:
-    assert held(gpus, "Compiled", patch=False, forwards=2).wrong
+@pytest.mark.parametrize(("pattern", "case", "fails"), STOCK)
+def test_stock_fails(gpus: World, pattern: str, case: dict[str, Any], fails: Any) -> None:
+    assert fails(held(gpus, pattern, patch=False, **case))
 
 
 def test_stock_runs_once_with_older_parameters(gpus: World) -> None:
@@ -133,10 +128,6 @@ def test_stock_runs_once_with_older_parameters(gpus: World) -> None:
         eager, compiled = (losses[AGAIN] for losses in found.losses)
         off.append(abs(compiled - eager))
     assert off[1] < 0.1 * off[0]
-
-
-def test_stock_loses_one_of_two_graphs(gpus: World) -> None:
-    assert "embed.weight" in held(gpus, "TiedGraphs", patch=False).wrong
 
 
 def checked(patch: bool) -> list[str]:

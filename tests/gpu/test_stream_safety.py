@@ -1,7 +1,5 @@
 """Each part on GPUs: a stream that is late makes the race a certainty, and it is lost in stock."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,5 @@
 """A resumed training goes on as one that was not interrupted."""
 
-from __future__ import annotations
-
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import ds_patches
 from ds_patches.core.errors import Refused
 from tests.half_without_zero.test_half import EITHER, PATCH, RISING
 from tests.training.models import loss_of
-from tests.training.options import BF16, BF16_SUMS, FP16, Given, Options
+from tests.training.options import ADAM, BF16, BF16_SUMS, FP16, Given, Options
 from tests.training.run import applied, check
 from tests.training.stock import RELEASE, Version
 from tests.training.surroundings import half_precision_allowed
@@ -23,16 +20,6 @@ from tests.world import World, on_ranks
 
 #: Stock takes an optimizer of bf16 for one of ZeRO's.
 LOSES_STATE = Version("0.17.6") <= RELEASE <= Version("0.18.4")
-ADAM: Given = {
-    "settings": {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
-}
-
-
-def made(options: Given, folder: Path) -> EngineTrainer:
-    """DeepSpeed takes what it reads of an optimizer's settings out of the dictionary."""
-    trainer = engine_trainer(**deepcopy(options))
-    trainer.folder = folder
-    return trainer
 
 
 def train(trainer: EngineTrainer, steps: range) -> None:
@@ -55,7 +42,7 @@ def train(trainer: EngineTrainer, steps: range) -> None:
 )
 def test_it_goes_on(tmp_path: Path, options: Given) -> None:
     with half_precision_allowed(), applied(PATCH):
-        first, second = (made(options, tmp_path) for _ in range(2))
+        first, second = (engine_trainer(folder=tmp_path, **options) for _ in range(2))
         train(first, range(3))
         first.save()
         train(first, range(3, 6))
@@ -72,7 +59,7 @@ def test_it_goes_on(tmp_path: Path, options: Given) -> None:
 @pytest.mark.parametrize("only_module", [False, True])
 def test_what_stock_has_saved(tmp_path: Path, only_module: bool) -> None:
     options = {"stage": 0, **ADAM, **BF16}
-    first, second = (made(options, tmp_path) for _ in range(2))
+    first, second = (engine_trainer(folder=tmp_path, **options) for _ in range(2))
     with applied(PATCH):
         train(first, range(3))
     first.save()

@@ -1,7 +1,5 @@
 """Half precision without ZeRO: weights move as plain PyTorch's, and the loss scale is one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's MoE layer against one that is written out, token by token and expert by expert."""
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon against Muon of one device, which has the whole gradient of a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +10,10 @@ from torch import nn
 
 from tests.scripts.losses import two_backwards
 from tests.scripts.ordinary import micro_steps, one_backward, skipped_step
+from tests.scripts.windows import window
 from tests.training import models
 from tests.training.options import ALL_REDUCED, BF16_SUMS, OFFLOADED, Options
-from tests.training.run import Outcome, applied, measure, run
+from tests.training.run import Outcome, applied, run
 from tests.training.stock import LOSES_MICRO_STEPS, RELEASE, Version, up_to
 from tests.world import World, on_ranks
 
@@ -89,7 +88,7 @@ def test_muon(world: World, script: Any, options: Options) -> None:
 def test_each_micro_step_is_orthogonalised(patch: bool) -> None:
     """In silence, where all matrices have one shape."""
     options = Options(3, Square, micro_steps=2, muon=True, **ALL_REDUCED)
-    found = measure(micro_steps.train, options, applied(*["muon"] * patch))
+    found = run(micro_steps, options, *["muon"] * patch)
     assert not found.error
     assert is_right(found, options) == (patch or IS_RIGHT)
 
@@ -99,7 +98,7 @@ def test_each_micro_step_is_orthogonalised(patch: bool) -> None:
 def test_micro_steps_of_zero2() -> None:
     """The last one counts, which accumulation cures for every optimizer."""
     options = Options(2, micro_steps=2, muon=True)
-    found = measure(micro_steps.train, options, applied("accumulation", "muon"))
+    found = run(micro_steps, options, "accumulation", "muon")
     assert is_right(found, options), found
 
 
@@ -118,24 +117,25 @@ FP32_SUMS = [since("0.18.5"), up_to("0.19.6")]
     ],
 )
 def test_what_is_not_cured_is_said(options: Options) -> None:
-    found = measure(one_backward.train, options, applied("muon"))
+    found = run(one_backward, options, "muon")
     assert not is_right(found, options)
     assert any("Muon is plain SGD" in line for line in found.said), found
 
 
 @on_ranks
 def test_two_backwards_without_the_patch() -> None:
-    found = measure(two_backwards.train, Options(2, muon=True), applied("accumulation"))
+    found = run(two_backwards, Options(2, muon=True), "accumulation")
     assert found.error.startswith("Refused: a second backward"), found
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_two_backwards(world: World, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=ZERO3)])
+@pytest.mark.parametrize("script", [two_backwards, window])
+def test_several_backwards(world: World, script: Any, stage: int) -> None:
     """What is orthogonalised is their sum."""
     options = Options(stage, muon=True, **ALL_REDUCED)
-    for one in world.run(run, two_backwards, options):
+    for one in world.run(run, script, options) if script is two_backwards else ():
         assert one.error or one.difference > 0.4 * one.moved, one
-    for one in world.run(run, two_backwards, options, "accumulation", "muon"):
+    for one in world.run(run, script, options, "coalesce", "zero3_retain", "muon"):
         assert is_right(one, options), one
 
 

@@ -1,7 +1,5 @@
 """Pipelines: every stage moves as plain PyTorch does over the whole batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,7 +39,7 @@ def holds(one: Pipeline, script: Any = train) -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_stock(zero: int) -> None:
     """As it is said to be wrong, so that this does not outlive the reason."""
-    found = run(Pipeline(zero=zero))
+    found = run(Pipeline(zero))
     if ADDS_UP:
         assert min(found.ratios.values()) > 1.5
     elif DIVIDES_AGAIN and "0.linear.weight" in found.ratios:
@@ -80,7 +78,7 @@ def test_stock(zero: int) -> None:
     ids=str,
 )
 def test_patched(zero: int, more: dict[str, Any]) -> None:
-    holds(Pipeline(zero=zero, **more))
+    holds(Pipeline(zero, **more))
 
 
 @on_ranks
@@ -100,4 +98,4 @@ def test_after_unapply() -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_four_ranks(four: World, zero: int, stages: int) -> None:
     """Of four stages the first was divided three times too often."""
-    four.run(holds, Pipeline(zero=zero, stages=stages))
+    four.run(holds, Pipeline(zero, stages=stages))

@@ -3,8 +3,6 @@
 `make test-all` runs them all. What they add is a defect that needs several values at once.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

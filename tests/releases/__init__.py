@@ -14,17 +14,16 @@ missing is installed, and two releases run at a time. DEEPSPEED_TEST_RELEASES na
 than .releases.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version as version_of
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,27 +72,19 @@ def git(*arguments: str) -> str:
 
 
 def each(
-    work: Callable[[str], Result], names: Sequence[str], within: float | None = None
+    work: Callable[[str], Result], names: Sequence[str], within: float = inf
 ) -> Iterator[tuple[str, Result | None]]:
-    """Every name with what `work` made of it, as they end.
+    """Every name with what `work` made of it, in order.
 
     within: seconds from now; what was not begun by then is not done, and has None for a result.
-    Whoever leaves the loop early waits for what was begun, and begins no more.
     """
-    until = float("inf") if within is None else time.monotonic() + within
+    until = time.monotonic() + within
 
-    def unless_late(name: str) -> Result | None:
-        return work(name) if time.monotonic() < until else None
+    def unless_late(name: str) -> tuple[str, Result | None]:
+        return name, work(name) if time.monotonic() < until else None
 
-    pool = ThreadPoolExecutor(AT_ONCE)
-    try:
-        futures: dict[Future[Result | None], str] = {
-            pool.submit(unless_late, name): name for name in names
-        }
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(unless_late, names)
 
 
 def say(text: str) -> None:

@@ -1,9 +1,8 @@
 """The command line of tests.releases."""
 
-from __future__ import annotations
-
 import argparse
 import sys
+from math import inf
 
 from tests import releases
 from tests.releases import install, shapes
@@ -25,7 +24,7 @@ def main() -> int:
     running.add_argument("version", nargs="*", help="of DeepSpeed")
     running.add_argument("--turn-of", type=int, metavar="N", help="also every Nth known release")
     running.add_argument("--whole", action="store_true", help="all tests of the patches instead")
-    running.add_argument("--within", type=float, metavar="SECONDS", help="begin none after that")
+    running.add_argument("--within", type=float, default=inf, help="seconds; begin none after that")
     running.set_defaults(work=_run)
 
     recording = commands.add_parser("record", help="run them, and write docs/compatibility.md")

@@ -1,7 +1,5 @@
 """The table in docs/compatibility.md, which is its own store: a run changes the rows that ran."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,12 +11,11 @@ from packaging.version import Version
 
 import ds_patches
 from tests.releases import ROOT, each, git, install_one, say
-from tests.releases.run import marked_files, pytest, python
+from tests.releases.run import CORE_TESTS, pytest, python
 
 FILE = ROOT / "docs" / "compatibility.md"
 TABLE = re.compile(r"(?<=<!-- recorded -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 CORE = "core"
-CORE_TESTS = ("tests/core", "tests/launchers", "tests/traincheck", "tests/world")
 LAST = "recorded"
 #: Of pytest: all passed, some failed, none was there. After any other its report is not whole.
 WHOLE = (0, 1, 5)
@@ -71,8 +68,8 @@ def measure(version: str, wanted: Sequence[str]) -> Row:
     if not install_one(version):
         return dict.fromkeys(wanted, "**not installed**")
     states = states_of(version)
-    files = marked_files(path for column in wanted for path in tests_of(column))
-    code, cases = pytest(version, "-m", "core_case", "--continue-on-collection-errors", *files)
+    folders = [path for column in wanted for path in tests_of(column)]
+    code, cases = pytest(version, "-m", "core_case", "--continue-on-collection-errors", *folders)
     found = {}
     for column in wanted:
         # A file that could not be imported is a case without a class, named as the module.

@@ -1,37 +1,32 @@
 """Run the core subset of the suite, or all of the patches' tests, once per DeepSpeed release."""
 
-from __future__ import annotations
-
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version as version_of
+from math import inf
 from pathlib import Path
 
 import ds_patches
 from tests import releases
 from tests.releases import each, install_one, say
 
-#: Also of a row that says so for `core_case(core=True)`.
-MARKED = re.compile(r"pytest\.mark\.core_case|\bcore=")
+#: Where the core cases are that are of no patch.
+CORE_TESTS = ("tests/core", "tests/traincheck")
 
 
-def run(versions: Sequence[str], whole: bool = False, within: float | None = None) -> int:
+def run(versions: Sequence[str], whole: bool = False, within: float = inf) -> int:
     """The core cases on each of `versions`, installed where missing; 1 when one was not good.
 
     whole: every test of every patch instead.
     within: seconds; what was not begun by then is named as left out, which is no error.
     """
-    chosen = (
-        [f"tests/{name}" for name in ds_patches.names()]
-        if whole
-        else ["-m", "core_case", *marked_files()]
-    )
+    folders = [f"tests/{name}" for name in ds_patches.names()]
+    chosen = folders if whole else ["-m", "core_case", *folders, *CORE_TESTS]
     ended = dict(each(lambda version: pytest(version, *chosen)[0], versions, within))
     for version in versions:
         say(
@@ -39,17 +34,6 @@ def run(versions: Sequence[str], whole: bool = False, within: float | None = Non
         )
     codes = {*ended.values()} - {None}
     return int(codes != {0})
-
-
-def marked_files(roots: Iterable[str] = ("tests",)) -> list[str]:
-    """The test files below these folders that hold a core case.
-
-    They are what pytest is given for the core subset: to collect all the others as well takes
-    longer than some releases' tests.
-    """
-    found = (path for root in roots for path in (releases.ROOT / root).rglob("test_*.py"))
-    marked = (path for path in found if MARKED.search(path.read_text("utf-8")))
-    return sorted(str(path.relative_to(releases.ROOT)) for path in marked)
 
 
 def pytest(version: str, *arguments: str) -> tuple[int, list[ElementTree.Element]]:

@@ -1,14 +1,11 @@
 """What the code that patches touch looks like in each release: ds_patches/core/shapes.json.
 
-`make shapes` writes the file, and says what has changed in it. Nothing of a release is imported.
+`make shapes` writes the file; `git diff` says what has changed. Nothing of a release is imported.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -44,8 +41,16 @@ def record(sources: Mapping[Version, Path]) -> int:
             if file := shape.source(module, folder):
                 hashes = files.setdefault(module, {})
                 hashes.setdefault(shape.file_hash(file), []).append(version)
-    say("\n".join(faults))
-    return 1 if faults else _write(files, places, [*sources])
+    if faults:
+        say("\n".join(faults))
+        return 1
+    new = {
+        "releases": " ".join(map(str, sources)),
+        "files": _spans(files, [*sources]),
+        "places": {module: _spans(places[module], [*sources]) for module in sorted(places)},
+    }
+    shape.RECORD.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def _places(version: Version) -> set[Target | Dependency]:
@@ -55,40 +60,8 @@ def _places(version: Version) -> set[Target | Dependency]:
     return {*found.values()}
 
 
-def _write(
-    files: Mapping[str, Found], places: Mapping[str, Mapping[str, Found]], every: list[Version]
-) -> int:
-    def spans(found: Found) -> dict[str, str]:
-        return {what: columns.spans(some, every) for what, some in found.items()}
-
-    new = {
-        "releases": " ".join(map(str, every)),
-        "files": {module: spans(files[module]) for module in sorted(files)},
-        "places": {
-            module: {name: spans(places[module][name]) for name in sorted(places[module])}
-            for module in sorted(places)
-        },
-    }
-    old = json.loads(shape.RECORD.read_text(encoding="utf-8"))
-    say("\n".join(_changes(_lines(old), _lines(new))) or "no drift")
-    shape.RECORD.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def _lines(recorded: Mapping[str, Any]) -> dict[str, str]:
+def _spans(found: Mapping[str, Found], every: list[Version]) -> dict[str, dict[str, str]]:
     return {
-        f"{module}:{name} {found}": spans
-        for module, named in recorded["places"].items()
-        for name, shapes in named.items()
-        for found, spans in shapes.items()
+        name: {what: columns.spans(some, every) for what, some in found[name].items()}
+        for name in sorted(found)
     }
-
-
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
-    for one in sorted({*before, *after}):
-        if one not in after:
-            yield f"- {one} ({before[one]})"
-        elif one not in before:
-            yield f"+ {one} ({after[one]})"
-        elif before[one] != after[one]:
-            yield f"~ {one} ({before[one]} -> {after[one]})"

@@ -1,28 +1,9 @@
-"""What the releases' page claims, and what is run on each release."""
+"""What the releases' page claims."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
-import pytest
 from packaging.version import Version
 
 from ds_patches.core import registry, release
-from tests.core import fake
 from tests.releases import RELEASES, record
-from tests.releases.run import marked_files
-
-
-@pytest.mark.exhaustive
-def test_no_core_case_is_in_another_file() -> None:
-    def collected(*arguments: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--disable-warnings"]
-        command += ["-m", "core_case", *arguments]
-        done = subprocess.run(command, cwd=fake.REPOSITORY, capture_output=True, text=True)
-        return sorted(line for line in done.stdout.splitlines() if line.startswith("tests/"))
-
-    assert collected(*marked_files()) == collected("tests") != []
 
 
 def test_a_patch_supports_releases_that_it_passed_on() -> None:

@@ -1,7 +1,5 @@
 """Schedules of DeepSpeed's against what they say they do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

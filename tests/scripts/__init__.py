@@ -21,8 +21,7 @@ stage, which is tested too, and what :class:`~tests.training.options.Options` it
 script trains for ``trainer.steps()``, so that calls and memory can be looked at in between, and
 must be good for being run twice on one trainer. Tests of a patch run it too, with other options.
 
-Where patched does not hold to the law yet, ``awaits={3: {"values": "why"}}`` says so, by stage.
-Such a mark is strict: once the property holds, the test fails until the mark is taken out.
+Where patches call more Python than they may, ``costs={3: "why"}`` says so, by stage.
 
 Two ranks run every script. Four ranks run them as two groups of two with data of their own, in
 which the second of a group is not the second of the world. Stock has processes to which no patch

@@ -1,7 +1,5 @@
 """Gradients that wait for their step, or are dropped before it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models of which a part is frozen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, script
@@ -24,7 +22,7 @@ def low_rank_recomputed(trainer: Any) -> None:
 @script(
     ALL_RIGHT,
     model="DeepReentrantAdapted",
-    awaits={3: {"calls": "zero3_retain gathers again what stock has held"}},
+    costs={3: "zero3_retain gathers again what stock has held"},
 )
 def low_rank_recomputed_reentrantly(trainer: Any) -> None:
     """Many low-rank adapters under checkpoint(use_reentrant=True), one block gathered at a time."""

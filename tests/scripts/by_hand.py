@@ -1,7 +1,5 @@
 """Gradients that a script gives by hand: of a head that no backward reached, or not the last."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, WRONG, script

@@ -1,7 +1,5 @@
 """The processes of all scripts, for as long as one of them is to run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

@@ -5,8 +5,6 @@ comes. What a script declares of its own is its subject and stays; a choice that
 not made.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -192,9 +190,7 @@ class Crossed:
 
 
 def cases() -> list[Crossed]:
-    """Of every eager script but Muon's, which chooses its optimizer."""
-    eager = [one for one in scripts() if one.on == EAGER and not one.options.muon]
-    return [Crossed(one, row) for one in eager for row in rows(one)]
+    return [Crossed(one, row) for one in scripts() if one.on == EAGER for row in rows(one)]
 
 
 def rows(script: Script) -> Iterator[Row]:

@@ -1,6 +1,4 @@
-"""What a script says of itself: options, what stock comes to, what is yet to be mended."""
-
-from __future__ import annotations
+"""What a script says of itself: options, what stock comes to, where patches cost more."""
 
 import importlib
 import pkgutil
@@ -16,14 +14,11 @@ RAISES = "raises"
 ALL_RIGHT = {1: RIGHT, 2: RIGHT, 3: RIGHT}
 STEPS = 5
 
-#: Of what does not hold to the law yet: reason by property.
-Awaits = Mapping[str, str]
-#: Reasons that several scripts have.
-GATHERED_AGAIN = {"calls": "zero3_retain releases a module after each of its calls in a backward"}
-EACH_GRADIENT = {
-    stage: {"calls": "accumulation looks at each gradient of an offloaded optimizer"}
-    for stage in (1, 2)
-}
+#: Why a patch calls more than the law allows, by stage, of several scripts.
+GATHERED_AGAIN = {3: "zero3_retain releases a module after each of its calls in a backward"}
+EACH_GRADIENT = dict.fromkeys(
+    (1, 2), "accumulation looks at each gradient of an offloaded optimizer"
+)
 
 
 def raises(words: str) -> str:
@@ -38,7 +33,7 @@ class Script:
     train: Callable[[Any], None]
     stock: Mapping[int, str]  # verdict by ZeRO stage
     options: Options  # at any stage
-    awaits: Mapping[int, Awaits] = field(default_factory=dict)  # by stage
+    costs: Mapping[int, str] = field(default_factory=dict)  # why, by stage
     refusal: str = ""  # a pattern: what a patch may say in place of being right
     on: str = EAGER
     tolerance: float = 1e-6

@@ -1,7 +1,5 @@
 """DeepCompile with ZeRO-3; its C++ and its compiler are stood in for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,12 +1,11 @@
 """More than one engine in a program."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
+from torch.nn.functional import softplus
 
-from tests.scripts.declared import ALL_RIGHT, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, raises, script
 from tests.training.models import features, loss_of
 
 
@@ -42,3 +41,30 @@ def adversarial(trainer: Any) -> None:
         other.zero_optimizer_grad()
         other.backward(10 * (other(trainer(x).detach()) - 1).square().mean())
         other.step()
+
+
+@script(
+    {1: RIGHT, 2: raises("has already been reduced"), 3: raises("has no attribute 'numel'")},
+    model="Linears",
+    at_rest=False,
+)
+def gan(trainer: Any, freezes: bool = False) -> None:
+    """The critic's gradient of the generator's loss is dropped by ``zero_grad()`` of the engine."""
+    critic = trainer.another()
+    for step in trainer.steps():
+        noise = features(step).detach()
+        fake = trainer(noise)
+        critic.zero_grad()
+        judged = softplus(-critic(noise.cos())).mean() + softplus(critic(fake.detach())).mean()
+        critic.backward(10 * judged)
+        critic.step()
+        critic.module.requires_grad_(not freezes)
+        trainer.backward(10 * softplus(-critic(fake)).mean())
+        critic.module.requires_grad_(True)
+        trainer.step()
+
+
+@script(ALL_RIGHT, model="Linears")
+def gan_with_a_frozen_critic(trainer: Any) -> None:
+    """The critic gets no gradient of the generator's loss, which passes through it."""
+    gan.train(trainer, freezes=True)

@@ -1,7 +1,5 @@
 """Forwards without a backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -123,21 +121,12 @@ def generation_without_hooks(trainer: Any) -> None:
 
 
 @script(ALL_RIGHT)
-def generation_first(trainer: Any) -> None:
-    """The same before each step."""
-    for step in trainer.steps():
-        unwrapped(trainer, step, by_an_inner_module)
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-
-
-@script(ALL_RIGHT)
 def generation_of_the_root(trainer: Any) -> None:
-    """The same by the whole model."""
+    """The same by the whole model, before each step."""
     for step in trainer.steps():
+        unwrapped(trainer, step, lambda one, at: one.module(batch(at)[0]))
         trainer.backward(loss_of(trainer, step))
         trainer.step()
-        unwrapped(trainer, step, lambda one, at: one.module(batch(at)[0]))
 
 
 @script(ALL_RIGHT, grouped=(2, 3))

@@ -1,7 +1,5 @@
 """Ranks that use different parameters in one step: each batch is routed to experts of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import WRONG, script

@@ -1,12 +1,10 @@
 """Steps and micro steps that use one of two heads: the other has no gradient, or an older one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
+from tests.scripts.declared import RIGHT, WRONG, raises, script
 from tests.training.models import batch, both_losses, loss_of, losses
 from tests.training.options import OVERLAP
 
@@ -79,16 +77,4 @@ def half_of_the_outputs(trainer: Any) -> None:
         trainer(batch(step, 7)[0])
         trainer.backward(loss_of(trainer, step, only=FIRST if step % 2 else SECOND))
         trainer.backward(loss_of(trainer, step, 1))
-        trainer.step()
-
-
-@script(ALL_RIGHT)
-def with_evaluations(trainer: Any) -> None:
-    """Forwards that no backward follows, between those that one does."""
-    for step in trainer.steps():
-        with torch.no_grad():
-            trainer(batch(7)[0])
-        trainer.backward(loss_of(trainer, step))
-        with torch.no_grad():
-            trainer(batch(8)[0])
         trainer.step()

@@ -1,7 +1,5 @@
 """Hooks of the user's beside DeepSpeed's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@
   `A_REDUCTION` for each reduction: far less than stock's own calls for one parameter.
 """
 
-from __future__ import annotations
-
 import re
 
 from ds_patches.core.errors import DsPatchesError
@@ -24,7 +22,6 @@ def _below(kind: type) -> set[str]:
 
 #: The errors of ours, by which a script is refused.
 OURS = _below(DsPatchesError)
-KINDS = ("values", "words", "memory", "calls")
 #: Of stock's Python calls in a step, what patches may add ...
 CALLS = 0.01
 #: ... or for each step, with a ``GatheredParameters`` in it ...
@@ -53,30 +50,18 @@ def agrees(declared: str, found: str) -> bool:
 def complaints(
     script: Script, stage: int, stock: list[Outcome], patched: list[Outcome]
 ) -> list[str]:
-    """Where a script and its declaration are at odds: of stock, of the law and of its marks."""
+    """Where stock is not as declared; else what does not hold of the law, in words."""
     declared, found = script.stock[stage], verdict(stock)
     if not agrees(declared, found):
         because = f": {why(stock)}" if found == WRONG else ""
         return [f"stock is said to be {declared}, and is {found}{because}"]
-    broken = breaches(script, stock, patched)
-    awaits = script.awaits.get(stage, {})
-    holds, kept = "holds: take it out of `awaits` of", {*awaits} - {*broken, "calls"}
-    return [
-        *(f"{kind}: {text}" for kind, text in broken.items() if kind not in awaits),
-        # How many calls are made depends on what the process did before, too.
-        *(f"{kind} {holds} {script.name}, stage {stage}" for kind in kept),
-    ]
-
-
-def breaches(script: Script, stock: list[Outcome], patched: list[Outcome]) -> dict[str, str]:
-    """What does not hold of the law, by kind, in words."""
-    found = {
+    broken = {
         "values": harm(script, stock, patched),
         "words": _words(patched),
         "memory": _memory(stock, patched),
-        "calls": _calls(script, stock, patched),
+        "calls": "" if stage in script.costs else _calls(script, stock, patched),
     }
-    return {kind: text for kind, text in found.items() if text}
+    return [f"{kind}: {text}" for kind, text in broken.items() if text]
 
 
 def harm(

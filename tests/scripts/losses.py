@@ -1,7 +1,5 @@
 """More than one loss, and losses of another kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, GATHERED_AGAIN, RIGHT, WRONG, raises, script
@@ -70,7 +68,7 @@ def two_forwards(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, awaits={3: GATHERED_AGAIN})
+@script(ALL_RIGHT, costs=GATHERED_AGAIN)
 def sum_over_two_forwards(trainer: Any) -> None:
     """Two forwards, and one backward over the sum, as with pairs of texts."""
     for step in trainer.steps():

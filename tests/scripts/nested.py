@@ -1,7 +1,5 @@
 """Backwards inside a backward, as cached losses have them: mini-batches run in a hook."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ordinary training, in which no patch has anything to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script
@@ -42,7 +40,7 @@ def skipped_step(trainer: Any) -> None:
         trainer.step()
 
 
-@script(ALL_RIGHT, **OFFLOADED, awaits=EACH_GRADIENT)
+@script(ALL_RIGHT, **OFFLOADED, costs=EACH_GRADIENT)
 def offloaded_optimizer(trainer: Any) -> None:
     """The optimizer is on the CPU."""
     one_backward(trainer)
@@ -68,7 +66,7 @@ def reentrant(trainer: Any) -> None:
     one_backward(trainer)
 
 
-@script(ALL_RIGHT, model="SharedBlock", awaits={3: GATHERED_AGAIN})
+@script(ALL_RIGHT, model="SharedBlock", costs=GATHERED_AGAIN)
 def shared_block(trainer: Any) -> None:
     """One block runs three times."""
     one_backward(trainer)

@@ -1,7 +1,5 @@
 """``torch.autograd.grad``, which is no backward of the step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

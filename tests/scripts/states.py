@@ -1,7 +1,5 @@
 """Parameters, gradients and states that the program reads, writes or moves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Training with overlap_comm, as the race detector sees it: a race is a wrong value elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

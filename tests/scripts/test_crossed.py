@@ -1,7 +1,5 @@
 """The law, where options and scripts cross."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scripts import law

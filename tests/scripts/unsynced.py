@@ -1,13 +1,12 @@
 """Backwards in ``engine.no_sync()``, which are reduced by the next one outside it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
 from tests.scripts.declared import RIGHT, WRONG, raises, script
+from tests.scripts.windows import among_micro_steps
 from tests.training import models
 from tests.training.models import both_losses, loss_of
 
@@ -75,15 +74,7 @@ def beside_windows(trainer: Any) -> None:
 @script(REFUSED, micro_steps=3, at_rest=False)
 def unsynced_among_micro_steps(trainer: Any) -> None:
     """Three micro steps; the second has two backwards in no_sync()."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step, 0))
-        trainer.step()
-        with trainer.no_sync():
-            trainer.backward(loss_of(trainer, step, 1))
-            trainer.backward(loss_of(trainer, step, 2))
-        trainer.step()
-        trainer.backward(loss_of(trainer, step, 3))
-        trainer.step()
+    among_micro_steps(trainer, trainer.no_sync)
 
 
 @script(REFUSED, model="Uneven", at_rest=False)

@@ -1,7 +1,6 @@
 """``with engine.coalesce_grad_reduction():``, which 0.19.1 and later have of their own."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,10 +47,14 @@ def two_windows(trainer: Any) -> None:
     """Two blocks and two calls of step() make one step of two micro steps."""
     for step in trainer.steps():
         for part in range(2):
-            with trainer.window():
-                for micro in range(2):
-                    trainer.backward(loss_of(trainer, step, 2 * part + micro))
+            part_of_a_step(trainer, step, part)
             trainer.step()
+
+
+def part_of_a_step(trainer: Any, step: int, part: int) -> None:
+    with trainer.window():
+        for micro in range(2):
+            trainer.backward(loss_of(trainer, step, 2 * part + micro))
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, at_rest=False)
@@ -59,19 +62,21 @@ def two_windows_before_one_step(trainer: Any) -> None:
     """Two blocks and one call of step()."""
     for step in trainer.steps():
         for part in range(2):
-            with trainer.window():
-                for micro in range(2):
-                    trainer.backward(loss_of(trainer, step, 2 * part + micro))
+            part_of_a_step(trainer, step, part)
         trainer.step()
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, micro_steps=3, at_rest=False)
 def window_among_micro_steps(trainer: Any) -> None:
     """Three micro steps; the second is a block."""
+    among_micro_steps(trainer, trainer.window)
+
+
+def among_micro_steps(trainer: Any, block: Callable[[], Any]) -> None:
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step, 0))
         trainer.step()
-        with trainer.window():
+        with block():
             trainer.backward(loss_of(trainer, step, 1))
             trainer.backward(loss_of(trainer, step, 2))
         trainer.step()

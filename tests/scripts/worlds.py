@@ -1,7 +1,5 @@
 """The processes that scripts run in: stock's have never had a patch applied."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,17 +67,16 @@ def measure(script: Script, options: Options, way: str, folder: str, looks: bool
     at = ["calls"]
     if options.stage == 3 and script.on == EAGER and script.before is None:
         at.append("memory")
-    found = run.measure(
+    return run.measure(
         script,
         options,
         on=script.on,
+        tolerance=script.tolerance,
         strict=False,
         before=script.before,
         folder=folder,
         looks=at if looks else [],
     )
-    found.tolerance = script.tolerance
-    return found
 
 
 def prepare(script: Script, options: Options, way: str, folder: str) -> None:

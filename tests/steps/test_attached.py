@@ -1,7 +1,5 @@
 """What a patch knows of the things it has attached."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

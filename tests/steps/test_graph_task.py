@@ -1,7 +1,5 @@
 """Three fates of a run of the autograd engine, and the runs inside it: plain PyTorch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine that trains on streams, as the race detector sees it. Runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
 from tests.training.options import Options, config
-from tests.training.run import Outcome, Script, applied, measure
+from tests.training.run import Outcome, Script, run
 from tests.training.surroundings import STREAMS, build_engine
 
 WIDTH = 8
@@ -183,8 +181,7 @@ def train(
     options = Options(
         stage, "streams", micro_steps=micro_steps, zero=wanted, settings=settings or {}
     )
-    patches = ("stream_safety",) * patched + beside
-    return measure(within, options, applied(*patches), on=STREAMS)
+    return run(within, options, *("stream_safety",) * patched, *beside, on=STREAMS)
 
 
 @contextmanager

@@ -1,19 +1,14 @@
 """Each part, on a release that lacks its fix: stock races, and with the part it does not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tests.stream_safety import on_streams
-from tests.stream_safety.clocks import Stream
-from tests.stream_safety.races import detecting
 from tests.training.run import Outcome
 from tests.training.stock import RELEASE, needs_non_contiguous
 from tests.world import World
@@ -160,22 +155,6 @@ def test_a_step_that_no_backward_knew_of(world: World) -> None:
         pytest.skip("managed_gradient_accumulation came with 0.19.4")
     settings = {"managed_gradient_accumulation": False, **NO_TIMER}
     clean(world, 2, script=on_streams.unmanaged, settings=settings)
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_the_detector_sees_memory_that_is_freed_while_it_is_read(recorded: bool) -> None:
-    """Which stock shows on few releases, and on two ranks."""
-    with detecting() as (device, detector), detector:
-        x, side = torch.ones(4), Stream(name="side")
-        side.wait_stream(device.default)
-        with device.on(side):
-            y = x * 2  # noqa: F841
-        if recorded:
-            x.record_stream(side)
-        del x
-        torch.ones(4)
-    assert bool(detector.races) != recorded
-    assert all("freed for default" in race for race in detector.races)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])

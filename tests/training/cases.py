@@ -13,8 +13,6 @@ def test_two_backwards_in_a_window(trainer: Any) -> None:
         ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """What is sent, in order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

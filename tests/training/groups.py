@@ -1,7 +1,5 @@
 """Engines that train with some ranks of the world only: an `mpu` tells DeepSpeed who they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial

@@ -8,8 +8,6 @@ What lives on an engine as long as a patch is applied has a name in `WHILE_APPLI
 `unapply` nothing at all may be left: `leftovers.since(before, engine, but=())`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any
@@ -33,6 +31,12 @@ WHILE_APPLIED = frozenset(
         "post_bwd_fn",
         "_parameters",  # dc_fallback's, in place of ZeRO-3's
         "launch_compile_passes",
+        "allreduce_gradients",  # accumulation's, around stock's
+        "backward_epilogue",
+        "_get_offload_gradient_dict",
+        "copy_grads_in_partition",
+        "reduce_ipg_grads",
+        "independent_gradient_partition_epilogue",
     }
 )
 
@@ -73,10 +77,31 @@ def _all_of(engine: Any) -> Iterator[str]:
                 yield from (f"module {name!r}.{hook.__name__}{_IS}" for hook in ours)
                 yield from [f"module {name!r}: {registry}"] * (len(hooks) - len(ours))
     for name, param in module.named_parameters():
-        yield from _of_parameter(name, param, engine)
+        yield from _of_parameter(name, param)
+    # ZeRO-3 gathers these after each step; under DeepCompile none is marked as such.
+    stay = {*map(id, getattr(engine.optimizer, "persistent_parameters", ()))}
+    named = dict(module.named_parameters())
+    whole = [name for name in gathered(engine, entitled=False) if id(named[name]) not in stay]
+    yield from (f"parameter {name}: gathered" for name in whole)
 
 
-def _of_parameter(name: str, param: Any, engine: Any) -> Iterator[str]:
+def gathered(engine: Any, entitled: bool = True) -> list[str]:
+    """Names of parameters that are whole, or on their way to be, and need not stay so.
+
+    entitled: also those that upstream's prefetcher has in flight for the next backward.
+    """
+    in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
+    return [
+        name
+        for name, param in engine.module.named_parameters()
+        if hasattr(param, "ds_id")
+        and not param.ds_persist
+        and param.ds_status.name in ("AVAILABLE", "INFLIGHT")[: 1 + entitled]
+        and (entitled or param not in in_flight)
+    ]
+
+
+def _of_parameter(name: str, param: Any) -> Iterator[str]:
     for registry in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         yield from [f"parameter {name}: {registry}"] * len(getattr(param, registry) or ())
     for kind, count in _on_its_node(param).items():
@@ -84,13 +109,6 @@ def _of_parameter(name: str, param: Any, engine: Any) -> Iterator[str]:
     if not hasattr(param, "ds_id"):
         return
     yield from [f"parameter {name}: in use"] * len(param.ds_active_sub_modules)
-    # What upstream's prefetcher has in flight for the next forward is entitled to be there.
-    in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
-    # ZeRO-3 gathers these after each step; under DeepCompile none is marked as such.
-    persists = any(one is param for one in engine.optimizer.persistent_parameters)
-    gathered = param.ds_status.name == "AVAILABLE"
-    if gathered and not (param.ds_persist or persists) and param not in in_flight:
-        yield f"parameter {name}: gathered"
 
 
 def _on_its_node(param: Any) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """DeepSpeed's pipeline engine, held against plain PyTorch over the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 import ds_patches
 from tests.listening import listening
-from tests.training.options import HALVES, ROUNDING, config
+from tests.training.options import Options
 from tests.training.run import Outcome, applied
 from tests.training.surroundings import RATE, half_precision_allowed, streams
 from tests.training.trainers import Parameters, worst_difference
@@ -25,32 +23,25 @@ WIDTH, ROWS = 8, 6
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """Of one training.
+class Pipeline(Options):
+    """Of one training. `stage` is ZeRO's, and `stages` are the pipeline's.
 
     tied: the first layer's weight is the last one's too. pair: each layer hands on two tensors.
     checkpointing: each layer is computed again in the backward.
     """
 
-    stages: int = 2
+    stage: int = 0
     micro_steps: int = 4
-    zero: int = 0
-    dtype: str = "float32"
+    steps: int = 4
+    stages: int = 2
     tied: bool = False
     pair: bool = False
     checkpointing: bool = False
-    sums: str = ""
-    clip: float = 0.0
-    steps: int = 4
 
     @property
     def config(self) -> dict[str, Any]:
-        more = dict(HALVES[self.dtype])
-        if self.checkpointing:
-            more["pipeline"] = {"activation_checkpoint_interval": 1}
-        if self.sums:
-            more["data_types"] = {"grad_accum_dtype": self.sums}
-        return config(self.zero, micro_steps=self.micro_steps, gradient_clipping=self.clip, **more)
+        more = {"pipeline": {"activation_checkpoint_interval": 1}} if self.checkpointing else {}
+        return {**super().config, **more}
 
 
 @dataclass
@@ -77,8 +68,7 @@ class Block(nn.Module):
 
 def layers_of(one: Pipeline) -> list[nn.Module]:
     torch.manual_seed(7)
-    dtype = getattr(torch, one.dtype)
-    return [Block(one.pair).to(dtype) for _ in range(4)]
+    return [Block(one.pair).to(one.torch_dtype) for _ in range(4)]
 
 
 def loss_of(outputs: Any, labels: Tensor) -> Tensor:
@@ -86,11 +76,11 @@ def loss_of(outputs: Any, labels: Tensor) -> Tensor:
     return F.mse_loss(outputs.float(), labels.float()) * 8
 
 
-def batch(step: int, rank: int, micro: int, dtype: str) -> tuple[Tensor, Tensor]:
+def batch(step: int, rank: int, micro: int, dtype: Any) -> tuple[Tensor, Tensor]:
     """Of one data parallel rank."""
     generator = torch.Generator().manual_seed(10000 * step + 100 * rank + micro)
     inputs, labels = torch.randn(2, ROWS, WIDTH, generator=generator)
-    return inputs.to(getattr(torch, dtype)), labels.to(getattr(torch, dtype))
+    return inputs.to(dtype), labels.to(dtype)
 
 
 def plainly(one: Pipeline, ranks: int) -> tuple[Parameters, list[float]]:
@@ -107,7 +97,7 @@ def plainly(one: Pipeline, ranks: int) -> tuple[Parameters, list[float]]:
             master.grad = torch.zeros_like(master)
         losses.append(0.0)
         for rank, micro in product(range(ranks), range(one.micro_steps)):
-            inputs, labels = batch(step, rank, micro, one.dtype)
+            inputs, labels = batch(step, rank, micro, one.torch_dtype)
             loss = loss_of(model(inputs), labels) / (one.micro_steps * ranks)
             losses[-1] += loss.item()
             for master, grad in zip(masters, torch.autograd.grad(loss, params), strict=True):
@@ -165,7 +155,7 @@ class Copied(Block):
 
 def batches(one: Pipeline, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     rank = engine.grid.get_data_parallel_id()
-    return (batch(step, rank, micro, one.dtype) for micro in range(one.micro_steps))
+    return (batch(step, rank, micro, one.torch_dtype) for micro in range(one.micro_steps))
 
 
 def train(one: Pipeline, engine: Any, steps: Sequence[int] | None = None) -> list[float]:
@@ -196,7 +186,7 @@ def run(
     """One training on this rank, patched or not; an exception is an outcome."""
     from deepspeed.utils import groups
 
-    found = Trained(tolerance=max(ROUNDING[one.dtype], 2e-6))
+    found = Trained(tolerance=max(one.tolerance, 2e-6))
     expected, found.expected = plainly(one, dist.get_world_size() // one.stages)
     start = named(layers_of(one), one.tied)
     with ExitStack() as stack:

@@ -1,7 +1,5 @@
 """One script by an engine and by plain PyTorch, from one start: the outcome, and a check of it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -80,25 +78,20 @@ def applied(*patches: str) -> Iterator[None]:
         ds_patches.unapply_all()
 
 
-def run(
-    script: Script,
-    options: Options,
-    *patches: str,
-    engine: type[EngineTrainer] = EngineTrainer,
-) -> Outcome:
+def run(script: Script, options: Options, *patches: str, **how: Any) -> Outcome:
     """Any script; an exception of the engine's is an outcome. Runs on every rank.
 
-    patches: none for stock.
+    patches: none for stock. how: as `measure` has it.
     """
-    return measure(script, options, applied(*patches), engine=engine)
+    return measure(script, options, applied(*patches), **how)
 
 
 def check(
-    world: World, script: Script, options: Options, *patches: str, quiet: bool = True, **case: Any
+    world: World, script: Script, options: Options, *patches: str, quiet: bool = True, **how: Any
 ) -> list[Outcome]:
     """The script ends where plain PyTorch does on every rank; quiet: and nothing is said."""
     stock.needs_style(options.style)
-    outcomes = world.run(run, script, options, *patches, **case)
+    outcomes = world.run(run, script, options, *patches, **how)
     for one in outcomes:
         assert one.equal, one
         assert not (quiet and one.said), one.said
@@ -111,6 +104,7 @@ def measure(
     around_engine: AbstractContextManager[Any] | None = None,
     *,
     on: str = EAGER,
+    tolerance: float = 0.0,
     strict: bool = True,
     before: Script | None = None,
     folder: str = "",
@@ -125,7 +119,7 @@ def measure(
     """
     start = models.build(options.model, options.torch_dtype)
     origin = {name: p.detach().float().clone() for name, p in start.named_parameters()}
-    found = Outcome(tolerance=options.tolerance)
+    found = Outcome(tolerance=tolerance or options.tolerance)
     with ExitStack() as stack:
         stack.enter_context(_put_back())
         if options.muon:

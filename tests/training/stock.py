@@ -1,7 +1,5 @@
 """What stock DeepSpeed can do, by release: so that its defects are not taken for ours."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 import pytest

@@ -1,9 +1,8 @@
 """What an engine trains in: plainly, under DeepCompile's stand-in, or on detected streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -98,7 +97,8 @@ def build_engine(
     given: dict[str, Any] = {"model_parameters": trained(model, options)}
     if "optimizer" not in config:
         given = {"optimizer": optimizer or build_optimizer(model, options, sharded=True)}
-    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu, **given)
+    # DeepSpeed takes what it reads of an optimizer's settings out of the dictionary.
+    engine, *_ = deepspeed.initialize(model=model, config=deepcopy(config), mpu=mpu, **given)
     return engine
 
 

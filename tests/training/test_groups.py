@@ -1,7 +1,5 @@
 """Engines whose ranks are not the whole world: each patch asks the engine's group, and no other."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from copy import deepcopy
 

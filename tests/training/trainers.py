@@ -15,20 +15,10 @@ from torch import Tensor, nn
 
 from tests.training import leftovers, models
 from tests.training.groups import grid
+from tests.training.leftovers import gathered
 from tests.training.options import Options
+from tests.training.parameters import Parameters, parameters
 from tests.training.surroundings import build_engine, build_optimizer
-
-Parameters = dict[str, Tensor]
-#: What accumulation keeps at an engine and its optimizer, beside what others do.
-WHILE_APPLIED = leftovers.WHILE_APPLIED | {
-    "_ds_patches_accumulation",
-    "allreduce_gradients",
-    "backward_epilogue",
-    "_get_offload_gradient_dict",
-    "copy_grads_in_partition",
-    "reduce_ipg_grads",
-    "independent_gradient_partition_epilogue",
-}
 
 
 class Trainer:
@@ -93,10 +83,8 @@ class PlainTrainer(Trainer):
 
     def step(self) -> None:
         self._micro_step += 1
-        if self._micro_step % self._micro_steps == 0:
-            self.update()
-
-    def update(self) -> None:
+        if self._micro_step % self._micro_steps:
+            return
         grads = self.averaged()
         if clip := self.options.clip:
             norm = torch.stack([grad.norm() for grad in grads]).norm().item()
@@ -179,7 +167,7 @@ class EngineTrainer(Trainer):
 
     def leaves_nothing(self) -> None:
         """Raises AssertionError for what is left behind, after a step, a window or a failure."""
-        left = leftovers.since(self._before, self.engine, but=WHILE_APPLIED)
+        left = leftovers.since(self._before, self.engine)
         assert not left, left
 
     @property
@@ -286,42 +274,19 @@ class EngineTrainer(Trainer):
         return parameters(self.module)
 
 
-def engine_trainer(model: str | nn.Module = "TwoHeads", **options: Any) -> EngineTrainer:
+def engine_trainer(
+    model: str | nn.Module = "TwoHeads", folder: Path = Path(), **options: Any
+) -> EngineTrainer:
     """An engine of these :class:`Options` that trains a model, of this name or this one."""
     given = Options(**options)
     start = models.build(model, given.torch_dtype) if isinstance(model, str) else model
-    return EngineTrainer(build_engine(start, given.config, options=given), given)
+    trainer = EngineTrainer(build_engine(start, given.config, options=given), given)
+    trainer.folder = folder
+    return trainer
 
 
 def engine_of(model: str | nn.Module = "TwoHeads", **options: Any) -> Any:
     return engine_trainer(model, **options).engine
-
-
-def parameters(module: nn.Module) -> Parameters:
-    """All of a model, which ZeRO-3 may have in parts."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    found = {}
-    for name, param in module.named_parameters():
-        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            found[name] = param.detach().float().clone()
-    return found
-
-
-def gathered(engine: Any, entitled: bool = True) -> list[str]:
-    """Names of parameters that are whole, or on their way to be, and need not stay so.
-
-    entitled: also those that upstream's prefetcher has in flight for the next backward.
-    """
-    in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
-    return [
-        name
-        for name, param in engine.module.named_parameters()
-        if hasattr(param, "ds_id")
-        and not param.ds_persist
-        and param.ds_status.name in ("AVAILABLE", "INFLIGHT")[: 1 + entitled]
-        and (entitled or param not in in_flight)
-    ]
 
 
 def worst_difference(found: Parameters, expected: Parameters) -> tuple[float, str]:

@@ -1,7 +1,5 @@
 """Attention over a sequence that ranks share, against attention over all of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,8 +1,5 @@
 """A parameter's weights and states, read and set after a universal checkpoint was loaded."""
 
-from __future__ import annotations
-
-from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,21 +8,16 @@ import torch
 import torch.distributed as dist
 
 from tests.training.models import loss_of
-from tests.training.options import BF16, BF16_SUMS, Given
+from tests.training.options import ADAM, BF16, BF16_SUMS, Given
 from tests.training.run import applied
 from tests.training.stock import RELEASE, Version, up_to
 from tests.training.trainers import EngineTrainer, engine_trainer
 from tests.world import on_ranks
 
-ADAM: Given = {
-    "settings": {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
-}
-
 
 def trained(options: Given, folder: Path) -> EngineTrainer:
     """One step from where plain PyTorch begins."""
-    trainer = engine_trainer(**deepcopy(options))
-    trainer.folder = folder
+    trainer = engine_trainer(folder=folder, **options)
     trainer.backward(loss_of(trainer, 0))
     trainer.step()
     return trainer

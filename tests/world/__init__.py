@@ -23,7 +23,7 @@ A test that needs nothing of pytest's own process can run there as a whole:
 `make test` has it, ranks are forks of one that has done the imports; see `zygote`.
 """
 
-from tests.world.ranks import RankError, WorldError, WorldTimeout
+from tests.world.ranks import RankError, WorldTimeout
 from tests.world.world import World, on_ranks
 
-__all__ = ["RankError", "World", "WorldError", "WorldTimeout", "on_ranks"]
+__all__ = ["RankError", "World", "WorldTimeout", "on_ranks"]

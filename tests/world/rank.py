@@ -4,8 +4,6 @@ It joins the process group once and then runs the cases that arrive, until it is
 or pytest is gone.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc

@@ -34,21 +34,12 @@ TAIL_LINES = 60
 FORK = "TEST_RANKS_FORK"
 
 
-class WorldError(Exception):
-    """The ranks did not all return; the message holds what each of them had to say."""
-
-
-class WorldTimeout(WorldError):
+class WorldTimeout(Exception):
     """No rank failed, but not all returned before the deadline."""
 
 
-class RankError(WorldError):
-    """A rank raised or died. `rank` failed first, `text` is its traceback or its exit code."""
-
-    def __init__(self, rank: int, text: str, others: str = "") -> None:
-        self.rank = rank
-        self.text = text
-        super().__init__("\n".join(filter(None, [f"rank {rank} failed: {text}", others])))
+class RankError(Exception):
+    """A rank raised or died; the message holds what each of them had to say."""
 
 
 def environment(world: World, rank: int, port: int) -> dict[str, str]:
@@ -228,13 +219,11 @@ class Ranks:
 
     def rank_error(self, first: int, answers: dict[int, tuple[bool, Any]]) -> RankError:
         late = [r.rank for r in self.ranks if r.rank not in answers]
-        others = [f"rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in late]
+        said = [f"rank {first} failed: {answers.pop(first)[1]}"]
+        said += [f"rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in late]
         for rank, (returned, value) in answers.items():
-            if rank != first:
-                others.append(
-                    f"rank {rank} {'returned' if returned else f'failed as well: {value}'}"
-                )
-        return RankError(first, answers[first][1], "\n".join(others) + self.tails(late))
+            said.append(f"rank {rank} {'returned' if returned else f'failed as well: {value}'}")
+        return RankError("\n".join(said) + self.tails(late))
 
     def tails(self, late: list[int]) -> str:
         """The output of all ranks; those in `late` add the stacks of their threads first."""

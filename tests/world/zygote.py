@@ -5,8 +5,6 @@ milliseconds. What forked ranks cannot show is a set that has another order on e
 seed of their hashes and their addresses. So `make test` forks, and `make test-all` does not.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

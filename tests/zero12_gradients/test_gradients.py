@@ -1,7 +1,5 @@
 """Gradients in tiles, of no elements, in fp32 sums that scripts use; overflow on one rank alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from tests.scripts.ordinary import micro_steps, one_backward
 from tests.training.models import TwoHeads, loss_of
 from tests.training.models.shapes import Block
 from tests.training.options import BF16_SUMS, FP16, OFFLOADED, OVERLAP, Given, Options
-from tests.training.run import applied, check, measure, run
+from tests.training.run import applied, check, run
 from tests.training.stock import RELEASE, Version, up_to
 from tests.training.trainers import engine_trainer
 from tests.world import RankError, World, WorldTimeout
@@ -37,10 +35,7 @@ class Emptied(TwoHeads):
 
     def forward(self, tokens: Tensor) -> Any:
         nothing = self.first.sum() + self.blocks[0].none.sum() + self.last.weight.sum()
-        x = self.embed(tokens) + nothing
-        for block in self.blocks:
-            x = block(x)
-        return self.heads(x)
+        return self.heads(self.through_blocks(self.embed(tokens) + nothing))
 
 
 class Tiled(TwoHeads):
@@ -166,13 +161,10 @@ def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> N
 @pytest.mark.skipif(not READS_ANOTHER, reason="another optimizer has the gradients")
 def test_calls_of_a_step_in_which_nothing_is_read(world: World) -> None:
     options = Options(1, steps=4, **BF16_SUMS)
-    found = [world.run(counted, options, *patches) for patches in ([], [PATCH], [])]
+    case = run, one_backward, options
+    found = [world.run(*case, *patches, looks=["calls"]) for patches in ([], [PATCH], [])]
     for before, patched, after in zip(*found, strict=True):
-        assert patched <= 1.015 * max(before, after)
-
-
-def counted(options: Options, *patches: str) -> int:
-    return measure(one_backward, options, applied(*patches), looks=["calls"]).calls
+        assert patched.calls <= 1.015 * max(before.calls, after.calls)
 
 
 @pytest.mark.skipif(not READS_ANOTHER, reason="another optimizer has the gradients")

@@ -1,7 +1,5 @@
 """Training goes on after inference mode and generation; several dtypes are gathered together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,21 +23,20 @@ TAKES_THE_FIRST = stock.Version("0.19.3") > stock.RELEASE
 SAVED, DEQUE = "cannot be saved", "pop from an empty deque" if KEEPS_TRACE else ""
 
 
-@pytest.mark.core_case(core=True)
+@pytest.mark.core_case
 @pytest.mark.parametrize(
-    ("script", "zero", "words", "core"),
+    ("script", "zero", "words"),
     [
-        (evaluating.inference_mode, SMALL_PREFETCH, SAVED, True),
-        (evaluating.inference_mode_of_the_module, SMALL_PREFETCH, SAVED, True),
-        (evaluating.inference_mode_first, FRUGAL, "next_functions", True),
+        (evaluating.inference_mode, SMALL_PREFETCH, SAVED),
+        (evaluating.inference_mode_of_the_module, SMALL_PREFETCH, SAVED),
+        (evaluating.inference_mode_first, FRUGAL, "next_functions"),
         # Hooks are removed and added again, as TRL and Accelerate do.
-        (evaluating.generation_without_hooks, {}, DEQUE, True),
-        (evaluating.generation_first, {}, DEQUE, False),
-        (evaluating.generation_of_the_root, {}, None, False),
+        (evaluating.generation_without_hooks, {}, DEQUE),
+        (evaluating.generation_of_the_root, {}, None),
     ],
 )
 def test_training_goes_on(
-    world: World, script: Any, zero: dict[str, Any], words: str | None, core: bool
+    world: World, script: Any, zero: dict[str, Any], words: str | None
 ) -> None:
     options = script.at(3, steps=3, zero=zero)
     for one in world.run(run, script, options) if words is not None else ():

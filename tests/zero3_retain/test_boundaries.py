@@ -1,7 +1,5 @@
 """Gather before, release after, per graph task: in plain PyTorch, without DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Engines of all ages: built before the patch, used after it, stock again, and after failures."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

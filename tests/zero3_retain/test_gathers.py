@@ -1,7 +1,5 @@
 """What is gathered when, what the prefetcher makes of it, and that an ordinary step is stock's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +17,7 @@ from tests.training import stock
 from tests.training.cases import Case, cases, of
 from tests.training.models import batch, both_losses
 from tests.training.options import NO_REUSE, SMALL_PREFETCH, Options
-from tests.training.run import measure, run
+from tests.training.run import run
 from tests.training.trainers import EngineTrainer, Parameters, engine_of, engine_trainer
 from tests.world import World, on_ranks
 from tests.zero3_retain.test_gradients import PREFETCH, patched, several_backwards
@@ -58,10 +56,10 @@ def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
 def test_several_backwards_peak_as_one_does(settings: dict[str, Any]) -> None:
     """Most elements gathered in each of two steps."""
     once, thrice = (
-        measure(
+        run(
             partial(several_backwards, backwards=backwards),
             Options(zero=settings),
-            patched(),
+            "zero3_retain",
             looks=["memory"],
             strict=False,
         ).peaks

@@ -1,7 +1,5 @@
 """Checkpointing: what a recomputation sees of frozen parameters, and leaves gathered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from tests.scripts.worlds import FRUGAL
 from tests.training import stock
 from tests.training.models import build
 from tests.training.options import SMALL_PREFETCH
-from tests.training.run import Outcome, applied, check, measure, run
+from tests.training.run import Outcome, check, run
 from tests.training.surroundings import streams
 from tests.world import World, on_ranks
 
@@ -33,7 +31,7 @@ def test_a_recomputation_sees_what_the_forward_saw(world: World, settings: dict[
 
 def looked_at(model: str, *patches: str) -> Outcome:
     options = replace(adapters.low_rank.at(3, steps=3), model=model, zero=FRUGAL)
-    return measure(adapters.low_rank, options, applied(*patches), looks=["memory"], strict=False)
+    return run(adapters.low_rank, options, *patches, looks=["memory"], strict=False)
 
 
 @on_ranks

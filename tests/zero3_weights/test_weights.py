@@ -1,7 +1,5 @@
 """What ZeRO-3 gathers is what it was given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import nn
 from tests.scripts import states
 from tests.training import stock
 from tests.training.options import Options
-from tests.training.run import Outcome, applied, measure
+from tests.training.run import Outcome, applied, run
 from tests.training.surroundings import build_engine
 from tests.training.trainers import engine_trainer
 from tests.world import World, on_ranks
@@ -34,8 +32,8 @@ def fetched(params: Any) -> list[torch.Tensor]:
 def resumed_anew(folder: str, *patches: str) -> Outcome:
     script = states.resumed
     options = script.at(3, zero=HPZ)
-    measure(script.before, options, folder=folder)
-    return measure(script, options, applied(*patches), before=script.before, folder=folder)
+    run(script.before, options, folder=folder)
+    return run(script, options, *patches, before=script.before, folder=folder)
 
 
 SECOND_COPIES = stock.up_to("0.18.2")

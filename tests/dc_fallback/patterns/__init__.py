@@ -4,8 +4,6 @@ Each takes token ids and targets and returns its loss, and is built from a seed.
 """
 # ruff: noqa: F403, F405
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

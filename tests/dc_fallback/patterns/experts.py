@@ -1,7 +1,5 @@
 """Layers of which each rank uses other parts."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

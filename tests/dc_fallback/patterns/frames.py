@@ -1,7 +1,5 @@
 """The model that every pattern is a variant of, and one way each of a frame to run eagerly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters that are used in more than one place, in another way, or not trained."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

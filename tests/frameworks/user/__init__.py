@@ -1,14 +1,12 @@
 """Scripts of users: each trains a small model by one framework, with DeepSpeed or without."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 
 class Trained(NamedTuple):
     """What a script comes to.
 
-    model: as the framework wraps it; or several.
+    model: as the framework wraps it.
     losses: that rank 0 has seen.
     """
 

@@ -38,31 +38,20 @@ def accumulation(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> l
 
 
 def two_losses(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Two losses over one forward, of which the last is reduced."""
+    """Two losses over one forward; an engine has the first: Accelerate would step at once."""
     losses = []
     for x in loader:
         with accelerator.accumulate(model):
             first, second = losses_of(model(x), x)
-            with accelerator.no_sync(model):
+            if accelerator.state.deepspeed_plugin:
+                with model.no_sync():
+                    model.backward(first, retain_graph=True)
+            else:
                 accelerator.backward(first, retain_graph=True)
             accelerator.backward(second)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce((first + second).detach(), "mean").item())
-    return losses
-
-
-def two_losses_of_engine(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """The same by the engine's own methods: Accelerate's backward() would step at once."""
-    losses = []
-    for x in loader:
-        first, second = losses_of(model(x), x)
-        with model.no_sync():
-            model.backward(first, retain_graph=True)
-        accelerator.backward(second)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce((first + second).detach(), "mean").item())
     return losses
 
 

@@ -30,20 +30,14 @@ def settings(output: Path, deepspeed: Config, **own: Any) -> dict[str, Any]:
     }
 
 
-def trained(trainer: Any, resume: Path | None = None) -> Trained:
-    trainer.train(resume_from_checkpoint=resume and str(resume))
+def trained(trainer: Any) -> Trained:
+    trainer.train()
     lines = trainer.state.log_history
     return Trained(trainer.model_wrapped, [line["loss"] for line in lines if "loss" in line])
 
 
 def language_model(
-    model: Path,
-    output: Path,
-    deepspeed: Config = None,
-    *,
-    micro_steps: int = 4,
-    resume: Path | None = None,
-    **more: Any,
+    model: Path, output: Path, deepspeed: Config = None, *, micro_steps: int = 4
 ) -> Trained:
     """A causal language model by the Trainer of transformers."""
     own = {
@@ -56,10 +50,10 @@ def language_model(
     }
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(model),
-        args=TrainingArguments(**settings(output, deepspeed, **own, **more)),
+        args=TrainingArguments(**settings(output, deepspeed, **own)),
         train_dataset=samples(),
     )
-    return trained(trainer, resume)
+    return trained(trainer)
 
 
 def samples() -> list[dict[str, torch.Tensor]]:

@@ -5,8 +5,6 @@ or hide something; and models that raise.
 """
 # ruff: noqa: F403
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

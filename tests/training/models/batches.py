@@ -1,7 +1,5 @@
 """Batches of this rank's, other ones on each, and the losses over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from tests.training.models.shapes import CLASSES, VOCABULARY, WIDTH, Losses
 
 
 def device() -> torch.device:
-    """This rank's: the CPU in the suite, a GPU under :mod:`tests.training.on_gpus`."""
+    """This rank's: the CPU in the suite, a GPU under :mod:`tests.gpu`."""
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())

@@ -1,7 +1,5 @@
 """Models that raise, in a forward or half way through a backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

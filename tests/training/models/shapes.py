@@ -4,8 +4,6 @@ They take token ids (so the first layer's input needs no gradient), and hold lay
 leaf parameter for backward (Embedding, LayerNorm) beside those that save a view of it (Linear).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -34,7 +32,12 @@ class Block(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """One trunk, a classifier and a reconstruction head; returns a tuple."""
+    """One trunk, a classifier and a reconstruction head; returns a tuple.
+
+    reentrant: of checkpoint(), under which its blocks are; None: under none.
+    """
+
+    reentrant: bool | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +47,17 @@ class TwoHeads(nn.Module):
         self.rebuild = nn.Linear(WIDTH, WIDTH)
 
     def trunk(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        return self.through_blocks(self.embed(tokens))
+
+    def through_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = self.recomputed(block, x)
         return x
+
+    def recomputed(self, module: nn.Module, *inputs: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return module(*inputs)
+        return checkpoint(module, *inputs, use_reentrant=self.reentrant)
 
     def heads(self, x: Tensor) -> Losses:
         return Losses(self.classify(x), self.rebuild(x))
@@ -96,14 +106,8 @@ class Reentrant(TwoHeads):
 
     reentrant = True
 
-    def trunk(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
 
-
-class NonReentrant(Reentrant):
+class NonReentrant(TwoHeads):
     """Both blocks recompute inside the running graph task."""
 
     reentrant = False
@@ -164,3 +168,48 @@ class Linears(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class FloatInput(TwoHeads):
+    """Starts from features, so that a user can ask for gradients at the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+
+
+class Critic(nn.Module):
+    """Judges continuous inputs, and keeps what lies in its middle: for penalties on gradients."""
+
+    middle: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.judge = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.middle = self.blocks[0](x)
+        return self.judge(self.blocks[1](self.middle))
+
+
+class PlainCritic(nn.Module):
+    """Saves nothing but views of weights, and what the Tanh has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Judged(TwoHeads):
+    """Has a head that judges where it does not train, as a metric or a value head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> Losses:
+        return super().heads(x if self.training else self.judge(x))

@@ -1,14 +1,11 @@
 """Models that keep or hide something, use a part of themselves, or are not all trained."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.training.models.shapes import VOCABULARY, WIDTH, Block, Losses, TwoHeads
 
@@ -131,7 +128,7 @@ class Routed(TwoHeads):
         return self.blocks[1](self.route(x, tokens))
 
     def route(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.router(x, tokens)
+        return self.recomputed(self.router, x, tokens)
 
 
 class RoutedTwice(Routed):
@@ -152,15 +149,13 @@ class RoutedUnevenly(Routed):
 class RoutedReentrant(Routed):
     """The routed layer runs again in the backward, in one of its own."""
 
-    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return checkpoint(self.router, x, tokens, use_reentrant=True)
+    reentrant = True
 
 
 class RoutedNonReentrant(Routed):
     """The routed layer runs again in the backward."""
 
-    def route(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return checkpoint(self.router, x, tokens, use_reentrant=False)
+    reentrant = False
 
 
 class Unused(TwoHeads):
@@ -215,10 +210,7 @@ class CheckpointedAdapted(Adapted):
     reentrant = False
 
     def trunk(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens).requires_grad_()
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
+        return self.through_blocks(self.embed(tokens).requires_grad_())
 
 
 class DeepAdapted(CheckpointedAdapted):
@@ -258,48 +250,3 @@ class SavedModules(Adapted):
         super().__init__()
         self.classify = SavedModule(self.classify)
         self.rebuild = SavedModule(self.rebuild)
-
-
-class FloatInput(TwoHeads):
-    """Starts from features, so that a user can ask for gradients at the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-
-
-class Critic(nn.Module):
-    """Judges continuous inputs, and keeps what lies in its middle: for penalties on gradients."""
-
-    middle: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.judge = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.middle = self.blocks[0](x)
-        return self.judge(self.blocks[1](self.middle))
-
-
-class PlainCritic(nn.Module):
-    """Saves nothing but views of weights, and what the Tanh has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-class Judged(TwoHeads):
-    """Has a head that judges where it does not train, as a metric or a value head does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.judge = nn.Linear(WIDTH, WIDTH)
-
-    def heads(self, x: Tensor) -> Losses:
-        return super().heads(x if self.training else self.judge(x))
