@@ -16,7 +16,7 @@ _CURVES = {
     "stock": ("stock DeepSpeed", "#d9534f", "-", 2),
     "patched": ("patched DeepSpeed", "#2f9e6e", "--", 2),
 }
-_LOOKS: dict[str, Any] = dict.fromkeys(
+_LOOKS: Any = dict.fromkeys(
     ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY
 ) | {"svg.hashsalt": "ds_patches", "svg.fonttype": "none"}
 
