@@ -111,9 +111,10 @@ def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """A tiled computation has no function to wrap: it lies in the backward of an autograd node."""
-    if _TILED in sys.modules:
+    outputs = wrapped(*args, **kwargs)
+    if _TILED in sys.modules:  # a forward may import it
         _shadows()(engine)
-    return wrapped(*args, **kwargs)
+    return outputs
 
 
 def around_sums(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:

@@ -158,6 +158,16 @@ def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> N
     check(world, script, options, PATCH, "accumulation", "coalesce")
 
 
+@pytest.mark.core_case
+@pytest.mark.skipif(READS_ANOTHER, reason="the gradients are ZeRO's")
+def test_sums_of_another_optimizer(world: World) -> None:
+    """Stock trains nothing, or has them read times a loss scale: half_without_zero's."""
+    options = Options(1, micro_steps=2, **BF16_SUMS)
+    for one in world.run(run, read_sums, options):
+        assert "read wrong" in one.error
+    check(world, read_sums, options, "half_without_zero")
+
+
 @pytest.mark.skipif(not READS_ANOTHER, reason="another optimizer has the gradients")
 def test_calls_of_a_step_in_which_nothing_is_read(world: World) -> None:
     options = Options(1, steps=4, **BF16_SUMS)
