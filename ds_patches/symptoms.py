@@ -186,7 +186,7 @@ CURED = (
             "`'DeepSpeedEngine' object has no attribute 'coalesce_grad_reduction'`",
             _ALL, "0.16.0", "0.19.1", "coalesce", add=_BLOCK, anchor="no-block", proof="block"),
     Symptom("an exception in `coalesce_grad_reduction()`",
-            "half of the block is stepped, or other ranks hang",
+            "half of the block is stepped",
             _ALL, "0.19.1", None, "coalesce", anchor="half-a-block"),
     Symptom("DeepCompile, and a frame that Dynamo skips", "`'weight' must be 2-D`",
             _3, "0.16.6", None, "dc_fallback", anchor="weight-2d", needs="deepcompile script",

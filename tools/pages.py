@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from packaging.version import Version
 
 import ds_patches
 from ds_patches import ledger
@@ -212,7 +214,23 @@ def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
     cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.add)))
     cure += f", on {floor} and later" if (floor := cures.floor(one)) else ""
     stages = ", ".join(map(str, one.stages))
-    return script, one.outcome, stages, one.first, one.right or "none", cure
+    outcome = f"{one.outcome}{_measured(one)}"
+    return script, outcome, stages, one.first, one.right or "none", cure
+
+
+def _measured(one: Symptom) -> str:
+    """What its proof comes to, as `python -m tests.releases measure` has written."""
+    found = json.loads((_ROOT / "docs" / "measured.json").read_text(encoding="utf-8"))
+    told = {at: of for at, of in found.get(one.proof, {}).items() if one.is_wrong(Version(at))}
+    if not told:
+        return ""
+    stock = ", ".join(f"{_off(of['stock'])} on {at}" for at, of in told.items())
+    worst = max((of["patched"] for of in told.values()), key=float)
+    return f"<br><small>Measured: {stock}; patched {_off(worst)}.</small>"
+
+
+def _off(told: str) -> str:
+    return f"`{told}`" if told.isidentifier() else f"off by {told}"
 
 
 def _patches() -> str:

@@ -31,17 +31,14 @@ If something raises
       exception through. Training may go on with the next block.
     - Do not catch it inside: the block would still end in a RuntimeError, and ``accumulation``
       drops all gradients of the step.
-    - The other ranks raise ``OtherRankFailed``, with the number and the error of the rank that
-      raised.
-    - At stage 3, if one rank raises before all parameters are gathered, the others wait in their
-      next gather until the process group's timeout.
+    - If one rank alone raises, the others wait for its next block, as they would in any
+      data-parallel training: let the exception end the job, or raise on all ranks.
 
 no_sync()
     - Inside, gradients stay on their parameters. The next backward outside, at the gradient
       accumulation boundary, reduces their sum in one pass.
     - Until then every rank keeps whole gradients, in the precision of the parameters.
-    - Ranks do not tell each other of errors here. Every rank needs one reduction in each step, and
-      at stage 3 the same number of backwards.
+    - Every rank needs one reduction in each step, and at stage 3 the same number of backwards.
     - After an exception of other code the gradients stay, as in DistributedDataParallel.
       ``engine.zero_grad()`` drops them.
     - ``engine.step()`` inside counts a micro step, as Accelerate up to 1.7 expects. At the boundary
@@ -77,16 +74,14 @@ Cost
 
 Why
     DeepSpeed has the method from 0.19.1 on. If something inside raises, DeepSpeed's method reduces
-    what is there, so half a block becomes a step; if only one rank raised, the others wait until a
-    timeout. And ``no_sync()``, which ``accelerator.accumulate()`` calls, is an AssertionError at
+    what is there, so half a block becomes a step. And ``no_sync()``, which ``accelerator.accumulate()`` calls, is an AssertionError at
     stages 2 and 3.
 
 How
     - The patch adds the method, or replaces DeepSpeed's.
-    - DeepSpeed's own reducer takes the sums, with as many collectives as for one backward.
-    - Before they reduce, ranks tell each other whether one raised: through a file in ``/dev/shm``
-      on a single host (``LOCAL_WORLD_SIZE`` equals ``WORLD_SIZE``), otherwise through the process
-      group's store. More than 4095 ranks do not.
+    - DeepSpeed's own reducer takes the sums, with as many collectives as for one backward, and one
+      more before it: of a flag for each parameter, whether a rank has a gradient of it. Only a rank
+      that lacks one waits for the answer.
     - ``accumulation`` adds up the gradients.
 
 Upstream

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
-from ds_patches.core import agreement, lifecycle
+from ds_patches.core import lifecycle
 from ds_patches.core.errors import Misused, Refused
 from ds_patches.training.steps import EngineSteps
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero3_gathers as gathers
 
-from .counters import are_on_one_host
 from .gather_once import GatherOnce
-from .handshake import MOST_RANKS, Handshake
 from .local import LocalGradients
 
 logger = logging.getLogger("ds_patches.coalesce")
@@ -26,7 +21,7 @@ logger = logging.getLogger("ds_patches.coalesce")
 
 @contextmanager
 def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[None]:
-    """Gather gradients, and reduce them once, after all ranks have come; or none if one raised.
+    """Let gradients add up on the parameters, and reduce them once; or drop them if it raised.
 
     Raises Refused if a backward inside raised and the exception was caught inside.
     """
@@ -40,12 +35,8 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
             "outside of no_sync(), which it needs no more"
         )
     gathered = _gathers(engine, steps)
-    ranks = agreement.ranks_of(engine)
-    handshake = local.handshake = local.handshake or _handshake(ranks)
     boundary = upstream_engine.asked_boundary(engine)
     try:
-        if handshake is not None:
-            handshake.begin()
         local.begin()
         local.in_block, local.failed = True, False
         engine.inside_no_sync_ctxt = True
@@ -58,15 +49,11 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
                 "a backward inside this coalesce_grad_reduction() raised, and what was caught "
                 "inside had dropped its gradients; let the exception leave the block"
             )
-        pattern = local.sum.prepare()
-        uneven = len(ranks) > 1 if handshake is None else handshake.leave(pattern)
         _leave(engine, local, gathered)
         if gathered is not None:
             gathered.release()
-        local.reduce(uneven)
-    except BaseException as error:
-        if handshake is not None:
-            handshake.fail(error)
+        local.reduce()
+    except BaseException:
         _leave(engine, local, gathered)
         local.end()
         steps.recover()
@@ -82,15 +69,6 @@ def _leave(engine: Any, local: LocalGradients, gathered: GatherOnce | None) -> N
     engine.inside_no_sync_ctxt = local.in_block = False
     if gathered is not None:
         gathered.end()
-
-
-def _handshake(ranks: Sequence[int]) -> Handshake | None:
-    """None where there is nobody to shake hands with, or where they are more than it can count."""
-    if not 1 < len(ranks) <= MOST_RANKS:
-        return None
-    place = agreement.meeting("coalesce", ranks, dist.get_rank())
-    where = "in this coalesce_grad_reduction(),"
-    return Handshake(place, len(ranks), where, are_on_one_host(os.environ))
 
 
 def _gathers(engine: Any, steps: EngineSteps) -> GatherOnce | None:

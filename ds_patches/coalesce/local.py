@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ds_patches.core.agreement import reduction_group
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.errors import Misused, Refused
 from ds_patches.core.shadow import Shadow
@@ -14,7 +15,6 @@ from ds_patches.training.steps import EngineSteps, Listener
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.engine import has_torch_style_backward
 
-from .handshake import Handshake
 from .sums import LocalSum, Zero3LocalSum, Zero12LocalSum
 
 
@@ -29,13 +29,12 @@ class LocalGradients(Listener):
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
         stage3 = engine.zero_optimization_partition_weights()
-        self.sum: LocalSum = (Zero3LocalSum if stage3 else Zero12LocalSum)(engine.optimizer)
+        of_stage = Zero3LocalSum if stage3 else Zero12LocalSum
+        self.sum: LocalSum = of_stage(engine.optimizer, reduction_group(engine))
         #: Whether a block, or ``no_sync()``, is open.
         self.in_block = self.in_no_sync = False
         #: A backward that raised since a block was opened.
         self.failed = False
-        #: Of its blocks, from the first one on.
-        self.handshake: Handshake | None = None
         self._engine, self._steps = engine, steps
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay
@@ -64,11 +63,11 @@ class LocalGradients(Listener):
         self._shadows = []
         self._waiting = self.awaits_backwards = False
 
-    def reduce(self, uneven: bool = True) -> None:
-        """Add what is there to the gradients of the step; `LocalSum.prepare` comes before."""
+    def reduce(self) -> None:
+        """Add what is there to the gradients of the step. A collective."""
         self.end()
         with upstream_engine.at_boundary(self._engine):
-            self.sum.reduce(uneven)
+            self.sum.reduce()
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
@@ -133,7 +132,6 @@ class LocalGradients(Listener):
         if self.in_block or self.in_no_sync:  # up to 0.18.2 it is asked for there, too
             return
         if self._engine.is_gradient_accumulation_boundary():
-            self.sum.prepare()
             self.reduce()
 
     def _backward(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,18 +1,19 @@
 """Gradients on the parameters of one optimizer, where autograd has added them up, and their end.
 
 DeepSpeed's own reducer leaves out what has no gradient, so ranks that differ in what they have
-would wait for each other in different collectives: parameters without one then take part with
-zeros.
+would wait for each other in different collectives. So a parameter that has a gradient on another
+rank alone takes part with zeros.
 """
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_patches.upstream import zero3, zero3_gathers, zero12
 from ds_patches.upstream.accelerator import accelerator, keeps_order
@@ -21,8 +22,9 @@ from ds_patches.upstream.accelerator import accelerator, keeps_order
 class LocalSum(ABC):
     """What there is to do with the gradients on the parameters."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, group: Any) -> None:
+        """`group`: the process group of the ranks that share the gradients."""
+        self._optimizer, self._group = optimizer, group
 
     def is_late(self) -> bool:
         """Whether the backward that runs has brought gradients that are not on the parameters."""
@@ -30,30 +32,42 @@ class LocalSum(ABC):
 
     def is_empty(self) -> bool:
         """Whether no parameter has one."""
-        return not any(self._present())
-
-    def prepare(self) -> int:
-        """Do what may fail on one rank alone.
-
-        Returns 24 bits that are equal on all ranks if they have gradients of the same parameters,
-        or if that makes no difference.
-        """
-        return zlib.crc32(bytes(self._present())) & 0xFFFFFF
+        return not any(map(self._has_one, self._parameters()))
 
     @abstractmethod
-    def reduce(self, uneven: bool) -> None:
-        """Add to what the step has reduced, and clear. A collective, after `prepare`.
-
-        uneven: ranks have gradients of different parameters, or may have.
-        """
+    def reduce(self) -> None:
+        """Add to what the step has reduced, and clear. A collective."""
 
     @abstractmethod
     def drop(self) -> None:
         """Forget them, and leave the optimizer as it is before a backward."""
 
+    def _lacking(self) -> set[Any]:
+        """Return the parameters that have a gradient on another rank, and none here. A collective.
+
+        A rank that has all gradients does not wait for what the others tell.
+        """
+        params = [*self._parameters()]
+        here = [self._has_one(param) for param in params]
+        if not params or dist.get_world_size(self._group) == 1:
+            return set()
+        complete = all(here)
+        flags = {"dtype": torch.uint8, "device": accelerator().current_device_name()}
+        # To copy a list to a device waits for all that the device has to do.
+        told = torch.ones(len(here), **flags) if complete else torch.tensor(here, **flags)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        if complete:
+            return set()
+        anywhere = told.tolist()
+        return {p for p, one, any_ in zip(params, here, anywhere, strict=True) if any_ and not one}
+
     @abstractmethod
-    def _present(self) -> list[bool]:
-        """Whether each parameter has one."""
+    def _parameters(self) -> Iterator[Any]:
+        """Trainable, in an order that is the same on all ranks."""
+
+    @abstractmethod
+    def _has_one(self, param: Any) -> bool:
+        """Whether a parameter has a gradient."""
 
 
 class Zero12LocalSum(LocalSum):
@@ -67,31 +81,28 @@ class Zero12LocalSum(LocalSum):
         waiting = zero12.in_buckets(self._optimizer)
         return bool(waiting) or any(self._optimizer.params_already_reduced)
 
-    def prepare(self) -> int:
-        # The epilogue of each backward does it too, but not every backward has one: from 0.18.3
-        # the second ``loss.backward()`` over one forward has none.
-        if self._optimizer.use_grad_accum_attribute:
-            self._optimizer.fill_grad_accum_attribute()
-        return super().prepare()
-
-    def reduce(self, uneven: bool) -> None:
+    def reduce(self) -> None:
         """As one backward: it has micro_step_id 0 and is at the boundary.
 
         With an offloaded optimizer, every release then copies it to the host whole.
         """
         optimizer = self._optimizer
-        if uneven:
-            for _, param in self._parameters():
-                if optimizer.get_param_gradient_attribute(param) is None:
-                    zero12.give_zero_gradient(optimizer, param)
+        # The epilogue of each backward does it too, but not every backward has one: from 0.18.3
+        # the second ``loss.backward()`` over one forward has none.
+        if optimizer.use_grad_accum_attribute:
+            optimizer.fill_grad_accum_attribute()
+        lacking = self._lacking()
         if optimizer.overlap_comm and not keeps_order():
             optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
         zero12.release_buffers(optimizer)
         with zero12.reducing_what_it_steps_with(optimizer):
             self._set_up_buckets()
-            for group, param in self._parameters():
-                if optimizer.get_gradient_for_reduction(param) is not None:
-                    optimizer.reduce_ready_partitions_and_remove_grads(param, group)
+            for group, params in enumerate(optimizer.bit16_groups):
+                for param in filter(_is_trainable, params):
+                    if param in lacking:
+                        zero12.give_zero_gradient(optimizer, param)
+                    if optimizer.get_gradient_for_reduction(param) is not None:
+                        optimizer.reduce_ready_partitions_and_remove_grads(param, group)
             optimizer.overlapping_partition_gradients_reduce_epilogue()
         zero12.clear(optimizer)
 
@@ -113,14 +124,11 @@ class Zero12LocalSum(LocalSum):
             optimizer.ipg_index = 0
         optimizer.micro_step_id = 0
 
-    def _parameters(self) -> Iterator[tuple[int, Any]]:
-        """Trainable, each with the index of its group."""
-        for index, group in enumerate(self._optimizer.bit16_groups):
-            yield from ((index, param) for param in group if param.requires_grad)
+    def _parameters(self) -> Iterator[Any]:
+        return filter(_is_trainable, chain(*self._optimizer.bit16_groups))
 
-    def _present(self) -> list[bool]:
-        gradient = self._optimizer.get_param_gradient_attribute
-        return [gradient(param) is not None for _, param in self._parameters()]
+    def _has_one(self, param: Any) -> bool:
+        return self._optimizer.get_param_gradient_attribute(param) is not None
 
 
 class Zero3LocalSum(LocalSum):
@@ -129,9 +137,10 @@ class Zero3LocalSum(LocalSum):
     def is_late(self) -> bool:
         return bool(zero3.in_buckets(self._optimizer))
 
-    def reduce(self, uneven: bool) -> None:
+    def reduce(self) -> None:
+        lacking = self._lacking()
         for param in self._parameters():
-            if param.grad is None and uneven:
+            if param in lacking:
                 _give_zeros(param)
             if param.grad is not None:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
@@ -146,12 +155,14 @@ class Zero3LocalSum(LocalSum):
         zero3_gathers.reset(self._optimizer.parameter_offload)
 
     def _parameters(self) -> Iterator[Any]:
-        """Trainable."""
-        for group in self._optimizer.fp16_groups:
-            yield from (param for param in group if param.requires_grad)
+        return filter(_is_trainable, chain(*self._optimizer.fp16_groups))
 
-    def _present(self) -> list[bool]:
-        return [param.grad is not None for param in self._parameters()]
+    def _has_one(self, param: Any) -> bool:
+        return param.grad is not None
+
+
+def _is_trainable(param: Any) -> bool:
+    return bool(param.requires_grad)
 
 
 def _give_zeros(param: Any) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ds_patches.coalesce import block
 from tests.scripts import nested, slopes, windows
 from tests.training import models, stock
 from tests.training.cases import Case, at, cases, of, trains
@@ -146,13 +144,6 @@ def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
                 trainer.backward(loss_of(trainer, step, micro))
         for _ in range(1 if trainer.is_engine else 2):
             trainer.step()
-
-
-@trains("coalesce", *(at(1, 2, 3, model="Uneven", steps=4, **more) for more in REDUCERS))
-def test_more_ranks_than_can_be_counted(trainer: Any) -> None:
-    """They cannot tell each other what they have."""
-    with mock.patch.object(block, "MOST_RANKS", 1):
-        windows.uneven_windows(trainer)
 
 
 @trains("coalesce", at(2, **FP16))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from ds_patches import OtherRankFailed
 from ds_patches.core.errors import Refused
 from ds_patches.training import graph_task
 from tests.coalesce.test_blocks import BothWays
@@ -27,7 +24,6 @@ from tests.world import World, on_ranks
 
 MIDDLE = "middle backward"
 OTHERS = ["forward", "first backward", "last backward", "between", "after"]
-ALL_RANKS, ONE_RANK = (0, 1), (1,)
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 #: Here a device may be out of memory, when parameters are in flight already.
 GATHER = "deepspeed.runtime.zero.partition_parameters._dist_allgather_fn"
@@ -53,15 +49,12 @@ def block_that_raises(trainer: Any, place: str, step: int) -> None:
         RaiseInForward.armed = RaiseInBackward.armed = False
 
 
-def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
+def fail_and_go_on(trainer: Any, place: str) -> None:
     """Steps 1 and 2 of 4 are tried, fail, and are done again; the reference meets no failure."""
     for step in trainer.steps():
         if trainer.is_engine and step in (1, 2):
-            here = dist.get_rank() in failing
-            with pytest.raises(Boom if here else OtherRankFailed) as caught:
-                block_that_raises(trainer, place if here else "", step)
-            if not here:
-                assert "rank 1 raised Boom" in str(caught.value)
+            with pytest.raises(Boom):
+                block_that_raises(trainer, place, step)
             assert trainer.engine.inside_no_sync_ctxt is False
             assert all(p.grad is None for p in trainer.engine.module.parameters())
             trainer.leaves_nothing()
@@ -71,12 +64,7 @@ def fail_and_go_on(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
         trainer.step()
 
 
-def on_two_hosts(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
-        fail_and_go_on(trainer, place, failing)
-
-
-def held_by_a_thread(trainer: Any, place: str, failing: tuple[int, ...]) -> None:
+def held_by_a_thread(trainer: Any, place: str) -> None:
     """As by a device's, which lets go of a backward that raised when it has other work."""
     held: list[Any] = []
     queue = graph_task.at_end_of_task
@@ -84,27 +72,21 @@ def held_by_a_thread(trainer: Any, place: str, failing: tuple[int, ...]) -> None
     with mock.patch.object(
         graph_task, "at_end_of_task", lambda end: (held.append(end), queue(end))
     ):
-        fail_and_go_on(trainer, place, failing)
+        fail_and_go_on(trainer, place)
 
 
-def fails(
-    script: Any, place: str, *stages: int, on: tuple[int, ...] = ALL_RANKS, **options: Any
-) -> list[Any]:
-    wanted = partial(script, place=place, failing=on)
+def fails(script: Any, place: str, *stages: int, **options: Any) -> list[Any]:
+    wanted = partial(script, place=place)
     return of("coalesce", wanted, *stages, model="Breakable", steps=4, **options)
 
 
 @cases(
     fails(fail_and_go_on, MIDDLE, 1, 2, 3, core={1, 2, 3}),
-    fails(fail_and_go_on, MIDDLE, 1, 2, on=ONE_RANK, core={2}),
     *(
         fails(fail_and_go_on, MIDDLE, 1, 2, 3, **more)
         for more in ({"style": "torch"}, OFFLOADED, ALL_REDUCED)
     ),
     *(fails(fail_and_go_on, place, 1, 2, 3) for place in OTHERS),
-    *(fails(fail_and_go_on, place, 1, 2, on=ONE_RANK) for place in OTHERS),
-    fails(on_two_hosts, MIDDLE, 2, on=ONE_RANK),
-    fails(fail_and_go_on, "after", 3, on=ONE_RANK),  # its last gather
     fails(held_by_a_thread, MIDDLE, 1, 2, 3, style="torch", core={2}),
     fails(fail_and_go_on, "gather", 3, core={3}),
 )
@@ -172,25 +154,6 @@ def test_a_backward_that_raised_spoils_its_block(stage: int, style: str, goes_on
 
         with pytest.raises(Refused, match=r"a backward inside this .* raised"):
             block()
-
-
-@on_ranks
-def test_blocks_of_two_engines_do_not_take_each_others_word() -> None:
-    """Rank 1 raises in the outer block, after the inner one has closed."""
-    with applied("coalesce"), listening():
-        outer, inner = (engine_of("Breakable", stage=2) for _ in range(2))
-
-        def blocks() -> None:
-            with outer.coalesce_grad_reduction():
-                with inner.coalesce_grad_reduction():
-                    inner.backward(loss_of(inner, 0))
-                if dist.get_rank() == 1:
-                    raise Boom("outside the inner block")
-
-        for _ in range(3):
-            words = "outside the inner block" if dist.get_rank() == 1 else "rank 1 raised Boom"
-            with pytest.raises(RuntimeError, match=words):
-                blocks()
 
 
 @on_ranks

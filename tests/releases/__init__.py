@@ -6,6 +6,7 @@
     python -m tests.releases run --turn-of 6           # on those of six parts whose turn it is
     python -m tests.releases run --whole 0.18.2        # every test of the patches
     python -m tests.releases record                    # all releases, into docs/compatibility.md
+    python -m tests.releases measure                   # `prove` on old and new, docs/measured.json
     python -m tests.releases shapes                    # into ds_patches/core/shapes.json
 
 One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. What is

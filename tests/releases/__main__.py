@@ -7,6 +7,7 @@ import sys
 
 from tests import releases
 from tests.releases import install, shapes
+from tests.releases.measure import measure
 from tests.releases.record import columns, record
 from tests.releases.run import run
 
@@ -31,6 +32,10 @@ def main() -> int:
     recording.add_argument("version", nargs="*", default=releases.RELEASES, help="default: all")
     recording.add_argument("--only", nargs="+", choices=columns(), help="of the columns")
     recording.set_defaults(work=lambda given: record(given.version, given.only))
+
+    measuring = commands.add_parser("measure", help="run `prove`, and write docs/measured.json")
+    measuring.add_argument("name", nargs="*", help="of a proof; default: all")
+    measuring.set_defaults(work=lambda given: measure(given.name))
 
     shaping = commands.add_parser("shapes", help="write what the code looks like in each release")
     shaping.set_defaults(work=lambda given: shapes.record(shapes.installed()))

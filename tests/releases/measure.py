@@ -1,0 +1,54 @@
+"""What the proofs come to, on the oldest and the newest release that is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from packaging.version import Version
+
+from ds_patches.commands import cures
+from ds_patches.core.symptom import Symptom
+from ds_patches.symptoms import CURED
+from tests.releases import RELEASES, ROOT, each, install_one, say
+from tests.releases.run import python
+
+FILE = ROOT / "docs" / "measured.json"
+_TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(\w+))", re.M)
+
+
+def measure(names: Sequence[str]) -> int:
+    """Run `prove` for these proofs, or all; 1 if patched is not right, or stock is, in one."""
+    wanted = [f"{one.proof} {at}" for one in CURED if one.proof for at in ends(one)]
+    wanted = [one for one in dict.fromkeys(wanted) if not names or one.split()[0] in names]
+    found = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
+    is_bad = False
+    for key, told in each(_prove, wanted):
+        if told is None or len(told) != 2:
+            is_bad = True
+            continue
+        name, at = key.split()
+        found.setdefault(name, {})[at] = told
+        lines = ",\n".join(f'"{name}": {json.dumps(found[name])}' for name in sorted(found))
+        FILE.write_text(f"{{\n{lines}\n}}\n", "utf-8")
+    return int(is_bad)
+
+
+def ends(one: Symptom) -> Iterator[str]:
+    """The oldest and the newest release that has it, of those on which it is cured."""
+    floor = Version(cures.floor(one) or RELEASES[0])
+    wrong = [at for at in RELEASES if Version(at) >= floor and one.is_wrong(Version(at))]
+    yield from (wrong[0], wrong[-1])
+
+
+def _prove(key: str) -> dict[str, str]:
+    """What stock and patched come to: how far off, or the name of an error."""
+    name, at = key.split()
+    if not install_one(at):
+        return {}
+    done = python(at, "-m", "ds_patches", "prove", name)
+    told = {side: off or error for side, off, error in _TOLD.findall(done.stdout)}
+    is_shown = "stock is wrong, patched is right" in done.stdout
+    say(f"{key}: {told}" if is_shown else f"{key}: not shown\n{done.stdout}")
+    return told if is_shown else {}
