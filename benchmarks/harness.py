@@ -250,6 +250,7 @@ def engine(model: nn.Module, settings: dict[str, Any]) -> Iterator[Any]:
         # DeepSpeed's caches keep a destroyed engine alive. Its tensors need not stay with it.
         for holder in (*model.parameters(), made.optimizer):
             vars(holder).clear()
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
 
