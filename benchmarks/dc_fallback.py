@@ -2,17 +2,21 @@
 
 Eager ZeRO-3, stock DeepCompile and patched DeepCompile, while Dynamo skips nothing, half of the
 layers or the whole forward. DeepCompile keeps hooks and compiled code for the whole process, so
-each row of each round runs in processes of its own. Without a GPU there is eager alone.
+each row has processes of its own. They live at once and take turns, as a process is faster or
+slower than its like for all of its life: all are started anew `lives` times. "again": stock again.
 
-The loss of the last step stands beside each row: stock does not train what a skipped frame holds.
-Whether gradients are right is the question of tests/gpu.
+Beside each row stand the loss of its last step, as stock does not train what a skipped frame holds,
+and how many graphs Dynamo has compiled, and how often it broke one off.
 """
 
 import argparse
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,18 +38,21 @@ from benchmarks.harness import (
 )
 
 OPTIONS = {
-    "modes": ["eager", "stock", "patched"],
+    "modes": ["eager", "stock", "patched", "again"],
     "skipped": ["nothing", "half", "all"],
     "layers": 8,
     "width": 2048,
     "words": 4096,
     "batch": 4,
     "tokens": 512,
-    "warmup": 10,  # DeepCompile compiles at steps 0 and 5
-    "steps": 40,
-    "rounds": 3,
-    "seconds": 300,  # that a row may take
+    "first": 15,  # steps at the start of a life; DeepCompile compiles at steps 0 and 5
+    "warmup": 3,
+    "steps": 20,
+    "lives": 3,
+    "rounds": 7,  # in each life
+    "seconds": 200,  # that a row may take to come to life
 }
+RANKS = 2
 
 
 class Model(nn.Module):
@@ -82,14 +89,16 @@ MODELS = {"nothing": Model, "half": HalfSkipped, "all": AllSkipped}
 
 
 def train(of: argparse.Namespace) -> None:
-    """The one row that was asked for, on this rank."""
+    """The one row that was asked for, on this rank; it takes a turn for each line of its input."""
     import deepspeed
+    from torch._dynamo.utils import counters
 
     device, (mode,), (skipped,) = start(of), of.modes, of.skipped
     made = torch.Generator(device).manual_seed(SEED + 1 + dist.get_rank())
     shape = (2, of.batch, of.tokens)
     tokens, targets = torch.randint(of.words, shape, generator=made, device=device)
     torch.manual_seed(SEED)
+    sys.stdin.readline()
     with device:
         model = MODELS[skipped](of.layers, of.width, of.words).to(DTYPE)
     # DeepSpeed's default of 1 GB is more than all the rest of this model takes.
@@ -108,57 +117,120 @@ def train(of: argparse.Namespace) -> None:
             engine.step()
             losses[:] = [loss.detach()]
 
+        for _ in range(of.first):
+            step()
+        say("alive")
         row = Row(mode, step)
-        measure(row, of, device)
-    say(f"measured {row.ms[0]} {row.peak} {losses[0].item()}")
+        for _ in iter(sys.stdin.readline, ""):
+            measure(row, of, device)
+            graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"].total()
+            say(f"measured {row.ms[-1]} {row.peak} {losses[0].item()} {graphs} {breaks}")
     dist.destroy_process_group()
 
 
-def in_processes(row: Row, skipped: str, of: argparse.Namespace) -> None:
-    """One round of a row, which takes what came of it."""
-    mode = row.name.partition(",")[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.dc_fallback", *sys.argv[1:], "--modes", mode]
-    # DeepSpeed's builder asks the GPU what it is where this is not set.
-    clean = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
-    with subprocess.Popen(
-        [*command, "--skipped", skipped],
-        env=clean,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
+class Life:
+    """The ranks of one row."""
+
+    program: Sequence[str] = ("-m", "benchmarks.dc_fallback")
+
+    def __init__(self, mode: str, skipped: str, of: argparse.Namespace) -> None:
+        self._seconds = of.seconds
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        asked = "stock" if mode == "again" else mode
+        command = [sys.executable, *self.program, *sys.argv[1:], "--modes", asked]
+        self._ranks = [
+            subprocess.Popen(
+                [*command, "--skipped", skipped],
+                env=self.environment(mode, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank)),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(RANKS)
+        ]
+
+    @staticmethod
+    def environment(mode: str, **more: str) -> dict[str, str]:
+        """What a rank of this row gets."""
+        # DeepSpeed's builder asks the GPU what it is where this is not set.
+        clean = {name: at for name, at in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
+        return {**clean, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), **more}
+
+    def ask(self, answer: str) -> str:
+        """Have the ranks go on; return the line that begins with `answer`, behind that.
+
+        Raises RuntimeError if they end, or take too long.
+        """
+        said = []
+        timer = threading.Timer(self._seconds, self.end)
+        timer.start()
         try:
-            said, _ = process.communicate(timeout=of.seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun takes its ranks along
-            row.error = f"not done after {of.seconds} s"
-            return
-    if found := re.search(r"^measured (\S+) (\S+) (\S+)$", said, re.MULTILINE):
-        ms, peak, loss = map(float, found.groups())
+            for rank in self._ranks:
+                assert rank.stdin is not None
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+            assert self._ranks[0].stdout is not None
+            for line in self._ranks[0].stdout:
+                if line.startswith(answer):
+                    return line.removeprefix(answer)
+                said.append(line)
+        except BrokenPipeError:
+            pass
+        finally:
+            timer.cancel()
+        errors = re.findall(r"\b\w+Error: .*", "".join(said))
+        raise RuntimeError([*errors, "it ended"][0].replace("|", "/")[:160])
+
+    def end(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+
+def live(rows: Sequence[Row], skipped: str, of: argparse.Namespace) -> None:
+    """All rows once alive, in turns."""
+    names = [row.name.partition(",")[0] for row in rows]
+    turn = [(row, name, Life(name, skipped, of)) for row, name in zip(rows, names, strict=True)]
+    try:
+        # One after the other: DeepCompile decides by what it measures as it compiles.
+        for row, _, life in turn:
+            act(row, life, "alive")
+        for _ in range(of.rounds):
+            for row, name, life in turn:
+                if not row.error:
+                    act(row, life, "measured ", name)
+            turn.reverse()
+    finally:
+        for _, _, life in turn:
+            life.end()
+
+
+def act(row: Row, life: Life, answer: str, name: str = "") -> None:
+    try:
+        said = life.ask(answer)
+    except RuntimeError as error:
+        row.error = str(error)
+        return
+    if name:
+        ms, peak, loss, graphs, breaks = map(float, said.split())
         row.ms.append(ms)
         row.peak = max(row.peak, peak)
-        row.name = f"{mode}, loss {loss:.4f}"
-        return
-    errors = re.findall(r"\b\w+Error: .*", said)
-    row.error = [*errors, f"exit code {process.returncode}"][0].replace("|", "/")[:160]
+        row.name = f"{name}, loss {loss:.4f}, {graphs:.0f} graphs, {breaks:.0f} breaks"
 
 
 def main() -> None:
     small = {"modes": ["eager"], "layers": 2, "width": 32, "words": 64, "tokens": 8}
-    of = options(__doc__, OPTIONS, **small, warmup=2, steps=2, rounds=1)
+    of = options(__doc__, OPTIONS, **small, warmup=2, steps=2, lives=1, rounds=1)
     if "LOCAL_RANK" in os.environ:
         train(of)
         return
     head(of)
     for skipped in of.skipped:
         rows = [Row(mode, lambda: None) for mode in of.modes]
-        turn = list(rows)
-        for _ in range(of.rounds):
-            for row in turn:
-                if not row.error:  # what failed is not started again
-                    in_processes(row, skipped, of)
-            turn.reverse()
+        for _ in range(of.lives):
+            live(rows, skipped, of)
         show(f"{skipped} skipped", rows)
 
 

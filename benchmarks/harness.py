@@ -110,6 +110,10 @@ def head(of: argparse.Namespace) -> None:
 def compare(what: str, rows: Sequence[Row], of: argparse.Namespace, device: torch.device) -> None:
     """Measure the rows in turns, and print them."""
     turn = list(rows)
+    rows[0].step()
+    # To apply patches makes garbage: its collection, of all that there is, would fall into a row.
+    gc.collect()
+    gc.freeze()
     for _ in range(of.rounds):
         for row in turn:
             with applied(row.patches):
@@ -244,6 +248,7 @@ def engine(model: nn.Module, settings: dict[str, Any]) -> Iterator[Any]:
         # DeepSpeed's caches keep a destroyed engine alive. Its tensors need not stay with it.
         for holder in (*model.parameters(), made.optimizer):
             vars(holder).clear()
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -43,9 +43,9 @@ Not covered
     | a compiled graph beside a skipped frame, with torch to 2.7 | NotImplementedError |
 
 Cost
-    In one round on 2 H200, a model took 0.54 of eager ZeRO-3's time if Dynamo skips half of it, and
-    0.56 if it skips all. If it skips nothing, the step took 0.96 of stock's time, and in later
-    rounds 1.12 and 1.45 (docs/benchmarks-dc-fallback.md).
+    On 2 H200 a step took 0.98 of stock's time if Dynamo skips nothing (noise: 0.97), and 0.57 of
+    eager ZeRO-3's if it skips half of the model (docs/benchmarks-dc-fallback.md). Where a step has
+    several backwards, graphs add instead of writing, with one small kernel for each parameter.
 
 Why
     DeepCompile gathers and reduces inside its graphs, and removes the hooks that do so elsewhere.

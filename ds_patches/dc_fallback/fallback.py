@@ -38,11 +38,8 @@ class Fallback:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
         self._graphs = Graphs(trained, zero3.below(engine.module), engine.device)
-        self._reduction = Reduction(
-            zero3.group_of,
-            lambda grad: zero3.dtype_to_send(self._optimizer, grad),
-            self._receive,
-        )
+        to_send = partial(zero3.dtype_to_send, self._optimizer)
+        self._reduction = Reduction(zero3.group_of, to_send, self._receive)
         self.uses = Uses(
             zero3.full_values,
             self._gradient_arrives,
@@ -51,14 +48,15 @@ class Fallback:
             [zero3.below(leaf) for leaf in deepcompile.leaves(engine)],
         )
         self._aside: dict[int, torch.Tensor] = {}  # to be added when the graphs have ended
+        self._written: set[int] = set()  # in this step, or before the backward if there was one
         self._step = Step()
         self._told: set[torch.nn.Parameter] = set()
-        self._records, self._in_forward, self._in_backward = False, False, False
+        self._looked_at: set[int] = set()  # graphs, for hooks that they do not run
+        self._records = self._in_forward = self._in_backward = self._alone = False
         self._saving = dynamo.SavedTensorsHooks(
             dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
         )
         self._saves = True  # whether a forward has had eager frames; unknown before the first
-        self._alone = False
         self._undo = ExitStack()
         self._install()
 
@@ -175,18 +173,20 @@ class Fallback:
     def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:
         """Run a compiled graph, in a forward or for a recomputation in the backward."""
         outputs = self._saving.run_without(graph, inputs)
-        if self._records and (ids := self._graphs.to_be_written(graph_id)):
-            before_backward(inputs, outputs, partial(self._graph_writes, graph_id))
-            for param in self._engine.module.parameters():
+        if self._records and (ids := self._graphs.may_write(graph_id)):
+            before_backward(inputs, outputs, partial(self._graph_begins, graph_id))
+            params = () if graph_id in self._looked_at else self._engine.module.parameters()
+            self._looked_at.add(graph_id)
+            for param in params:
                 hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
                 if hooks and param.ds_id in ids:
                     self._tell_of_hook(param)
         return outputs
 
-    def _graph_writes(self, graph_id: int) -> None:
-        """The first backward of a graph begins: it writes where all others will add."""
+    def _graph_begins(self, graph_id: int) -> None:
+        """The backward of a graph begins: set aside what it may write over."""
         found = zero3.gradient_partitions(self._optimizer)
-        for ds_id in self._graphs.writes(graph_id):
+        for ds_id in self._graphs.begin_in(graph_id, self._written):
             if ds_id in found and found[ds_id].numel():
                 self._add_aside(ds_id, found[ds_id], found[ds_id])
                 found[ds_id].zero_()
@@ -194,12 +194,15 @@ class Fallback:
     def _begin_backward(self, prologue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Right after the engine's own prologue, which a second backward may come without."""
         prologue(*args, **kwargs)
-        self._graphs.add_up()
+        self._graphs.begin(self._engine.is_gradient_accumulation_boundary())
         if self._in_backward:
             return  # it has come to another forward
         self._in_backward = True
-        if self._step.state is not StepState.HELD:
+        if self._step.state is StepState.HELD:
+            self._written.update(zero3.gradient_partitions(self._optimizer))
+        else:
             zero3.zero_all(self._optimizer)
+            self._written.clear()
         self._step = self._step.after_backward(self._engine.micro_steps)
 
     def _end_backward(self, epilogue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
@@ -263,6 +266,7 @@ class Fallback:
     def _hand_over(self) -> None:
         for ds_id, part in self._aside.items():
             zero3.gradient_partitions(self._optimizer)[ds_id].add_(part)
+        self._written.update(self._aside)
         self._aside.clear()
 
     def _recover(self) -> None:

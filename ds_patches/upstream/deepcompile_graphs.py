@@ -2,8 +2,10 @@
 
 Each graph writes the first gradient that it has of a parameter into the partition and adds those
 that follow, by a mark of its own per parameter, which it takes back when a backward at the boundary
-ends in it. That loses gradients where a step has several backwards, or two graphs use a parameter.
-So each backward is said not to be at the boundary: a graph then writes in its first backward alone.
+ends in it. That loses gradients where a step has several backwards, or two graphs use a parameter:
+what a graph is about to write over has to be set aside. An engine whose graphs have done so once is
+told from then on that no backward is at the boundary: a graph then writes in its first one alone.
+To add takes longer than to write, so other engines are left to their marks.
 
 With the end of a backward at the boundary a graph also takes what it keeps gathered, from the sixth
 step on, for stale. But the end waits for the graph's gradients alone: where a parameter is gathered
@@ -38,23 +40,37 @@ class Graphs:
         self._known: tuple[int, int] | None = None  # what DeepCompile had compiled when we looked
         self._by_graph: dict[int, set[int]] = {}  # the parameters of each graph
         self._registered = False  # our own graph, since then
-        self._adding: set[int] = set()  # graphs that have had a backward
+        self._adding: set[int] = set()  # graphs whose marks are set; others' may be
+        self._at_boundary = True  # what the graphs were told of the backward
+        self._adds_up = False
 
     def look_again(self) -> None:
         """DeepCompile may have begun anew, and forgotten all graphs."""
-        if not self._adding <= _backend().param_manager.keys():
+        if not self._by_graph.keys() <= _backend().param_manager.keys():
             self._adding.clear()
             self._known = None
 
-    def to_be_written(self, graph_id: int) -> set[int]:
-        """The parameters, by ``ds_id``, whose gradients the graph's next backward writes."""
-        return set() if graph_id in self._adding else self._of_graphs().get(graph_id, set())
+    def may_write(self, graph_id: int) -> set[int]:
+        """The parameters, by ``ds_id``, whose gradients the graph's next backward may write."""
+        certain = self._adds_up and graph_id in self._adding
+        return set() if certain else self._of_graphs().get(graph_id, set())
 
-    def writes(self, graph_id: int) -> set[int]:
-        """The same, as that backward begins."""
-        written = self.to_be_written(graph_id)
-        self._adding.add(graph_id)
-        return written
+    def begin_in(self, graph_id: int, written: set[int]) -> set[int]:
+        """A backward begins in a graph; return what of `written` it may write over.
+
+        All that it has gradients of is then written, too.
+        """
+        ids = self._of_graphs().get(graph_id, set())
+        over = set() if graph_id in self._adding else ids & written
+        if over and not self._adds_up:
+            self._adds_up = True
+            self.begin(at_boundary=False)
+        if self._at_boundary:
+            self._adding.discard(graph_id)
+        else:
+            self._adding.add(graph_id)
+        written |= ids
+        return over
 
     def has(self, ds_id: int) -> bool:
         """Whether some graph uses this parameter."""
@@ -66,9 +82,11 @@ class Graphs:
             self._known, self._by_graph, self._registered = now, _by_graph(), False
         return self._by_graph
 
-    def add_up(self) -> None:
-        """Have gradients added up, from here until the next step."""
-        _handle().start_backward(False)
+    def begin(self, at_boundary: bool) -> None:
+        """A backward begins: DeepCompile has told the graphs whether it is at the boundary."""
+        self._at_boundary = at_boundary and not self._adds_up
+        if not self._at_boundary:
+            _handle().start_backward(False)
 
     def stepped(self, failed: bool = False) -> None:
         """After a step: the next gradients are new, and what is kept gathered is stale.
@@ -82,6 +100,7 @@ class Graphs:
             _handle().register_graph_z3(_OURS, self._ds_ids)
             self._registered = True
         _handle().start_backward(True)
+        self._at_boundary = True
         if failed:
             self._end_backward()
             self._adding.clear()
