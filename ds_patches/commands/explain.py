@@ -31,7 +31,10 @@ _SEARCH = "search DeepSpeed's issues"
 _WHICH = "say which DeepSpeed it is: --release 0.18.4"
 #: States in which the answer is most likely another.
 _OTHER = ("elsewhere", "untested")
-_NOT_KNOWN = "what  not known to ds_patches: most likely none of what it cures\ndo    " + _SEARCH
+_NOT_KNOWN = (
+    "what  not known to ds_patches: most likely none of what it cures\n"
+    f"do    {_SEARCH}; `ds-patches doctor --config FILE` lists what your settings can trigger"
+)
 
 
 @dataclass(frozen=True)
