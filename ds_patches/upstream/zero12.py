@@ -47,17 +47,22 @@ def reduce_what_is_left(optimizer: Any) -> None:
     """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
     if not is_at_boundary(optimizer):
         return
-    waiting = {entry[-1] for entry in in_buckets(optimizer)}
-    reduced = optimizer.params_already_reduced
-    left = {i for i, done in enumerate(reduced) if not done and i not in waiting}
-    if not left:  # as in most steps, which are not to pay for each parameter
+    if not _left(optimizer):  # as in most steps, which are not to pay for each parameter
         return
     attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for index, group in enumerate(optimizer.bit16_groups):
         for param in group:
-            if getattr(param, attribute, None) is None or optimizer.get_param_id(param) not in left:
-                continue
-            optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+            # Looked up anew: where ranks reduce in one order, one may have brought others along.
+            if getattr(param, attribute, None) is not None and optimizer.get_param_id(
+                param
+            ) in _left(optimizer):
+                optimizer.reduce_ready_partitions_and_remove_grads(param, index)
+
+
+def _left(optimizer: Any) -> set[int]:
+    waiting = {entry[-1] for entry in in_buckets(optimizer)}
+    reduced = optimizer.params_already_reduced
+    return {i for i, done in enumerate(reduced) if not done and i not in waiting}
 
 
 def in_buckets(optimizer: Any) -> list[tuple[Any, ...]]:

@@ -51,6 +51,7 @@ SINCE_0_16_6 = since("0.16.6", "hooks that outlive the freezing of their paramet
         )
     ),
     *(accumulation(experts.routed_micro_steps, 1, 2, core={1, 2}, model=model) for model in MODELS),
+    accumulation(experts.routed_micro_steps, 1, core={1}, model="RoutedUnevenly", **OVERLAP),
     *(accumulation(experts.routed_losses_apart, 1, 2, model=model) for model in MODELS),
     accumulation(adapters.unfrozen_later, 1, 2, core={2}, marks=[SINCE_0_16_6], steps=4, zero=TINY),
 )
