@@ -47,15 +47,17 @@ def reduce_what_is_left(optimizer: Any) -> None:
     """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
     if not is_at_boundary(optimizer):
         return
-    if not _left(optimizer):  # as in most steps, which are not to pay for each parameter
+    left = _left(optimizer)
+    if not left:  # as in most steps, which are not to pay for each parameter
         return
     attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for index, group in enumerate(optimizer.bit16_groups):
         for param in group:
-            # Looked up anew: where ranks reduce in one order, one may have brought others along.
-            if getattr(param, attribute, None) is not None and optimizer.get_param_id(
-                param
-            ) in _left(optimizer):
+            number = optimizer.get_param_id(param)
+            if number not in left or getattr(param, attribute, None) is None:
+                continue
+            # Where ranks reduce in one order, an earlier one may have brought it along.
+            if number in _left(optimizer):
                 optimizer.reduce_ready_partitions_and_remove_grads(param, index)
 
 
