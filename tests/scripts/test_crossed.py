@@ -14,6 +14,7 @@ UNLIKE_PYTORCH = {
     ("zeroed_in_the_middle", "bf16_fp32_sums"): (
         "zero_grad() right after a counted micro step changes nothing there, patched or not"
     ),
+    ("gan", "autocast"): "two models against each other: roundings grow tenfold in a step",
     ("adversarial", "autocast"): "a slope of nearly zero has another sign in half precision",
     ("window_over_an_auxiliary_tensor", "fp16"): "DeepSpeed refuses plain backwards in fp16",
     ("resumed", "scattered"): "it was trained by stock before, which averages nothing there",
