@@ -52,7 +52,7 @@ class LocalSum(ABC):
         if not params or dist.get_world_size(self._group) == 1:
             return set()
         complete = all(here)
-        flags = {"dtype": torch.uint8, "device": accelerator().current_device_name()}
+        flags = {"dtype": torch.int32, "device": accelerator().current_device_name()}
         # To copy a list to a device waits for all that the device has to do.
         told = torch.ones(len(here), **flags) if complete else torch.tensor(here, **flags)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)

@@ -63,7 +63,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
 def _agreed(engine: Any, *flags: Sequence[bool]) -> list[list[bool]]:
     """Return each row as true where it is true on any rank."""
     flat = [flag for row in flags for flag in row]
-    told = torch.tensor(flat, dtype=torch.uint8, device=engine.device)
+    told = torch.tensor(flat, dtype=torch.int32, device=engine.device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX, group=reduction_group(engine))
     values = iter(told.tolist())
     return [[bool(next(values)) for _ in row] for row in flags]
