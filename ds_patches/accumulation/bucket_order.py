@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.training.graph_task import current_task_id, reaches
+from ds_patches.training.ranks import on_any
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 #: Parameters, each by what DeepSpeed keeps of it in a bucket.
@@ -198,9 +199,7 @@ class BucketOrder:
 
     def _any_rank(self, says: bool) -> bool:
         """Whether one of the ranks says so, in one more collective among a backward's own."""
-        said = torch.tensor([says], dtype=torch.int32, device=self._buckets.device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._buckets.group)
-        return bool(said.item())
+        return bool(on_any([says], self._buckets.group).item())
 
     def _all_have(self, orders: list[Order]) -> bool:
         text = repr(orders).encode()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_patches.training.ranks import on_any
 from ds_patches.upstream import zero3, zero3_gathers, zero12
 from ds_patches.upstream.accelerator import accelerator, keeps_order
 
@@ -51,12 +52,8 @@ class LocalSum(ABC):
         here = [self._has_one(param) for param in params]
         if not params or dist.get_world_size(self._group) == 1:
             return set()
-        complete = all(here)
-        flags = {"dtype": torch.int32, "device": accelerator().current_device_name()}
-        # To copy a list to a device waits for all that the device has to do.
-        told = torch.ones(len(here), **flags) if complete else torch.tensor(here, **flags)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        if complete:
+        told = on_any(here, self._group)
+        if all(here):
             return set()
         anywhere = told.tolist()
         return {p for p, one, any_ in zip(params, here, anywhere, strict=True) if any_ and not one}

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 
 from ds_patches.core.agreement import reduction_group
@@ -15,6 +14,7 @@ from ds_patches.core.errors import NotChecked
 from ds_patches.traincheck.modules import Trainable, trainables, watched
 from ds_patches.traincheck.report import Action, NotTrained, TrainReport, Untrained
 from ds_patches.traincheck.steps import Steps
+from ds_patches.training.ranks import on_any
 
 log = logging.getLogger("ds_patches")
 
@@ -63,9 +63,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
 def _agreed(engine: Any, *flags: Sequence[bool]) -> list[list[bool]]:
     """Return each row as true where it is true on any rank."""
     flat = [flag for row in flags for flag in row]
-    told = torch.tensor(flat, dtype=torch.int32, device=engine.device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=reduction_group(engine))
-    values = iter(told.tolist())
+    values = iter(on_any(flat, reduction_group(engine)).tolist())
     return [[bool(next(values)) for _ in row] for row in flags]
 
 
