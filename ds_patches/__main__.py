@@ -157,7 +157,9 @@ def _parser() -> ArgumentParser:
         "--config", type=Path, metavar="FILE", help="DeepSpeed's JSON, or a framework's YAML"
     )
     prove = add("prove", _prove, "train a defect on two CPU ranks: stock, patched, plain PyTorch")
-    prove.epilog = "exit status: 0, patched is right, stock or not; 1, patched is wrong"
+    prove.epilog = (
+        "exit status: 0, patched is right, stock or not; 1, patched is wrong; 2, not known"
+    )
     prove.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
     prove.add_argument("--script", action="store_true", help="print the script, for an issue")
     prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")

@@ -15,6 +15,7 @@ import json
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -220,16 +221,25 @@ def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
 
 def _measured(one: Symptom) -> str:
     """What its proof comes to, as `python -m tests.releases measure` has written."""
-    measured = json.loads((_ROOT / "docs" / "measured.json").read_text(encoding="utf-8"))
-    of = measured.get(one.proof, {})
-    releases = sorted(filter(lambda at: one.is_wrong(Version(at)), of), key=Version)
+    of = _proofs().get(one.proof, {})
+    releases = sorted((at for at in of if one.is_wrong(Version(at))), key=Version)
     if not releases:
         return ""
-    stock = {told: [at for at in releases if of[at]["stock"] == told]
-             for told in (of[at]["stock"] for at in releases)}  # fmt: skip
+    stock: dict[str, list[str]] = {}
+    for at in releases:
+        stock.setdefault(of[at]["stock"], []).append(at)
     told = ", ".join(f"{_off(what)} on {' and '.join(at)}" for what, at in stock.items())
     worst = max((of[at]["patched"] for at in releases), key=float)
     return f"<br><small>Measured: {told}; patched {_off(worst)}.</small>"
+
+
+@cache
+def _proofs() -> dict[str, dict[str, dict[str, str]]]:
+    """By proof and release, what stock and patched come to."""
+    found: dict[str, dict[str, dict[str, str]]] = json.loads(
+        (_ROOT / "docs" / "measured.json").read_text(encoding="utf-8")
+    )
+    return found
 
 
 def _off(told: str) -> str:

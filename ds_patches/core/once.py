@@ -35,9 +35,10 @@ def per_call(look: Callable[Given, Found]) -> Callable[Given, Found]:
 
     @wraps(look)
     def kept(*args: Given.args, **kwargs: Given.kwargs) -> Any:
-        found, asked = _found, (look, *args)  # another thread's call may end meanwhile
+        found = _found  # read once: another thread's call may end meanwhile
         if found is None:
             return look(*args, **kwargs)
+        asked = look, args, *kwargs.items()
         if asked not in found:
             found[asked] = look(*args, **kwargs)
         return found[asked]

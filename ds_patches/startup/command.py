@@ -53,8 +53,9 @@ def _doubt(command: Sequence[str]) -> str:
     # Without the hook in site-packages it is that on PYTHONPATH.
     deaf = {"-S"} if site_packages.is_enabled() else {"-E", "-I", "-S"}
     options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
-    return "".join(
+    if not (option := next(filter(deaf.__contains__, options), "")):
+        return ""
+    return (
         f"python {option} runs no start-up hook, so the command runs unpatched; call "
         "ds_patches.apply_all() in the script"
-        for option in deaf.intersection(options)
     )
