@@ -121,10 +121,11 @@ def around_offloaded(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwarg
 
 def around_partition(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """It orthogonalises what a backward has reduced, if the next may be that of the step."""
+    params = args[0] if args else in_order(wrapped, args, kwargs)[0]
+    if not params or not getattr(params[0], "use_muon", False) or not is_muon(optimizer):
+        return wrapped(*args, **kwargs)
     from ds_patches.upstream import muon
 
-    if not is_muon(optimizer):
-        return wrapped(*args, **kwargs)
     return muon.wait_for_step(optimizer, wrapped, *in_order(wrapped, args, kwargs))
 
 

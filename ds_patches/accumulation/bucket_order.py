@@ -88,8 +88,13 @@ class BucketOrder:
 
     def end_backward(self) -> None:
         """All gradients have come: leave those in the buckets that all ranks have there."""
-        waiting = self._buckets.waiting()
-        kept = self._kept_to_the_order(waiting)
+        only = self._buckets.only
+        waiting = [*only.params] if only else self._buckets.waiting()
+        if self._order is None:
+            kept = self._came is None and self._all_have([waiting, self._arrived])
+        else:
+            rest = self._formed and self._formed[len(self._now) :]
+            kept = self._came is None and rest == [waiting]
         if not kept:
             self._hold()
         if self._order is None:
@@ -114,12 +119,6 @@ class BucketOrder:
         self._buckets.let_in()
 
     # --- Of one backward --------------------------------------------------------------------------
-
-    def _kept_to_the_order(self, waiting: Order) -> bool:
-        if self._order is None:
-            return self._came is None and self._all_have([waiting, self._arrived])
-        at = len(self._now)
-        return self._came is None and self._formed is not None and self._formed[at:] == [waiting]
 
     def _is_the_same(self, waiting: Order) -> bool:
         """On all ranks, in a first backward."""

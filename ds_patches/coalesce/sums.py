@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_patches.training.ranks import on_any
 from ds_patches.upstream import zero3, zero3_gathers, zero12
-from ds_patches.upstream.accelerator import accelerator, keeps_order
+from ds_patches.upstream.accelerator import keeps_order
 
 
 class LocalSum(ABC):
@@ -93,7 +93,8 @@ class Zero12LocalSum(LocalSum):
             optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
         zero12.release_buffers(optimizer)
         with zero12.reducing_what_it_steps_with(optimizer):
-            self._set_up_buckets()
+            zero12.set_up_buckets(optimizer)
+            optimizer.micro_step_id = 0
             for group, params in enumerate(optimizer.bit16_groups):
                 for param in filter(_is_trainable, params):
                     if param in lacking:
@@ -107,19 +108,6 @@ class Zero12LocalSum(LocalSum):
         zero12.clear(self._optimizer)
         zero12.release_buffers(self._optimizer)
         self._optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
-
-    def _set_up_buckets(self) -> None:
-        """Allocate the reduce buffers, as a backward does."""
-        optimizer = self._optimizer
-        zero12.set_up_buckets(optimizer)
-        if not hasattr(optimizer, "process_gradients") and optimizer.contiguous_gradients:  # 0.16.4
-            size, device = int(optimizer.reduce_bucket_size), accelerator().current_device_name()
-            optimizer.ipg_buffer = [
-                torch.empty(size, dtype=optimizer.dtype, device=device)
-                for _ in range(2 if optimizer.overlap_comm else 1)
-            ]
-            optimizer.ipg_index = 0
-        optimizer.micro_step_id = 0
 
     def _parameters(self) -> Iterator[Any]:
         return filter(_is_trainable, chain(*self._optimizer.bit16_groups))
@@ -138,7 +126,7 @@ class Zero3LocalSum(LocalSum):
         lacking = self._lacking()
         for param in self._parameters():
             if param in lacking:
-                _give_zeros(param)
+                zero3.give_zero_gradient(param)
             if param.grad is not None:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
         self._optimizer.independent_gradient_partition_epilogue()
@@ -160,12 +148,3 @@ class Zero3LocalSum(LocalSum):
 
 def _is_trainable(param: Any) -> bool:
     return bool(param.requires_grad)
-
-
-def _give_zeros(param: Any) -> None:
-    """Let a parameter without a gradient take part in the reduction."""
-    partitioned = param.data
-    # PyTorch takes a gradient in the shape of the data only, and that is released.
-    param.data = torch.zeros(param.ds_shape, dtype=param.dtype, device=param.device)
-    param.grad = torch.zeros_like(param.data)
-    param.data = partitioned

@@ -35,8 +35,7 @@ class Waiting(list[torch.Tensor]):
 def wait_for_step(optimizer: Any, collect: Wrapped, params: Any, *rest: Any) -> list[torch.Tensor]:
     """Collect a group's part, which upstream makes updates of; here they are gradients."""
     group = rest[4]
-    is_time = vars(optimizer).get(_STEPS, False)
-    if is_time or not params or not getattr(params[0], "use_muon", False):
+    if vars(optimizer).get(_STEPS, False):
         found: list[torch.Tensor] = collect(params, *rest)
         return found
     whole = [gradient.contiguous() for gradient in optimizer.all_grad_tensors[group]]

@@ -10,6 +10,7 @@ import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.shadow import Shadow
+from ds_patches.upstream.accelerator import accelerator
 from ds_patches.upstream.engine import is_at_boundary
 from ds_patches.upstream.kinds import Kind, kind_of
 
@@ -177,11 +178,18 @@ def only_whole(optimizer: Any) -> Shadow:
 
 
 def set_up_buckets(optimizer: Any) -> None:
-    """Allocate the reduce buffers where a backward allocates them at its first gradient."""
+    """Allocate the reduce buffers, unless they are there."""
     if hasattr(optimizer, "setup_buckets"):  # 0.18.3
         optimizer.setup_buckets()
     elif hasattr(optimizer, "process_gradients"):  # 0.16.5
         optimizer.backward_prologue()
+    elif optimizer.contiguous_gradients and optimizer.ipg_buffer is None:
+        size, device = int(optimizer.reduce_bucket_size), accelerator().current_device_name()
+        optimizer.ipg_buffer = [
+            torch.empty(size, dtype=optimizer.dtype, device=device)
+            for _ in range(2 if optimizer.overlap_comm else 1)
+        ]
+        optimizer.ipg_index = 0
 
 
 def forget_buckets(optimizer: Any) -> None:

@@ -166,6 +166,15 @@ def _on_host(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.
                 yield param, gradient.narrow(0, offset, numel)
 
 
+def give_zero_gradient(param: Any) -> None:
+    """Let a parameter without a gradient take part in the reduction."""
+    partitioned = param.data
+    # PyTorch takes a gradient in the shape of the data only, and that is released.
+    param.data = torch.zeros(param.ds_shape, dtype=param.dtype, device=param.device)
+    param.grad = torch.zeros_like(param.data)
+    param.data = partitioned
+
+
 def clear(optimizer: Any) -> None:
     """Forget what no reduction has taken from the parameters."""
     for group in optimizer.fp16_groups:
