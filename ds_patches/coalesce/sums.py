@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ds_patches.training.ranks import on_any

@@ -3,8 +3,8 @@
 A start-up hook runs `arm` in every interpreter while `DS_PATCHES` is set, and costs nothing while
 it is not. There are two ways to have it:
 
-- `python -m ds_patches enable` writes one `.pth` file into the environment (site_packages.py);
-- `python -m ds_patches run -- COMMAND` puts the folder `hook`, with a sitecustomize.py that runs
+- `ds-patches enable` writes one `.pth` file into the environment (site_packages.py);
+- `ds-patches run -- COMMAND` puts the folder `hook`, with a sitecustomize.py that runs
   the user's own next, on the command's PYTHONPATH and so on that of its children (command.py).
 
 `arm` imports neither torch nor DeepSpeed nor wrapt; the patches are applied when DeepSpeed itself

@@ -1,4 +1,4 @@
-"""`python -m ds_patches run -- COMMAND`: any command, patched, and all that it starts."""
+"""`ds-patches run -- COMMAND`: any command, patched, and all that it starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 def _command(words: Sequence[str]) -> list[str]:
     if not words:
-        raise StartupError("run needs a command: python -m ds_patches run -- torchrun train.py")
+        raise StartupError("run needs a command: ds-patches run -- torchrun train.py")
     first, *rest = words
     if first.endswith(".py"):
         return [sys.executable, first, *rest]

@@ -22,7 +22,7 @@ def lines() -> list[str]:
         f"on PYTHONPATH: {variables.HOOK}": str(variables.HOOK) in sys.path,
     }
     here = [hook for hook, is_there in hooks.items() if is_there]
-    found = [f"hook: {', '.join(here) or 'none (python -m ds_patches enable, or run)'}"]
+    found = [f"hook: {', '.join(here) or 'none (ds-patches enable, or run)'}"]
     found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
     if wanted and here:
         found.append(f"this interpreter: {'armed' if is_armed() else _why_not_armed()}")

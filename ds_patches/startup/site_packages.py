@@ -66,7 +66,7 @@ def enable() -> Path:
             part.unlink()
         raise StartupError(
             f"{file()} cannot be written ({error.strerror}); "
-            "`python -m ds_patches run -- COMMAND` needs no such file"
+            "`ds-patches run -- COMMAND` needs no such file"
         ) from error
     return file()
 

@@ -35,7 +35,7 @@ def deepspeed_line() -> str:
 
 
 def test_deepspeed_hands_no_flag_to_other_hosts(folder: Path, remote: dict[str, str]) -> None:
-    line = f"DS_PATCHES=all python -m ds_patches run -- {deepspeed_line()}"
+    line = f"ds-patches run -- {deepspeed_line()}"
     assert_stock(launch.run(line, folder, remote))
 
 

@@ -62,7 +62,7 @@ def test_an_enabled_environment(folder: Path, tmp_path: Path) -> None:
     path = f"{venv / 'bin'}:{launch.environment(folder)['PATH']}"
     environment = launch.environment(folder, PATH=path, PYTHONPATH="")
     for command in ("enable", "disable"):
-        words = line_with(f"ds_patches {command}").split()
+        words = line_with(f"ds-patches {command}").split()
         subprocess.run(words, env=environment, check=True, timeout=launch.SECONDS)
         run = launch.run(line_with("DS_PATCHES=all torchrun"), folder, environment)
         (assert_patched if command == "enable" else assert_stock)(run)
@@ -79,8 +79,10 @@ def borrowing_environment(folder: Path) -> Path:
     packages = [launch.location(name) for name in ("deepspeed", "torch")]
     lent = [shell.REPOSITORY, *packages, sysconfig.get_path("purelib")]
     Path(site, "lent.pth").write_text("\n".join(map(str, lent)) + "\n", encoding="utf-8")
-    script = "import sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
-    torchrun = folder / "bin" / "torchrun"
-    torchrun.write_text(f"#!{python}\n{script}", encoding="utf-8")
-    torchrun.chmod(0o755)
+    commands = {"torchrun": "torch.distributed.run", "ds-patches": "ds_patches.__main__"}
+    for name, module in commands.items():
+        command = folder / "bin" / name
+        script = f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
+        command.write_text(script, encoding="utf-8")
+        command.chmod(0o755)
     return folder
