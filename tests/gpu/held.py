@@ -120,7 +120,8 @@ def hold(
     for name, now in trainer.parameters().items():
         eagers, ours = expected[name] - before[name], now - before[name]
         held.norms[name] = (eagers.norm().item(), ours.norm().item())
-        held.apart[name] = ((ours - eagers).norm() / eagers.norm()).item()
+        if eagers.any():  # no gradient reaches those of a layer without use
+            held.apart[name] = ((ours - eagers).norm() / eagers.norm()).item()
     return held
 
 
