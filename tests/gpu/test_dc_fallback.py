@@ -88,7 +88,7 @@ def test_stock_takes_the_last_of_several_backwards(gpus: World, script: Script) 
 
 
 def test_overflow(gpus: World) -> None:
-    scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    scale = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}  # trains from 16 on
     found = held(gpus, "Mixed", dtype="float32", settings={"fp16": scale})
     assert found.skipped[0] == found.skipped[1] > 0
     assert_like_eager(found)
