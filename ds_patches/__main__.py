@@ -109,23 +109,6 @@ def _disable(_: Namespace) -> None:
     print(f"ds_patches: removed {file}" if file else "ds_patches: it was not enabled")
 
 
-def _env(chosen: Namespace) -> None:
-    from ds_patches.startup import variables
-
-    try:
-        if chosen.remove:
-            if not variables.remove(chosen.remove):
-                print(f"ds_patches: there is no file {chosen.remove}")
-            return
-        flags.read(registry.patches())
-        if chosen.write:
-            variables.write(chosen.write, os.environ)
-        else:
-            print(*variables.lines(os.environ), sep="\n")
-    except OSError as error:
-        raise DsPatchesError(f"{error.filename} cannot be written: {error.strerror}") from error
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="ds-patches",
@@ -169,17 +152,6 @@ def _parser() -> ArgumentParser:
     status.add_argument("name", nargs="?", metavar="NAME", help="say all about one patch")
     add("enable", _enable, "let jobs of this environment be patched by DS_PATCHES=all")
     add("disable", _disable, "undo enable")
-    file = add("env", _env, "print the variables that other hosts need")
-    which = file.add_mutually_exclusive_group()
-    for option, effect in (("--write", "put them into"), ("--remove", "remove them from")):
-        which.add_argument(
-            option,
-            nargs="?",
-            type=Path,
-            const=Path(".deepspeed_env"),
-            metavar="FILE",
-            help=f"{effect} the file of DeepSpeed's launchers (default: %(const)s)",
-        )
     return parser
 
 

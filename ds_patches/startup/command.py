@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_patches.core import flags
-from ds_patches.startup import site_packages, variables
+from ds_patches.startup import site_packages
 from ds_patches.startup.site_packages import StartupError
+
+#: The folder with the sitecustomize.py.
+HOOK = Path(__file__).with_name("hook")
 
 
 def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -26,11 +29,28 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         if flags.is_strict():
             raise StartupError(f"{doubt} ({flags.PREFIX}_STRICT)")
         print(f"ds_patches: {doubt}", file=sys.stderr, flush=True)
-    chosen = {**environment, **variables.of_program(environment)}
     try:
-        os.execvpe(command[0], command, chosen)
+        os.execvpe(command[0], command, {**environment, **_variables(environment)})
     except OSError as error:
         raise StartupError(f"{command[0]} cannot be run: {error.strerror}") from error
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those under which a program, and all that it starts, applies the patches.
+
+    Where the environment's own start-up hook is enabled, PYTHONPATH stays as it is.
+    """
+    chosen = {} if environment.get("DS_PATCHES") else {"DS_PATCHES": "all"}
+    if not site_packages.is_enabled():
+        path = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if not _is_hook(p)]
+        chosen["DS_PATCHES_PREFIX"] = sys.prefix
+        chosen["PYTHONPATH"] = os.pathsep.join([str(HOOK), *filter(None, path)])
+    return chosen
+
+
+def _is_hook(folder: str) -> bool:
+    """Whether it is a start-up hook: this one, or that of another copy, which is of no use."""
+    return Path(folder).parts[-3:] == HOOK.parts[-3:]
 
 
 def _command(words: Sequence[str]) -> list[str]:

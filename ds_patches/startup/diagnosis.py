@@ -6,7 +6,7 @@ import os
 import sys
 
 from ds_patches.core import imports, release
-from ds_patches.startup import site_packages, variables
+from ds_patches.startup import command, site_packages
 
 
 def is_armed() -> bool:
@@ -19,7 +19,7 @@ def lines() -> list[str]:
     wanted = os.environ.get("DS_PATCHES", "")
     hooks = {
         f"enabled by {site_packages.file()}": site_packages.is_enabled(),
-        f"on PYTHONPATH: {variables.HOOK}": str(variables.HOOK) in sys.path,
+        f"on PYTHONPATH: {command.HOOK}": str(command.HOOK) in sys.path,
     }
     here = [hook for hook, is_there in hooks.items() if is_there]
     found = [f"hook: {', '.join(here) or 'none (ds-patches enable, or run)'}"]

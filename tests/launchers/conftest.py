@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from tests import shell
 from tests.launchers import launch
+
+#: The commands of an environment, and whose `main` they run.
+COMMANDS = {
+    "deepspeed": "deepspeed.launcher.runner",
+    "ds-patches": "ds_patches.__main__",
+    "torchrun": "torch.distributed.run",
+}
 
 
 @pytest.fixture
@@ -16,3 +27,29 @@ def folder(tmp_path: Path) -> Path:
     copied = Path(shutil.copytree(Path(__file__).with_name("user"), tmp_path / "user"))
     (copied / launch.REPORTS).mkdir()
     return copied
+
+
+@pytest.fixture
+def borrowing(tmp_path: Path) -> Path:
+    """A virtual environment of its own that has the packages of this one."""
+    root = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=60)
+    python = root / "bin" / "python"
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = subprocess.check_output([python, "-c", code], text=True, timeout=60).strip()
+    packages = [launch.location(name) for name in ("deepspeed", "torch")]
+    lent = [shell.REPOSITORY, *packages, sysconfig.get_path("purelib")]
+    Path(site, "lent.pth").write_text("\n".join(map(str, lent)) + "\n", encoding="utf-8")
+    for name, module in COMMANDS.items():
+        command = root / "bin" / name
+        script = f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
+        command.write_text(script, encoding="utf-8")
+        command.chmod(0o755)
+    return root
+
+
+@pytest.fixture
+def enabled(borrowing: Path) -> Path:
+    """Such an environment, with the start-up hook."""
+    subprocess.run([borrowing / "bin" / "ds-patches", "enable"], check=True, timeout=60)
+    return borrowing

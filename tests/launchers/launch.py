@@ -46,6 +46,12 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return shell.environment(**(own | more))
 
 
+def environment_of(borrowing: Path, folder: Path, **more: str) -> dict[str, str]:
+    """The same, with the commands of an environment of its own, and nothing on PYTHONPATH."""
+    path = f"{borrowing / 'bin'}{os.pathsep}{environment(folder)['PATH']}"
+    return environment(folder, PATH=path, PYTHONPATH="", **more)
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

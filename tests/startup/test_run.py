@@ -51,8 +51,6 @@ SMAPLE = [(f"DS_PATCHES{one}", "smaple") for one in ("", "_SKIP", "_SAMPEL")]
         ("run -- no-such-program", (), "'no-such-program'"),
         ("run -- ./launch", (), "cannot be run: Exec format error"),
         *(("run -- echo started", flag, flag[0]) for flag in SMAPLE),
-        *(("env", flag, flag[0]) for flag in SMAPLE),
-        *(("env --write some.env", flag, flag[0]) for flag in SMAPLE),
     ],
 )
 def test_what_cannot_be_run_or_means_nothing(

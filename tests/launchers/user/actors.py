@@ -1,7 +1,6 @@
 """The same training with two Ray actors as its ranks; MASTER_ADDR and MASTER_PORT are set."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,9 +16,7 @@ class Rank:
         train.main(folder)
 
 
-lines = subprocess.check_output([sys.executable, "-m", "ds_patches", "env"], text=True)
-variables = dict(line.split("=", 1) for line in lines.splitlines())
-ray.init(runtime_env={"env_vars": variables})
+ray.init(runtime_env={"env_vars": {"DS_PATCHES": "all"}})
 ranks = [Rank.remote() for _ in range(2)]
 folder = Path(sys.argv[1]).absolute()
 ray.get([rank.train.remote(folder, number, len(ranks)) for number, rank in enumerate(ranks)])
