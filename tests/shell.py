@@ -1,8 +1,6 @@
 """The environment of a user's shell."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -13,17 +11,3 @@ def environment(**variables: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
-
-
-def doctor(*checks: str, **variables: str) -> list[str]:
-    """The lines of `python -m ds_patches doctor`, which finds nothing wrong."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_patches", "doctor", *checks],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()

@@ -192,5 +192,5 @@ def _peak_of(script: Script, trainer: Any) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    script(trainer)
+    trainer.train(script)
     return int(torch.cuda.max_memory_allocated() - held)

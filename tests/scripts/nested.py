@@ -62,11 +62,9 @@ def in_parts(trainer: Any, parts: int) -> None:
 
 
 @script(dict.fromkeys((1, 2, 3), raises("loss must be a scalar tensor")), at_rest=False)
-def cached_as_a_leaf(trainer: Any) -> None:
+def cached_as_a_leaf(trainer: Any, step: int) -> None:
     """The same, and the loss is a leaf, as a framework gets it."""
-    for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, hook_of="loss"))
-        trainer.step()
+    trainer.backward(cached_loss(trainer, step, hook_of="loss"))
 
 
 @script(ALL_RIGHT, at_rest=False)
@@ -84,22 +82,18 @@ def in_parts_of_a_window(trainer: Any, parts: int) -> None:
 
 
 @script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, at_rest=False)
-def cached_in_no_sync(trainer: Any) -> None:
+def cached_in_no_sync(trainer: Any, step: int) -> None:
     """A cached loss in no_sync(), and one after it."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            trainer.backward(cached_loss(trainer, step))
-        trainer.backward(cached_loss(trainer, step + 5))
-        trainer.step()
+    with trainer.no_sync():
+        trainer.backward(cached_loss(trainer, step))
+    trainer.backward(cached_loss(trainer, step + 5))
 
 
 @script({1: WRONG, 2: raises(TWICE), 3: RIGHT}, at_rest=False)
-def cached_after_another(trainer: Any) -> None:
+def cached_after_another(trainer: Any, step: int) -> None:
     """A cached loss after an ordinary backward of the same step."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step, 9))
-        trainer.backward(cached_loss(trainer, step))
-        trainer.step()
+    trainer.backward(loss_of(trainer, step, 9))
+    trainer.backward(cached_loss(trainer, step))
 
 
 @script(
@@ -107,26 +101,20 @@ def cached_after_another(trainer: Any) -> None:
     refusal=TWICE,
     at_rest=False,
 )
-def cached_beside_one_of_its_own(trainer: Any) -> None:
+def cached_beside_one_of_its_own(trainer: Any, step: int) -> None:
     """A cached loss, and a loss of its own added to it."""
-    for step in trainer.steps():
-        outer = cached_loss(trainer, step, 2)
-        trainer.backward(outer + loss_of(trainer, step, 9))
-        trainer.step()
+    outer = cached_loss(trainer, step, 2)
+    trainer.backward(outer + loss_of(trainer, step, 9))
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
-def nested(trainer: Any) -> None:
+def nested(trainer: Any, step: int) -> None:
     """The backward over one batch runs inside that over another."""
-    for step in trainer.steps():
-        outer, inner = (loss_of(trainer, step, micro) for micro in range(2))
-        trainer.backward(hooked(outer, inner.backward))
-        trainer.step()
+    outer, inner = (loss_of(trainer, step, micro) for micro in range(2))
+    trainer.backward(hooked(outer, inner.backward))
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
-def cached_behind_an_output(trainer: Any) -> None:
+def cached_behind_an_output(trainer: Any, step: int) -> None:
     """A cached loss that is multiplied by a factor, as in sentence-transformers."""
-    for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, hook_of="output"))
-        trainer.step()
+    trainer.backward(cached_loss(trainer, step, hook_of="output"))

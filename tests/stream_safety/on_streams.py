@@ -55,28 +55,22 @@ def three_backwards(trainer: Any, step: int) -> None:
         trainer.backward(trainer(batch(3 * step + part)).square().mean())
 
 
-def coalesced(trainer: Any) -> None:
+def coalesced(trainer: Any, step: int) -> None:
     """Three backwards and one reduction in each step."""
-    for step in trainer.steps():
-        with trainer.window():
-            three_backwards(trainer, step)
-        trainer.step()
-
-
-def retained(trainer: Any) -> None:
-    """Two backwards over one forward in each step."""
-    for step in trainer.steps():
-        out = trainer(batch(step))
-        trainer.backward(out.square().mean(), retain_graph=True)
-        trainer.backward(out.abs().mean())
-        trainer.step()
-
-
-def unmanaged(trainer: Any) -> None:
-    """Three backwards and a step that comes when it comes."""
-    for step in trainer.steps():
+    with trainer.window():
         three_backwards(trainer, step)
-        trainer.step()
+
+
+def retained(trainer: Any, step: int) -> None:
+    """Two backwards over one forward in each step."""
+    out = trainer(batch(step))
+    trainer.backward(out.square().mean(), retain_graph=True)
+    trainer.backward(out.abs().mean())
+
+
+def unmanaged(trainer: Any, step: int) -> None:
+    """Three backwards and a step that comes when it comes."""
+    three_backwards(trainer, step)
 
 
 def on_a_side_stream(device: Device, engine: Any) -> Any:
@@ -172,10 +166,10 @@ def train(
 
     def within(trainer: Any) -> None:
         if not trainer.is_engine:
-            return script(trainer)
+            return trainer.train(script)
         with AROUND[around](Stream.device, trainer.engine):
             trainer.note()  # its hooks may stay
-            return script(trainer)
+            return trainer.train(script)
 
     wanted = {**OVERLAPPED, "reduce_bucket_size": bucket, **zero}
     options = Options(

@@ -35,7 +35,7 @@ from tests.training.trainers import (
 )
 from tests.world import World
 
-Script = Callable[[Any], None]
+Script = Callable[..., None]
 #: Steps that come after the others, for memory alone.
 LOOKED_AT = 2
 
@@ -174,12 +174,12 @@ def _plainly(
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:
-        so_far = trainer.forwards[0]
+        so_far = len(trainer.forwards)
         yield
-        found.forwards = trainer.forwards[0] - so_far
+        found.forwards = len(trainer.forwards) - so_far
 
     trainer.around_step = around_step
-    script(trainer)
+    trainer.train(script)
     return trainer.parameters()
 
 
@@ -190,7 +190,7 @@ def _train(
     if "calls" in looks:
         trainer.around_step = _counting(trainer, found)
     with inside() as races:
-        script(trainer)
+        trainer.train(script)
     found.races = races or []
 
 
@@ -244,7 +244,7 @@ def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> N
         look()
 
     trainer.around_step, trainer.count = around_step, LOOKED_AT
-    script(trainer)
+    trainer.train(script)
 
 
 @contextmanager
