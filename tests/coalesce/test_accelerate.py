@@ -14,7 +14,7 @@ import torch
 
 from tests import releases
 from tests.scripts.ordinary import micro_steps
-from tests.training import models, stock
+from tests.training import models
 from tests.training.collectives import Gradients
 from tests.training.options import Options, config
 from tests.training.run import Outcome, applied
@@ -113,16 +113,6 @@ def test_stock_dies_in_accumulate(accelerate: World, stage: int) -> None:
     for outcome, reductions in accelerate.run(trained, stage, patch=False):
         assert outcome.error.endswith(f"gradient partitioning logic of ZeRO stage {stage}")
         assert not reductions
-
-
-@pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_newer_ones_reduce_every_micro_step(world: World, stage: int, patch: bool) -> None:
-    """They call no no_sync(): a step of several reductions, which hold no memory, is stock's."""
-    for outcome, reductions in world.run(trained, stage, patch):
-        lost = stage == 2 and stock.LOSES_MICRO_STEPS and not patch
-        assert outcome.equal != lost, outcome
-        assert reductions == [1] * MICRO_STEPS * 3
 
 
 @pytest.mark.parametrize(

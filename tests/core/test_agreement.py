@@ -19,8 +19,8 @@ import torch.distributed as dist
 import ds_patches
 from ds_patches.core import agreement, gate, live, registry
 from ds_patches.core.agreement import Holdings
-from tests.core import engines
 from tests.listening import listening
+from tests.training.trainers import engine_of
 from tests.world import World
 
 
@@ -87,7 +87,7 @@ def built(apply: Any, name: str, status_file: str = "") -> tuple[str, list[str]]
         begin = time.monotonic()
         monkeypatch.setenv("DS_PATCHES_TYPO", "1")  # flags were read when patches were applied
         try:
-            engines.build(stage=3)
+            engine_of(stage=3)
         except ds_patches.RanksDisagree as error:
             assert time.monotonic() - begin < 20
             return str(error), heard
