@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,8 @@ def everywhere(name: str, _: pytest.MonkeyPatch) -> None:
     ds_patches.apply(name)
 
 
-def on_rank_0(name: str, _: pytest.MonkeyPatch) -> None:
-    if dist.get_rank() == 0:
-        ds_patches.apply(name)
-
-
-def on_rank_1(name: str, _: pytest.MonkeyPatch) -> None:
-    if dist.get_rank() == 1:
+def on_one(name: str, _: pytest.MonkeyPatch, rank: int) -> None:
+    if dist.get_rank() == rank:
         ds_patches.apply(name)
 
 
@@ -112,11 +108,11 @@ def test_ranks_that_agree(world: World, name: str, tmp_path: Path) -> None:
     assert found["versions"]["ds_patches"] == ds_patches.__version__
 
 
-@pytest.mark.parametrize(("on", "apply"), [(0, on_rank_0), (1, on_rank_1)])
+@pytest.mark.parametrize("on", [0, 1])
 def test_a_rank_without_the_patch_is_named_and_nothing_hangs(
-    world: World, name: str, on: int, apply: object
+    world: World, name: str, on: int
 ) -> None:
-    found = world.run(built, apply, name)
+    found = world.run(built, partial(on_one, rank=on), name)
     assert f"rank {1 - on} did not say which patches" in found[on][0]
     assert found[1 - on][0] == "", "stock goes on"
 

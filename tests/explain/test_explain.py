@@ -54,10 +54,6 @@ def claimed(text: str, release: str) -> str:
     return " ".join(said)
 
 
-def anchors(found: list[explain.Answer]) -> list[str]:
-    return [one.one.anchor for one in found]
-
-
 @pytest.mark.parametrize("case", [*corpus()], ids=lambda case: f"{case.answer} {case.source}")
 def test_no_claim_is_false(case: Case) -> None:
     for release in RELEASES if case.release == "-" else (case.release,):
@@ -85,7 +81,7 @@ def test_every_phrase_leads_to_its_section(one: Any) -> None:
     for phrase in one.asked:
         text = phrase.strip("`").replace("...", "coalesce")
         log = f'File "{evidence(one)}"\nRuntimeError: {text}\n' if phrase[0] == "`" else text
-        assert one.anchor in anchors(answers(log, one.first)), phrase
+        assert one.anchor in [found.one.anchor for found in answers(log, one.first)], phrase
 
 
 @pytest.mark.parametrize(

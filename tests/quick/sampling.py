@@ -25,12 +25,9 @@ def shown_by(params: Mapping[str, Any]) -> Case:
     values: list[tuple[str, str]] = []
     for name, value in params.items():
         shows = getattr(value, "shows", None)
-        values += [(name, repr(value))] if shows is None else [*map(_as_texts, shows.items())]
+        shown = {name: value} if shows is None else shows
+        values += [(what, repr(one)) for what, one in shown.items()]
     return tuple(sorted(values))
-
-
-def _as_texts(item: tuple[str, Any]) -> tuple[str, str]:
-    return item[0], repr(item[1])
 
 
 def mark(items: Iterable[pytest.Item]) -> None:

@@ -20,7 +20,6 @@ from tests.training.options import Options
 from tests.training.surroundings import (
     DEEPCOMPILE,
     EAGER,
-    Inside,
     around,
     build_engine,
     compile_engine,
@@ -134,7 +133,11 @@ def measure(
         try:
             with around_engine or nullcontext():
                 trainer = make_trainer(start, options, on, strict, folder, engine)
-                _train(script, trainer, inside, found, looks)
+                found.left, found.available = trainer.left, trainer.available
+                if "calls" in looks:
+                    trainer.around_step = _counting(trainer, found)
+                with inside() as found.races:
+                    trainer.train(script)
                 ends = trainer.parameters()
                 found.difference, found.where = worst_difference(ends, expected)
                 found.untrained = _untrained(ends, expected, origin)
@@ -181,17 +184,6 @@ def _plainly(
     trainer.around_step = around_step
     trainer.train(script)
     return trainer.parameters()
-
-
-def _train(
-    script: Script, trainer: EngineTrainer, inside: Inside, found: Outcome, looks: Sequence[str]
-) -> None:
-    found.left, found.available = trainer.left, trainer.available
-    if "calls" in looks:
-        trainer.around_step = _counting(trainer, found)
-    with inside() as races:
-        trainer.train(script)
-    found.races = races or []
 
 
 def _untrained(ends: Parameters, expected: Parameters, origin: Parameters) -> list[str]:
