@@ -108,7 +108,7 @@ class BoundaryTrainer(EngineTrainer):
     """Stock's own way to several backwards per step: all but the last are no boundary."""
 
     @contextmanager
-    def window(self, **_: Any) -> Iterator[None]:
+    def window(self) -> Iterator[None]:
         self._left = 3
         yield
 
@@ -122,8 +122,8 @@ class BothWays(BoundaryTrainer):
     """Sets boundaries in a block too: they change nothing there, and the last one holds after."""
 
     @contextmanager
-    def window(self, **arguments: Any) -> Iterator[None]:
-        with super().window(), EngineTrainer.window(self, **arguments):
+    def window(self) -> Iterator[None]:
+        with super().window(), EngineTrainer.window(self):
             yield
         assert self.engine._is_gradient_accumulation_boundary is True
 

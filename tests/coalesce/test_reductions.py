@@ -27,7 +27,7 @@ def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> C
     with applied("coalesce"):
         trainer = engine_trainer(stage=stage, **more)
         with Gradients() as gradients:
-            loop(trainer, backwards)
+            trainer.train(loop, backwards=backwards)
     return Counter(name for name, _ in gradients.sent)
 
 

@@ -1,6 +1,8 @@
 """Each script ends with the patches where one process without DeepSpeed does; and stock as said."""
 
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Ranks
+from tests import releases
+from tests.frameworks.conftest import Ranks, started
 from tests.frameworks.runs import Run, assert_patched, automatic, on_two
-from tests.frameworks.trainings import LOST, RIGHT, TRAININGS, WRONG, Training, causal
+from tests.frameworks.trainings import (
+    ACCUMULATED,
+    LOST,
+    REFUSED,
+    RIGHT,
+    TRAININGS,
+    WRONG,
+    Training,
+    causal,
+)
 from tests.training.trainers import Parameters, worst_difference
 
 Prepare = Callable[[Training], tuple[Parameters, Run]]
@@ -63,12 +75,30 @@ def test_training(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("release", "stages"), [("1.7.0", (2, 3)), ("1.8.1", (1, 2, 3))])
+def test_older_releases_of_accelerate(
+    prepare: Prepare, folder: Path, release: str, stages: tuple[int, ...]
+) -> None:
+    """Their `accumulate()` calls the engine's no_sync(): up to 1.7 with a step() inside."""
+    start, reference = prepare(ACCUMULATED)
+    once = replace(ACCUMULATED, reductions=1)
+    place = releases.place(wanted := f"accelerate=={release}")
+    assert place.is_dir(), f"python -m tests.releases install {wanted}"
+    path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
+    with started({"PYTHONPATH": path}) as ranks:
+        for stage in stages:
+            stock, found = (once.on_two(world, folder, stage) for world in ranks[:2])
+            assert stage == 1 or REFUSED[stage] in stock.error
+            assert_patched(found)
+            once.assert_equal(found, reference, start)
+
+
+@pytest.mark.exhaustive
 @needs("trl")
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_trl_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path, kind: str) -> None:
-    """GRPO generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
+def test_grpo_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path) -> None:
+    """It generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
     start = causal(folder)
-    arguments = (f"hf:{kind}", folder / "lm", folder / kind, automatic(3))
+    arguments = ("hf:grpo", folder / "lm", folder / "grpo", automatic(3))
     stock, found = (on_two(world, *arguments) for world in ranks[:2])
     assert not stock.error
     assert not stock.live

@@ -145,12 +145,15 @@ TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, **FOUR, **s
 TRAINER_OFFLOADED = replace(
     TRAINER, title="the same, offload", zero={"offload_optimizer": {"device": "cpu"}}, **RARE
 )
+ACCUMULATED = Training(
+    "Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}
+)
 TRAININGS = [
     TRAINER,
     TRAINER_OFFLOADED,
     Training("sentence-transformers, cached loss", *SENTENCES, TWICE, **ONCE, **steps(1)),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
-    Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
+    ACCUMULATED,
     Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO, **RARE),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT, **RARE),

@@ -50,15 +50,13 @@ def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
-def cached(trainer: Any) -> None:
+def cached(trainer: Any, step: int) -> None:
     """A loss over three mini-batches runs their backwards inside its own."""
-    in_parts(trainer, 3)
+    in_parts(trainer, step, 3)
 
 
-def in_parts(trainer: Any, parts: int) -> None:
-    for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, parts))
-        trainer.step()
+def in_parts(trainer: Any, step: int, backwards: int) -> None:
+    trainer.backward(cached_loss(trainer, step, backwards))
 
 
 @script(dict.fromkeys((1, 2, 3), raises("loss must be a scalar tensor")), at_rest=False)
@@ -68,17 +66,15 @@ def cached_as_a_leaf(trainer: Any, step: int) -> None:
 
 
 @script(ALL_RIGHT, at_rest=False)
-def cached_in_a_window(trainer: Any) -> None:
+def cached_in_a_window(trainer: Any, step: int) -> None:
     """The same in a window, beside a backward that is an ordinary one."""
-    in_parts_of_a_window(trainer, 3)
+    in_parts_of_a_window(trainer, step, 3)
 
 
-def in_parts_of_a_window(trainer: Any, parts: int) -> None:
-    for step in trainer.steps():
-        with trainer.window():
-            trainer.backward(loss_of(trainer, step, 9))
-            trainer.backward(cached_loss(trainer, step, parts))
-        trainer.step()
+def in_parts_of_a_window(trainer: Any, step: int, backwards: int) -> None:
+    with trainer.window():
+        trainer.backward(loss_of(trainer, step, 9))
+        trainer.backward(cached_loss(trainer, step, backwards))
 
 
 @script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, at_rest=False)

@@ -14,18 +14,16 @@ REFUSED = {1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}
 
 
 @script(REFUSED, refusal="no_sync", at_rest=False)
-def unsynced(trainer: Any) -> None:
+def unsynced(trainer: Any, step: int) -> None:
     """Three backwards, the first two in no_sync()."""
-    all_but_the_last(trainer, 3)
+    all_but_the_last(trainer, step, 3)
 
 
-def all_but_the_last(trainer: Any, backwards: int) -> None:
-    for step in trainer.steps():
-        with trainer.no_sync():
-            for micro in range(backwards - 1):
-                trainer.backward(loss_of(trainer, step, micro))
-        trainer.backward(loss_of(trainer, step, backwards - 1))
-        trainer.step()
+def all_but_the_last(trainer: Any, step: int, backwards: int) -> None:
+    with trainer.no_sync():
+        for micro in range(backwards - 1):
+            trainer.backward(loss_of(trainer, step, micro))
+    trainer.backward(loss_of(trainer, step, backwards - 1))
 
 
 @script(
@@ -39,10 +37,10 @@ def stepping_inside(trainer: Any) -> None:
     stepped_inside(trainer, 2)
 
 
-def stepped_inside(trainer: Any, micro_steps: int) -> None:
+def stepped_inside(trainer: Any, backwards: int) -> None:
     for step in trainer.steps():
-        for micro in range(micro_steps):
-            with nullcontext() if micro == micro_steps - 1 else trainer.no_sync():
+        for micro in range(backwards):
+            with nullcontext() if micro == backwards - 1 else trainer.no_sync():
                 trainer.backward(loss_of(trainer, step, micro))
                 trainer.step()
 

@@ -12,17 +12,15 @@ from tests.training.models import batch, both_losses, loss_of, losses
 
 
 @script(ALL_RIGHT, at_rest=False, grouped=(2, 3))
-def window(trainer: Any) -> None:
+def window(trainer: Any, step: int) -> None:
     """Three backwards and one reduction."""
-    several_backwards(trainer)
+    several_backwards(trainer, step)
 
 
-def several_backwards(trainer: Any, backwards: int = 3, **arguments: Any) -> None:
-    for step in trainer.steps():
-        with trainer.window(**arguments):
-            for micro in range(backwards):
-                trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+def several_backwards(trainer: Any, step: int, backwards: int = 3) -> None:
+    with trainer.window():
+        for micro in range(backwards):
+            trainer.backward(loss_of(trainer, step, micro))
 
 
 @script(

@@ -217,8 +217,8 @@ class EngineTrainer(Trainer):
     def no_sync(self) -> Any:
         return self.engine.no_sync()
 
-    def window(self, **arguments: Any) -> Any:
-        return self.engine.coalesce_grad_reduction(**arguments)
+    def window(self) -> Any:
+        return self.engine.coalesce_grad_reduction()
 
     def boundary(self, at: bool | None) -> None:
         self.engine.set_gradient_accumulation_boundary(at)
