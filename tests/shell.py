@@ -1,7 +1,10 @@
 """The environment of a user's shell."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -11,3 +14,10 @@ def environment(**variables: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
+
+
+def python(*words: str, variables: dict[str, str] | None = None, **more: Any) -> Any:
+    """Run Python with these words in the repository, in a user's environment; what became of it."""
+    own = environment(**(variables or {}))
+    told = {"capture_output": True, "text": True, "timeout": 1200}
+    return subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=own, **told | more)

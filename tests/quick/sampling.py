@@ -1,6 +1,6 @@
 """Which cases of a test that starts processes are quick: few, that show as many values as can be.
 
-`make test-all` runs them all. What they add is a defect that needs several values at once.
+They are those of the core, and at least two, the most telling.
 """
 
 from collections import defaultdict

@@ -33,7 +33,7 @@ class Script:
     train: Callable[..., None]
     stock: Mapping[int, str]  # verdict by ZeRO stage
     options: Options  # at any stage
-    costs: Mapping[int, str] = field(default_factory=dict)  # why, by stage
+    costs: Mapping[int, str] = field(default_factory=dict)  # why patches call more, by stage
     refusal: str = ""  # a pattern: what a patch may say in place of being right
     on: str = EAGER
     tolerance: float = 1e-6
