@@ -5,10 +5,9 @@ from typing import Any
 import torch
 
 from tests.scripts.declared import RIGHT, script
-from tests.stream_safety.on_streams import BUCKET, batch
+from tests.stream_safety.on_streams import OVERLAPPED, batch
 from tests.training.surroundings import STREAMS
 
-OVERLAPPED = {"overlap_comm": True, "reduce_bucket_size": BUCKET}
 FP32_SUMS = {
     "bf16": {"enabled": True},
     "data_types": {"grad_accum_dtype": "fp32"},

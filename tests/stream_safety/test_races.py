@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from tests.stream_safety import on_streams
 from tests.training.run import Outcome
-from tests.training.stock import RELEASE, needs_non_contiguous
+from tests.training.stock import RELEASE
 from tests.world import World
 
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -122,8 +122,8 @@ def test_a_large_gradient_of_others_is_freed_too_early() -> None:
     ids=lambda case: ", ".join(case) or "plain",
 )
 def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
-    if stage < 3 and "contiguous_gradients" in case:
-        needs_non_contiguous()
+    if stage < 3 and "contiguous_gradients" in case and Version("0.19.8") > RELEASE:
+        pytest.skip("stock reduces nothing here on CPU, with a single backward")
     clean(world, stage, **case)
 
 

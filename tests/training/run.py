@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -249,9 +250,7 @@ def _put_back() -> Iterator[None]:
         (groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP"),
         (sys.modules.get("deepspeed.runtime.torch_autocast"), "TORCH_AUTOCAST_INITIALIZED"),
     )
-    before = [(owner, name, vars(owner)[name]) for owner, name in places if owner]
-    try:
+    with ExitStack() as stack:
+        for owner, name in (place for place in places if place[0]):
+            stack.enter_context(mock.patch.object(owner, name, vars(owner)[name]))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
