@@ -13,6 +13,7 @@ import ds_patches
 from ds_patches.core import engines, gate, live, once, registry
 from tests.listening import listening
 from tests.training.models import loss_of
+from tests.training.run import applied
 from tests.training.trainers import engine_of
 from tests.world import World
 
@@ -52,22 +53,18 @@ def theirs(original: Any, *, calls: bool) -> Any:
 
 def seen(name: str, calls: bool) -> tuple[list[str], bool, str]:
     """With something else in a method's place at one engine, which calls ours or not."""
-    ds_patches.apply(name)
-    try:
+    with applied(name), listening() as heard:
         engine = engine_of(stage=1)
         train(engine, 1)
         ours = engine.zero_grad
-        theirs = functools.partial(ours) if calls else MethodType(lambda self: None, engine)
-        with listening() as heard:
-            engine.zero_grad = theirs
-            train(engine, 2)
-            for _ in range(2):
-                engine_of(stage=1)
-            status = ds_patches.status()[name]
-            assert status.live is ds_patches.is_applied(name)
+        assert not heard
+        engine.zero_grad = functools.partial(ours) if calls else MethodType(lambda _: None, engine)
+        train(engine, 2)
+        for _ in range(2):
+            engine_of(stage=1)
+        status = ds_patches.status()[name]
+        assert status.live is ds_patches.is_applied(name)
         return heard, status.live, status.reason
-    finally:
-        ds_patches.unapply(name)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["replaced", "wrapped"])
@@ -97,16 +94,12 @@ def in_a_subclass(name: str, calls: bool) -> tuple[bool, str]:
         def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
             return super().zero_grad(*args, **kwargs)
 
-    ds_patches.apply(name)
-    try:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Calling if calls else Bare)
-            engine = engine_of(stage=1)
-        status = ds_patches.status()[name]
+    with applied(name), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Calling if calls else Bare)
+        engine = engine_of(stage=1)
         assert isinstance(engine, Calling if calls else Bare)
+        status = ds_patches.status()[name]
         return status.live, status.reason
-    finally:
-        ds_patches.unapply(name)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["replaced", "called"])

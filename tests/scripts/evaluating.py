@@ -1,6 +1,6 @@
 """Forwards without a backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,14 +79,10 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
-def by_an_inner_module(trainer: Any, step: int) -> None:
-    trainer.module.trunk(batch(step)[0])
-
-
-def unwrapped(trainer: Any, step: int, generate: Callable[[Any, int], object]) -> None:
+def unwrapped(trainer: Any, step: int, forward: Any) -> None:
     """Gather all parameters and do without the engine's hooks, as TRL did up to its fix."""
     with trainer.gathered(trainer.module.parameters()), without_hooks(trainer), torch.no_grad():
-        generate(trainer, step)
+        forward(batch(step)[0])
 
 
 @contextmanager
@@ -111,13 +107,13 @@ def generation_without_hooks(trainer: Any) -> None:
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step))
         trainer.step()
-        unwrapped(trainer, step, by_an_inner_module)
+        unwrapped(trainer, step, trainer.module.trunk)
 
 
 @script(ALL_RIGHT)
 def generation_of_the_root(trainer: Any, step: int) -> None:
     """The same by the whole model, before each step."""
-    unwrapped(trainer, step, lambda one, at: one.module(batch(at)[0]))
+    unwrapped(trainer, step, trainer.module)
     trainer.backward(loss_of(trainer, step))
 
 

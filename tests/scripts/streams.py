@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch
-
 from tests.scripts.declared import RIGHT, script
-from tests.stream_safety.on_streams import OVERLAPPED, batch
+from tests.stream_safety.on_streams import OVERLAPPED, batch, touch
 from tests.training.surroundings import STREAMS
 
 FP32_SUMS = {
@@ -59,13 +57,8 @@ def hook_behind_the_reduction(trainer: Any) -> None:
     nodes = []
     for param in trainer.module.parameters():
         node = param.expand_as(param).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_, param=param: _touch(param))
+        node.register_hook(lambda *_, param=param: touch(param))
         nodes.append(node)
     for step in trainer.steps():
         backward(trainer, step, 0)
         trainer.step()
-
-
-def _touch(param: torch.Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(1)

@@ -110,13 +110,13 @@ def from_several_streams(device: Device, engine: Any, since: int = 0) -> Any:
     return nullcontext(nodes)  # which must live as long as the hooks
 
 
+def touch(param: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(1)
+
+
 def with_hooks_behind(device: Device, engine: Any) -> Any:
     """The program comes to each gradient after DeepSpeed, and writes it again."""
-
-    def touch(param: torch.Tensor) -> None:
-        if param.grad is not None:
-            param.grad.mul_(1)
-
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(touch)
     return nullcontext()
