@@ -21,6 +21,7 @@ import ds_patches
 from ds_patches.core import agreement, gate, live, registry
 from ds_patches.core.agreement import Holdings
 from tests.listening import listening
+from tests.training.run import applied
 from tests.training.trainers import engine_of
 from tests.world import World
 
@@ -128,18 +129,12 @@ def test_a_rank_that_has_it_not_says_why(world: World, name: str, apply: object,
     assert bare == (patched if "shape" in told and registry.patch(name).requires else "")
 
 
-def test_patches_that_change_no_collective_may_differ(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    ds_patches.apply(name)
-    try:
+def test_patches_that_change_no_collective_may_differ(name: str) -> None:
+    with applied(name), pytest.MonkeyPatch.context() as monkeypatch:
         assert name in agreement.holdings().live
         quiet = replace(registry.patch(name), collectives=False)
         monkeypatch.setattr(registry, "patches", lambda: {name: quiet})
         assert not agreement.holdings().live
-    finally:
-        monkeypatch.undo()
-        ds_patches.unapply(name)
     assert not agreement.holdings().live
 
 

@@ -95,10 +95,11 @@ def test_older_releases_of_accelerate(
 
 @pytest.mark.exhaustive
 @needs("trl")
-def test_grpo_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path) -> None:
-    """It generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_trl_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path, kind: str) -> None:
+    """GRPO generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
     start = causal(folder)
-    arguments = ("hf:grpo", folder / "lm", folder / "grpo", automatic(3))
+    arguments = (f"hf:{kind}", folder / "lm", folder / kind, automatic(3))
     stock, found = (on_two(world, *arguments) for world in ranks[:2])
     assert not stock.error
     assert not stock.live
