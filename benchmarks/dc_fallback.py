@@ -131,19 +131,20 @@ def train(of: argparse.Namespace) -> None:
 class Life:
     """The ranks of one row."""
 
-    program: Sequence[str] = ("-m", "benchmarks.dc_fallback")
-
     def __init__(self, mode: str, skipped: str, of: argparse.Namespace) -> None:
         self._seconds = of.seconds
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = str(found.getsockname()[1])
         asked = "stock" if mode == "again" else mode
-        command = [sys.executable, *self.program, *sys.argv[1:], "--modes", asked]
+        given = [*sys.argv[1:], "--modes", asked, "--skipped", skipped]
+        # DeepSpeed's builder asks the GPU what it is where this is not set.
+        clean = {name: at for name, at in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
+        clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
         self._ranks = [
             subprocess.Popen(
-                [*command, "--skipped", skipped],
-                env=self.environment(mode, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank)),
+                [sys.executable, "-m", "benchmarks.dc_fallback", *given],
+                env=clean | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
@@ -151,13 +152,6 @@ class Life:
             )
             for rank in range(RANKS)
         ]
-
-    @staticmethod
-    def environment(mode: str, **more: str) -> dict[str, str]:
-        """What a rank of this row gets."""
-        # DeepSpeed's builder asks the GPU what it is where this is not set.
-        clean = {name: at for name, at in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
-        return {**clean, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), **more}
 
     def ask(self, answer: str) -> str:
         """Have the ranks go on; return the line that begins with `answer`, behind that.

@@ -138,7 +138,9 @@ def measure(row: Row, of: argparse.Namespace, device: torch.device) -> None:
         # With memory that was given up and that a stream has still to get done with.
         peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"] / 2**20
         row.peak = max(row.peak, peak)
-    ms = torch.tensor([_between(*both) for both in pairwise(marks)], device=device)
+    ms = torch.tensor(
+        [a.elapsed_time(b) if ON_GPU else 1e3 * (b - a) for a, b in pairwise(marks)], device=device
+    )
     dist.all_reduce(ms, dist.ReduceOp.MAX)
     row.ms.append(statistics.median(ms.tolist()))
 
@@ -260,8 +262,3 @@ def _mark() -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    """Milliseconds."""
-    return float(begin.elapsed_time(end) if ON_GPU else 1e3 * (end - begin))

@@ -32,8 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "exhaustive(apart=False): is not quick, see tests/quick: left out of `make test`; "
-        "apart: its cases have a turn each, and not the file",
+        "exhaustive: is not quick, see tests/quick: left out of `make test`",
     )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
@@ -52,15 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], turns: int) -> None:
-    """Keep every Nth file with what is exhaustive of it: neighbours, which are alike, go apart."""
-    exhaustive = {
-        item: (item.path, item.name if mark.kwargs.get("apart") else "")
-        for item in items
-        if (mark := item.get_closest_marker("exhaustive"))
-    }
-    units = sorted({*exhaustive.values()}, key=lambda unit: (bool(unit[1]), unit))
-    due = {*units[this_turn(turns) :: turns]}
-    kept = [item for item, unit in exhaustive.items() if unit in due]
+    """Keep every Nth of the exhaustive ones: neighbours, which are alike, go apart."""
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+    kept = exhaustive[this_turn(turns) :: turns]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -15,15 +16,8 @@ def environment(**variables: str) -> dict[str, str]:
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
-def doctor(*checks: str, **variables: str) -> list[str]:
-    """The lines of `python -m ds_patches doctor`, which finds nothing wrong."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_patches", "doctor", *checks],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+def python(*words: str, variables: dict[str, str] | None = None, **more: Any) -> Any:
+    """Run Python with these words in the repository, in a user's environment; what became of it."""
+    own = environment(**(variables or {}))
+    told = {"capture_output": True, "text": True, "timeout": 1200}
+    return subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=own, **told | more)

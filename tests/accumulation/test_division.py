@@ -24,46 +24,40 @@ accumulation = partial(of, "accumulation")
 leading = partial(accumulation, model="LeadingToEachOther", micro_steps=4)
 
 
-def steps(trainer: Any, total: Any, backward: str = "backward") -> None:
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            tokens, classes = batch(step, micro)
-            getattr(trainer, backward)(total(trainer(tokens, classes), classes))
-            trainer.step()
+def outputs_of(trainer: Any, step: int, micro: int) -> Any:
+    return trainer(*batch(step, micro))
 
 
-def of_the_model(trainer: Any) -> None:
+def of_the_model(trainer: Any, step: int, micro: int) -> None:
     """``engine(input_ids, labels=labels).loss``"""
-    steps(trainer, lambda outputs, _: outputs["loss"])
+    trainer.backward(outputs_of(trainer, step, micro)["loss"])
 
 
-def of_logits(trainer: Any) -> None:
+def of_logits(trainer: Any, step: int, micro: int) -> None:
     """A loss that is made outside."""
-    steps(trainer, lambda outputs, classes: cross_entropy(outputs["rest"][0].float(), classes))
+    logits, *_ = outputs_of(trainer, step, micro)["rest"]
+    trainer.backward(cross_entropy(logits.float(), batch(step, micro)[1]))
 
 
-def of_several(trainer: Any) -> None:
+def of_several(trainer: Any, step: int, micro: int) -> None:
     """The model's loss, a second head, and penalties on what leads to them."""
-
-    def total(outputs: Any, classes: Any) -> Any:
-        logits, hidden, others = outputs["rest"]
-        parts = (logits, hidden[0].sin(), hidden[1], *others)
-        return outputs["loss"] + sum(part.float().square().mean() for part in parts)
-
-    steps(trainer, total)
+    outputs = outputs_of(trainer, step, micro)
+    logits, hidden, others = outputs["rest"]
+    parts = (logits, hidden[0].sin(), hidden[1], *others)
+    trainer.backward(outputs["loss"] + sum(part.float().square().mean() for part in parts))
 
 
 def after_coalesce(trainer: Any) -> None:
     """Not accumulation, but coalesce is the first to meet the engine."""
     with trainer.no_sync():
         pass
-    of_the_model(trainer)
+    trainer.train(of_the_model)
 
 
-def unscaled(trainer: Any) -> None:
+def unscaled(trainer: Any, step: int, micro: int) -> None:
     """``scale_wrt_gas=False``, as Accelerate and transformers' Trainer have it."""
-    micro_steps = trainer.options.micro_steps
-    steps(trainer, lambda outputs, _: outputs["loss"] / micro_steps, "unscaled_backward")
+    loss = outputs_of(trainer, step, micro)["loss"]
+    trainer.unscaled_backward(loss / trainer.options.micro_steps)
 
 
 @cases(
@@ -84,18 +78,15 @@ def test_outputs_that_lead_to_one_another(world: World, case: Case) -> None:
     case.check(world)
 
 
-def of_transformers(trainer: Any) -> None:
+def of_transformers(trainer: Any, step: int, micro: int) -> None:
     """By turns of the class, and of a tuple with hidden states; each with a loss of its logits."""
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            tokens, _ = batch(step, micro)
-            outputs = trainer(tokens, bool(micro % 2))
-            loss, logits = outputs[:2]
-            if not micro % 2:
-                assert outputs.loss is loss, "what transformers returns is what it is"
-                assert outputs.logits is logits
-            trainer.backward(loss + logits.float().square().mean())
-            trainer.step()
+    tokens, _ = batch(step, micro)
+    outputs = trainer(tokens, bool(micro % 2))
+    loss, logits = outputs[:2]
+    if not micro % 2:
+        assert outputs.loss is loss, "what transformers returns is what it is"
+        assert outputs.logits is logits
+    trainer.backward(loss + logits.float().square().mean())
 
 
 @on_ranks

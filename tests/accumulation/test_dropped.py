@@ -33,26 +33,21 @@ def test_what_comes_before_a_step(world: World, case: Case) -> None:
     at(1, 2, 3, micro_steps=2, **OFFLOADED),
     says=["zero_grad() after a backward"],
 )
-def test_one_between_two_micro_steps(trainer: Any) -> None:
+def test_one_between_two_micro_steps(trainer: Any, step: int) -> None:
     """PyTorch drops both."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step, 0))
-        trainer.step()
-        trainer.backward(loss_of(trainer, step, 5))
-        accumulating.zero_grad(trainer, step)
-        trainer.backward(loss_of(trainer, step, 1))
-        trainer.step()
+    trainer.backward(loss_of(trainer, step, 0))
+    trainer.step()
+    trainer.backward(loss_of(trainer, step, 5))
+    accumulating.zero_grad(trainer, step)
+    trainer.backward(loss_of(trainer, step, 1))
 
 
 @trains("accumulation", at(2, 3, core={2}, micro_steps=2), says=None)
-def test_zeroed_at_the_top_of_each_micro_step(trainer: Any) -> None:
+def test_zeroed_at_the_top_of_each_micro_step(trainer: Any, step: int, micro: int) -> None:
     """A loop from PyTorch, which is meant to accumulate."""
-    for step in trainer.steps():
-        for micro in range(2):
-            if trainer.is_engine:
-                accumulating.zero_grad(trainer, step)
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
+    if trainer.is_engine:
+        accumulating.zero_grad(trainer, step)
+    trainer.backward(loss_of(trainer, step, micro))
 
 
 @trains("accumulation", at(1, 2, 3, **OFFLOADED), says=None)
@@ -86,16 +81,14 @@ def test_steps_with_few_gradients(world: World, case: Case) -> None:
     ),
     says=["every gradient reduced since the last optimizer step was dropped"],
 )
-def test_a_backward_that_raised(trainer: Any) -> None:
+def test_a_backward_that_raised(trainer: Any, step: int) -> None:
     """The last one of a step, which is taken again from its beginning."""
-    for step in trainer.steps():
-        if trainer.is_engine and step == 1:
-            trainer.backward(loss_of(trainer, step, 0))
-            backward_that_raises(trainer, loss_of(trainer, step, 5))
-        for micro in range(2):
-            trainer.boundary(micro == 1)
-            trainer.backward(loss_of(trainer, step, micro, slice(1 if step == 1 else 2)))
-        trainer.step()
+    if trainer.is_engine and step == 1:
+        trainer.backward(loss_of(trainer, step, 0))
+        backward_that_raises(trainer, loss_of(trainer, step, 5))
+    for micro in range(2):
+        trainer.boundary(micro == 1)
+        trainer.backward(loss_of(trainer, step, micro, slice(1 if step == 1 else 2)))
 
 
 @on_ranks

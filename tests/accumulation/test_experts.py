@@ -81,32 +81,26 @@ def test_taken_back_before_a_backward() -> None:
 
 
 @trains("accumulation", at(1, 2, steps=5))
-def test_one_rank_has_another_order(trainer: Any) -> None:
+def test_one_rank_has_another_order(trainer: Any, step: int) -> None:
     """Its second backward comes first."""
-    for step in trainer.steps():
-        first, second = models.both_losses(trainer, step)
-        if dist.get_rank() and step:
-            first, second = second, first
-        trainer.backward(first, retain_graph=True)
-        trainer.backward(second)
-        trainer.step()
+    first, second = models.both_losses(trainer, step)
+    if dist.get_rank() and step:
+        first, second = second, first
+    trainer.backward(first, retain_graph=True)
+    trainer.backward(second)
 
 
 @trains("accumulation", at(1, 2, core={2}, steps=5))
-def test_used_by_one_rank_late(trainer: Any) -> None:
+def test_used_by_one_rank_late(trainer: Any, step: int) -> None:
     """No rank uses the second head at first, then one does, and later no one again."""
-    for step in trainer.steps():
-        uses = step == 2 and dist.get_rank() == 1
-        trainer.backward(models.loss_of(trainer, step, only=heads.BOTH if uses else heads.FIRST))
-        trainer.step()
+    uses = step == 2 and dist.get_rank() == 1
+    trainer.backward(models.loss_of(trainer, step, only=heads.BOTH if uses else heads.FIRST))
 
 
-def odd_one_out(trainer: Any) -> None:
+def odd_one_out(trainer: Any, step: int) -> None:
     """The third rank has no second loss, from its second step on."""
-    for step in trainer.steps():
-        only = heads.FIRST if step and dist.get_rank() == 2 else heads.BOTH
-        trainer.backward(models.loss_of(trainer, step, only=only))
-        trainer.step()
+    only = heads.FIRST if step and dist.get_rank() == 2 else heads.BOTH
+    trainer.backward(models.loss_of(trainer, step, only=only))
 
 
 @cases(*(accumulation(odd_one_out, 1, 2, **more) for more in ({}, OVERLAP)))

@@ -1,8 +1,5 @@
 """Each benchmark runs, small and on CPU, and prints its rows."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests import shell
@@ -14,10 +11,7 @@ LAUNCHERS = {"at_rest": TORCHRUN, "coalesce": TORCHRUN, "retain": TORCHRUN, "dc_
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_it_runs(name: str) -> None:
-    command = [sys.executable, "-m", *LAUNCHERS[name], f"benchmarks.{name}", "--rounds", "2"]
-    done = subprocess.run(
-        command, cwd=shell.REPOSITORY, env=shell.environment(), capture_output=True, text=True
-    )
+    done = shell.python("-m", *LAUNCHERS[name], f"benchmarks.{name}", "--rounds", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     _, *rows = done.stdout.partition("| --- |")[2].splitlines()
     assert rows

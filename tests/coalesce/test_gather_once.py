@@ -186,28 +186,24 @@ in_blocks = trains("coalesce", at(3, steps=6))
 
 
 @in_blocks
-def test_by_turns(trainer: Any) -> None:
+def test_by_turns(trainer: Any, step: int) -> None:
     """Blocks, and steps without any."""
-    for step in trainer.steps():
-        in_block = step % 3 < 2
-        with trainer.window() if in_block else nullcontext():
-            for index in range(3 if in_block else 1):
-                trainer.backward(loss_of(trainer, step, index))
-        trainer.step()
+    in_block = step % 3 < 2
+    with trainer.window() if in_block else nullcontext():
+        for index in range(3 if in_block else 1):
+            trainer.backward(loss_of(trainer, step, index))
 
 
 @in_blocks
-def test_backwards_after_all_forwards(trainer: Any) -> None:
+def test_backwards_after_all_forwards(trainer: Any, step: int) -> None:
     """Some of which come before the block."""
-    for step in trainer.steps():
-        losses = [loss_of(trainer, step, micro) for micro in range(2)]
-        with trainer.window():
-            for part in range(2):
-                for loss in losses:
-                    trainer.backward(loss)
-                losses = [loss_of(trainer, step, 2 + micro) for micro in range(2 - part)]
-            trainer.backward(losses[0])
-        trainer.step()
+    losses = [loss_of(trainer, step, micro) for micro in range(2)]
+    with trainer.window():
+        for part in range(2):
+            for loss in losses:
+                trainer.backward(loss)
+            losses = [loss_of(trainer, step, 2 + micro) for micro in range(2 - part)]
+        trainer.backward(losses[0])
 
 
 def interrupted(trainer: Any, do: Callable[[], object]) -> None:

@@ -68,38 +68,36 @@ def test_what_stage_1_does_not_divide_is_said(world: World) -> None:
         assert "not divided by gradient_accumulation_steps" in one.said[0]
 
 
-def fail_in_no_sync(trainer: Any, place: str, zero: bool) -> None:
+def fail_in_no_sync(trainer: Any, step: int, place: str, zero: bool) -> None:
     """Step 1 raises in its second backward without sync, or behind it.
 
     What has come until then stays as it does in DistributedDataParallel, unless a backward raised:
     then all of the step is dropped.
     """
-    for step in trainer.steps():
-        if step == 1:
-            trainer.backward(loss_of(trainer, step, 4))
-            if trainer.is_engine:
-                with suppress(Boom), trainer.no_sync():
-                    trainer.backward(loss_of(trainer, 1, 0))
-                    RaiseInBackward.armed = place == "backward"
-                    trainer.backward(loss_of(trainer, 1, 1))
-                    raise Boom("in user code")
-                RaiseInBackward.armed = False
-                if place == "backward":
-                    trainer.leaves_nothing()
-                elif stock.TORCH_STYLE:
-                    # Older releases leave an embedding gathered between a backward and the step.
-                    assert not gathered(trainer.engine, entitled=False)
-            elif place == "user":
-                trainer.backward(loss_of(trainer, step, 0))
-                trainer.backward(loss_of(trainer, step, 1))
-            else:
-                trainer.zero_grad()
-            if zero:
-                trainer.zero_grad()
-        with trainer.no_sync():
-            trainer.backward(loss_of(trainer, step, 2))
-        trainer.backward(loss_of(trainer, step, 3))
-        trainer.step()
+    if step == 1:
+        trainer.backward(loss_of(trainer, step, 4))
+        if trainer.is_engine:
+            with suppress(Boom), trainer.no_sync():
+                trainer.backward(loss_of(trainer, 1, 0))
+                RaiseInBackward.armed = place == "backward"
+                trainer.backward(loss_of(trainer, 1, 1))
+                raise Boom("in user code")
+            RaiseInBackward.armed = False
+            if place == "backward":
+                trainer.leaves_nothing()
+            elif stock.TORCH_STYLE:
+                # Older releases leave an embedding gathered between a backward and the step.
+                assert not gathered(trainer.engine, entitled=False)
+        elif place == "user":
+            trainer.backward(loss_of(trainer, step, 0))
+            trainer.backward(loss_of(trainer, step, 1))
+        else:
+            trainer.zero_grad()
+        if zero:
+            trainer.zero_grad()
+    with trainer.no_sync():
+        trainer.backward(loss_of(trainer, step, 2))
+    trainer.backward(loss_of(trainer, step, 3))
 
 
 @pytest.mark.core_case(place="backward", stage=3)

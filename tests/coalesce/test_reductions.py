@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from tests import releases
+from tests import shell
 from tests.scripts import nested, unsynced, windows
 from tests.training.collectives import Gradients
 from tests.training.options import ALL_REDUCED, OFFLOADED, OVERLAP
@@ -27,7 +25,7 @@ def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> C
     with applied("coalesce"):
         trainer = engine_trainer(stage=stage, **more)
         with Gradients() as gradients:
-            loop(trainer, backwards)
+            trainer.train(loop, backwards=backwards)
     return Counter(name for name, _ in gradients.sent)
 
 
@@ -70,6 +68,5 @@ def test_gradcache_has_the_loss_curve_of_the_whole_batch(stage: int) -> None:
 @pytest.mark.exhaustive
 def test_the_command() -> None:
     """It ends with 0 if all that it prints is right."""
-    command = [sys.executable, "-m", "examples.gradcache", "--steps", "4"]
-    done = subprocess.run(command, cwd=releases.ROOT, capture_output=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = shell.python("-m", "examples.gradcache", "--steps", "4")
+    assert (done.returncode, done.stderr) == (0, "")

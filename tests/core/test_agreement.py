@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch.distributed as dist
 import ds_patches
 from ds_patches.core import agreement, gate, live, registry
 from ds_patches.core.agreement import Holdings
-from tests.core import engines
 from tests.listening import listening
+from tests.training.run import applied
+from tests.training.trainers import engine_of
 from tests.world import World
 
 
@@ -56,13 +58,8 @@ def everywhere(name: str, _: pytest.MonkeyPatch) -> None:
     ds_patches.apply(name)
 
 
-def on_rank_0(name: str, _: pytest.MonkeyPatch) -> None:
-    if dist.get_rank() == 0:
-        ds_patches.apply(name)
-
-
-def on_rank_1(name: str, _: pytest.MonkeyPatch) -> None:
-    if dist.get_rank() == 1:
+def on_one(name: str, _: pytest.MonkeyPatch, rank: int) -> None:
+    if dist.get_rank() == rank:
         ds_patches.apply(name)
 
 
@@ -87,7 +84,7 @@ def built(apply: Any, name: str, status_file: str = "") -> tuple[str, list[str]]
         begin = time.monotonic()
         monkeypatch.setenv("DS_PATCHES_TYPO", "1")  # flags were read when patches were applied
         try:
-            engines.build(stage=3)
+            engine_of(stage=3)
         except ds_patches.RanksDisagree as error:
             assert time.monotonic() - begin < 20
             return str(error), heard
@@ -112,11 +109,11 @@ def test_ranks_that_agree(world: World, name: str, tmp_path: Path) -> None:
     assert found["versions"]["ds_patches"] == ds_patches.__version__
 
 
-@pytest.mark.parametrize(("on", "apply"), [(0, on_rank_0), (1, on_rank_1)])
+@pytest.mark.parametrize("on", [0, 1])
 def test_a_rank_without_the_patch_is_named_and_nothing_hangs(
-    world: World, name: str, on: int, apply: object
+    world: World, name: str, on: int
 ) -> None:
-    found = world.run(built, apply, name)
+    found = world.run(built, partial(on_one, rank=on), name)
     assert f"rank {1 - on} did not say which patches" in found[on][0]
     assert found[1 - on][0] == "", "stock goes on"
 
@@ -132,18 +129,12 @@ def test_a_rank_that_has_it_not_says_why(world: World, name: str, apply: object,
     assert bare == (patched if "shape" in told and registry.patch(name).requires else "")
 
 
-def test_patches_that_change_no_collective_may_differ(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    ds_patches.apply(name)
-    try:
+def test_patches_that_change_no_collective_may_differ(name: str) -> None:
+    with applied(name), pytest.MonkeyPatch.context() as monkeypatch:
         assert name in agreement.holdings().live
         quiet = replace(registry.patch(name), collectives=False)
         monkeypatch.setattr(registry, "patches", lambda: {name: quiet})
         assert not agreement.holdings().live
-    finally:
-        monkeypatch.undo()
-        ds_patches.unapply(name)
     assert not agreement.holdings().live
 
 

@@ -11,8 +11,10 @@ import wrapt
 
 import ds_patches
 from ds_patches.core import engines, gate, live, once, registry
-from tests.core.engines import build
 from tests.listening import listening
+from tests.training.models import loss_of
+from tests.training.run import applied
+from tests.training.trainers import engine_of
 from tests.world import World
 
 ZERO_GRAD = "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad"
@@ -29,10 +31,8 @@ def name() -> str:
 
 
 def train(engine: Any, steps: int) -> None:
-    import torch
-
-    for _ in range(steps):
-        engine.backward(engine(torch.ones(1, 4)).sum())
+    for step in range(steps):
+        engine.backward(loss_of(engine, step))
         engine.step()
         engine.zero_grad()
 
@@ -53,22 +53,18 @@ def theirs(original: Any, *, calls: bool) -> Any:
 
 def seen(name: str, calls: bool) -> tuple[list[str], bool, str]:
     """With something else in a method's place at one engine, which calls ours or not."""
-    ds_patches.apply(name)
-    try:
-        engine = build(stage=1)
+    with applied(name), listening() as heard:
+        engine = engine_of(stage=1)
         train(engine, 1)
         ours = engine.zero_grad
-        theirs = functools.partial(ours) if calls else MethodType(lambda self: None, engine)
-        with listening() as heard:
-            engine.zero_grad = theirs
-            train(engine, 2)
-            for _ in range(2):
-                build(stage=1)
-            status = ds_patches.status()[name]
-            assert status.live is ds_patches.is_applied(name)
+        assert not heard
+        engine.zero_grad = functools.partial(ours) if calls else MethodType(lambda _: None, engine)
+        train(engine, 2)
+        for _ in range(2):
+            engine_of(stage=1)
+        status = ds_patches.status()[name]
+        assert status.live is ds_patches.is_applied(name)
         return heard, status.live, status.reason
-    finally:
-        ds_patches.unapply(name)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["replaced", "wrapped"])
@@ -98,16 +94,12 @@ def in_a_subclass(name: str, calls: bool) -> tuple[bool, str]:
         def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
             return super().zero_grad(*args, **kwargs)
 
-    ds_patches.apply(name)
-    try:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Calling if calls else Bare)
-            engine = build(stage=1)
-        status = ds_patches.status()[name]
+    with applied(name), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Calling if calls else Bare)
+        engine = engine_of(stage=1)
         assert isinstance(engine, Calling if calls else Bare)
+        status = ds_patches.status()[name]
         return status.live, status.reason
-    finally:
-        ds_patches.unapply(name)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["replaced", "called"])
@@ -119,7 +111,7 @@ def test_a_subclass_that_does_not_call_ours_is_named(world: World, name: str, ca
 
 def at_an_older_engine(name: str) -> tuple[bool, bool]:
     """It was built, and its method replaced, before the patch was applied."""
-    engine = build(stage=1)
+    engine = engine_of(stage=1)
     engine.zero_grad = MethodType(lambda self: None, engine)
     ds_patches.apply(name)
     try:

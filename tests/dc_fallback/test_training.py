@@ -90,15 +90,13 @@ def test_a_hook_that_no_graph_runs_is_named(world: World) -> None:
         assert any("A hook of parameter layers.0.weight is not run" in text for text in one.said)
 
 
-def weighed_by_evaluations(trainer: Any) -> None:
+def weighed_by_evaluations(trainer: Any, step: int) -> None:
     """A step is larger, the larger the loss of an evaluation before it: no older parameters."""
-    for step in trainer.steps():
-        trainer.module.eval()
-        with torch.no_grad():
-            weight = 10 * trainer(*inputs(step, 1))
-        trainer.module.train()
-        trainer.backward(weight * trainer(*inputs(step, 0)))
-        trainer.step()
+    trainer.module.eval()
+    with torch.no_grad():
+        weight = 10 * trainer(*inputs(step, 1))
+    trainer.module.train()
+    trainer.backward(weight * trainer(*inputs(step, 0)))
 
 
 def read_after_a_forward(trainer: Any) -> None:
@@ -126,12 +124,10 @@ def test_parameters_that_others_gather(world: World) -> None:
 # --- options -------------------------------------------------------------------------------------
 
 
-def forwards_first(trainer: Any) -> None:
+def forwards_first(trainer: Any, step: int) -> None:
     """Two backwards at the boundary, when both forwards have run."""
-    for step in trainer.steps():
-        for loss in [trainer(*inputs(step, part)) for part in range(2)]:
-            trainer.backward(loss)
-        trainer.step()
+    for loss in [trainer(*inputs(step, part)) for part in range(2)]:
+        trainer.backward(loss)
 
 
 #: DeepCompile keeps parameters gathered until a step, or begins anew in the second one.

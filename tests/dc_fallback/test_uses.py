@@ -159,10 +159,6 @@ def with_and_without(see: See, call: Any, x: Tensor) -> Tensor:
     return (x @ see("a")).square().sum() * without_and_with(see, call, x)
 
 
-def embeds(see: See, call: Any, x: Tensor) -> Tensor:
-    return F.embedding(torch.tensor([1, 3, 3]), see("a")).square().sum() + x.sum()
-
-
 @pytest.mark.parametrize(
     ("model", "forward", "backward"),
     [
@@ -170,7 +166,6 @@ def embeds(see: See, call: Any, x: Tensor) -> Tensor:
         (calls_in_a_row, "a bias a bias a bias b", "b a a a"),  # of the bias, nothing
         (without_and_with, "a", "a"),
         (with_and_without, "a", "a"),
-        (embeds, "a", ""),
         (nested, "a a b", "a b a a"),
         (transposed, "a b", "b a"),
         (viewed, "a b", "b a"),

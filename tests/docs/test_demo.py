@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.shell import REPOSITORY
+from tests import shell
 
 
 @pytest.mark.exhaustive
 def test_stock_crashes_and_patched_trains() -> None:
-    command = [sys.executable, "-m", "examples.two_losses"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    done = shell.python("-m", "examples.two_losses")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "stock:   RuntimeError: The size of tensor a (0) must match" in done.stdout

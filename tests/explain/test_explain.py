@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -19,7 +17,7 @@ from ds_patches.commands import cures, explain, pasted
 from ds_patches.core import registry
 from ds_patches.core.symptom import Symptom, plain
 from ds_patches.symptoms import CURED, NOT_CURED, SYMPTOMS, TESTED
-from tests.core import fake
+from tests import shell
 
 CORPUS = Path(__file__).with_name("corpus.txt").read_text(encoding="utf-8")
 #: What is no error of DeepSpeed's must be none in any of these.
@@ -54,10 +52,6 @@ def claimed(text: str, release: str) -> str:
     return " ".join(said)
 
 
-def anchors(found: list[explain.Answer]) -> list[str]:
-    return [one.one.anchor for one in found]
-
-
 @pytest.mark.parametrize("case", [*corpus()], ids=lambda case: f"{case.answer} {case.source}")
 def test_no_claim_is_false(case: Case) -> None:
     for release in RELEASES if case.release == "-" else (case.release,):
@@ -85,7 +79,7 @@ def test_every_phrase_leads_to_its_section(one: Any) -> None:
     for phrase in one.asked:
         text = phrase.strip("`").replace("...", "coalesce")
         log = f'File "{evidence(one)}"\nRuntimeError: {text}\n' if phrase[0] == "`" else text
-        assert one.anchor in anchors(answers(log, one.first)), phrase
+        assert one.anchor in [found.one.anchor for found in answers(log, one.first)], phrase
 
 
 @pytest.mark.parametrize(
@@ -123,11 +117,8 @@ def test_every_release_that_is_wrong_has_an_answer(one: Symptom) -> None:
     assert not one.patch or one not in NOT_CURED
 
 
-def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ds_patches", "explain", *words]
-    return subprocess.run(
-        command, cwd=fake.REPOSITORY, input=text, capture_output=True, text=True, check=False
-    )
+def run(*words: str, text: str = "") -> Any:
+    return shell.python("-m", "ds_patches", "explain", *words, input=text)
 
 
 def test_it_answers_a_text_a_log_and_in_json() -> None:

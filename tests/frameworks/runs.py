@@ -49,7 +49,7 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
         except Exception as error:
             found.error = f"{type(error).__name__}: {error}"
             return found
-        found.reductions = sent.reductions
+        found.reductions = len(sent.sent)
     found.live = [name for name, status in ds_patches.status().items() if status.live]
     here = release.installed().version
     patches = registry.patches().items()

@@ -10,6 +10,7 @@ import torch
 
 from tests.frameworks import runs, saved
 from tests.frameworks.user import accelerated
+from tests.training.options import CPU
 from tests.training.trainers import Parameters, worst_difference
 from tests.world import World
 
@@ -142,15 +143,15 @@ OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "packa
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, **FOUR, **steps(4))
-TRAINER_OFFLOADED = replace(
-    TRAINER, title="the same, offload", zero={"offload_optimizer": {"device": "cpu"}}, **RARE
+ACCUMULATED = Training(
+    "Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}
 )
 TRAININGS = [
     TRAINER,
-    TRAINER_OFFLOADED,
+    replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}, **RARE),
     Training("sentence-transformers, cached loss", *SENTENCES, TWICE, **ONCE, **steps(1)),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
-    Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
+    ACCUMULATED,
     Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO, **RARE),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT, **RARE),

@@ -108,7 +108,7 @@ def train(
             globals()[late](trainer.engine)
             trainer.note()  # its hooks may stay
         with _aside() if aside else nullcontext():
-            script(trainer)
+            trainer.train(script)
         torch.cuda.synchronize()
         found = {name: param.cpu() for name, param in trainer.parameters().items()}
         trainer.engine.destroy()

@@ -125,7 +125,7 @@ def hold(
     return held
 
 
-def in_a_row(pattern: str, scripts: Sequence[declared.Script], patch: bool) -> dict[str, Outcome]:
+def in_a_row(pattern: str, scripts: Sequence[declared.Script]) -> dict[str, Outcome]:
     """Scripts of tests.scripts.deepcompile with as many micro steps, one after another.
 
     All by one engine, as it takes a minute until one is compiled. A script begins where the one
@@ -137,11 +137,11 @@ def in_a_row(pattern: str, scripts: Sequence[declared.Script], patch: bool) -> d
     options = Options(micro_steps=micro_steps, steps=test_training.STEPS)
     start = patterns.build(pattern, WIDTH)
     plain = PlainTrainer(deepcopy(start).to(models.device()), options)
-    engine = deep_compiled(start, options.config, patch)
+    engine = deep_compiled(start, options.config)
     found: dict[str, Outcome] = {}
     for script in scripts:
         own = script is deepcompile.compiled_parameter_hook  # hooks of its own, which stay
-        trainer = EngineTrainer(engine, options, strict=patch and not own)
+        trainer = EngineTrainer(engine, options, strict=not own)
         one = found[script.name] = Outcome(tolerance=1e-4)
         origin = plain.parameters()
         script(plain)
@@ -198,5 +198,5 @@ def _peak_of(script: Script, trainer: Any) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    script(trainer)
+    trainer.train(script)
     return int(torch.cuda.max_memory_allocated() - held)

@@ -10,8 +10,6 @@ import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.test_training import CASES, PATTERNS
 from tests.gpu.held import WIDTH, Held, deep_compiled, hold, in_a_row, repeated
-from tests.scripts import deepcompile
-from tests.scripts.declared import Script
 from tests.training.options import BF16, Options
 from tests.world import World
 
@@ -74,17 +72,9 @@ def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_weights_are_those_of_plain_pytorch(gpus: World, pattern: str, micro_steps: int) -> None:
     scripts = [s for p, s in CASES if p == pattern and s.options.micro_steps == micro_steps]
-    found = first(gpus, in_a_row, pattern, scripts, True)
+    found = first(gpus, in_a_row, pattern, scripts)
     assert list(found) == [script.name for script in scripts]
     assert all(one.equal for one in found.values()), found
-
-
-@pytest.mark.parametrize(
-    "script", [deepcompile.compiled_two_backwards, deepcompile.compiled_two_forwards]
-)
-def test_stock_takes_the_last_of_several_backwards(gpus: World, script: Script) -> None:
-    found = first(gpus, in_a_row, "Compiled", [script], False)
-    assert found[script.name].difference > 1e-3
 
 
 def test_overflow(gpus: World) -> None:
@@ -103,20 +93,6 @@ def test_peak_memory_where_all_is_skipped(gpus: World) -> None:
 @pytest.mark.parametrize("pattern", ["Whole", "Mixed"])
 def test_thirty_runs_are_one(gpus: World, pattern: str) -> None:
     assert not any(gpus.within(SECONDS).run(repeated, pattern, 30))
-
-
-#: What stock comes to, by pattern and case.
-STOCK: list[tuple[str, dict[str, Any], Callable[[Held], bool]]] = [
-    ("Disabled", {}, lambda found: "must be" in found.error or {*found.untrained} >= SKIPPED),
-    ("Loop", {}, lambda found: "must be" in found.error),
-    ("Compiled", {"forwards": 2}, lambda found: bool(found.wrong)),
-    ("TiedGraphs", {}, lambda found: "embed.weight" in found.wrong),
-]
-
-
-@pytest.mark.parametrize(("pattern", "case", "fails"), STOCK)
-def test_stock_fails(gpus: World, pattern: str, case: dict[str, Any], fails: Any) -> None:
-    assert fails(held(gpus, pattern, patch=False, **case))
 
 
 def test_stock_runs_once_with_older_parameters(gpus: World) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.training.options import config
@@ -47,8 +48,6 @@ def written_out(moe: Any, tokens: Tensor, k: int, factor: float) -> Tensor:
 
 def off(count: int = TOKENS, **given: Any) -> tuple[float, float]:
     """By how much output and gradient are not as written out, on this rank's own tokens."""
-    import torch.distributed as dist
-
     engine = build_engine(nn.Sequential(layer(**given)), config(0))
     moe: Any = engine.module[0]
     # From 0.18.0 on DeepSpeed compiles parts of a gate, which takes longer than all else.
@@ -91,8 +90,6 @@ def test_fewer_tokens_than_an_expert_takes(k: int) -> None:
 @pytest.mark.parametrize("k", [1, 3])
 def test_experts_on_two_ranks_that_have_different_numbers_of_tokens(k: int) -> None:
     """Each rank sends as many places as an expert has, filled or not."""
-    import torch.distributed as dist
-
     with applied(PATCH):
         model = layer(2, k=k, capacity_factor=0.1, min_capacity=6)
         engine = build_engine(nn.Sequential(model), config(0))

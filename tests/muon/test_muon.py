@@ -1,5 +1,6 @@
 """Muon against Muon of one device, which has the whole gradient of a step."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from tests.scripts.losses import two_backwards
 from tests.scripts.ordinary import micro_steps, one_backward, skipped_step
 from tests.scripts.windows import window
-from tests.training import models
+from tests.training import models, stock
 from tests.training.options import ALL_REDUCED, BF16_SUMS, OFFLOADED, Options
 from tests.training.run import Outcome, applied, run
 from tests.training.stock import LOSES_MICRO_STEPS, RELEASE, Version, up_to
@@ -40,10 +41,7 @@ def is_right(found: Outcome, options: Options) -> bool:
     return not found.error and found.difference < rounding * found.moved
 
 
-def since(release: str) -> Any:
-    return pytest.mark.skipif(Version(release) > RELEASE, reason=f"wrong from {release} on")
-
-
+since = partial(stock.since, what="the defect")
 pytestmark = [pytest.mark.core_case, since("0.17.6")]
 ZERO3 = since("0.18.9")
 

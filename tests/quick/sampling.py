@@ -1,6 +1,6 @@
 """Which cases of a test that starts processes are quick: few, that show as many values as can be.
 
-`make test-all` runs them all. What they add is a defect that needs several values at once.
+They are those of the core, and at least two, the most telling.
 """
 
 from collections import defaultdict
@@ -25,12 +25,9 @@ def shown_by(params: Mapping[str, Any]) -> Case:
     values: list[tuple[str, str]] = []
     for name, value in params.items():
         shows = getattr(value, "shows", None)
-        values += [(name, repr(value))] if shows is None else [*map(_as_texts, shows.items())]
+        shown = {name: value} if shows is None else shows
+        values += [(what, repr(one)) for what, one in shown.items()]
     return tuple(sorted(values))
-
-
-def _as_texts(item: tuple[str, Any]) -> tuple[str, str]:
-    return item[0], repr(item[1])
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
@@ -42,8 +39,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
     for test in cases.values():
         values = [shown_by(item.callspec.params) for item in test]
         core = [at for at, item in enumerate(test) if item.get_closest_marker("core_case")]
-        kept = cover(values, core)[: max(len(core), FEW)]
-        for at in set(range(len(test))) - set(kept):
+        for at in set(range(len(test))) - set(few_of(values, core)):
             test[at].add_marker("exhaustive")
 
 
@@ -58,18 +54,12 @@ def _test_of(item: Any) -> tuple[str, str]:
     return item.nodeid.partition("[")[0], "".join(themes)
 
 
-def cover(cases: Sequence[Case], begin: Iterable[int] = ()) -> list[int]:
-    """Indices of few cases that together show what all of them do, the most telling first.
-
-    begin: cases that are taken in any event, before the others.
-    """
-    missing = {value for case in cases for value in case}
-    chosen = list(begin)
-    for index in chosen:
-        missing -= {*cases[index]}
-    while missing:
+def few_of(cases: Sequence[Case], core: Sequence[int]) -> list[int]:
+    """Indices of the core cases, and of the most telling others until there are few."""
+    kept = [*core]
+    while len(kept) < min(FEW, len(cases)):
+        shown = {value for at in kept for value in cases[at]}
+        left = set(range(len(cases))) - set(kept)
         # The first of the best: the same choice in every run and on every worker.
-        best = max(range(len(cases)), key=lambda at: (len(missing & {*cases[at]}), -at))
-        chosen.append(best)
-        missing -= {*cases[best]}
-    return chosen
+        kept.append(max(left, key=lambda at: (len({*cases[at]} - shown), -at)))
+    return kept

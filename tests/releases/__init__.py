@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from importlib.metadata import version as version_of
 from math import inf
 from pathlib import Path
 from typing import TypeVar
@@ -54,12 +53,6 @@ def this_turn(of: int) -> int:
     if git("rev-parse", "--is-shallow-repository") == "false":
         return int(git("rev-list", "--count", "HEAD") or 0) % of
     return date.today().toordinal() % of
-
-
-def due(turn: int, of: int) -> list[str]:
-    """Every `of`-th release but the installed one, the newest first: some of every era."""
-    older = [one for one in reversed(RELEASES) if one != version_of("deepspeed")]
-    return older[turn::of]
 
 
 def git(*arguments: str) -> str:

@@ -37,34 +37,27 @@ def abandoned_overflow_offloaded(trainer: Any) -> None:
 
 
 @script({1: RIGHT}, micro_steps=2)
-def zeroed_in_the_middle(trainer: Any) -> None:
+def zeroed_in_the_middle(trainer: Any, step: int, micro: int) -> None:
     """Of two micro steps the first is dropped, and the second is halved all the same."""
-    for step in trainer.steps():
-        for micro in range(2):
-            if micro:
-                trainer.zero_grad()
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
+    if micro:
+        trainer.zero_grad()
+    trainer.backward(loss_of(trainer, step, micro))
 
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
-def nothing_to_step(trainer: Any) -> None:
+def nothing_to_step(trainer: Any, step: int) -> None:
     """The only backward of a step is dropped by ``zero_grad()``: nothing moves."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        if step % 2:
-            trainer.zero_grad()
-        trainer.step()
+    trainer.backward(loss_of(trainer, step))
+    if step % 2:
+        trainer.zero_grad()
 
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)
-def abandoned_between_two_losses(trainer: Any) -> None:
+def abandoned_between_two_losses(trainer: Any, step: int) -> None:
     """``zero_grad()`` drops the first of two losses, and another batch comes in."""
-    for step in trainer.steps():
-        trainer.backward(both_losses(trainer, step, 5)[0], retain_graph=True)
-        trainer.zero_grad()
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    trainer.backward(both_losses(trainer, step, 5)[0], retain_graph=True)
+    trainer.zero_grad()
+    trainer.backward(loss_of(trainer, step))
 
 
 @script(ALL_RIGHT)
@@ -78,41 +71,32 @@ def abandoned_forward(trainer: Any) -> None:
 
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
-def two_forwards_first(trainer: Any) -> None:
+def two_forwards_first(trainer: Any, step: int) -> None:
     """Two forwards, then their two backwards, then one step."""
-    for step in trainer.steps():
-        for loss in [loss_of(trainer, step, micro) for micro in range(2)]:
-            trainer.backward(loss)
-        trainer.step()
+    for loss in [loss_of(trainer, step, micro) for micro in range(2)]:
+        trainer.backward(loss)
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT})
-def boundaries_twice(trainer: Any) -> None:
+def boundaries_twice(trainer: Any, step: int) -> None:
     """``set_gradient_accumulation_boundary()`` marks the second and fourth of four backwards."""
-    for step in trainer.steps():
-        for micro in range(4):
-            trainer.boundary(micro % 2 == 1)
-            trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+    for micro in range(4):
+        trainer.boundary(micro % 2 == 1)
+        trainer.backward(loss_of(trainer, step, micro))
 
 
 @script(ALL_RIGHT, micro_steps=2)
-def scaled_by_the_user(trainer: Any) -> None:
+def scaled_by_the_user(trainer: Any, step: int, micro: int) -> None:
     """``engine.backward(loss, scale_wrt_gas=False)``, as the Trainer of transformers has it."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.unscaled_backward(loss_of(trainer, step, micro) / 2)
-            trainer.step()
+    trainer.unscaled_backward(loss_of(trainer, step, micro) / 2)
 
 
 @script(ALL_RIGHT)
-def boundary_by_hand(trainer: Any) -> None:
+def boundary_by_hand(trainer: Any, step: int) -> None:
     """The program says which backward is the last of a step, as Accelerate does."""
-    for step in trainer.steps():
-        for micro in range(3):
-            trainer.boundary(micro == 2)
-            trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+    for micro in range(3):
+        trainer.boundary(micro == 2)
+        trainer.backward(loss_of(trainer, step, micro))
 
 
 @script(ALL_RIGHT, micro_steps=2)
@@ -129,18 +113,16 @@ def evaluated_in_between(trainer: Any) -> None:
 
 
 @script(ALL_RIGHT)
-def failed_backward(trainer: Any) -> None:
+def failed_backward(trainer: Any, step: int) -> None:
     """A backward that raises in a hook, is caught, and is followed by a clean step."""
-    for step in trainer.steps():
-        if step == 2:
-            loss = loss_of(trainer, step, 1)
-            loss.register_hook(_refuse)
-            try:
-                trainer.backward(loss)
-            except ValueError:
-                trainer.zero_grad()
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    if step == 2:
+        loss = loss_of(trainer, step, 1)
+        loss.register_hook(_refuse)
+        try:
+            trainer.backward(loss)
+        except ValueError:
+            trainer.zero_grad()
+    trainer.backward(loss_of(trainer, step))
 
 
 def _refuse(grad: torch.Tensor) -> None:

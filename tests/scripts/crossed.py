@@ -196,7 +196,8 @@ def cases() -> list[Crossed]:
 def rows(script: Script) -> Iterator[Row]:
     """As few as are found for every choice to occur that a stage of the script has."""
     generator = random.Random(script.name)
-    stages = [_choices(script, stage) for stage in stages_of(script)]
+    unsharded = (0,) * (script.name in UNSHARDED)
+    stages = [_choices(script, stage) for stage in (*script.stock, *unsharded)]
     left = {(at, one.name) for stage in stages for at, ones in enumerate(stage) for one in ones}
     while left:
         missing = [
@@ -210,11 +211,6 @@ def rows(script: Script) -> Iterator[Row]:
         )
         left -= {(at, one.name) for at, one in enumerate(row)}
         yield row
-
-
-def stages_of(script: Script) -> tuple[int, ...]:
-    """Those that it declares, and perhaps none."""
-    return (*script.stock, *(0,) * (script.name in UNSHARDED))
 
 
 def _choices(script: Script, stage: int) -> list[list[Choice]]:

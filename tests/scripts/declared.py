@@ -30,10 +30,10 @@ def raises(words: str) -> str:
 class Script:
     """One training script and all that is said of it. It is called with a trainer."""
 
-    train: Callable[[Any], None]
+    train: Callable[..., None]
     stock: Mapping[int, str]  # verdict by ZeRO stage
     options: Options  # at any stage
-    costs: Mapping[int, str] = field(default_factory=dict)  # why, by stage
+    costs: Mapping[int, str] = field(default_factory=dict)  # why patches call more, by stage
     refusal: str = ""  # a pattern: what a patch may say in place of being right
     on: str = EAGER
     tolerance: float = 1e-6
@@ -42,8 +42,8 @@ class Script:
     at_rest: bool = True  # no patch has a part in what stock gets right
     before: Callable[[Any], None] | None = None  # run the other way, in another process
 
-    def __call__(self, trainer: Any) -> None:
-        self.train(trainer)
+    def __call__(self, trainer: Any, **given: Any) -> None:
+        trainer.train(self.train, **given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Ranks find it by its name."""

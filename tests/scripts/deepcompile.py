@@ -24,11 +24,9 @@ def loss_of(trainer: Any, step: int, part: int = 0) -> Tensor:
 
 
 @under_deepcompile(RIGHT)
-def compiled(trainer: Any) -> None:
+def compiled(trainer: Any, step: int) -> None:
     """Nothing is skipped."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    trainer.backward(loss_of(trainer, step))
 
 
 @under_deepcompile(WRONG, "Mixed")
@@ -38,13 +36,11 @@ def partly_compiled(trainer: Any) -> None:
 
 
 @under_deepcompile(RIGHT)
-def compiled_bad_batch(trainer: Any) -> None:
+def compiled_bad_batch(trainer: Any, step: int) -> None:
     """A bad batch: ``zero_grad()`` of the engine or its optimizer, and the next one is stepped."""
-    for step in trainer.steps():
-        trainer.backward(1000 * loss_of(trainer, step, 1))
-        (trainer.zero_grad if step % 2 else trainer.zero_optimizer_grad)()
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    trainer.backward(1000 * loss_of(trainer, step, 1))
+    (trainer.zero_grad if step % 2 else trainer.zero_optimizer_grad)()
+    trainer.backward(loss_of(trainer, step))
 
 
 @under_deepcompile(WRONG, "Mixed")
@@ -54,54 +50,43 @@ def partly_compiled_bad_batch(trainer: Any) -> None:
 
 
 @under_deepcompile(WRONG)
-def compiled_two_backwards(trainer: Any) -> None:
+def compiled_two_backwards(trainer: Any, step: int) -> None:
     """Two backwards over one forward."""
-    for step in trainer.steps():
-        loss = loss_of(trainer, step)
-        trainer.backward(loss, retain_graph=True)
-        trainer.backward(0.5 * loss)
-        trainer.step()
+    loss = loss_of(trainer, step)
+    trainer.backward(loss, retain_graph=True)
+    trainer.backward(0.5 * loss)
 
 
 @under_deepcompile(WRONG)
-def compiled_two_forwards(trainer: Any) -> None:
+def compiled_two_forwards(trainer: Any, step: int) -> None:
     """Two forwards and backwards before one step."""
-    for step in trainer.steps():
-        for part in range(2):
-            trainer.backward(loss_of(trainer, step, part))
-        trainer.step()
+    for part in range(2):
+        trainer.backward(loss_of(trainer, step, part))
 
 
 @under_deepcompile(RIGHT, micro_steps=2)
-def compiled_zeroed_at_the_top(trainer: Any) -> None:
+def compiled_zeroed_at_the_top(trainer: Any, step: int, micro: int) -> None:
     """Each micro step begins with ``zero_grad()``, as loops that were written for PyTorch do."""
-    for step in trainer.steps():
-        for part in range(2):
-            if trainer.is_engine or not part:
-                trainer.zero_grad()
-            trainer.backward(loss_of(trainer, step, part))
-            trainer.step()
+    if trainer.is_engine or not micro:
+        trainer.zero_grad()
+    trainer.backward(loss_of(trainer, step, micro))
 
 
 @under_deepcompile(RIGHT, micro_steps=2)
-def compiled_abandoned_in_the_middle(trainer: Any) -> None:
+def compiled_abandoned_in_the_middle(trainer: Any, step: int) -> None:
     """A batch between two micro steps is dropped, and the first of them with it."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step, 0))
-        trainer.step()
-        trainer.backward(1000 * loss_of(trainer, step, 2))
-        trainer.zero_grad()
-        trainer.backward(loss_of(trainer, step, 1))
-        trainer.step()
+    trainer.backward(loss_of(trainer, step, 0))
+    trainer.step()
+    trainer.backward(1000 * loss_of(trainer, step, 2))
+    trainer.zero_grad()
+    trainer.backward(loss_of(trainer, step, 1))
 
 
 @under_deepcompile(RIGHT)
-def compiled_abandoned_forward(trainer: Any) -> None:
+def compiled_abandoned_forward(trainer: Any, step: int) -> None:
     """A forward has no backward."""
-    for step in trainer.steps():
-        loss_of(trainer, step, 1)
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    loss_of(trainer, step, 1)
+    trainer.backward(loss_of(trainer, step))
 
 
 @under_deepcompile(WRONG, warns=True)

@@ -67,4 +67,4 @@ def gan(trainer: Any, freezes: bool = False) -> None:
 @script(ALL_RIGHT, model="Linears")
 def gan_with_a_frozen_critic(trainer: Any) -> None:
     """The critic gets no gradient of the generator's loss, which passes through it."""
-    gan.train(trainer, freezes=True)
+    gan(trainer, freezes=True)

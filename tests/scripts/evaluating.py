@@ -1,6 +1,6 @@
 """Forwards without a backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,36 +40,30 @@ def inference_mode_of_the_module(trainer: Any) -> None:
 
 
 @script({1: RIGHT, 2: RIGHT, 3: raises("has no attribute 'next_functions'")}, model="Judged")
-def inference_mode_first(trainer: Any) -> None:
+def inference_mode_first(trainer: Any, step: int) -> None:
     """An evaluation under ``torch.inference_mode()`` before each step, of a head that rests."""
-    for step in trainer.steps():
-        trainer.module.eval()
-        with torch.inference_mode():
-            loss_of(trainer, step, 7)
-        trainer.module.train()
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    trainer.module.eval()
+    with torch.inference_mode():
+        loss_of(trainer, step, 7)
+    trainer.module.train()
+    trainer.backward(loss_of(trainer, step))
 
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
-def evaluated_between_backwards(trainer: Any) -> None:
+def evaluated_between_backwards(trainer: Any, step: int) -> None:
     """An evaluation between two backwards over one forward."""
-    for step in trainer.steps():
-        first, second = both_losses(trainer, step)
-        trainer.backward(first, retain_graph=True)
-        with torch.no_grad():
-            loss_of(trainer, step, 7)
-        trainer.backward(second)
-        trainer.step()
+    first, second = both_losses(trainer, step)
+    trainer.backward(first, retain_graph=True)
+    with torch.no_grad():
+        loss_of(trainer, step, 7)
+    trainer.backward(second)
 
 
 @script(ALL_RIGHT)
-def generation(trainer: Any) -> None:
+def generation(trainer: Any, step: int) -> None:
     """Ranks generate until all are done, as ``generate(synced_gpus=True)``, then train on it."""
-    for step in trainer.steps():
-        generate(trainer, start=dist.get_rank(), least=2 + dist.get_rank() % 2)
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    generate(trainer, start=dist.get_rank(), least=2 + dist.get_rank() % 2)
+    trainer.backward(loss_of(trainer, step))
 
 
 def generate(trainer: Any, start: int, least: int) -> list[int]:
@@ -85,14 +79,10 @@ def generate(trainer: Any, start: int, least: int) -> list[int]:
             tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
-def by_an_inner_module(trainer: Any, step: int) -> None:
-    trainer.module.trunk(batch(step)[0])
-
-
-def unwrapped(trainer: Any, step: int, generate: Callable[[Any, int], object]) -> None:
+def unwrapped(trainer: Any, step: int, forward: Any) -> None:
     """Gather all parameters and do without the engine's hooks, as TRL did up to its fix."""
     with trainer.gathered(trainer.module.parameters()), without_hooks(trainer), torch.no_grad():
-        generate(trainer, step)
+        forward(batch(step)[0])
 
 
 @contextmanager
@@ -117,16 +107,14 @@ def generation_without_hooks(trainer: Any) -> None:
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step))
         trainer.step()
-        unwrapped(trainer, step, by_an_inner_module)
+        unwrapped(trainer, step, trainer.module.trunk)
 
 
 @script(ALL_RIGHT)
-def generation_of_the_root(trainer: Any) -> None:
+def generation_of_the_root(trainer: Any, step: int) -> None:
     """The same by the whole model, before each step."""
-    for step in trainer.steps():
-        unwrapped(trainer, step, lambda one, at: one.module(batch(at)[0]))
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    unwrapped(trainer, step, trainer.module)
+    trainer.backward(loss_of(trainer, step))
 
 
 @script(ALL_RIGHT, grouped=(2, 3))

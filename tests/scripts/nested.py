@@ -50,56 +50,46 @@ def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
-def cached(trainer: Any) -> None:
+def cached(trainer: Any, step: int) -> None:
     """A loss over three mini-batches runs their backwards inside its own."""
-    in_parts(trainer, 3)
+    in_parts(trainer, step, 3)
 
 
-def in_parts(trainer: Any, parts: int) -> None:
-    for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, parts))
-        trainer.step()
+def in_parts(trainer: Any, step: int, backwards: int) -> None:
+    trainer.backward(cached_loss(trainer, step, backwards))
 
 
 @script(dict.fromkeys((1, 2, 3), raises("loss must be a scalar tensor")), at_rest=False)
-def cached_as_a_leaf(trainer: Any) -> None:
+def cached_as_a_leaf(trainer: Any, step: int) -> None:
     """The same, and the loss is a leaf, as a framework gets it."""
-    for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, hook_of="loss"))
-        trainer.step()
+    trainer.backward(cached_loss(trainer, step, hook_of="loss"))
 
 
 @script(ALL_RIGHT, at_rest=False)
-def cached_in_a_window(trainer: Any) -> None:
+def cached_in_a_window(trainer: Any, step: int) -> None:
     """The same in a window, beside a backward that is an ordinary one."""
-    in_parts_of_a_window(trainer, 3)
+    in_parts_of_a_window(trainer, step, 3)
 
 
-def in_parts_of_a_window(trainer: Any, parts: int) -> None:
-    for step in trainer.steps():
-        with trainer.window():
-            trainer.backward(loss_of(trainer, step, 9))
-            trainer.backward(cached_loss(trainer, step, parts))
-        trainer.step()
+def in_parts_of_a_window(trainer: Any, step: int, backwards: int) -> None:
+    with trainer.window():
+        trainer.backward(loss_of(trainer, step, 9))
+        trainer.backward(cached_loss(trainer, step, backwards))
 
 
 @script({1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}, at_rest=False)
-def cached_in_no_sync(trainer: Any) -> None:
+def cached_in_no_sync(trainer: Any, step: int) -> None:
     """A cached loss in no_sync(), and one after it."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            trainer.backward(cached_loss(trainer, step))
-        trainer.backward(cached_loss(trainer, step + 5))
-        trainer.step()
+    with trainer.no_sync():
+        trainer.backward(cached_loss(trainer, step))
+    trainer.backward(cached_loss(trainer, step + 5))
 
 
 @script({1: WRONG, 2: raises(TWICE), 3: RIGHT}, at_rest=False)
-def cached_after_another(trainer: Any) -> None:
+def cached_after_another(trainer: Any, step: int) -> None:
     """A cached loss after an ordinary backward of the same step."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step, 9))
-        trainer.backward(cached_loss(trainer, step))
-        trainer.step()
+    trainer.backward(loss_of(trainer, step, 9))
+    trainer.backward(cached_loss(trainer, step))
 
 
 @script(
@@ -107,26 +97,20 @@ def cached_after_another(trainer: Any) -> None:
     refusal=TWICE,
     at_rest=False,
 )
-def cached_beside_one_of_its_own(trainer: Any) -> None:
+def cached_beside_one_of_its_own(trainer: Any, step: int) -> None:
     """A cached loss, and a loss of its own added to it."""
-    for step in trainer.steps():
-        outer = cached_loss(trainer, step, 2)
-        trainer.backward(outer + loss_of(trainer, step, 9))
-        trainer.step()
+    outer = cached_loss(trainer, step, 2)
+    trainer.backward(outer + loss_of(trainer, step, 9))
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
-def nested(trainer: Any) -> None:
+def nested(trainer: Any, step: int) -> None:
     """The backward over one batch runs inside that over another."""
-    for step in trainer.steps():
-        outer, inner = (loss_of(trainer, step, micro) for micro in range(2))
-        trainer.backward(hooked(outer, inner.backward))
-        trainer.step()
+    outer, inner = (loss_of(trainer, step, micro) for micro in range(2))
+    trainer.backward(hooked(outer, inner.backward))
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
-def cached_behind_an_output(trainer: Any) -> None:
+def cached_behind_an_output(trainer: Any, step: int) -> None:
     """A cached loss that is multiplied by a factor, as in sentence-transformers."""
-    for step in trainer.steps():
-        trainer.backward(cached_loss(trainer, step, hook_of="output"))
-        trainer.step()
+    trainer.backward(cached_loss(trainer, step, hook_of="output"))

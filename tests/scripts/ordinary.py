@@ -9,20 +9,15 @@ from tests.training.options import OFFLOADED
 
 
 @script(ALL_RIGHT, model="Deep")
-def one_backward(trainer: Any) -> None:
+def one_backward(trainer: Any, step: int) -> None:
     """One forward, one backward, one step."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    trainer.backward(loss_of(trainer, step))
 
 
 @script(ALL_RIGHT, model="Deep", micro_steps=2)
-def micro_steps(trainer: Any) -> None:
+def micro_steps(trainer: Any, step: int, micro: int) -> None:
     """Two micro steps, which DeepSpeed counts."""
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
+    trainer.backward(loss_of(trainer, step, micro))
 
 
 @script(
@@ -47,11 +42,9 @@ def offloaded_optimizer(trainer: Any) -> None:
 
 
 @script(ALL_RIGHT, grouped=(2, 3))
-def plain_backward(trainer: Any) -> None:
+def plain_backward(trainer: Any, step: int) -> None:
     """``loss.backward()``, as the rest of the world writes it."""
-    for step in trainer.steps():
-        loss_of(trainer, step).backward()
-        trainer.step()
+    loss_of(trainer, step).backward()
 
 
 @script(ALL_RIGHT, model="NonReentrant")

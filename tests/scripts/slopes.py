@@ -13,24 +13,20 @@ NOT_A_STEPS = raises("list index out of range")
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
-def gradient_penalty(trainer: Any) -> None:
+def gradient_penalty(trainer: Any, step: int) -> None:
     """A gradient penalty on the inputs, as with WGAN-GP."""
-    for step in trainer.steps():
-        x = features(step)
-        judged = trainer(x)
-        (slope,) = torch.autograd.grad(judged.sum(), x, create_graph=True)
-        trainer.backward(judged.square().mean() + (slope.norm(dim=-1) - 1).square().mean())
-        trainer.step()
+    x = features(step)
+    judged = trainer(x)
+    (slope,) = torch.autograd.grad(judged.sum(), x, create_graph=True)
+    trainer.backward(judged.square().mean() + (slope.norm(dim=-1) - 1).square().mean())
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
-def penalty_in_the_middle(trainer: Any) -> None:
+def penalty_in_the_middle(trainer: Any, step: int) -> None:
     """A gradient penalty on an intermediate tensor, over a part of the model."""
-    for step in trainer.steps():
-        judged = trainer(features(step))
-        (slope,) = torch.autograd.grad(judged.sum(), trainer.module.middle, create_graph=True)
-        trainer.backward(judged.square().mean() + slope.square().mean())
-        trainer.step()
+    judged = trainer(features(step))
+    (slope,) = torch.autograd.grad(judged.sum(), trainer.module.middle, create_graph=True)
+    trainer.backward(judged.square().mean() + slope.square().mean())
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: RIGHT}, at_rest=False)
@@ -48,45 +44,36 @@ def slope_and_losses(trainer: Any, step: int, micro: int = 0) -> tuple[torch.Ten
 
 
 @script({1: WRONG, 2: NOT_A_STEPS, 3: WRONG}, micro_steps=2)
-def slope_in_each_micro_step(trainer: Any) -> None:
+def slope_in_each_micro_step(trainer: Any, step: int, micro: int) -> None:
     """``torch.autograd.grad`` by an output in each micro step."""
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            slope, first, second = slope_and_losses(trainer, step, micro)
-            trainer.backward(first * slope + second)
-            trainer.step()
+    slope, first, second = slope_and_losses(trainer, step, micro)
+    trainer.backward(first * slope + second)
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: WRONG})
-def slope_between(trainer: Any) -> None:
+def slope_between(trainer: Any, step: int) -> None:
     """``torch.autograd.grad`` over a forward that has no backward, between two backwards."""
-    for step in trainer.steps():
-        for micro in range(2):
-            tokens, classes = batch(step, 7)
-            outputs = trainer(tokens)
-            torch.autograd.grad(losses(outputs, classes)[0], outputs.logits)
-            trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+    for micro in range(2):
+        tokens, classes = batch(step, 7)
+        outputs = trainer(tokens)
+        torch.autograd.grad(losses(outputs, classes)[0], outputs.logits)
+        trainer.backward(loss_of(trainer, step, micro))
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")})
-def slope_then_two_backwards(trainer: Any) -> None:
+def slope_then_two_backwards(trainer: Any, step: int) -> None:
     """``torch.autograd.grad``, then two backwards over the whole graph."""
-    for step in trainer.steps():
-        slope, first, second = slope_and_losses(trainer, step)
-        trainer.backward(first * slope, retain_graph=True)
-        trainer.backward(second)
-        trainer.step()
+    slope, first, second = slope_and_losses(trainer, step)
+    trainer.backward(first * slope, retain_graph=True)
+    trainer.backward(second)
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")}, model="FloatInput")
-def slope_at_the_input(trainer: Any) -> None:
+def slope_at_the_input(trainer: Any, step: int) -> None:
     """The gradient at the input weighs a second loss, as in an adversarial step."""
-    for step in trainer.steps():
-        tokens, classes = batch(step)
-        inputs = one_hot(tokens, WIDTH).float().requires_grad_()
-        first, second = losses(trainer(inputs), classes)
-        (slope,) = torch.autograd.grad(first, inputs, retain_graph=True)
-        trainer.backward(first, retain_graph=True)
-        trainer.backward(slope.square().sum() * second)
-        trainer.step()
+    tokens, classes = batch(step)
+    inputs = one_hot(tokens, WIDTH).float().requires_grad_()
+    first, second = losses(trainer(inputs), classes)
+    (slope,) = torch.autograd.grad(first, inputs, retain_graph=True)
+    trainer.backward(first, retain_graph=True)
+    trainer.backward(slope.square().sum() * second)

@@ -1,15 +1,11 @@
 """Training with overlap_comm, as the race detector sees it: a race is a wrong value elsewhere."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tests.scripts.declared import RIGHT, script
-from tests.stream_safety.on_streams import BUCKET, batch
+from tests.stream_safety.on_streams import OVERLAPPED, batch, touch
 from tests.training.surroundings import STREAMS
 
-OVERLAPPED = {"overlap_comm": True, "reduce_bucket_size": BUCKET}
 FP32_SUMS = {
     "bf16": {"enabled": True},
     "data_types": {"grad_accum_dtype": "fp32"},
@@ -26,41 +22,33 @@ def backward(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(SCALE * trainer(batch(3 * step + micro)).square().mean())
 
 
-def in_micro_steps(trainer: Any, before_the_step: Callable[[], object] = lambda: None) -> None:
-    for step in trainer.steps():
-        for micro in range(2):
-            backward(trainer, step, micro)
-            before_the_step()
-            trainer.step()
-
-
 @script({2: RIGHT}, micro_steps=2, **SUMS)
-def overlapped(trainer: Any) -> None:
+def overlapped(trainer: Any, step: int, micro: int) -> None:
     """Micro steps, and nothing else."""
-    in_micro_steps(trainer)
+    backward(trainer, step, micro)
 
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
-def gradients_read_between_micro_steps(trainer: Any) -> None:
+def gradients_read_between_micro_steps(trainer: Any, step: int, micro: int) -> None:
     """``safe_get_full_grad`` before the step."""
-    in_micro_steps(trainer, lambda: [g.norm() for g in trainer.full_grads() if g is not None])
+    backward(trainer, step, micro)
+    [grad.norm() for grad in trainer.full_grads() if grad is not None]
 
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
-def offloaded_between_micro_steps(trainer: Any) -> None:
+def offloaded_between_micro_steps(trainer: Any, step: int, micro: int) -> None:
     """``offload_states`` before the step."""
-    in_micro_steps(trainer, trainer.offload)
+    backward(trainer, step, micro)
+    trainer.offload()
 
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
-def boundary_set_late(trainer: Any) -> None:
+def boundary_set_late(trainer: Any, step: int) -> None:
     """That this was the last backward is known after it, as when the data end."""
-    for step in trainer.steps():
-        trainer.boundary(False)
-        backward(trainer, step, 0)
-        backward(trainer, step, 1)
-        trainer.boundary(True)
-        trainer.step()
+    trainer.boundary(False)
+    backward(trainer, step, 0)
+    backward(trainer, step, 1)
+    trainer.boundary(True)
 
 
 @script({1: RIGHT, 2: RIGHT}, at_rest=False, zero=OVERLAPPED, **ON_STREAMS)
@@ -69,13 +57,8 @@ def hook_behind_the_reduction(trainer: Any) -> None:
     nodes = []
     for param in trainer.module.parameters():
         node = param.expand_as(param).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_, param=param: _touch(param))
+        node.register_hook(lambda *_, param=param: touch(param))
         nodes.append(node)
     for step in trainer.steps():
         backward(trainer, step, 0)
         trainer.step()
-
-
-def _touch(param: torch.Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(1)

@@ -36,7 +36,7 @@ AWAITS = {
 }
 
 
-@pytest.mark.exhaustive(apart=True)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_a_case(worlds: Worlds, case: Crossed) -> None:
     if case.script is plain_backward:

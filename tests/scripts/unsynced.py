@@ -14,18 +14,16 @@ REFUSED = {1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}
 
 
 @script(REFUSED, refusal="no_sync", at_rest=False)
-def unsynced(trainer: Any) -> None:
+def unsynced(trainer: Any, step: int) -> None:
     """Three backwards, the first two in no_sync()."""
-    all_but_the_last(trainer, 3)
+    all_but_the_last(trainer, step, 3)
 
 
-def all_but_the_last(trainer: Any, backwards: int) -> None:
-    for step in trainer.steps():
-        with trainer.no_sync():
-            for micro in range(backwards - 1):
-                trainer.backward(loss_of(trainer, step, micro))
-        trainer.backward(loss_of(trainer, step, backwards - 1))
-        trainer.step()
+def all_but_the_last(trainer: Any, step: int, backwards: int) -> None:
+    with trainer.no_sync():
+        for micro in range(backwards - 1):
+            trainer.backward(loss_of(trainer, step, micro))
+    trainer.backward(loss_of(trainer, step, backwards - 1))
 
 
 @script(
@@ -39,36 +37,32 @@ def stepping_inside(trainer: Any) -> None:
     stepped_inside(trainer, 2)
 
 
-def stepped_inside(trainer: Any, micro_steps: int) -> None:
+def stepped_inside(trainer: Any, backwards: int) -> None:
     for step in trainer.steps():
-        for micro in range(micro_steps):
-            with nullcontext() if micro == micro_steps - 1 else trainer.no_sync():
+        for micro in range(backwards):
+            with nullcontext() if micro == backwards - 1 else trainer.no_sync():
                 trainer.backward(loss_of(trainer, step, micro))
                 trainer.step()
 
 
 @script({**REFUSED, 1: WRONG}, at_rest=False)
-def synced_in_between(trainer: Any) -> None:
+def synced_in_between(trainer: Any, step: int) -> None:
     """Four backwards, every other one in no_sync()."""
-    for step in trainer.steps():
-        for micro in range(4):
-            with nullcontext() if micro % 2 else trainer.no_sync():
-                trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+    for micro in range(4):
+        with nullcontext() if micro % 2 else trainer.no_sync():
+            trainer.backward(loss_of(trainer, step, micro))
 
 
 @script({**REFUSED, 1: WRONG}, at_rest=False)
-def beside_windows(trainer: Any) -> None:
+def beside_windows(trainer: Any, step: int) -> None:
     """Backwards in no_sync(), in a block, and after it, in one step."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            trainer.backward(loss_of(trainer, step, 0))
-        with trainer.window():
-            trainer.backward(loss_of(trainer, step, 1))
-            trainer.backward(loss_of(trainer, step, 2))
-        if step:
-            trainer.backward(loss_of(trainer, step, 3))
-        trainer.step()
+    with trainer.no_sync():
+        trainer.backward(loss_of(trainer, step, 0))
+    with trainer.window():
+        trainer.backward(loss_of(trainer, step, 1))
+        trainer.backward(loss_of(trainer, step, 2))
+    if step:
+        trainer.backward(loss_of(trainer, step, 3))
 
 
 @script(REFUSED, micro_steps=3, at_rest=False)
@@ -92,41 +86,35 @@ def unsynced_and_uneven(trainer: Any) -> None:
 
 
 @script({1: RIGHT, 2: raises("no_sync")}, at_rest=False)
-def unlike_numbers_unsynced(trainer: Any) -> None:
+def unlike_numbers_unsynced(trainer: Any, step: int) -> None:
     """One rank has more backwards in no_sync() than the other."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            for micro in range(1 + dist.get_rank() * min(step, 2)):
-                trainer.backward(loss_of(trainer, step, micro))
-        trainer.backward(loss_of(trainer, step, 9))
-        trainer.step()
+    with trainer.no_sync():
+        for micro in range(1 + dist.get_rank() * min(step, 2)):
+            trainer.backward(loss_of(trainer, step, micro))
+    trainer.backward(loss_of(trainer, step, 9))
 
 
 @script(REFUSED, at_rest=False)
-def unsynced_and_dropped(trainer: Any) -> None:
+def unsynced_and_dropped(trainer: Any, step: int) -> None:
     """``zero_grad()`` drops the gradients of no_sync()."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            trainer.backward(loss_of(trainer, step, 5))
-        trainer.zero_grad()
-        with trainer.no_sync():
-            trainer.backward(loss_of(trainer, step, 0))
-        trainer.backward(loss_of(trainer, step, 1))
-        trainer.step()
+    with trainer.no_sync():
+        trainer.backward(loss_of(trainer, step, 5))
+    trainer.zero_grad()
+    with trainer.no_sync():
+        trainer.backward(loss_of(trainer, step, 0))
+    trainer.backward(loss_of(trainer, step, 1))
 
 
 @script({**REFUSED, 1: WRONG}, at_rest=False)
-def unsynced_over_one_forward(trainer: Any) -> None:
+def unsynced_over_one_forward(trainer: Any, step: int) -> None:
     """Two backwards over each forward: in no_sync(), across its end, and after it."""
-    for step in trainer.steps():
-        with trainer.no_sync():
-            first, second = both_losses(trainer, step, 0)
-            trainer.backward(first, retain_graph=True)
-            trainer.backward(second)
-            first, second = both_losses(trainer, step, 1)
-            trainer.backward(first, retain_graph=True)
-        trainer.backward(second)
-        first, second = both_losses(trainer, step, 2)
+    with trainer.no_sync():
+        first, second = both_losses(trainer, step, 0)
         trainer.backward(first, retain_graph=True)
         trainer.backward(second)
-        trainer.step()
+        first, second = both_losses(trainer, step, 1)
+        trainer.backward(first, retain_graph=True)
+    trainer.backward(second)
+    first, second = both_losses(trainer, step, 2)
+    trainer.backward(first, retain_graph=True)
+    trainer.backward(second)

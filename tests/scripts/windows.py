@@ -12,17 +12,15 @@ from tests.training.models import batch, both_losses, loss_of, losses
 
 
 @script(ALL_RIGHT, at_rest=False, grouped=(2, 3))
-def window(trainer: Any) -> None:
+def window(trainer: Any, step: int) -> None:
     """Three backwards and one reduction."""
-    several_backwards(trainer)
+    several_backwards(trainer, step)
 
 
-def several_backwards(trainer: Any, backwards: int = 3, **arguments: Any) -> None:
-    for step in trainer.steps():
-        with trainer.window(**arguments):
-            for micro in range(backwards):
-                trainer.backward(loss_of(trainer, step, micro))
-        trainer.step()
+def several_backwards(trainer: Any, step: int, backwards: int = 3) -> None:
+    with trainer.window():
+        for micro in range(backwards):
+            trainer.backward(loss_of(trainer, step, micro))
 
 
 @script(
@@ -31,24 +29,19 @@ def several_backwards(trainer: Any, backwards: int = 3, **arguments: Any) -> Non
     refusal="is no output of the engine",  # which would not divide it by the micro steps
     at_rest=False,
 )
-def window_over_an_auxiliary_tensor(trainer: Any) -> None:
+def window_over_an_auxiliary_tensor(trainer: Any, step: int) -> None:
     """A block in which a tensor that is no output has a backward after the outputs."""
-    for step in trainer.steps():
-        with trainer.window():
-            tokens, classes = batch(step)
-            loss = sum(losses(trainer(tokens), classes))
-            loss.backward(retain_graph=True)
-            trainer.module.aux.backward()
-        trainer.step()
+    with trainer.window():
+        tokens, classes = batch(step)
+        loss = sum(losses(trainer(tokens), classes))
+        loss.backward(retain_graph=True)
+        trainer.module.aux.backward()
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, micro_steps=2, at_rest=False)
-def two_windows(trainer: Any) -> None:
+def two_windows(trainer: Any, step: int, micro: int) -> None:
     """Two blocks and two calls of step() make one step of two micro steps."""
-    for step in trainer.steps():
-        for part in range(2):
-            part_of_a_step(trainer, step, part)
-            trainer.step()
+    part_of_a_step(trainer, step, micro)
 
 
 def part_of_a_step(trainer: Any, step: int, part: int) -> None:
@@ -58,12 +51,10 @@ def part_of_a_step(trainer: Any, step: int, part: int) -> None:
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, at_rest=False)
-def two_windows_before_one_step(trainer: Any) -> None:
+def two_windows_before_one_step(trainer: Any, step: int) -> None:
     """Two blocks and one call of step()."""
-    for step in trainer.steps():
-        for part in range(2):
-            part_of_a_step(trainer, step, part)
-        trainer.step()
+    for part in range(2):
+        part_of_a_step(trainer, step, part)
 
 
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, micro_steps=3, at_rest=False)
@@ -99,26 +90,22 @@ def uneven_windows(trainer: Any) -> None:
 
 
 @script({1: RIGHT, 2: RIGHT, 3: raises("Expected weight to be of same shape")}, at_rest=False)
-def window_over_one_forward(trainer: Any) -> None:
+def window_over_one_forward(trainer: Any, step: int) -> None:
     """A block with two backwards over each of two forwards."""
-    for step in trainer.steps():
-        with trainer.window():
-            for micro in range(2):
-                first, second = both_losses(trainer, step, micro)
-                trainer.backward(first, retain_graph=True)
-                trainer.backward(second)
-        trainer.step()
+    with trainer.window():
+        for micro in range(2):
+            first, second = both_losses(trainer, step, micro)
+            trainer.backward(first, retain_graph=True)
+            trainer.backward(second)
 
 
 @script(ALL_RIGHT, at_rest=False)
-def refused_in_a_window(trainer: Any) -> None:
+def refused_in_a_window(trainer: Any, step: int) -> None:
     """A program that goes on where a block refuses a step, and a block, by upstream's texts."""
-    for step in trainer.steps():
-        with trainer.window():
-            trainer.backward(loss_of(trainer, step))
-            if trainer.is_engine:
-                with pytest.raises(AssertionError, match="no_sync"):
-                    trainer.step()
-                with pytest.raises(AssertionError, match="nested"), trainer.window():
-                    pass
-        trainer.step()
+    with trainer.window():
+        trainer.backward(loss_of(trainer, step))
+        if trainer.is_engine:
+            with pytest.raises(AssertionError, match="no_sync"):
+                trainer.step()
+            with pytest.raises(AssertionError, match="nested"), trainer.window():
+                pass

@@ -29,18 +29,6 @@ def test_a_thing_is_asked_once_and_not_kept_alive(state: str | None) -> None:
     assert attached.all() == []
 
 
-def test_parts_answer_too_and_all_is_forgotten() -> None:
-    attached: Attached[str] = Attached("sample", lambda thing: "state")
-    thing, part = Thing(), Thing()
-    attached(thing)
-    attached.share(part, "state")
-    assert attached.get(part) == "state"
-    assert attached.detach_all() == [(thing, "state")]
-    assert not vars(thing)
-    assert not vars(part)
-    assert attached(thing) == "state", "and it can be attached again"
-
-
 def test_a_thing_that_cannot_be_taken_in_is_asked_again() -> None:
     answers = iter(["", "state"])
     attached: Attached[str] = Attached("sample", lambda thing: next(answers) or 1 / 0)

@@ -55,28 +55,22 @@ def three_backwards(trainer: Any, step: int) -> None:
         trainer.backward(trainer(batch(3 * step + part)).square().mean())
 
 
-def coalesced(trainer: Any) -> None:
+def coalesced(trainer: Any, step: int) -> None:
     """Three backwards and one reduction in each step."""
-    for step in trainer.steps():
-        with trainer.window():
-            three_backwards(trainer, step)
-        trainer.step()
-
-
-def retained(trainer: Any) -> None:
-    """Two backwards over one forward in each step."""
-    for step in trainer.steps():
-        out = trainer(batch(step))
-        trainer.backward(out.square().mean(), retain_graph=True)
-        trainer.backward(out.abs().mean())
-        trainer.step()
-
-
-def unmanaged(trainer: Any) -> None:
-    """Three backwards and a step that comes when it comes."""
-    for step in trainer.steps():
+    with trainer.window():
         three_backwards(trainer, step)
-        trainer.step()
+
+
+def retained(trainer: Any, step: int) -> None:
+    """Two backwards over one forward in each step."""
+    out = trainer(batch(step))
+    trainer.backward(out.square().mean(), retain_graph=True)
+    trainer.backward(out.abs().mean())
+
+
+def unmanaged(trainer: Any, step: int) -> None:
+    """Three backwards and a step that comes when it comes."""
+    three_backwards(trainer, step)
 
 
 def on_a_side_stream(device: Device, engine: Any) -> Any:
@@ -116,13 +110,13 @@ def from_several_streams(device: Device, engine: Any, since: int = 0) -> Any:
     return nullcontext(nodes)  # which must live as long as the hooks
 
 
+def touch(param: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(1)
+
+
 def with_hooks_behind(device: Device, engine: Any) -> Any:
     """The program comes to each gradient after DeepSpeed, and writes it again."""
-
-    def touch(param: torch.Tensor) -> None:
-        if param.grad is not None:
-            param.grad.mul_(1)
-
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(touch)
     return nullcontext()
@@ -172,10 +166,10 @@ def train(
 
     def within(trainer: Any) -> None:
         if not trainer.is_engine:
-            return script(trainer)
+            return trainer.train(script)
         with AROUND[around](Stream.device, trainer.engine):
             trainer.note()  # its hooks may stay
-            return script(trainer)
+            return trainer.train(script)
 
     wanted = {**OVERLAPPED, "reduce_bucket_size": bucket, **zero}
     options = Options(

@@ -1,12 +1,10 @@
 """Applied and taken back around a living engine."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 
 import ds_patches
-from ds_patches.stream_safety.order import Order
 from ds_patches.upstream import streams
 from tests.stream_safety import on_streams
 from tests.stream_safety.on_streams import engine_on_streams
@@ -92,10 +90,3 @@ def test_the_buffers_of_a_bucket_take_turns() -> None:
         bucket = IPGBucket(index=1, elements=7)
         bucket.clear()
         assert (bucket.index, bucket.elements) == (1, 0)
-
-
-def test_the_current_stream_is_that_of_the_reductions_device() -> None:
-    asked: list[int] = []
-    accelerator = SimpleNamespace(current_stream=asked.append)
-    Order(accelerator, SimpleNamespace(device_index=3), []).current()
-    assert asked == [3]

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from tests.stream_safety import on_streams
 from tests.training.run import Outcome
-from tests.training.stock import RELEASE, needs_non_contiguous
+from tests.training.stock import RELEASE, since
 from tests.world import World
 
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -122,8 +122,8 @@ def test_a_large_gradient_of_others_is_freed_too_early() -> None:
     ids=lambda case: ", ".join(case) or "plain",
 )
 def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
-    if stage < 3 and "contiguous_gradients" in case:
-        needs_non_contiguous()
+    if stage < 3 and "contiguous_gradients" in case and Version("0.19.8") > RELEASE:
+        pytest.skip("stock reduces nothing here on CPU, with a single backward")
     clean(world, stage, **case)
 
 
@@ -149,10 +149,9 @@ def test_no_race_beside(world: World, patch: str, stage: int, around: str) -> No
     clean(world, stage, script=script, beside=(patch,), around=around)
 
 
+@since("0.19.4", "managed_gradient_accumulation")
 def test_a_step_that_no_backward_knew_of(world: World) -> None:
     """``"managed_gradient_accumulation": false``: it is the program that says when to step."""
-    if Version("0.19.4") > RELEASE:
-        pytest.skip("managed_gradient_accumulation came with 0.19.4")
     settings = {"managed_gradient_accumulation": False, **NO_TIMER}
     clean(world, 2, script=on_streams.unmanaged, settings=settings)
 

@@ -1,20 +1,12 @@
 """One script by a DeepSpeed engine, on stock or patched, and by plain PyTorch, from one start.
 
-    def two_backwards(trainer: Any) -> None:
-        for step in trainer.steps():
-            first, second = both_losses(trainer, step)
-            trainer.backward(first, retain_graph=True)
-            trainer.backward(second)
-            trainer.step()
+    def two_backwards(trainer: Any, step: int) -> None:
+        first, second = both_losses(trainer, step)
+        trainer.backward(first, retain_graph=True)
+        trainer.backward(second)
 
     def test_two_backwards(world):
         check(world, two_backwards, Options(stage=3, **OFFLOADED), "zero3_retain")
-
-- `options`: what DeepSpeed is configured to do, and plain PyTorch does as well.
-- `models`: what is trained, on which batches.
-- `trainers`: whom a script asks: an engine, or plain PyTorch.
-- `run`: does both, and has the `Outcome`; `check` asserts that it is good.
-- `stock`: what stock can do, by release.
 
 Scripts that say what stock comes to are in `tests/scripts`, and can be run here too.
 """

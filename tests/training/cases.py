@@ -8,9 +8,8 @@ def test_what_a_window_comes_to(world: World, case: Case) -> None:
     case.check(world)
 
 @trains("coalesce", at(1, 2, 3, core={2}), at(1, 2, **OFFLOADED))
-def test_two_backwards_in_a_window(trainer: Any) -> None:
-    for step in trainer.steps():
-        ...
+def test_two_backwards_in_a_window(trainer: Any, step: int) -> None:
+    ...
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -22,7 +21,6 @@ import pytest
 
 from tests.training.options import Options
 from tests.training.run import Outcome, Script, check
-from tests.training.trainers import EngineTrainer
 from tests.world import World
 
 
@@ -89,19 +87,13 @@ def at(*stages: int, **options: Any) -> Row:
     return lambda patches, script: of(patches, script, *stages, **options)
 
 
-def trains(
-    patches: str,
-    *rows: Row,
-    says: Sequence[str] | None = (),
-    engines: Sequence[type[EngineTrainer]] = (EngineTrainer,),
-) -> Callable[[Any], Any]:
-    """The function below ends where plain PyTorch does, with each of these options and engines."""
+def trains(patches: str, *rows: Row, says: Sequence[str] | None = ()) -> Callable[[Script], Any]:
+    """The function below ends where plain PyTorch does, with each of these options."""
 
-    def decorate(train: Callable[[Any], None]) -> Any:
+    def decorate(train: Script) -> Any:
         @cases(*(row(patches, train) for row in rows))
-        @pytest.mark.parametrize("engine", engines)
-        def test(world: World, case: Case, engine: type[EngineTrainer]) -> None:
-            case.check(world, says, engine=engine)
+        def test(world: World, case: Case) -> None:
+            case.check(world, says)
 
         test.__name__, test.__doc__ = train.__name__, train.__doc__
         test.script = train  # type: ignore[attr-defined]

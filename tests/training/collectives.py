@@ -27,7 +27,3 @@ class Gradients(TorchDispatchMode):
             if elements > 1:
                 self.sent.append((function._schema.name.removeprefix("c10d::"), elements))
         return function(*args, **(kwargs or {}))
-
-    @property
-    def reductions(self) -> int:
-        return len(self.sent)

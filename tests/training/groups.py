@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -42,11 +43,8 @@ def parallel(data: Ranks, sequence: Ranks = ()) -> Iterator[Parallel]:
     """For engines that are built in the block; DeepSpeed keeps it in a module, for all of them."""
     from deepspeed.utils import groups
 
-    before = groups.mpu
-    try:
+    with mock.patch.object(groups, "mpu", groups.mpu):
         yield Parallel(data, sequence=sequence)
-    finally:
-        groups.mpu = before
 
 
 def group_of(everyone: Ranks) -> Any:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from tests.training.options import Options
 from tests.training.surroundings import (
     DEEPCOMPILE,
     EAGER,
-    Inside,
     around,
     build_engine,
     compile_engine,
@@ -35,7 +35,7 @@ from tests.training.trainers import (
 )
 from tests.world import World
 
-Script = Callable[[Any], None]
+Script = Callable[..., None]
 #: Steps that come after the others, for memory alone.
 LOOKED_AT = 2
 
@@ -134,7 +134,11 @@ def measure(
         try:
             with around_engine or nullcontext():
                 trainer = make_trainer(start, options, on, strict, folder, engine)
-                _train(script, trainer, inside, found, looks)
+                found.left, found.available = trainer.left, trainer.available
+                if "calls" in looks:
+                    trainer.around_step = _counting(trainer, found)
+                with inside() as found.races:
+                    trainer.train(script)
                 ends = trainer.parameters()
                 found.difference, found.where = worst_difference(ends, expected)
                 found.untrained = _untrained(ends, expected, origin)
@@ -174,24 +178,13 @@ def _plainly(
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:
-        so_far = trainer.forwards[0]
+        so_far = len(trainer.forwards)
         yield
-        found.forwards = trainer.forwards[0] - so_far
+        found.forwards = len(trainer.forwards) - so_far
 
     trainer.around_step = around_step
-    script(trainer)
+    trainer.train(script)
     return trainer.parameters()
-
-
-def _train(
-    script: Script, trainer: EngineTrainer, inside: Inside, found: Outcome, looks: Sequence[str]
-) -> None:
-    found.left, found.available = trainer.left, trainer.available
-    if "calls" in looks:
-        trainer.around_step = _counting(trainer, found)
-    with inside() as races:
-        script(trainer)
-    found.races = races or []
 
 
 def _untrained(ends: Parameters, expected: Parameters, origin: Parameters) -> list[str]:
@@ -244,7 +237,7 @@ def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> N
         look()
 
     trainer.around_step, trainer.count = around_step, LOOKED_AT
-    script(trainer)
+    trainer.train(script)
 
 
 @contextmanager
@@ -257,9 +250,7 @@ def _put_back() -> Iterator[None]:
         (groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP"),
         (sys.modules.get("deepspeed.runtime.torch_autocast"), "TORCH_AUTOCAST_INITIALIZED"),
     )
-    before = [(owner, name, vars(owner)[name]) for owner, name in places if owner]
-    try:
+    with ExitStack() as stack:
+        for owner, name in (place for place in places if place[0]):
+            stack.enter_context(mock.patch.object(owner, name, vars(owner)[name]))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

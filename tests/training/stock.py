@@ -27,10 +27,6 @@ LOSES_FROZEN = Version("0.19.3") > RELEASE
 #: A module's counter of gradients is taken for another's that has it (pull request 8144).
 TAKES_COUNTERS = Version("0.16.5") <= RELEASE < Version("0.19.3")
 
-#: With ``contiguous_gradients`` off, ZeRO-1/2 on CPU sorts gradients by the names of their types,
-#: finds none of them, and reduces nothing; with a single backward, before any patch.
-NON_CONTIGUOUS_IS_WRONG = Version("0.19.8") > RELEASE
-
 
 def needs_style(style: str) -> None:
     if style not in STYLES:
@@ -43,8 +39,3 @@ def since(release: str, what: str) -> pytest.MarkDecorator:
 
 def up_to(release: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(Version(release) < RELEASE, reason=f"stock is right after {release}")
-
-
-def needs_non_contiguous() -> None:
-    if NON_CONTIGUOUS_IS_WRONG:
-        pytest.skip(f"stock {RELEASE} reduces nothing here on CPU, with a single backward")

@@ -1,9 +1,10 @@
 """What an engine trains in: plainly, under DeepCompile's stand-in, or on detected streams."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def around(on: str, **compiles: Any) -> Iterator[Inside]:
         from tests.dc_fallback import stand_in
 
         with stand_in.deep_compile(**compiles):
-            yield _plainly
+            yield lambda: nullcontext([])
     elif on == STREAMS:
         from tests.stream_safety.races import detecting
 
@@ -40,12 +41,7 @@ def around(on: str, **compiles: Any) -> Iterator[Inside]:
 
             yield detected
     else:
-        yield _plainly
-
-
-@contextmanager
-def _plainly() -> Iterator[list[str]]:
-    yield []
+        yield lambda: nullcontext([])
 
 
 def build_optimizer(model: nn.Module, options: Options, sharded: bool = False) -> Any:
@@ -114,13 +110,10 @@ def half_precision_allowed() -> Iterator[None]:
     """Let DeepSpeed train in fp16 on a CPU that computes it slowly; its own check says no."""
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
-    try:
+    dtypes = [torch.float, torch.bfloat16, torch.float16]
+    fakes = {"is_fp16_supported": lambda: True, "supported_dtypes": lambda: dtypes}
+    with mock.patch.multiple(get_accelerator(), **fakes):
         yield
-    finally:
-        del accelerator.is_fp16_supported, accelerator.supported_dtypes
 
 
 @contextmanager
@@ -128,10 +121,6 @@ def streams() -> Iterator[None]:
     """DeepSpeed's checkpointing makes a stream, up to 0.19.7, of which the CPU has none."""
     from deepspeed.accelerator import get_accelerator
 
-    kind: Any = type(get_accelerator())
-    stocks = kind.Stream
-    kind.Stream = property(lambda self: lambda **_: None)
-    try:
+    none = property(lambda self: lambda **_: None)
+    with mock.patch.object(type(get_accelerator()), "Stream", none):
         yield
-    finally:
-        kind.Stream = stocks

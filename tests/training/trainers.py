@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ class Trainer:
 
     is_engine: bool
     module: nn.Module
-    options: Options
     folder: Path  # of this script's run, common to all ranks
-    around_step: Callable[[int], AbstractContextManager[None]]
 
     def __init__(self, options: Options) -> None:
         self.options, self.count = options, options.steps
-        self.around_step = lambda step: nullcontext()
+        self.around_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def steps(self) -> Iterator[int]:
         """The steps of a training, which is looked at between them."""
@@ -40,11 +39,22 @@ class Trainer:
             with self.around_step(step):
                 yield step
 
+    def train(self, script: Callable[..., None], **given: Any) -> None:
+        """Run all of a script, or what it does in each step or `micro` step, and take that."""
+        wants = signature(script).parameters
+        if "step" not in wants:
+            script(self, **given)
+            return
+        for step in self.steps():
+            for micro in range(self.options.micro_steps) if "micro" in wants else [None]:
+                script(self, step, *[micro] * ("micro" in wants), **given)
+                self.step()
+
 
 class PlainTrainer(Trainer):
     """Data parallel training: gradients add up, and are averaged at the step.
 
-    forwards: of its module so far, and of those of others that it made.
+    forwards: as many as of its module so far, and of those of others that it made.
     """
 
     is_engine = False
@@ -55,11 +65,8 @@ class PlainTrainer(Trainer):
         self._optimizer = build_optimizer(module, replace(options, fused=False))
         self._micro_step, self._micro_steps = 0, options.micro_steps
         self.group = grid().data if options.grid else None
-        self.forwards = [0]
-        module.register_forward_pre_hook(lambda *_: self._count())
-
-    def _count(self) -> None:
-        self.forwards[0] += 1
+        self.forwards: list[None] = []
+        module.register_forward_pre_hook(lambda *_: self.forwards.append(None))
 
     def __call__(self, *inputs: Tensor) -> Any:
         return self.module(*inputs)
@@ -85,7 +92,7 @@ class PlainTrainer(Trainer):
         self._micro_step += 1
         if self._micro_step % self._micro_steps:
             return
-        grads = self.averaged()
+        grads = self.full_grads()
         if clip := self.options.clip:
             norm = torch.stack([grad.norm() for grad in grads]).norm().item()
             grads = [grad * min(1.0, clip / (norm + 1e-6)) for grad in grads]
@@ -94,8 +101,8 @@ class PlainTrainer(Trainer):
         self._optimizer.step()
         self.module.zero_grad()
 
-    def averaged(self) -> list[Tensor]:
-        """Over the ranks, all at once; a rank without a gradient gives zeros."""
+    def full_grads(self) -> list[Tensor]:
+        """Averaged over the ranks, all at once; a rank without a gradient gives zeros."""
         params = self._trained()
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([part.reshape(-1) for part in parts])
@@ -122,11 +129,8 @@ class PlainTrainer(Trainer):
 
     save = load = boundary = offload
 
-    def full_grads(self) -> list[Tensor]:
-        return self.averaged()
-
     def change_grads(self, change: Callable[[Tensor], Tensor]) -> None:
-        for param, grad in zip(self._trained(), self.averaged(), strict=True):
+        for param, grad in zip(self._trained(), self.full_grads(), strict=True):
             param.grad = change(grad)
 
     def give(self, params: Iterable[nn.Parameter], value: float) -> None:
@@ -192,14 +196,11 @@ class EngineTrainer(Trainer):
         self.available.append(gathered(self.engine, entitled=False))
 
     def unscaled_backward(self, loss: Tensor) -> None:
-        """Whoever trains divides by the micro steps, as the Trainer of transformers does."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def resize(self, micro_steps: int) -> None:
-        ranks = self.engine.dp_world_size
-        self.engine.set_train_batch_size(
-            micro_steps * ranks * self.engine.train_micro_batch_size_per_gpu()
-        )
+        of_one = self.engine.train_batch_size() // self.engine.gradient_accumulation_steps()
+        self.engine.set_train_batch_size(micro_steps * of_one)
 
     def zero_grad(self) -> None:
         self.engine.zero_grad()
@@ -216,8 +217,8 @@ class EngineTrainer(Trainer):
     def no_sync(self) -> Any:
         return self.engine.no_sync()
 
-    def window(self, **arguments: Any) -> Any:
-        return self.engine.coalesce_grad_reduction(**arguments)
+    def window(self) -> Any:
+        return self.engine.coalesce_grad_reduction()
 
     def boundary(self, at: bool | None) -> None:
         self.engine.set_gradient_accumulation_boundary(at)
@@ -229,7 +230,6 @@ class EngineTrainer(Trainer):
         return GatheredParameters(params, enabled=any(hasattr(p, "ds_id") for p in params))
 
     def another(self) -> EngineTrainer:
-        assert self._make is not None
         return type(self)(self._make(), self.options, self._make, self._strict)
 
     def save(self) -> None:

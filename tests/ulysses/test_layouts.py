@@ -7,14 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.training.run import applied
-from tests.training.stock import RELEASE, Version, up_to
+from tests.training.stock import since, up_to
 from tests.world import on_ranks
 
 LENGTH, BATCH, HEADS, SIZE = 6, 3, 8, 5
-pytestmark = [
-    up_to("0.19.6"),
-    pytest.mark.skipif(Version("0.16.3") > RELEASE, reason="wrong from 0.16.3 on"),
-]
+pytestmark = [up_to("0.19.6"), since("0.16.3", "the defect")]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

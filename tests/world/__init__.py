@@ -1,8 +1,6 @@
 """A living two-rank gloo world on CPU, shared by every test that needs one.
 
-Starting two interpreters, importing DeepSpeed and bringing a process group up takes seconds, a
-case takes milliseconds. So the ranks are started once, by the first test that asks, and then
-run one case after another:
+The ranks are started once, by the first test that asks, and then run one case after another:
 
     def total(rank_weight: float) -> float:                     # a top-level function
         t = torch.full((1,), (dist.get_rank() + 1) * rank_weight)
@@ -18,9 +16,8 @@ A test that needs nothing of pytest's own process can run there as a whole:
     @pytest.mark.parametrize("stage", [1, 2])
     def test_an_engine(stage: int) -> None: ...
 
-`world.within(30).run(...)` changes the deadline of a case. `with World() as own` and the fixture
-`fresh_world` give interpreters that no other case has touched. With TEST_RANKS_FORK set, as
-`make test` has it, ranks are forks of one that has done the imports; see `zygote`.
+With TEST_RANKS_FORK set, as `make test` has it, ranks are forks of one that has done the imports;
+see `zygote`.
 """
 
 from tests.world.ranks import RankError, WorldTimeout

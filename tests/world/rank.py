@@ -7,7 +7,6 @@ or pytest is gone.
 import faulthandler
 import functools
 import gc
-import importlib
 import logging
 import os
 import pickle
@@ -15,9 +14,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any
 
 SEED = 1234
@@ -96,13 +95,6 @@ def wait_for_gathers() -> None:
     TorchBackend.all_gather_into_tensor = gather_and_wait
 
 
-def resolve(case: str) -> Callable[..., Any]:
-    module, _, qualname = case.partition(":")
-    found = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
-    assert callable(found), case
-    return found
-
-
 def answer(case: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Whether the case returned, and the value; or "Type: message" and the traceback below it."""
     import torch
@@ -113,7 +105,7 @@ def answer(case: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
         # of pairing with one of this case's and giving a wrong number.
         torch.distributed.barrier()
         torch.manual_seed(SEED)
-        return True, resolve(case)(*args, **kwargs)
+        return True, resolve_name(case)(*args, **kwargs)
     except BaseException as error:  # pytest.fail and SystemExit are answers too
         return raised(error)
 

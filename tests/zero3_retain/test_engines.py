@@ -101,25 +101,23 @@ def test_hooks_set_again(trainer: Any) -> None:
 # --- A backward that raises half way --------------------------------------------------------------
 
 
-def fail_and_go_on(trainer: Any, *, failing: int, zero: bool) -> None:
+def fail_and_go_on(trainer: Any, step: int, *, failing: int, zero: bool) -> None:
     """Step 1 of 3 meets a failure at its backward number `failing`; then it is run again.
 
     The reference takes the same steps and no failure.
     """
-    for step in trainer.steps():
-        if trainer.is_engine and step == 1:
-            losses = both_losses(trainer, step)
-            for loss in losses[: failing - 1]:
-                trainer.backward(loss, retain_graph=True)
-            backward_that_raises(trainer, losses[failing - 1])
-            if trainer.style == "engine":  # else nobody has heard of it yet
-                trainer.leaves_nothing()
-            if zero:
-                trainer.zero_grad()
-        first, second = both_losses(trainer, step)
-        trainer.backward(first, retain_graph=True)
-        trainer.backward(second)
-        trainer.step()
+    if trainer.is_engine and step == 1:
+        losses = both_losses(trainer, step)
+        for loss in losses[: failing - 1]:
+            trainer.backward(loss, retain_graph=True)
+        backward_that_raises(trainer, losses[failing - 1])
+        if trainer.style == "engine":  # else nobody has heard of it yet
+            trainer.leaves_nothing()
+        if zero:
+            trainer.zero_grad()
+    first, second = both_losses(trainer, step)
+    trainer.backward(first, retain_graph=True)
+    trainer.backward(second)
 
 
 @cases(

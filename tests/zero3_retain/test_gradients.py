@@ -154,7 +154,7 @@ by_hand = partial(of, "zero3_retain")
 @cases(
     by_hand(slopes.gradient_penalty, 3, core={3}),
     by_hand(slopes.slope_at_the_input, 2, 3, core={3}),
-    by_hand(slopes.gradient_penalty, 3, model="PlainCritic"),
+    by_hand(slopes.gradient_penalty, 3, model="Linears"),
     by_hand(slopes.penalty_in_the_middle, 3),
     by_hand(slopes.slope_then_two_backwards, 2, 3),
     *(

@@ -59,9 +59,7 @@ def train(loop: str, deepspeed: dict[str, Any] | None = None, *, micro_steps: in
     plugin = deepspeed and DeepSpeedPlugin(
         hf_ds_config=deepspeed, gradient_accumulation_steps=micro_steps
     )
-    accelerator = Accelerator(
-        gradient_accumulation_steps=1 if plugin else micro_steps, deepspeed_plugin=plugin
-    )
+    accelerator = Accelerator(gradient_accumulation_steps=micro_steps, deepspeed_plugin=plugin)
     torch.manual_seed(SEED)
     model = TwoHeads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

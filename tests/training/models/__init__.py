@@ -1,8 +1,4 @@
-"""Small models, and batches for them; built from a seed, so that two instances are equal.
-
-batches, and the losses over them; shapes that trouble a gather-again backward; variants that keep
-or hide something; and models that raise.
-"""
+"""Small models, and batches for them; built from a seed, so that two instances are equal."""
 # ruff: noqa: F403
 
 from typing import Any

@@ -193,17 +193,6 @@ class Critic(nn.Module):
         return self.judge(self.blocks[1](self.middle))
 
 
-class PlainCritic(nn.Module):
-    """Saves nothing but views of weights, and what the Tanh has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 class Judged(TwoHeads):
     """Has a head that judges where it does not train, as a metric or a value head does."""
 
