@@ -108,7 +108,8 @@ def test_thirty_runs_are_one(gpus: World, pattern: str) -> None:
 #: What stock comes to, by pattern and case.
 STOCK: list[tuple[str, dict[str, Any], Callable[[Held], bool]]] = [
     ("Disabled", {}, lambda found: "must be" in found.error or {*found.untrained} >= SKIPPED),
-    ("Loop", {}, lambda found: "must be" in found.error),
+    # 0.19.5 compiles what should gather there, a gather that nobody uses: KeyError, up to 0.19.5.
+    ("Loop", {}, lambda found: "must be" in found.error or "KeyError: wait_" in found.error),
     ("Compiled", {"forwards": 2}, lambda found: bool(found.wrong)),
     ("TiedGraphs", {}, lambda found: "embed.weight" in found.wrong),
 ]
