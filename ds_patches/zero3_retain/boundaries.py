@@ -50,6 +50,9 @@ class OpenCalls:
 
     def __init__(self, on_task_begin: Callable[[int], None]) -> None:
         self._on_task_begin = on_task_begin
+        #: A forward with a graph has run since the owner set it back, by the engine or past it. The
+        #: first may have run before we came.
+        self.forward_ran = True
         self._deferred: list[Callable[[], None]] = []
         self._open: dict[int, dict[_Call, ModuleBoundary]] = {}
         # Autograd runs hooks of CPU and device nodes on different threads.
@@ -165,6 +168,8 @@ class ModuleBoundary:
         if self._call.version != self.version():
             self._call = _Call(current_task_id(), self.version())
         self._call.sealed = True
+        if value.requires_grad and not self._calls.forward_ran:
+            self._calls.forward_ran = current_task_id() == NO_TASK
         if self.open_calls and current_task_id() != NO_TASK and recomputes_for_hooks():
             # Recomputed to its end in the midst of its backward: upstream has just released it.
             self.gather()

@@ -91,6 +91,8 @@ class Gathers(Listener):
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
+        again &= not self._calls.forward_ran  # that of ``engine.module`` is seen here alone
+        self._calls.forward_ran = False
         if again:
             self._retains = True
             gathered.restore_leaf_inputs(self._leaf_inputs)

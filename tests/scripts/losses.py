@@ -68,6 +68,15 @@ def around_the_engine(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(loss_of(trainer.around_the_engine if micro else trainer, step, micro))
 
 
+FORWARD = dict.fromkeys((1, 2), "accumulation does for it what a forward of the engine does")
+
+
+@script(ALL_RIGHT, costs=FORWARD)
+def always_around_the_engine(trainer: Any, step: int) -> None:
+    """``engine.module`` alone is called."""
+    trainer.backward(loss_of(trainer.around_the_engine, step))
+
+
 @script(ALL_RIGHT, micro_steps=2)
 def around_the_engine_first(trainer: Any, step: int, micro: int) -> None:
     """One micro step calls ``engine.module``, the next one the engine."""
