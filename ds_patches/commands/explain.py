@@ -35,6 +35,10 @@ _NOT_KNOWN = (
     "what  not known to ds_patches: most likely none of what it cures\n"
     f"do    {_SEARCH}; `ds-patches doctor --config FILE` lists what your settings can trigger"
 )
+_QUIET = (
+    "what  no error in this text; many defects that ds_patches cures raise none\n"
+    "do    `ds-patches doctor --config FILE` lists what your settings can trigger"
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def explain(text: str, asked: Version | None, *, verbose: bool, as_json: bool) -
         f"what  ds_patches says: {line}\ndo    what it says; there is more in {page()}"
         for line in found.said[:_MOST]
     ]
-    unknown = [_NOT_KNOWN] * (not known and status == UNKNOWN)
+    unknown = [_QUIET if found.is_quiet else _NOT_KNOWN] * (not known and status == UNKNOWN)
     print("\n\n".join([*map(str, known), *unknown, *told_by_us]))
     anchors = dict.fromkeys(one.one.anchor for one in known)
     if verbose:

@@ -52,12 +52,14 @@ class Pasted:
 
     errors: the last of each rank.
     question: the text, if it is a plain one; else nothing.
+    is_quiet: whether it has several lines, and none of them is an error.
     said: what ds_patches says in it.
     release: DeepSpeed's, as a log tells it.
     """
 
     errors: tuple[Error, ...]
     question: str
+    is_quiet: bool
     said: tuple[str, ...]
     release: Version | None
 
@@ -70,9 +72,10 @@ def read(text: str) -> Pasted:
     shown = next((mark for mark in COMPILED.split("|") if mark in text), "")
     last = {_rank(line): at for at, line in enumerate(lines) if _ERROR.search(line)}
     errors = [_error(lines, at, shown) for at in sorted(last.values())]
-    is_question = not (errors or "\n" in text.strip() or re.search(r"""["'\[\]{}()<>=:]""", text))
+    is_quiet = not errors and "\n" in text.strip()
+    is_question = not (errors or is_quiet or re.search(r"""["'\[\]{}()<>=:]""", text))
     errors = errors or [Error(end, f"{end}\n{shown}", has_traceback=False)]
-    return Pasted(tuple(errors), text if is_question else "", said, _release(text))
+    return Pasted(tuple(errors), text if is_question else "", is_quiet, said, _release(text))
 
 
 def alike(text: str) -> str:

@@ -139,6 +139,9 @@ def test_what_is_not_known_is_said_so() -> None:
     done = run("my dog ate the gradients")
     assert done.returncode == explain.UNKNOWN
     assert done.stdout.startswith("what  not known to ds_patches")
+    trained = run(text="step 1, loss 4.25\nstep 2, loss 4.36\n")
+    assert trained.returncode == explain.UNKNOWN
+    assert trained.stdout.startswith("what  no error in this text; many defects that")
     wrong = run("--release", "newest", "mat2")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "newest" in wrong.stderr
