@@ -35,11 +35,10 @@ def borrowing(tmp_path: Path) -> Path:
     root = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=60)
     python = root / "bin" / "python"
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.check_output([python, "-c", code], text=True, timeout=60).strip()
+    (site,) = root.glob("lib/python*/site-packages")
     packages = [launch.location(name) for name in ("deepspeed", "torch")]
     lent = [shell.REPOSITORY, *packages, sysconfig.get_path("purelib")]
-    Path(site, "lent.pth").write_text("\n".join(map(str, lent)) + "\n", encoding="utf-8")
+    (site / "lent.pth").write_text("\n".join(map(str, lent)) + "\n", encoding="utf-8")
     for name, module in COMMANDS.items():
         command = root / "bin" / name
         script = f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
