@@ -30,12 +30,12 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
             raise StartupError(f"{doubt} ({flags.PREFIX}_STRICT)")
         print(f"ds_patches: {doubt}", file=sys.stderr, flush=True)
     try:
-        os.execvpe(command[0], command, {**environment, **_variables(environment)})
+        os.execvpe(command[0], command, {**environment, **variables(environment)})
     except OSError as error:
         raise StartupError(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return those under which a program, and all that it starts, applies the patches.
 
     Where the environment's own start-up hook is enabled, PYTHONPATH stays as it is.

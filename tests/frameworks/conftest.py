@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ds_patches.startup import variables
+from ds_patches.startup import command
 from tests import releases
 from tests.releases.run import environment
 from tests.world import World
@@ -41,7 +41,7 @@ def started(own: Mapping[str, str]) -> Iterator[Ranks]:
 
     own: variables beside those of this process.
     """
-    hooked = {**own, **variables.of_program({**os.environ, **own})}
+    hooked = {**own, **command.variables({**os.environ, **own})}
     worlds = World(variables=own), World(variables=hooked), World(1)
     with worlds[0], worlds[1], worlds[2]:
         yield Ranks(*worlds)

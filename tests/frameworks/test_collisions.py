@@ -15,7 +15,7 @@ import pytest
 import ds_patches
 from ds_patches.core import live
 from ds_patches.core.state import State
-from ds_patches.startup import variables
+from ds_patches.startup import command
 from tests.training import models
 from tests.training.options import Options
 from tests.training.run import Outcome, measure
@@ -29,7 +29,7 @@ LIBRARY = "another_library"
 @pytest.fixture(scope="module")
 def apart() -> Iterator[World]:
     """Ranks of their own: what was replaced once is in their status for good."""
-    with World(variables=variables.of_program(os.environ)) as living:
+    with World(variables=command.variables(os.environ)) as living:
         yield living
 
 
