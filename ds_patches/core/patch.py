@@ -80,7 +80,7 @@ class Class:
         return Dependency(self.module, f"{self.name}.{method}", why, releases)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # known by identity: a hash of all its data takes long
 class Patch:
     """One fix, as data.
 

@@ -1,8 +1,8 @@
 """The shape of a function or class: a digest of its source that ignores what is not behaviour.
 
 `shapes.json` has what was recorded of every release: the hash of each source file that a patch
-names, and the shape of each place in it. A file with a recorded hash is not parsed: its places have
-the shapes of the release that it is of.
+names in any release, and the shape of each place in it. A file with a recorded hash is not parsed:
+its places have the shapes of the release that it is of.
 
 A shape is read from the source on disk, without importing DeepSpeed, or from the live object, which
 also shows whether somebody has replaced it.
@@ -147,16 +147,14 @@ def _parsed(spans: str) -> tuple[tuple[Version, Version], ...]:
 
 @cache
 def _of_release(module: str, hash_: str) -> dict[str, str]:
-    """Return the shapes of a module's places where its file was recorded; else nothing."""
+    """Return the shapes of all places of a module whose file was recorded; else nothing."""
     record = recorded()
     if (spans := record.files.get(module, {}).get(hash_)) is None:
         return {}
     release, _ = _parsed(spans)[0]
     return {
-        qualname: shape
+        qualname: next((shape for shape, those in shapes.items() if has(release, those)), ABSENT)
         for qualname, shapes in record.places.get(module, {}).items()
-        for shape, those in shapes.items()
-        if has(release, those)
     }
 
 

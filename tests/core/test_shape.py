@@ -123,7 +123,11 @@ def shapes() -> list[dict[str, Shapes]]:
     """Of each patch's places: by the record, parsed, and live after one import of all of them."""
     code = f"""
         import importlib, json
-        from ds_patches.core import gate, registry, release, shape
+        from ds_patches.core import definitions, gate, registry, release, shape
+        tree, definitions.tree = definitions.tree, None  # no file of a recorded release is parsed
+        states = [gate.check(patch).state.value for patch in registry.patches().values()]
+        assert "broken" not in states, states
+        definitions.tree = tree
         installed, places = release.installed(), {{}}
         for name in {[name for name in ds_patches.names() if is_for_here(name)]}:
             places[name] = gate.places(registry.patch(name), installed.version)

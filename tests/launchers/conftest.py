@@ -13,13 +13,6 @@ import pytest
 from tests import shell
 from tests.launchers import launch
 
-#: The commands of an environment, and whose `main` they run.
-COMMANDS = {
-    "deepspeed": "deepspeed.launcher.runner",
-    "ds-patches": "ds_patches.__main__",
-    "torchrun": "torch.distributed.run",
-}
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -39,7 +32,9 @@ def borrowing(tmp_path: Path) -> Path:
     packages = [launch.location(name) for name in ("deepspeed", "torch")]
     lent = [shell.REPOSITORY, *packages, sysconfig.get_path("purelib")]
     (site / "lent.pth").write_text("\n".join(map(str, lent)) + "\n", encoding="utf-8")
-    for name, module in COMMANDS.items():
+    runner, run = "deepspeed.launcher.runner", "torch.distributed.run"
+    commands = {"deepspeed": runner, "ds-patches": "ds_patches.__main__", "torchrun": run}
+    for name, module in commands.items():
         command = root / "bin" / name
         script = f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
         command.write_text(script, encoding="utf-8")

@@ -28,8 +28,7 @@ it depends on what lies in memory: `stage3_use_all_reduce
 it takes more than a few lines: DeepSpeed's MoE layer; Ulysses; a parameter of no elements;
     bf16 with fp32 sums on several ranks; bf16, `grad_accum_dtype` of fp32;
     DeepSpeed's `non_reentrant; `scale_wrt_gas=False`; `torch.autograd.grad`; two engines;
-    an exception in; a trained module beside; generation with;
-    parameters of several dtypes; Muon
+    an exception in; a trained module beside; generation with; parameters of several dtypes; Muon
 """
 
 

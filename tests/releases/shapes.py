@@ -30,17 +30,20 @@ def record(sources: Mapping[Version, Path]) -> int:
     faults = []
     files: dict[str, Found] = {}
     places: dict[str, dict[str, Found]] = {}
+    every = {place.key: place for version in sources for place in _places(version)}
     for version, folder in sources.items():
-        for place in _places(version):
-            found = shape.parsed(place, folder)
-            if found == shape.ABSENT and not (isinstance(place, Target) and place.adds):
-                faults.append(f"{place.key} does not exist in {version}")
-            here = places.setdefault(place.module, {}).setdefault(place.qualname, {})
-            here.setdefault(found, []).append(version)
-        for module in {place.module for place in _places(version)}:
+        for module in {place.module for place in every.values()}:
             if file := shape.source(module, folder):
                 hashes = files.setdefault(module, {})
                 hashes.setdefault(shape.file_hash(file), []).append(version)
+        touched = {place.key: place for place in _places(version)}
+        for key, place in every.items():
+            found = shape.parsed(place, folder)
+            if found == shape.ABSENT and not getattr(touched.get(key), "adds", False):
+                faults += [f"{key} does not exist in {version}"] * (key in touched)
+                continue
+            here = places.setdefault(place.module, {}).setdefault(place.qualname, {})
+            here.setdefault(found, []).append(version)
     if faults:
         say("\n".join(faults))
         return 1

@@ -68,10 +68,7 @@ def around_the_engine(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(loss_of(trainer.around_the_engine if micro else trainer, step, micro))
 
 
-FORWARD = dict.fromkeys((1, 2), "accumulation does for it what a forward of the engine does")
-
-
-@script(ALL_RIGHT, costs=FORWARD)
+@script(ALL_RIGHT, costs=dict.fromkeys((1, 2), "accumulation does what a forward does"))
 def always_around_the_engine(trainer: Any, step: int) -> None:
     """``engine.module`` alone is called."""
     trainer.backward(loss_of(trainer.around_the_engine, step))
