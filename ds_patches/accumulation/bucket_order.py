@@ -88,8 +88,7 @@ class BucketOrder:
 
     def end_backward(self) -> None:
         """All gradients have come: leave those in the buckets that all ranks have there."""
-        only = self._buckets.only
-        waiting = [*only.params] if only else self._buckets.waiting()
+        waiting = self._buckets.waiting()
         if self._order is None:
             kept = self._came is None and self._all_have([waiting, self._arrived])
         else:

@@ -31,14 +31,11 @@ _SEARCH = "search DeepSpeed's issues"
 _WHICH = "say which DeepSpeed it is: --release 0.18.4"
 #: States in which the answer is most likely another.
 _OTHER = ("elsewhere", "untested")
+_ASK = "`ds-patches doctor --config FILE` lists what your settings can trigger"
 _NOT_KNOWN = (
-    "what  not known to ds_patches: most likely none of what it cures\n"
-    f"do    {_SEARCH}; `ds-patches doctor --config FILE` lists what your settings can trigger"
+    f"what  not known to ds_patches: most likely none of what it cures\ndo    {_SEARCH}; {_ASK}"
 )
-_QUIET = (
-    "what  no error in this text; many defects that ds_patches cures raise none\n"
-    "do    `ds-patches doctor --config FILE` lists what your settings can trigger"
-)
+_QUIET = f"what  no error in this text; many defects that ds_patches cures raise none\ndo    {_ASK}"
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class Listener:
     awaits_backwards = True
 
     def backward_begins(self, again: bool) -> None:
-        """Inside its graph task. `again`: no forward has run since the one before."""
+        """Inside its graph task. `again`: the engine has run no forward since the one before."""
 
     def backward_nested(self) -> None:
         """One over a forward of the engine begins inside the one that is running."""

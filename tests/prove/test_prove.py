@@ -70,6 +70,7 @@ def test_a_reproducer_is_short_and_needs_deepspeed_and_torch_alone(name: str) ->
     compile(text, name, "exec")
     assert "ds_patches" not in text
     assert sum(bool(line.strip()) for line in text.splitlines()) <= 63
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_every_row_is_proved_or_says_why_not() -> None:
