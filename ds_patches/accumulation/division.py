@@ -1,88 +1,119 @@
-"""Where an engine of stages 0 to 2 divides gradients by the micro steps: once on each way.
+"""Where gradients are divided by the micro steps: once on each way from a loss to a parameter.
 
-From 0.18.3 on they are divided wherever they come to an output. Of outputs that lead to one
-another, as a loss to logits and they to hidden states, those of the deeper ones were divided at
-each above. So each output gets a tensor of its own here, as it has at stage 3.
+From 0.18.3 on a plain ``loss.backward()`` is divided wherever it comes to an output of an engine.
+Where outputs lead to one another, as a loss to logits and they to hidden states, or the outputs of
+one engine to those of another, what reaches the deeper ones was divided above already. No hook can
+tell it from what a script has made of the deeper output itself. But it comes along other edges of
+the graph: those that leave a node of the upper output's forward. On them the division is undone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ds_patches.core.calls import meanwhile
-from ds_patches.training.graph_task import with_graphs
+from ds_patches.training.graph_task import NO_TASK, current_task_id, with_graphs
 from ds_patches.training.kept import Attached
 from ds_patches.upstream import engine as upstream_engine
 
+#: In the metadata of an autograd node: which of its results are outputs of an engine, by number.
+_OUTPUTS = "ds_patches.outputs"
+#: The same of one beneath which the edges to other outputs undo the division already.
+_WALKED = "ds_patches.walked"
+
+
+class _Running:
+    """What holds of the backwards of all engines."""
+
+    #: ``engine.backward`` runs and has divided its loss: outputs, of whichever engine, need not.
+    has_divided = False
+
+
+running = _Running()
+
 
 class Division:
-    """Of one engine."""
+    """Of the plain backwards over one engine's forwards."""
 
     def __init__(self, engine: Any) -> None:
-        #: In a backward whose loss was divided by the micro steps: outputs need not do it.
-        self.has_divided = False
-        self._handle: RemovableHandle | None = None
-        self.follow(engine)
+        self._engine = ref(engine)
+        self._task = NO_TASK  # the graph task in which outputs have divided last
 
-    def follow(self, engine: Any) -> None:
-        """Keep outputs apart from the first forward on that is one of several micro steps."""
-        is_single = engine.gradient_accumulation_steps() == 1
-        # A compiler would take the hook into its graph.
-        is_compiled = upstream_engine.is_compiled(engine)
-        left = engine.zero_optimization_partition_weights() or is_compiled
-        if is_single or left or self._handle is not None:
-            return
-        here = ref(engine)
+    @property
+    def _micro_steps(self) -> int:
+        engine = self._engine()
+        return 1 if engine is None else int(engine.gradient_accumulation_steps())
 
-        def keep_apart(module: Any, args: Any, outputs: Any) -> Any:
-            living = here()
-            if living is None or living.gradient_accumulation_steps() == 1:
-                return outputs
-            return apart(outputs) if len(with_graphs(outputs)) > 1 else outputs
+    def forward_ran(self, inputs: Any, outputs: list[torch.Tensor]) -> None:
+        """Mark the outputs of a forward. A single one of inputs without a graph leads to none."""
+        alone = len(outputs) < 2 and not with_graphs(inputs)
+        for output in outputs if self._micro_steps > 1 else ():
+            marks = output.grad_fn.metadata  # type: ignore[union-attr]
+            numbers = marks.setdefault(_OUTPUTS, set())
+            if output.output_nr in numbers:  # one that comes twice is divided twice
+                output.register_hook(self._undone)  # type: ignore[no-untyped-call]
+            numbers.add(output.output_nr)
+            if alone:
+                marks[_WALKED] = True
 
-        self._handle = engine.module.register_forward_hook(keep_apart)
+    def divided(self) -> None:
+        """Inside a backward: at an output, which is the node that runs, a gradient was divided."""
+        self._task = current_task_id()
+        node: Any = torch._C._current_autograd_node()
+        if self._micro_steps > 1 and not node.metadata.get(_WALKED):
+            node.metadata[_WALKED] = True
+            self._undo_beneath(node)
 
-    def backward(
-        self,
-        run: Callable[..., Any],
-        engine: Any,
-        loss: torch.Tensor,
-        retain_graph: bool = False,
-        scale_wrt_gas: bool = True,
-    ) -> Any:
-        """Divide the loss of ``engine.backward``, which `run` is, so that no output has to."""
-        if scale_wrt_gas:
-            loss = loss / engine.gradient_accumulation_steps()
-        with meanwhile(self, has_divided=True):
-            return run(loss, retain_graph, scale_wrt_gas=False)
+    def _undo_beneath(self, node: Any) -> None:
+        """Find the edges to the next outputs beneath a node. What lies beneath those is theirs."""
+        pending, seen = [node], {node}
+        for above in pending:  # which become more
+            edges = []
+            for at, (beneath, number) in enumerate(above.next_functions):
+                if beneath is None:
+                    continue
+                if number in beneath.metadata.get(_OUTPUTS, ()):
+                    edges.append(at)
+                elif beneath not in seen:
+                    seen.add(beneath)
+                    pending.append(beneath)
+            if edges:
+                above.register_hook(self._undoing(edges))
 
-    def detach(self) -> None:
-        """Leave the engine's outputs to stock."""
-        if self._handle is not None:
-            self._handle.remove()
+    def _undoing(self, edges: list[int]) -> Callable[[Any, Any], Any]:
+        def undo(gradients: Any, _: Any) -> Any:
+            return tuple(
+                self._undone(gradient) if at in edges else gradient
+                for at, gradient in enumerate(gradients)
+            )
+
+        return undo
+
+    def _undone(self, gradient: Any) -> Any:
+        """Return it undivided, but in a backward that is not divided: there may be several."""
+        if gradient is None or self._task != current_task_id():
+            return gradient
+        return gradient * self._micro_steps
 
 
-def apart(outputs: Any) -> Any:
-    """Return the same values, each with a node of its own in the graph.
-
-    Dicts and lists stay the objects that they are, as transformers' outputs.
-    """
-    if isinstance(outputs, torch.Tensor):
-        is_inner = outputs.grad_fn is not None and outputs.layout == torch.strided
-        return outputs.view_as(outputs) if is_inner else outputs
-    if isinstance(outputs, (list, dict)):
-        for key, item in [*(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))]:
-            outputs[key] = apart(item)
-    elif isinstance(outputs, tuple):
-        items = map(apart, outputs)
-        # A named tuple takes its fields one by one.
-        return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
-    return outputs
+def backward(
+    run: Callable[..., Any],
+    engine: Any,
+    loss: torch.Tensor,
+    retain_graph: bool = False,
+    scale_wrt_gas: bool = True,
+) -> Any:
+    """Divide the loss of ``engine.backward``, which `run` is, so that no output has to."""
+    if scale_wrt_gas:
+        loss = loss / engine.gradient_accumulation_steps()
+    divided: AbstractContextManager[None] = meanwhile(running, has_divided=True)
+    with divided:
+        return run(loss, retain_graph, scale_wrt_gas=False)
 
 
 def _division_of(engine: Any) -> Division | None:

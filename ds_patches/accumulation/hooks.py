@@ -16,14 +16,21 @@ import torch
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.engines import built
 from ds_patches.training import kept
-from ds_patches.training.graph_task import NO_TASK, accumulates, current_task_id
+from ds_patches.training.graph_task import (
+    NO_TASK,
+    accumulates,
+    current_task_id,
+    in_dataclasses,
+    with_graphs,
+)
 from ds_patches.training.steps import EngineSteps, GradientSum
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero12
 from ds_patches.upstream.kinds import Kind, kind_of
 
+from . import division
 from .bf16_sum import Bf16Sum
-from .division import Division, divisions
+from .division import Division, divisions, running
 from .zero3_sum import Zero3Sum
 from .zero12_sum import Zero12Sum
 
@@ -51,8 +58,7 @@ def activate() -> Sequence[str]:
 
 def deactivate() -> None:
     """Leave every engine to stock."""
-    for _, division in divisions.detach_all():
-        division.detach()
+    divisions.detach_all()
     kept.detach_all()
 
 
@@ -84,7 +90,13 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
-        steps.forward_ran(outputs)
+        unseen = in_dataclasses(outputs)
+        found = with_graphs(outputs) + unseen
+        steps.forward_ran(found)
+        if (divides := vars(engine).get(_DIVISION)) is not None:
+            for tensor in unseen:
+                tensor.register_hook(engine._backward_prologue_per_tensor)  # type: ignore[no-untyped-call]
+            divides.forward_ran([*args, kwargs], found)
     return outputs
 
 
@@ -94,11 +106,10 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     if steps is None:
         steps = kept.take_in(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
-    division: Division | None = vars(engine).get(_DIVISION)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return wrapped(loss, *rest)  # for upstream to refuse
     run = wrapped
-    if division is not None and upstream_engine.divides_at_outputs():
+    if vars(engine).get(_DIVISION) is not None and upstream_engine.divides_at_outputs():
         run = partial(division.backward, wrapped, engine)
     if steps is None:
         return run(loss, *rest)
@@ -120,12 +131,15 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
-    division: Division | None = vars(engine).get(_DIVISION)
-    has_divided = division is not None and division.has_divided
+    (grad,) = in_order(wrapped, args, kwargs)
     is_backward = steps is None or steps.watch.task_id == current_task_id()
-    if not has_divided and (is_backward or accumulates()):
-        return wrapped(*args, **kwargs)
-    return in_order(wrapped, args, kwargs)[0]  # divided, or of torch.autograd.grad
+    if running.has_divided or not (is_backward or accumulates()):
+        return grad  # divided, or of torch.autograd.grad
+    result = wrapped(grad)
+    divides: Division | None = vars(engine).get(_DIVISION)
+    if divides is not None and result is not grad:
+        divides.divided()
+    return result
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -185,8 +199,6 @@ def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
         logger.warning(_IN_THE_MIDDLE, begun)
     else:
         upstream_engine.count_anew(engine)
-    if (division := divisions.get(engine)) is not None:
-        division.follow(engine)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

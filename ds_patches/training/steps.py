@@ -9,6 +9,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+import torch
+
 from ds_patches.core.errors import Refused
 from ds_patches.core.shadow import Shadow
 from ds_patches.training.graph_task import (
@@ -17,7 +19,6 @@ from ds_patches.training.graph_task import (
     TaskWatch,
     accumulates,
     current_task_id,
-    with_graphs,
 )
 from ds_patches.upstream import engine as upstream_engine
 
@@ -153,10 +154,10 @@ class EngineSteps:
 
     # --- Backwards ------------------------------------------------------------------------------
 
-    def forward_ran(self, outputs: Any) -> None:
-        """Watch for the backwards over a forward, by its outputs."""
+    def forward_ran(self, outputs: list[torch.Tensor]) -> None:
+        """Watch for the backwards over a forward, by its outputs that have graphs."""
         self._fresh = True
-        for tensor in with_graphs(outputs):
+        for tensor in outputs:
             tensor.register_hook(partial(self.entered, after=self.count))  # type: ignore[no-untyped-call]
 
     def entered(

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from ds_patches.accumulation.division import apart
-from ds_patches.training.graph_task import with_graphs
+from ds_patches.training.graph_task import in_dataclasses, with_graphs
 from tests.listening import listening
 from tests.training import stock
 from tests.training.cases import Case, at, cases, of, trains
-from tests.training.models import batch, loss_of
-from tests.training.models.shapes import Losses
+from tests.training.models import batch, features, loss_of
+from tests.training.models.batches import losses
+from tests.training.models.variants import Heads
 from tests.training.options import BF16, OFFLOADED, Options
 from tests.training.run import applied, run
 from tests.training.trainers import engine_of
@@ -100,19 +100,33 @@ def test_a_model_of_transformers(stage: int, style: str) -> None:
     assert found.equal, found
 
 
-def test_what_has_no_graph_stays_the_object_that_it_is() -> None:
-    """And containers stay of their kinds, dicts and lists the objects that they are."""
-    leaf, mask = torch.ones(2, requires_grad=True), torch.ones(1)
-    given = [leaf, mask, {"a": leaf * 2}, None, Losses(mask, leaf * 3), (leaf * 4,)]
-    inner = given[2]
-    outputs = apart(given)
-    assert outputs is given
-    assert outputs[0] is leaf
-    assert outputs[1] is outputs[4].logits is mask
-    assert outputs[2] is inner
-    assert [type(one) for one in outputs[2:]] == [dict, type(None), Losses, tuple]
-    for one in (outputs[2]["a"], outputs[4].rebuilt, outputs[5][0]):
-        assert one._base is not None
+@trains(
+    "accumulation",
+    *(at(1, 2, 3, core={2}, model="Linears", micro_steps=2, style=style) for style in ("torch", "engine")),
+    at(2, model="Linears", micro_steps=4, style="scale"),
+)
+def test_engines_in_a_chain(trainer: Any) -> None:
+    """One after the other, and one of them twice in one graph."""
+    other = trainer.another()
+    for step in trainer.steps():
+        for micro in range(trainer.options.micro_steps):
+            x = features(step).detach() + micro
+            hidden = other(trainer(x))
+            trainer.backward(trainer(hidden).square().mean() + 0.3 * hidden.sin().mean())
+            for one in (trainer, other):
+                one.step()
+
+
+@trains(
+    "accumulation",
+    *(at(1, 2, 3, micro_steps=micro, style="torch", model="InADataclass") for micro in (1, 2)),
+    at(2, micro_steps=2, model="InADataclass"),
+)
+def test_outputs_in_a_plain_dataclass(trainer: Any, step: int, micro: int) -> None:
+    """Where DeepSpeed does not look for them; stock raises a KeyError."""
+    tokens, classes = batch(step, micro)
+    outputs = trainer(tokens)
+    trainer.backward(sum(losses((outputs.logits, outputs.rebuilt), classes)))
 
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -122,8 +136,10 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
     """A leaf is left alone: a model that gives back its input, or a parameter, ran no graph."""
     leaf = torch.ones(2, requires_grad=True)
     pair = Pair(leaf * 4, leaf.detach())
-    outputs = {"a": leaf * 2, "b": [leaf * 3, (pair, "no tensor", None)], "c": leaf}
+    heads = Heads(leaf * 5, [leaf * 6])
+    outputs = {"a": leaf * 2, "b": [leaf * 3, (pair, "no tensor", None)], "c": leaf, "d": heads}
     assert with_graphs(outputs) == [outputs["a"], outputs["b"][0], pair.first]
+    assert in_dataclasses(outputs) == [heads.logits, *heads.rebuilt]
 
 
 # --- Another number of micro steps ----------------------------------------------------------------

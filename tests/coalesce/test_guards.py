@@ -87,7 +87,6 @@ MET = (
     "_ds_patches_accumulation",
     "_ds_patches_accumulation_division",
     "_ds_patches_coalesce",
-    "keep_apart",
     "reduce_ipg_grads",
     "independent_gradient_partition_epilogue",
 )

@@ -20,7 +20,6 @@ WHILE_APPLIED = frozenset(
     {
         "_ds_patches_accumulation",
         "_ds_patches_accumulation_division",
-        "keep_apart",  # of accumulation, a hook that keeps outputs apart
         "_ds_patches_coalesce",
         "_ds_patches_dc_fallback",
         "_ds_patches_stream_safety",

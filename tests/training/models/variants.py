@@ -1,6 +1,7 @@
 """Models that keep or hide something, use a part of themselves, or are not all trained."""
 
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ class LeadingToEachOther(TwoHeads):
             "loss": loss,
             "rest": (logits, hidden, Losses(rebuilt, hidden[-1])),  # one of them twice
         }
+
+
+@dataclass
+class Heads:
+    logits: Any
+    rebuilt: Any
+
+
+class InADataclass(TwoHeads):
+    def forward(self, tokens: Tensor) -> Heads:  # type: ignore[override]
+        return Heads(*self.heads(self.trunk(tokens)))
 
 
 class SmallLlama(nn.Module):
