@@ -159,7 +159,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
     steps: EngineSteps | None = vars(state).get(KEY)
-    if steps is None or steps.prologue_is_due or steps.watch.running:
+    if steps is None or steps.prologue_is_due or steps.watch.running or kept.rival_runs(steps):
         return wrapped(*args, **kwargs)
     return steps.parameter_entered()
 
@@ -205,7 +205,9 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
         return wrapped(*args, **kwargs)
-    return steps.step(partial(wrapped, *args, **kwargs))
+    result = steps.step(partial(wrapped, *args, **kwargs))
+    kept.has_stepped(engine)
+    return result
 
 
 # --- ZeRO ---------------------------------------------------------------------------------------

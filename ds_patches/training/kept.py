@@ -5,13 +5,22 @@ Of every engine `accumulation` keeps its steps. Other patches ask for them, and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
-from ds_patches.core.engines import built
+from ds_patches.core.engines import built, known
 from ds_patches.training.steps import EngineSteps, GradientSum
 from ds_patches.upstream import engine as upstream_engine
+
+logger = logging.getLogger("ds_patches.accumulation")
+
+_STEPS_FROM_OLDER = (
+    "engine.step() of an engine whose parameters another engine has trained since: deepspeed."
+    "initialize() was called on this model twice. Each steps from its own copy of the weights, and "
+    "what the other has learned is lost, unless a checkpoint was loaded. Train one of them alone."
+)
 
 State = TypeVar("State")
 
@@ -123,6 +132,49 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
             if vars(engine).get("optimizer") is optimizer:
                 take_in(engine)
     return of(optimizer)
+
+
+# --- Engines that train the same parameters -------------------------------------------------------
+#
+# ``initialize`` was called again on a model, or a part of it. The hooks of the older engine stay, as
+# long as nobody calls its ``destroy()``; and its optimizer steps from a copy of the weights.
+
+_OVERTAKEN = "_ds_patches_overtaken"
+#: For each engine: which engines there were, and those of them that share a parameter with it.
+_rivals: WeakKeyDictionary[Any, tuple[set[int], WeakSet[Any]]] = WeakKeyDictionary()
+
+
+def rivals(engine: Any) -> WeakSet[Any]:
+    """Return the other engines that train a parameter of this one, as far as they are known."""
+    now = {*map(id, known)}
+    if engine not in _rivals or _rivals[engine][0] != now:
+        mine = _trained(engine)
+        others = (one for one in known if one is not engine)
+        _rivals[engine] = now, WeakSet(one for one in others if not mine.isdisjoint(_trained(one)))
+    return _rivals[engine][1]
+
+
+def _trained(engine: Any) -> set[int]:
+    return {id(param) for param in engine.module.parameters() if param.requires_grad}
+
+
+def rival_runs(steps: EngineSteps) -> bool:
+    """Whether a gradient comes to parameters of an engine by another one's backward."""
+    if len(known) < 2:
+        return False
+    running = map(of, rivals(steps.engine))
+    return any(one is not None and one.watch.running for one in running)
+
+
+def has_stepped(engine: Any) -> None:
+    """Have other engines of the same parameters told, once, that they step from older ones."""
+    if len(known) < 2:
+        return
+    if vars(engine).get(_OVERTAKEN):
+        vars(engine)[_OVERTAKEN] = False  # which stays
+        logger.warning(_STEPS_FROM_OLDER)
+    for one in rivals(engine):
+        vars(one).setdefault(_OVERTAKEN, True)
 
 
 def subscribe(subscriber: Attached[Any]) -> None:

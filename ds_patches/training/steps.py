@@ -145,7 +145,7 @@ class EngineSteps:
         self.in_engine_backward = False
         #: Upstream's hooks ask for the prologue once per forward: it runs once per backward.
         self.prologue_is_due = False
-        self._engine = engine
+        self.engine = engine
         self._step = self._before = Step()  # now, and before the last backward began
         self._fresh = False  # a forward has run since the last backward began
         self._warned = False
@@ -184,11 +184,11 @@ class EngineSteps:
             return
         self.begun += 1
         self._before = self._step
-        self._step = self._step.after_backward(self._engine.micro_steps)
+        self._step = self._step.after_backward(self.engine.micro_steps)
         again, self._fresh = not self._fresh, False
         self.prologue_is_due = True
         try:
-            upstream_engine.begin_backward(self._engine, again)
+            upstream_engine.begin_backward(self.engine, again)
         finally:
             self.prologue_is_due = False
         for shadow in self.sum.shadows:
@@ -201,7 +201,7 @@ class EngineSteps:
 
     def parameter_entered(self) -> None:
         """A gradient has come to a parameter, and to no output before."""
-        if self._engine.gradient_accumulation_steps() > 1:
+        if self.engine.gradient_accumulation_steps() > 1:
             raise Refused(f"{_NO_OUTPUT}, and does not divide it by the micro steps either.")
         self.entered(is_backward=True)
 
@@ -227,12 +227,12 @@ class EngineSteps:
         self.watch.forget()
         self._step = Step(StepState.FAILED)
         had_gradients = self._before.state is StepState.HELD
-        if had_gradients or upstream_engine.may_have_come(self._engine):
+        if had_gradients or upstream_engine.may_have_come(self.engine):
             logger.warning(
                 "A backward raised: every gradient reduced since the last optimizer step was "
                 "dropped."
             )
-        upstream_engine.forget_backward(self._engine)
+        upstream_engine.forget_backward(self.engine)
         self.sum.abandon()
         for listener in self.listeners:
             listener.dropped(failed=True)
@@ -244,7 +244,7 @@ class EngineSteps:
         if self.sum.upstream_zeroes:
             return
         self.recover()
-        if not self._step.has_backward_in(self._engine.micro_steps):
+        if not self._step.has_backward_in(self.engine.micro_steps):
             return
         if self._step.first != self._step.last and not self._warned:
             self._warned = True
@@ -265,8 +265,8 @@ class EngineSteps:
                 "engine.step() after a backward that raised: its gradients were dropped and none "
                 "have come since. Run forward and backward again before the step."
             )
-        is_new = not self._step.has_backward_in(self._engine.micro_steps)
-        if is_new and upstream_engine.was_not_entered(self._engine.optimizer):
+        is_new = not self._step.has_backward_in(self.engine.micro_steps)
+        if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
             raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
         if self.begun:  # else its gradients are from before we knew of it
             self.sum.complete()
@@ -275,7 +275,7 @@ class EngineSteps:
             result = run()
         finally:
             self.sum.upstream_zeroes = False
-        if not getattr(self._engine.optimizer, "overflow", False):
+        if not getattr(self.engine.optimizer, "overflow", False):
             self.count += 1
         self._step = Step()
         self.sum.step_taken()
