@@ -91,6 +91,7 @@ class HostSum:
     def complete(self) -> None:
         """A step is about to read the fp32 partitions."""
         optimizer = self._optimizer
+        self.add_back()  # a backward that was to add to it has reached no parameter
         if self._given:
             offload.renew_norms(optimizer)
         if not self._pending and self._delivered.issuperset(optimizer.grad_position):

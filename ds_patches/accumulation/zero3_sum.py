@@ -101,3 +101,10 @@ class Zero3Sum(GradientSum):
     def step_taken(self) -> None:
         self._written.clear()
         self._delivered.clear()
+
+    def detach(self) -> None:
+        """In the middle of a step, let stock add to its sum."""
+        super().detach()
+        if self._written:
+            self.complete()
+            self._optimizer.micro_step_id = max(1, self._optimizer.micro_step_id)

@@ -8,11 +8,25 @@ follows runs as in a plain module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+from ds_patches.core.errors import Refused
 from ds_patches.core.shadow import Shadow
+from ds_patches.training.graph_task import (
+    NO_TASK,
+    at_end_of_task,
+    current_task_id,
+    in_dataclasses,
+    with_graphs,
+)
 from ds_patches.training.steps import EngineSteps, Listener
 from ds_patches.upstream import zero3_gathers as gathers
+
+_OLD_FORWARD = (
+    "backward over a forward that ran in a coalesce_grad_reduction() block before engine.step(): "
+    "the parameters that it belongs to are gone. Run the forward again."
+)
 
 
 class GatherOnce(Listener):
@@ -24,6 +38,8 @@ class GatherOnce(Listener):
         self._held: list[Shadow] = []
         self._restore: Callable[[], None] | None = None  # the module hooks, once they are away
         self._handles: list[Any] = []
+        self._is_over = False
+        self._late_task = NO_TASK  # a backward after the block, over a forward in it
 
     def begin(self) -> None:
         """Release nothing from here on."""
@@ -33,6 +49,7 @@ class GatherOnce(Listener):
 
     def end(self) -> None:
         """Put the hooks back, and hold nothing any more; what is gathered stays so."""
+        self._is_over = True
         if self in self._steps.listeners:
             self._steps.listeners.remove(self)
         for handle in self._handles:
@@ -67,7 +84,22 @@ class GatherOnce(Listener):
         self._held.append(gathers.keep_trace(offload))
         # Whoever partitions, to save a checkpoint say, finds nobody else who gathers again.
         again = offload.module.register_forward_pre_hook(lambda *_: gathers.gather(offload))
-        self._handles.append(again)
+        self._handles += [again, offload.module.register_forward_hook(self._keep_outputs)]
+
+    def _keep_outputs(self, module: Any, inputs: Any, outputs: Any) -> None:
+        """No hook gathers for the backward over this forward, which may come after the block."""
+        begins = partial(self._gather_late, self._steps.count)
+        for tensor in with_graphs(outputs) + in_dataclasses(outputs):
+            tensor.register_hook(begins)
+
+    def _gather_late(self, step: int, gradient: Any) -> None:
+        if not self._is_over or self._late_task == current_task_id():
+            return
+        if step != self._steps.count:
+            raise Refused(_OLD_FORWARD)
+        self._late_task = current_task_id()
+        gathers.gather(self._offload)
+        at_end_of_task(self.release)
 
 
 def suspend(handles: Iterable[Any]) -> Callable[[], None]:

@@ -59,6 +59,11 @@ def _coalesce(engine: Any) -> AbstractContextManager[None]:
         raise refusal
     steps = kept.take_in(engine)
     local = _local.get(engine)
+    if kept.waits(engine):
+        raise Refused(
+            "coalesce_grad_reduction() in a step that began before the patch was applied: "
+            "open it after the next engine.step()"
+        )
     if steps is None or local is None:
         raise NotCovered(
             "coalesce_grad_reduction() does not cover this engine: accumulation leaves it to "

@@ -64,10 +64,15 @@ class LocalGradients(Listener):
         self._waiting = self.awaits_backwards = False
 
     def reduce(self) -> None:
-        """Add what is there to the gradients of the step. A collective."""
+        """Add what is there to the gradients of the step, if any rank has one. A collective."""
+        had_backward = self._waiting
         self.end()
+        if (lacking := self.sum.lacking()) is None:
+            return
+        if not had_backward:  # but another rank had
+            self._steps.sum.begin_backward()
         with upstream_engine.at_boundary(self._engine):
-            self.sum.reduce()
+            self.sum.reduce(lacking)
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 

@@ -35,26 +35,27 @@ class LocalSum(ABC):
         return not any(map(self._has_one, self._parameters()))
 
     @abstractmethod
-    def reduce(self) -> None:
-        """Add to what the step has reduced, and clear. A collective."""
+    def reduce(self, lacking: set[Any]) -> None:
+        """Add to what the step has reduced, and clear; with zeros for `lacking`. A collective."""
 
     @abstractmethod
     def drop(self) -> None:
         """Forget them, and leave the optimizer as it is before a backward."""
 
-    def _lacking(self) -> set[Any]:
+    def lacking(self) -> set[Any] | None:
         """Return the parameters that have a gradient on another rank, and none here. A collective.
 
-        A rank that has all gradients does not wait for what the others tell.
+        None where no rank has a gradient. A rank that has all does not wait for what others tell.
         """
         params = [*self._parameters()]
         here = [self._has_one(param) for param in params]
-        if not params or dist.get_world_size(self._group) == 1:
+        alone = dist.get_world_size(self._group) == 1
+        told = on_any(here, self._group) if params and not alone else None
+        if here and all(here):
             return set()
-        told = on_any(here, self._group)
-        if all(here):
-            return set()
-        anywhere = told.tolist()
+        anywhere = here if told is None else told.tolist()
+        if not any(anywhere):
+            return None
         return {p for p, one, any_ in zip(params, here, anywhere, strict=True) if any_ and not one}
 
     @abstractmethod
@@ -77,17 +78,19 @@ class Zero12LocalSum(LocalSum):
         waiting = zero12.in_buckets(self._optimizer)
         return bool(waiting) or any(self._optimizer.params_already_reduced)
 
-    def reduce(self) -> None:
+    def lacking(self) -> set[Any] | None:
+        # The epilogue of each backward does it too, but not every backward has one: from 0.18.3
+        # the second ``loss.backward()`` over one forward has none.
+        if self._optimizer.use_grad_accum_attribute:
+            self._optimizer.fill_grad_accum_attribute()
+        return super().lacking()
+
+    def reduce(self, lacking: set[Any]) -> None:
         """As one backward: it has micro_step_id 0 and is at the boundary.
 
         With an offloaded optimizer, every release then copies it to the host whole.
         """
         optimizer = self._optimizer
-        # The epilogue of each backward does it too, but not every backward has one: from 0.18.3
-        # the second ``loss.backward()`` over one forward has none.
-        if optimizer.use_grad_accum_attribute:
-            optimizer.fill_grad_accum_attribute()
-        lacking = self._lacking()
         if optimizer.overlap_comm and not keeps_order():
             optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
         zero12.release_buffers(optimizer)
@@ -121,8 +124,7 @@ class Zero3LocalSum(LocalSum):
     def is_late(self) -> bool:
         return bool(zero3.in_buckets(self._optimizer))
 
-    def reduce(self) -> None:
-        lacking = self._lacking()
+    def reduce(self, lacking: set[Any]) -> None:
         for param in self._parameters():
             if param in lacking:
                 zero3.give_zero_gradient(param)

@@ -117,11 +117,16 @@ def of(owner: Any) -> EngineSteps | None:
 def take_in(engine: Any) -> EngineSteps | None:
     """Return what is kept of an engine, from its first forward on; None if it is left to stock.
 
-    A compiler's backwards are, from the compilation on.
+    A compiler's backwards are, from the compilation on. So is a step that was begun before.
     """
     if upstream_engine.is_compiled(engine) and upstream_engine.is_left(engine):
         _engines.leave(engine)
-    return _engines(engine)
+    return None if waits(engine) else _engines(engine)
+
+
+def waits(engine: Any) -> bool:
+    """Whether stock has begun the step that runs, and is to end it: its sums are not ours."""
+    return KEY not in vars(engine) and upstream_engine.is_in_a_step(engine)
 
 
 def of_optimizer(optimizer: Any) -> EngineSteps | None:
@@ -202,5 +207,7 @@ def unsubscribe(subscriber: Attached[Any]) -> list[Any]:
 
 def detach_all() -> None:
     """Give every engine back to stock."""
+    global _sum_of
+    _sum_of = None
     for _, steps in _engines.detach_all():
         steps.detach()

@@ -268,7 +268,7 @@ class EngineSteps:
         is_new = not self._step.has_backward_in(self.engine.micro_steps)
         if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
             raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
-        if self.begun:  # else its gradients are from before we knew of it
+        if self.begun:
             self.sum.complete()
         self.sum.upstream_zeroes = True
         try:

@@ -220,6 +220,17 @@ def is_at_boundary(optimizer: Any) -> bool:
     return bool(boundary() if callable(boundary) else boundary)
 
 
+def is_in_a_step(engine: Any) -> bool:
+    """Whether backwards under stock have left gradients that no step has taken yet."""
+    optimizer, kind = engine.optimizer, kind_of(engine.optimizer)
+    if kind is Kind.ZERO12:
+        return bool(optimizer.micro_step_id >= 0)  # -1 from a step to its first backward
+    if kind is not Kind.ZERO3:
+        return False
+    # From 0.18.5 on the next forward counts.
+    return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
+
+
 def steps_now(engine: Any) -> bool:
     """Whether ``step`` would update the parameters: not at a micro step."""
     return not manages_boundary(engine) or bool(engine.is_gradient_accumulation_boundary())
