@@ -1,0 +1,394 @@
+"""Who goes through an order: plain PyTorch, or DeepSpeed's engines."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_patches
+from ds_patches.core.errors import DsPatchesError
+from tests.orders.words import BLOCKS, Order
+from tests.training import models
+from tests.training.models.raising import Boom, RaiseInBackward
+from tests.training.surroundings import build_engine
+
+WIDTH = 6
+
+
+class Small(nn.Module):
+    """Float inputs; raises half way through its backward, if it is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(RaiseInBackward.apply(self.norm(self.first(x))).tanh())
+
+
+@dataclass
+class Trail:
+    """What was seen on the way: after each step the parameters, and other values.
+
+    patched: of each, whether all patches were applied from its step's beginning on.
+    """
+
+    seen: list[Tensor] = field(default_factory=list)
+    patched: list[bool] = field(default_factory=list)
+    error: str = ""
+    is_ours: bool = False
+
+
+class Left(Exception):
+    """An exception that leaves a block, and is caught outside."""
+
+
+class Side:
+    """The bookkeeping that both have in common. A word that makes no sense where it is does nothing."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.options, self.trail = order, order.options, Trail()
+        self.counts: dict[int, int] = {}  # of micro steps
+        self.held = False  # a forward or backward since the last whole step
+        self.losses: list[tuple[Tensor, Tensor]] = []  # with the inputs, to have backwards
+        self.forwards = self.open = 0
+        self.patched = self.patched_since = False
+        self.critic: Any = None
+
+    def start(self) -> None:
+        self.modules: list[nn.Module] = [self.model()]
+        self.engines: list[Any] = [self.build(self.modules[0])]
+        self.now = self.engines[0]
+        if "chain" in self.order.words:
+            self.modules.append(self.model())
+            self.critic = self.build(self.modules[1])
+
+    def model(self) -> nn.Module:
+        return models.build(Small, self.options.torch_dtype)
+
+    def go(self) -> Trail:
+        try:
+            self.start()
+            self.see_parameters()
+            self.do(list(self.order.words))
+            self.see_parameters()
+        except Exception as error:
+            said = str(error).strip().splitlines() or [""]
+            self.trail.error = f"{type(error).__name__}: {said[0][:160]}"
+            self.trail.is_ours = isinstance(error, DsPatchesError)
+        return self.trail
+
+    def do(self, words: list[str]) -> None:
+        while words:
+            word = words.pop(0)
+            if word == "}":
+                return
+            if word in BLOCKS:
+                self.in_block(word, words)
+            elif "apply" in word:
+                self.patch(*word.split(":"))
+            else:
+                getattr(self, word.replace(".", "_"))()
+
+    def in_block(self, kind: str, words: list[str]) -> None:
+        if self.open:  # of blocks in a block both refuse
+            return self.do(words)
+        self.open += 1
+        with suppress(Left):
+            {"return{": self._returned, "break{": self._broken, "closed{": self._closed}.get(
+                kind, self._left
+            )(kind, words)
+        self.open -= 1
+        return None
+
+    def _left(self, kind: str, words: list[str]) -> None:
+        with self.window(drops=kind == "raise{"):
+            self.do(words)
+            if kind == "raise{":
+                raise Left
+
+    def _returned(self, kind: str, words: list[str]) -> None:
+        with self.window():
+            return self.do(words)
+
+    def _broken(self, kind: str, words: list[str]) -> None:
+        for _ in range(2):
+            with self.window():
+                self.do(words)
+                break
+
+    def _closed(self, kind: str, words: list[str]) -> None:
+        def generator() -> Iterator[None]:
+            with self.window(drops=True):
+                self.do(words)
+                yield
+
+        running = generator()
+        next(running)
+        running.close()
+
+    # --- Words ----------------------------------------------------------------------------------
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Another one in each forward, and on each rank."""
+        self.forwards += 1
+        generator = torch.Generator().manual_seed(100 * self.forwards + dist.get_rank())
+        x, y = torch.randn(2, 4, WIDTH, generator=generator)
+        return x.to(self.dtype).requires_grad_(), y
+
+    def forward(self, *through: Any) -> None:
+        x, y = self.batch()
+        out = x
+        for engine in through or (self.now,):
+            out = engine(out)
+        self.held = True
+        self.losses.append(((out.float() - y).square().mean(), x))
+
+    def chain(self) -> None:
+        self.forward(self.now, self.critic)
+
+    def twice(self) -> None:
+        self.forward(self.now, self.now)
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.see(self.now(self.batch()[0]))
+
+    def grad(self) -> None:
+        if self.losses:
+            loss, x = self.losses[-1]
+            self.see(torch.autograd.grad(loss, x, retain_graph=True)[0])
+
+    def backward(self) -> None:
+        if self.losses:
+            self.run_backward(self.losses.pop()[0], False)
+
+    def again(self) -> None:
+        if self.losses:
+            self.run_backward(self.losses[-1][0], True)
+
+    def loss_backward(self) -> None:
+        if self.losses:
+            self.plain_backward(self.losses.pop()[0])
+
+    def boom(self) -> None:
+        """A backward that raises, and is caught; a block would refuse to have that in it."""
+        if self.open:
+            return
+        self.forward()
+        RaiseInBackward.armed = True
+        try:
+            self.run_backward(self.losses.pop()[0], False)
+        except Boom:
+            self.boomed()
+        finally:
+            RaiseInBackward.armed = False
+
+    def unrelated(self) -> None:
+        self.run_backward(torch.ones(3, requires_grad=True).square().sum(), False)
+
+    def step(self) -> None:
+        count = self.counts[id(self.now)] = self.counts.get(id(self.now), 0) + 1
+        managed = "unmanaged" not in self.order.settings
+        whole = not (managed and count % self.options.micro_steps)
+        for engine in filter(None, (self.now, self.critic)):
+            self.take_step(engine, whole)
+        if whole:
+            self.losses.clear()
+            self.held = False
+            self.see_parameters()
+            self.patched_since = self.patched
+
+    def second(self, module: nn.Module | None = None) -> None:
+        if not self.between_steps:
+            return
+        self.losses.clear()
+        self.now = self.build(module or self.modules[0])
+        self.engines.append(self.now)
+
+    def shared(self) -> None:
+        if self.between_steps:
+            module = self.model()
+            module.first = self.modules[0].first
+            self.modules.append(module)
+            self.second(module)
+
+    def other(self) -> None:
+        if self.between_steps:
+            self.losses.clear()
+            self.now = self.engines[self.engines.index(self.now) - 1]
+
+    def forget(self) -> None:
+        self.engines = [self.now]
+        gc.collect()
+
+    @property
+    def between_steps(self) -> bool:
+        counted = self.counts.get(id(self.now), 0) % self.options.micro_steps
+        return not (counted or self.held or self.open)
+
+    def see(self, value: Tensor) -> None:
+        self.trail.seen.append(value.detach().float().cpu().clone())
+        self.trail.patched.append(self.patched_since)
+
+
+class Plain(Side):
+    """In single precision: each engine is an optimizer."""
+
+    dtype = torch.float32
+    came: bool = False  # a backward since the last step()
+
+    def model(self) -> nn.Module:
+        return super().model().float()
+
+    def build(self, module: nn.Module) -> Any:
+        module = _Own(module)
+        module.optimizer = torch.optim.SGD(module.parameters(), lr=self.options.rates[0])
+        return module
+
+    def run_backward(self, loss: Tensor, retain: bool) -> None:
+        self.came = True
+        (loss / self.options.micro_steps).backward(retain_graph=retain)
+
+    def plain_backward(self, loss: Tensor) -> None:
+        self.run_backward(loss, False)
+
+    def boomed(self) -> None:
+        self.came = True
+        self._drop()
+
+    def _drop(self) -> None:
+        for module in self.modules:
+            module.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Where a micro step has just been counted, stages 2 and 3 mean to go on."""
+        if self.options.stage < 2 and not self.options.sums or self.came:
+            self._drop()
+
+    optimizer_zero_grad = zero_grad
+
+    def take_step(self, engine: Any, whole: bool) -> None:
+        self.came = False
+        if not whole:
+            return
+        for param in engine.parameters():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            dist.all_reduce(param.grad)
+            if "sum" not in self.order.settings:
+                param.grad /= dist.get_world_size()
+        engine.optimizer.step()
+        engine.zero_grad()
+
+    @contextmanager
+    def window(self, drops: bool = False) -> Iterator[None]:
+        params = [p for module in self.modules for p in module.parameters()]
+        before = [None if p.grad is None else p.grad.clone() for p in params]
+        try:
+            yield
+        finally:
+            if drops:
+                for param, grad in zip(params, before, strict=True):
+                    param.grad = grad
+
+    def patch(self, *_: str) -> None:
+        """Nothing, and so do others that are of engines alone."""
+
+    destroy = fails = patch
+
+    def see_parameters(self) -> None:
+        for module in self.modules:
+            self.see(torch.cat([p.detach().flatten() for p in module.parameters()]))
+
+
+class _Own(nn.Module):
+    """One of several over the same module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def live() -> list[str]:
+    return [name for name in ds_patches.names() if ds_patches.is_applied(name)]
+
+
+class Engines(Side):
+    """patched: by whom; stock's leaves patching out."""
+
+    def __init__(self, order: Order, patched: bool) -> None:
+        self.patches, self.all = patched, live() if patched else []
+        super().__init__(order)
+        self.patched = self.patched_since = patched
+        self.kept: list[Exception] = []  # and so what their tracebacks hold
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.options.torch_dtype
+
+    def build(self, module: nn.Module) -> Any:
+        return build_engine(module, self.options.config, options=self.options)
+
+    def run_backward(self, loss: Tensor, retain: bool) -> None:
+        (self.critic or self.now).backward(loss, retain_graph=retain)
+
+    def plain_backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def boomed(self) -> None:
+        """The engine drops by itself."""
+
+    def zero_grad(self) -> None:
+        for engine in filter(None, (self.now, self.critic)):
+            engine.zero_grad()
+
+    def optimizer_zero_grad(self) -> None:
+        for engine in filter(None, (self.now, self.critic)):
+            engine.optimizer.zero_grad()
+
+    def take_step(self, engine: Any, whole: bool) -> None:
+        engine.step()
+
+    def window(self, drops: bool = False) -> Any:
+        return self.now.coalesce_grad_reduction()
+
+    def patch(self, function: str, *name: str) -> None:
+        if self.patches:
+            getattr(ds_patches, function)(*name)
+            self.patched = live() == self.all
+            self.patched_since &= self.patched
+
+    def destroy(self) -> None:
+        for engine in self.engines:
+            if engine is not self.now:
+                engine.destroy()
+        self.engines = [self.now]
+
+    def fails(self) -> None:
+        if not self.between_steps:
+            return
+        try:
+            build_engine(self.model(), self.options.config, optimizer="none", options=self.options)
+        except Exception as error:
+            self.kept.append(error)
+
+    def see_parameters(self) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        for module in self.modules:
+            params = list(module.parameters())
+            with GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
+                self.see(torch.cat([p.detach().float().flatten() for p in params]))

@@ -1,0 +1,141 @@
+"""What became of orders, and what of that is harm."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ds_patches
+from tests.orders.sides import Engines, Plain, Trail
+from tests.orders.words import Order
+from tests.world import RankError, World, WorldTimeout
+
+#: For each order of a batch. A rank that takes longer waits for another, and ends.
+SECONDS = 5
+#: Of the farthest that a value is from its first one: what rounding makes, and what a loss makes.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06}
+
+
+def go(texts: list[str], who: str, folder: str) -> None:
+    """Runs on a rank: through these orders, one after the other, and notes the trail of each."""
+    with open(f"{folder}/{dist.get_rank()}", "wb", buffering=0) as notes:
+        for order in map(Order.of, texts):
+            signal.alarm(SECONDS)
+            if who == "patched":
+                ds_patches.apply_all()
+            side = Plain(order) if who == "plain" else Engines(order, who == "patched")
+            trail = side.go()
+            del side
+            gc.collect()
+            gc.freeze()
+            dist.barrier()
+            notes.write(pickle.dumps(trail))
+        signal.alarm(0)
+
+
+@dataclass
+class Worlds:
+    """Stock's processes have never had a patch applied."""
+
+    of: dict[str, World] = field(default_factory=dict)
+
+    def run(self, orders: Sequence[Order], who: str) -> list[list[Trail]]:
+        """Of each order, one trail for each rank."""
+        world = self.of.setdefault("patched" if who == "patched" else "stock", World())
+        found: list[list[Trail]] = []
+        while rest := [str(order) for order in orders[len(found) :]]:
+            with tempfile.TemporaryDirectory() as folder:
+                said = ""
+                try:
+                    world.within(SECONDS * len(rest)).run(go, rest, who, folder)
+                except (RankError, WorldTimeout) as error:  # of the first that has no trail
+                    said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                found += zip(*(_noted(Path(folder, str(at))) for at in range(world.size)))
+            if said:
+                found.append([Trail(error=said)] * world.size)
+        return found
+
+    def complaints(self, orders: Sequence[Order]) -> list[str]:
+        """Of each order, what is harm in it, or nothing."""
+        sides = (self.run(orders, who) for who in ("plain", "stock", "patched"))
+        return [_first(map(_harm, orders_, *ranks)) for orders_, *ranks in [
+            ([order] * 2, *trails) for order, *trails in zip(orders, *sides, strict=True)
+        ]]
+
+    def shrunk(self, order: Order) -> Order:
+        """The shortest on the way down that still fails in this way."""
+        way = _way(self.complaints([order])[0])
+        while True:
+            shorter = [*order.shorter()]
+            found = zip(shorter, self.complaints(shorter), strict=True)
+            if (one := next((one for one, said in found if _way(said) == way), None)) is None:
+                return order
+            order = one
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for world in self.of.values():
+            world.close()
+
+
+def _noted(path: Path) -> list[Trail]:
+    trails = []
+    with suppress(EOFError, FileNotFoundError), path.open("rb") as notes:
+        while True:
+            trails.append(pickle.load(notes))
+    return trails
+
+
+def _way(said: str) -> str:
+    """Without numbers, and what stock came to."""
+    return re.sub(r"[0-9][0-9.e+-]*", "", said.partition(";")[0])
+
+
+def _first(said: object) -> str:
+    return next(filter(None, said), "")  # type: ignore[call-overload]
+
+
+def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
+    """On one rank."""
+    if plain.error:
+        return ""  # PyTorch refuses as well
+    tolerance = TOLERANCE[order.options.dtype]
+    stock_at, off_of_stock = _off(plain, stock, tolerance)
+    at, off = _off(plain, patched, tolerance)
+    is_right = stock_at is None and not stock.error
+    of_stock = stock.error or ("right" if is_right else f"{off_of_stock:.2g} off")
+    if at is not None:
+        alike = at == stock_at and torch.allclose(
+            stock.seen[at], patched.seen[at], atol=tolerance, equal_nan=True
+        )
+        if alike and not patched.patched[at]:
+            return ""  # at the beginning of this step stock was alone
+        return f"{off:.2g} off, silent; stock: {of_stock}"
+    same = stock.error.partition(":")[0] == patched.error.partition(":")[0]
+    if not patched.error or (not is_right and (patched.is_ours or (stock.error and same))):
+        return ""
+    return f"{patched.error}; stock: {of_stock}"
+
+
+def _off(plain: Trail, other: Trail, tolerance: float) -> tuple[int | None, float]:
+    """Which of the values seen is the first that is off, and by how much of what it moved."""
+    origin = plain.seen[0]  # the same for each module
+    for at, (expected, found) in enumerate(zip(plain.seen, other.seen, strict=False)):
+        moved = expected - origin if expected.shape == origin.shape else expected
+        scale = max(moved.abs().max().item(), 0.05)
+        off = (expected - found).abs().max().item() / scale
+        if not off <= tolerance:
+            return at, off
+    return None, 0.0

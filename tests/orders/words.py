@@ -1,0 +1,115 @@
+"""Orders: their text, where they come from, and shorter ones that may fail as well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
+from tests.training.stock import RELEASE, TORCH_STYLE
+
+#: How an engine is set.
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"stage": stage} for stage in range(4)},
+    **{f"micro{count}": {"micro_steps": count} for count in (2, 4)},
+    "offloaded": OFFLOADED,
+    "overlap": OVERLAP,
+    "bf16": BF16_SUMS,
+    "unmanaged": {"settings": {"managed_gradient_accumulation": False}},
+    "sum": {"settings": {"gradient_allreduce_op": "sum"}},
+}
+#: The ways out of a ``coalesce_grad_reduction()`` block; the last two lose what it holds.
+BLOCKS = ("block{", "return{", "break{", "raise{", "closed{")
+PATCHING = ["apply_all", "unapply_all", "apply:coalesce", "apply:accumulation"]
+PATCHING += ["unapply:coalesce", "unapply:accumulation", "unapply:zero3_retain"]
+#: What may come anywhere.
+ANYWHERE = ["evaluate", "grad", "zero_grad", "optimizer.zero_grad", "unrelated", "fails", "boom"]
+ANYWHERE += ["block{ }", "block{ evaluate }", "return{ forward }", "raise{ forward }", "forward"]
+ANYWHERE += ["block{ grad }", "block{ unrelated }", "closed{ forward backward }", "break{ }"]
+#: Of engines over the same model, or over one that shares a part of it.
+ENGINES = ["second", "second", "other", "destroy", "forget", "shared"]
+#: What makes a micro step, before it is counted.
+MICRO_STEPS = ["forward backward"] * 6
+MICRO_STEPS += ["forward again backward", "forward forward backward backward", "boom zero_grad"]
+MICRO_STEPS += ["block{ forward backward forward backward }", "block{ forward } backward"]
+MICRO_STEPS += ["block{ forward forward } backward backward", "forward block{ backward }"]
+MICRO_STEPS += ["return{ forward backward }", "raise{ forward backward } forward backward"]
+CHAINS = ["chain backward", "twice backward", "forward backward chain backward"]
+
+
+@dataclass(frozen=True)
+class Order:
+    settings: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Order:
+        settings, _, words = text.partition(" : ")
+        return cls(tuple(settings.split()), tuple(words.split()))
+
+    def __str__(self) -> str:
+        return " ".join([*self.settings, ":", *self.words])
+
+    @property
+    def options(self) -> Options:
+        given: dict[str, Any] = reduce(_merged, (SETTINGS[one] for one in self.settings), {})
+        given["zero"] = {"reduce_bucket_size": 60, **given.get("zero", {})}
+        return Options(rates=(0.5,), **given)
+
+    def shorter(self) -> Iterator[Order]:
+        """With a word less, a block less, or only what is in it, or a setting less."""
+        for at, word in enumerate(self.words):
+            if word == "}":
+                continue
+            end = self._end(at) if word in BLOCKS else at
+            yield replace(self, words=self.words[:at] + self.words[end + 1 :])
+            if end > at:
+                yield replace(
+                    self, words=(*self.words[:at], *self.words[at + 1 : end], *self.words[end + 1 :])
+                )
+        for one in self.settings:
+            if not one.startswith("zero"):
+                yield replace(self, settings=tuple(s for s in self.settings if s != one))
+
+    def _end(self, at: int) -> int:
+        depth = 0
+        for here, word in enumerate(self.words[at:], at):
+            depth += (word in BLOCKS) - (word == "}")
+            if not depth:
+                return here
+        raise ValueError(f"a block of {self} has no end")
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = one.keys() & other.keys()
+    return {**one, **other, **{name: {**one[name], **other[name]} for name in both}}
+
+
+def generated(seed: int) -> Order:
+    """Some steps as they should be, with a few words put in between."""
+    chance = random.Random(seed)
+    settings = [chance.choice(["zero1", "zero2", "zero3"] * 3 + ["zero0"])]
+    count = chance.choice([1, 1, 2, 2, 4])
+    settings += [f"micro{count}"] * (count > 1)
+    if settings[0] != "zero0":
+        more = [*([["offloaded"], ["overlap"], ["bf16"]] * 2), *[[]] * 6]
+        more += [["unmanaged"], ["sum"]] if str(RELEASE) >= "0.19.5" else []
+        settings += chance.choice(more)
+    subject = chance.choice(["blocks", "patching", "engines", "chains", "all"])
+    micro_steps = MICRO_STEPS + CHAINS * 4 * (subject == "chains")
+    between = ANYWHERE + PATCHING * (2 if subject == "patching" else subject == "all")
+    between += ENGINES * (3 if subject == "engines" else subject == "all")
+    words: list[str] = []
+    for _ in range(chance.choice([1, 2, 3]) * count):
+        words += chance.choice(micro_steps).split() + ["step"]
+    if TORCH_STYLE and chance.random() < 0.3:
+        words = ["loss.backward" if word == "backward" else word for word in words]
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        at, put = chance.randint(0, len(words)), chance.choice(between)
+        if put in ENGINES:  # where they make sense
+            at = chance.choice([0, *(i + 1 for i, word in enumerate(words) if word == "step")])
+        words[at:at] = put.split()
+    return Order(tuple(settings), (*["unapply_all"] * (chance.random() < 0.1), *words))
