@@ -29,7 +29,7 @@ _said_of: WeakSet[Any] = WeakSet()  # engines
 
 def _take_in(engine: Any) -> LocalGradients | None:
     steps = kept.of(engine.optimizer)
-    return None if steps is None or _refusal(engine) else LocalGradients(engine, steps)
+    return None if steps is None or _why_not(engine) else LocalGradients(engine, steps)
 
 
 _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
@@ -42,7 +42,14 @@ def activate() -> Sequence[str]:
 
 
 def deactivate() -> None:
-    """Leave every engine to stock."""
+    """Leave every engine to stock.
+
+    Raises Misused inside a block, whose gradients nobody would reduce.
+    """
+    if any(local.in_block or local.in_no_sync for _, local in _local.all()):
+        raise Misused(
+            "coalesce is taken back inside coalesce_grad_reduction() or no_sync(): leave that first"
+        )
     for local in kept.unsubscribe(_local):
         local.end()
 

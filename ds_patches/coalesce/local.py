@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ds_patches.core.agreement import reduction_group
@@ -38,6 +38,10 @@ class LocalGradients(Listener):
         self._engine, self._steps = engine, steps
         self._shadows: list[Shadow] = []
         self._waiting = False  # a backward has begun since gradients stay
+        #: Each backward reduces, and a step, which is its own boundary, takes the sum.
+        self._finalizes = not upstream_engine.manages_boundary(engine) and (
+            engine.zero_optimization_partition_gradients()
+        )
         #: Whether plain backwards are divided by the micro steps, those that begin at an output.
         self._divides_others = has_torch_style_backward(engine)
 
@@ -71,7 +75,8 @@ class LocalGradients(Listener):
             return
         if not had_backward:  # but another rank had
             self._steps.sum.begin_backward()
-        with upstream_engine.at_boundary(self._engine):
+        boundary = nullcontext() if self._finalizes else upstream_engine.at_boundary(self._engine)
+        with boundary:
             self.sum.reduce(lacking)
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
@@ -136,7 +141,7 @@ class LocalGradients(Listener):
         """Outside blocks and ``no_sync()``, at the boundary, the sum is reduced."""
         if self.in_block or self.in_no_sync:  # up to 0.18.2 it is asked for there, too
             return
-        if self._engine.is_gradient_accumulation_boundary():
+        if self._finalizes or self._engine.is_gradient_accumulation_boundary():
             self.reduce()
 
     def _backward(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -158,7 +163,8 @@ class LocalGradients(Listener):
                     "boundary: its gradients are not reduced. Run the last backward of the step, "
                     "and step, outside."
                 )
-            if self._waiting and not self.sum.is_empty():
+            reduces = not upstream_engine.manages_boundary(engine) and not self._finalizes
+            if self._waiting and not reduces and not self.sum.is_empty():
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

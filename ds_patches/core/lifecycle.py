@@ -53,11 +53,10 @@ class Life:
         """
         for user in self._live_users():
             user.unapply()
-        if was_active := self.journal.active:
+        if self.journal.active:
+            self._deactivate()  # first, as it may refuse
             self.reverted, self.notes = True, ()
         self.journal.remove()
-        if was_active:
-            self._deactivate()
         self._warn(self.journal.left_behind())
         self.decline()
         for required in map(lives.__getitem__, self.patch.requires):
