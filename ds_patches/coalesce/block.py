@@ -18,6 +18,11 @@ from .local import LocalGradients
 
 logger = logging.getLogger("ds_patches.coalesce")
 
+_RAISED = (
+    "A coalesce_grad_reduction() block raised: its gradients were dropped, and at ZeRO 1 those of "
+    "the step's earlier micro steps, which lie with them."
+)
+
 
 @contextmanager
 def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[None]:
@@ -55,13 +60,16 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         local.reduce()
     except BaseException:
         _leave(engine, local, gathered)
+        had_backward = local.waiting
         local.end()
         steps.recover()
         upstream_engine.forget_backward(engine)
         upstream_engine.stop_timers(engine)
         upstream_engine.restore_boundary(engine, boundary)
-        local.sum.drop()
-        logger.warning("A coalesce_grad_reduction() block raised: its gradients were dropped.")
+        if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
+            local.sum.drop()
+        if had_backward:
+            logger.warning(_RAISED)
         raise
 
 

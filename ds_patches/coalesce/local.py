@@ -37,7 +37,8 @@ class LocalGradients(Listener):
         self.failed = False
         self._engine, self._steps = engine, steps
         self._shadows: list[Shadow] = []
-        self._waiting = False  # a backward has begun since gradients stay
+        #: A backward has begun since gradients stay.
+        self.waiting = False
         #: Each backward reduces, and a step, which is its own boundary, takes the sum.
         self._finalizes = not upstream_engine.manages_boundary(engine) and (
             engine.zero_optimization_partition_gradients()
@@ -65,11 +66,11 @@ class LocalGradients(Listener):
         for shadow in self._shadows:
             shadow.remove()
         self._shadows = []
-        self._waiting = self.awaits_backwards = False
+        self.waiting = self.awaits_backwards = False
 
     def reduce(self) -> None:
         """Add what is there to the gradients of the step, if any rank has one. A collective."""
-        had_backward = self._waiting
+        had_backward = self.waiting
         self.end()
         if (lacking := self.sum.lacking()) is None:
             return
@@ -84,7 +85,7 @@ class LocalGradients(Listener):
     def backward_begins(self, again: bool) -> None:
         if not self._steps.in_engine_backward:
             upstream_engine.must_scale(self._engine)
-        self._waiting = True
+        self.waiting = True
 
     def backward_nested(self) -> None:
         """The outer one ends with one reduction, whatever runs inside it.
@@ -98,12 +99,12 @@ class LocalGradients(Listener):
                 "`with engine.coalesce_grad_reduction():`"
             )
         self.begin()
-        self._waiting = True
+        self.waiting = True
 
     def dropped(self, failed: bool) -> None:
         self.failed |= failed
         if self.in_block or self.in_no_sync:
-            self._waiting = False
+            self.waiting = False
         else:
             self.end()
 
@@ -126,7 +127,7 @@ class LocalGradients(Listener):
             yield
         finally:
             self.in_no_sync = engine.inside_no_sync_ctxt = False
-            if not self._waiting:
+            if not self.waiting:
                 self.end()
 
     # --- In the place of DeepSpeed's methods ------------------------------------------------------
@@ -164,7 +165,7 @@ class LocalGradients(Listener):
                     "and step, outside."
                 )
             reduces = not upstream_engine.manages_boundary(engine) and not self._finalizes
-            if self._waiting and not reduces and not self.sum.is_empty():
+            if self.waiting and not reduces and not self.sum.is_empty():
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

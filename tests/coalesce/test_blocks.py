@@ -166,6 +166,34 @@ def test_gradients_of_other_tensors(trainer: Any, step: int) -> None:
         trainer.backward(first * slope + second)
 
 
+@trains("coalesce", at(1, 2, 3, core={2, 3}), at(1, 2, 3, **OFFLOADED), at(2, micro_steps=2))
+def test_a_block_without_a_backward(trainer: Any, step: int, micro: int) -> None:
+    """It reduces nothing, whatever it runs; a rank that alone has none reduces zeros.
+
+    At ZeRO 3 ranks gather together: they all need the same forwards and backwards.
+    """
+    with trainer.window():
+        pass
+    with trainer.window():
+        first = loss_of(trainer, step, micro)
+    if step == 1:
+        trainer.backward(first)  # over a forward of a block that has ended
+    with trainer.window():
+        if step or dist.get_rank() or trainer.options.stage == 3:
+            trainer.backward(loss_of(trainer, step, micro))
+            trainer.backward(loss_of(trainer, step, 7))
+    trainer.backward(loss_of(trainer, step, micro + 3))
+
+
+@trains("coalesce", at(3, steps=2))
+def test_a_backward_after_its_block(trainer: Any, step: int) -> None:
+    """Over the second forward of a block, for which no module hook has gathered."""
+    with trainer.window():
+        trainer.backward(loss_of(trainer, step))
+        later = loss_of(trainer, step, 1)
+    trainer.backward(later)
+
+
 @cases(*(window(2, **more) for more in (bucket(24), bucket(10**6), FIVE_GROUPS, {"clip": 0.05})))
 def test_three_ranks(three: World, case: Case) -> None:
     case.check(three)

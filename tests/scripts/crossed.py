@@ -104,6 +104,7 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
         PLAIN,
         Choice("micro2", {"micro_steps": 2}, stages=ANY),
         Choice("micro4", {"micro_steps": 4, "steps": 9}, stages=ANY),
+        Choice("unmanaged", settings={"managed_gradient_accumulation": False}),
     ),
     "offload": (
         PLAIN,
