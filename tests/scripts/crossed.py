@@ -50,7 +50,7 @@ class Choice:
             one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name)
         }
         found = _called(script)
-        if COUNTING & found:
+        if COUNTING & found and self.given.get("micro_steps") != 1:
             kept.add("micro_steps")
         scaled = "fp16" in self.settings and MAKING & found
         rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
@@ -84,6 +84,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CONFIGURED = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+UNMANAGED = {"managed_gradient_accumulation": False}
 PRESCALED = {"prescale_gradients": True}
 #: Of the low-rank model: one more would make a leaf of the whole, which stock does not train, as it
 #: does not train a block whose inputs need no gradient.
@@ -104,7 +105,7 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
         PLAIN,
         Choice("micro2", {"micro_steps": 2}, stages=ANY),
         Choice("micro4", {"micro_steps": 4, "steps": 9}, stages=ANY),
-        Choice("unmanaged", settings={"managed_gradient_accumulation": False}),
+        Choice("unmanaged", {"micro_steps": 1}, settings=UNMANAGED),
     ),
     "offload": (
         PLAIN,
