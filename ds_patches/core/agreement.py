@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,8 +66,12 @@ def compare(engine: Any) -> None:
     ranks = tuple(map(int, dist.get_process_group_ranks(reduction_group(engine))))
     me = dist.get_rank()
     trouble = ""
-    if len(ranks) > 1:
-        trouble = exchange(store(), meeting("ranks", ranks, me), ranks, me, holdings())
+    try:
+        if len(ranks) > 1:
+            trouble = exchange(store(), meeting("ranks", ranks, me), ranks, me, holdings())
+    except RuntimeError as error:  # of the store, which ends with the rank that has it
+        log.info("the ranks of this engine are not compared, as one has ended: %s", error)
+        return
     if me == 0:
         _leave(len(ranks), trouble)
     if trouble:
@@ -141,9 +146,10 @@ def exchange(store: Any, prefix: str, ranks: tuple[int, ...], me: int, mine: Hol
         if rank not in silent
     }
     # The store may end with this rank: not before the others have read.
-    store.add(read, 1)
     readers = sum(bool(one.live) for one in heard.values())
-    _until(lambda: store.add(read, 0) >= readers, _READING)
+    with suppress(RuntimeError):  # of a store that has ended: with its rank, which has read
+        store.add(read, 1)
+        _until(lambda: store.add(read, 0) >= readers, _READING)
     if not silent:
         return "; ".join(differences(heard))
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -23,14 +23,17 @@ _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 def in_order(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> Args:
     """Return the arguments of a call in the order of the function that lies beneath all wrappers.
 
-    Its defaults stand in for what is not given, up to the last that is. Where the arguments do not
-    fit it, its own error is raised.
+    Its defaults stand in for what is not given, up to the last that is. What `wrapped` takes beside
+    them it has already: see `wrappers`. Raises TypeError where the arguments do not fit.
     """
-    function = live.innermost(getattr(wrapped, "__func__", wrapped))
-    if function.__code__.co_flags & _TAKES_ANY:
+    if type(wrapped) is partial:
+        wrapped = wrapped.func
+    found = live.innermost(getattr(wrapped, "__func__", wrapped))
+    if found.__code__.co_flags & _TAKES_ANY:
         return (*args, *kwargs.values())
+    function = getattr(found, "__func__", found)
     names, defaults, required = _parameters(function)
-    bound = hasattr(wrapped, "__self__")
+    bound = hasattr(wrapped, "__self__") or found is not function
     names, required = names[bound:], required - bound
     if not kwargs and required <= len(args) <= len(names):
         return args
@@ -38,11 +41,19 @@ def in_order(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> Args:
     if len(args) <= len(names) and kwargs.keys() <= {*names} - given.keys():
         given |= kwargs
         last = max((at for at, name in enumerate(names) if name in given), default=0)
-        found = defaults | given
-        if found.keys() >= {*names}:
-            return tuple(found[name] for name in names[: last + 1])
-    wrapped(*args, **kwargs)  # raises
+        values = defaults | given
+        if values.keys() >= {*names}:
+            return tuple(values[name] for name in names[: last + 1])
+    try:
+        inspect.signature(function).bind(*[None] * bound, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{function.__qualname__}() {error}") from None
     return args
+
+
+def names_of(function: Any) -> tuple[str, ...]:
+    """Return the arguments of a function that is beneath all wrappers."""
+    return _parameters(getattr(function, "__func__", function))[0]
 
 
 @cache

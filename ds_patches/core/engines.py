@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ds_patches.core.wrappers import Wrapper
 
 MODULE = "deepspeed.runtime.engine"
+#: An attribute that an engine gets near the end of its construction, after its optimizer's.
+_LAST = "unflatten"
 
 #: Those that were found, or built, while patches were applied.
 known: WeakSet[Any] = WeakSet()
@@ -20,7 +22,10 @@ known: WeakSet[Any] = WeakSet()
 
 @once.per_call
 def built() -> list[Any]:
-    """Return every engine there is, but for those that ``gc.freeze()`` hides."""
+    """Return every engine there is, but for those that ``gc.freeze()`` hides.
+
+    One whose construction is under way, or has raised, is nobody's.
+    """
     base = getattr(sys.modules.get(MODULE), "DeepSpeedEngine", None)
     if base is None:
         return []
@@ -29,7 +34,8 @@ def built() -> list[Any]:
         kinds += kind.__subclasses__()
     # Each object refers to its class: the collector looks for that without a line of Python. What
     # else it finds is told by type(), as a proxy claims the class of what it stands for.
-    return [thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), base)]
+    found = [thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), base)]
+    return [engine for engine in found if _LAST in vars(engine)]
 
 
 def replacement(wrapper: Wrapper) -> str:

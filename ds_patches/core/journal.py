@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_patches.core import live
 from ds_patches.core.patch import Target
-from ds_patches.core.state import WrapperState
+from ds_patches.core.state import WrapperState, all_reached
 
 if TYPE_CHECKING:
     from ds_patches.core.wrappers import Around, Wrapper
@@ -30,6 +30,11 @@ class Journal:
     def active(self) -> bool:
         """Whether any wrapper is switched on."""
         return any(wrapper.on for wrapper in self.wrappers)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether wrappers are switched on, and none was replaced: a module is reloaded, say."""
+        return all_reached([state for state, _ in self.wrapper_states().values()])
 
     def install(self, targets: Iterable[Target], around: Callable[[Target], Around]) -> None:
         """Wrap every target, or none: a failure takes back what was done and is raised.
@@ -57,7 +62,10 @@ class Journal:
         ]
 
     def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
-        """Read from the live objects where each active wrapper stands, and what lies over it."""
+        """Read from the live objects where each active wrapper stands, and what lies over it.
+
+        Of a target that was wrapped anew, the wrapper of now: the others may be in use still.
+        """
         return {w.target.key: _state_of(w) for w in self.wrappers if w.on}
 
     def names_out_of_reach(self) -> list[str]:
@@ -129,12 +137,12 @@ def _splice(wrapper: Wrapper, path: list[Any]) -> None:
 
 def _path_to(wrapper: Wrapper) -> list[Any]:
     """Return the layers from the owner's present value down to the wrapper; empty if replaced."""
-    if live.site(wrapper.target) != (wrapper.owner, wrapper.name):
-        return []  # the module was imported anew: its classes are others
     return live.path_to(live.raw(wrapper.owner, wrapper.name), wrapper.installed)
 
 
 def _state_of(wrapper: Wrapper) -> tuple[WrapperState, str]:
+    if live.site(wrapper.target) != (wrapper.owner, wrapper.name):
+        return WrapperState.REPLACED, "its module, which was imported anew"
     path = _path_to(wrapper)
     if not path:
         return WrapperState.REPLACED, live.origin(live.raw(wrapper.owner, wrapper.name))

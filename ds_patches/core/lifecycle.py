@@ -39,6 +39,7 @@ class Life:
         self.for_others = request.for_others and (self.for_others or not active)
         if not active:
             self.failure, self.reverted, self.notes = None, False, ()
+        if not self.journal.is_in_place:
             try:
                 verdict = self._try_to_apply(requests)
             except Exception as error:
@@ -147,10 +148,10 @@ class Life:
         return verdict
 
     def _put_in_place(self, targets: tuple[Target, ...]) -> None:
-        patch = self.patch
+        patch, is_active = self.patch, self.journal.active
         self.journal.install(targets, lambda target: patch.hook(target.wrapper))
         try:
-            notes = patch.hook(patch.activate)() if patch.activate else ()
+            notes = patch.hook(patch.activate)() if patch.activate and not is_active else ()
         except BaseException:
             self.journal.remove()
             self._deactivate()

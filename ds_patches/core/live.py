@@ -101,6 +101,14 @@ def path_to(top: Any, wanted: Any) -> list[Any]:
     return []
 
 
+def is_anothers(layer: Any) -> bool:
+    """Whether a layer over a function is another library's, and no decorator that it came with."""
+    if type(layer) is FunctionType:
+        home = layer.__globals__.get("__name__", "")
+        return home.partition(".")[0] not in ("contextlib", "deepspeed", "torch")
+    return not type(layer).__module__.startswith("ds_patches.")
+
+
 def leads_to(value: Any, wanted: Any) -> bool:
     """Whether a call of `value` may come to `wanted`."""
     return bool(path_to(value, wanted))
@@ -153,6 +161,8 @@ def _layers_beneath(value: Any) -> Iterator[Any]:
         for name in ("_self_wrapper", "_self_parent", "__wrapped__"):  # wrapt's proxies
             if (beneath := getattr(value, name, None)) is not None:
                 yield beneath
+        if hasattr(kind, "__wrapped__"):
+            return  # a proxy's other attributes are those of what it wraps
         # The names that the methods of a class of callables read or write.
         methods = (m for one in kind.__mro__ for m in vars(one).values() if type(m) is FunctionType)
         spoken_of = {name for method in methods for name in method.__code__.co_names}

@@ -29,7 +29,7 @@ def start(requests: Requests) -> None:
     global _is_on
     _is_on = True
     agreement.prepare(requests)
-    if not _journal.active and not imports.awaited([engines.MODULE]):
+    if not _journal.is_in_place and not imports.awaited([engines.MODULE]):
         engines.known.update(engines.built())
         imports.add_post_import_hook(engines.MODULE, _wrap)
 

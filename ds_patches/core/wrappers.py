@@ -8,13 +8,16 @@ wrapper has not: see `_Bound.__func__`, and `_Method`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import wrapt
 
 from ds_patches.core import live
+from ds_patches.core.calls import names_of
 from ds_patches.core.patch import Target
 
 Around = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -32,6 +35,17 @@ class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         # schedulers at the step of an optimizer, would go past the wrapper.
         return self._self_parent
 
+    # As a method of Python's does: copied it is the same, with a copy of its object another's.
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._self_parent.__get__(copy.deepcopy(self.__self__, memo), None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.__self__, self.__name__)
+
 
 class Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """Around a function of a module, or a method at one object."""
@@ -40,12 +54,27 @@ class Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = None
 
+    def __init__(self, wrapped: Any, around: Around, **how: Any) -> None:
+        super().__init__(wrapped, _passing_on(wrapped, around), **how)
+
+    # As a function of Python's does: a copy is itself, and pickled it is its name.
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Taken out, the name is that of the function: a copy of that is itself.
+        return self.__qualname__ if self._self_enabled else (copy.copy, (self.__wrapped__,))
+
 
 class _Method(Function):
     """Around a method, bound as a function is: `Class.method` is the wrapper itself, every time."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, wrapped: Any, around: Around, **how: Any) -> None:
+        super().__init__(wrapped, around, **how)
         # Kept, as Dynamo fails to follow super() where it traces the two below.
         self._self_bind: Any = super().__get__
 
@@ -54,6 +83,24 @@ class _Method(Function):
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._self_bind(instance, None)(*args, **kwargs)
+
+
+def _passing_on(beneath: Any, around: Around) -> Around:
+    """Let keywords that only another library's wrapper beneath knows go there past `around`."""
+    function = live.innermost(beneath)
+    layers = live.path_to(beneath, function)[:-1]
+    if not any(map(live.is_anothers, layers)):
+        return around
+    known = names_of(function)
+
+    @wraps(around)
+    def passing_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if others := {name: kwargs[name] for name in kwargs.keys() - {*known}}:
+            wrapped = partial(wrapped, **others)
+            kwargs = {name: one for name, one in kwargs.items() if name not in others}
+        return around(wrapped, instance, args, kwargs)
+
+    return passing_on
 
 
 @dataclass(eq=False)

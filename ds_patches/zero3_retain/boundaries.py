@@ -209,6 +209,8 @@ class NoBoundary:
 class Edge:
     """Stands where upstream has an autograd Function of its own for each module.
 
+    As that, which is a class, it is the same in a copy of the module.
+
     call_of: returns the call of the module that a tensor belongs to, in its forward.
     run_backward: gets that call and the gradient, and returns the gradient.
     """
@@ -225,6 +227,9 @@ class Edge:
         #: Takes a tensor, and returns it with the edge in its graph. No function of ours, which
         #: Dynamo would compile by itself.
         self.apply = partial((_TransformedBoundary if transforms else _Boundary).apply, self)
+
+    def __deepcopy__(self, memo: Any) -> Edge:
+        return self
 
 
 class _Boundary(torch.autograd.Function):

