@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from ds_patches.core import engines, gate, imports, registry, release
-from ds_patches.core.errors import ImportFails
+from ds_patches.core.errors import ImportFails, Misused
 from ds_patches.core.flags import Request, Requests
 from ds_patches.core.gate import Verdict
 from ds_patches.core.journal import Journal
@@ -54,10 +54,17 @@ class Life:
         """
         for user in self._live_users():
             user.unapply()
-        if self.journal.active:
-            self._deactivate()  # first, as it may refuse
-            self.reverted, self.notes = True, ()
-        self.journal.remove()
+        stays = False
+        try:
+            if self.journal.active:
+                self.reverted, self.notes = True, ()
+                self._deactivate()
+        except Misused:  # not now: nothing was taken back
+            stays, self.reverted = True, False
+            raise
+        finally:
+            if not stays:
+                self.journal.remove()
         self._warn(self.journal.left_behind())
         self.decline()
         for required in map(lives.__getitem__, self.patch.requires):
