@@ -17,6 +17,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from ds_patches.core import files
+
 #: What a setting is; what is neither on nor off is open.
 Facts = Mapping[str, bool | int | str | None]
 
@@ -74,4 +76,4 @@ def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+
 
 @cache
 def read() -> Any:
-    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return json.loads(files.text(Path(__file__).with_suffix(".json")))

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from ds_patches.commands import cures, pasted
 from ds_patches.commands.pasted import Error, Pasted
-from ds_patches.core import columns, release
+from ds_patches.core import columns, files, release
 from ds_patches.core.errors import FlagError
 from ds_patches.core.symptom import Symptom, plain
 from ds_patches.symptoms import COMPILED, OLDEST, SYMPTOMS, TESTED
@@ -150,7 +150,7 @@ def page() -> Path:
 
 
 def section(anchor: str) -> str:
-    text = page().read_text(encoding="utf-8")
+    text = files.text(page())
     found = re.search(rf"^####? .+{{ #{anchor} }}\n(?:(?!^##).*\n?)*", text, re.MULTILINE)
     return found[0].replace(f" {{ #{anchor} }}", "") if found else ""
 
