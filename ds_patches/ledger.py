@@ -70,7 +70,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:
 def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+") -> bool | None:
     for name in place.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
-    value = str(config).lower()
+    # Of a YAML with aliases the text of a container may be longer than any memory.
+    value = "..." if isinstance(config, (Mapping, list)) else str(config).lower()
     return None if value == "auto" else bool(re.fullmatch(pattern, value))
 
 
