@@ -80,7 +80,7 @@ def _explain(chosen: Namespace) -> int:
 def _prove(chosen: Namespace) -> int:
     from ds_patches.commands import prove
 
-    if not chosen.name:
+    if chosen.name is None:
         return prove.listed()
     return prove.prove(chosen.name, chosen.svg, script=chosen.script)
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from ds_patches.core import files
+
 #: What a setting is; what is neither on nor off is open.
 Facts = Mapping[str, bool | int | str | None]
 
@@ -68,10 +70,11 @@ def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:
 def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+") -> bool | None:
     for name in place.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
-    value = str(config).lower()
+    # Of a YAML with aliases the text of a container may be longer than any memory.
+    value = "..." if isinstance(config, (Mapping, list)) else str(config).lower()
     return None if value == "auto" else bool(re.fullmatch(pattern, value))
 
 
 @cache
 def read() -> Any:
-    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return json.loads(files.text(Path(__file__).with_suffix(".json")))

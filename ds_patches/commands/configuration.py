@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_patches import ledger
+from ds_patches.commands import given
 from ds_patches.core.errors import FlagError
 from ds_patches.core.symptom import Symptom
 
@@ -24,6 +26,8 @@ REMOVED = ("amp", "sparse_gradients", "eigenvalue", "elasticity", "graph_harvest
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _ITS = ("zero_optimization", *_BATCHES)
 _WORDS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
+#: Bytes of a file, and keys of a mapping that others are merged into.
+_LONGEST, _KEYS = 1 << 16, 1000
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 SCRIPT = "script"
@@ -36,18 +40,19 @@ def read(file: Path) -> Facts:
     """
     outer = _load(file)
     if (kind := outer.get("distributed_type", "DEEPSPEED")) != "DEEPSPEED":
-        raise FlagError(f"{file} has no DeepSpeed configuration: its distributed_type is {kind}")
+        its = kind if isinstance(kind, str) else type(kind).__name__
+        raise FlagError(f"{file} has no DeepSpeed configuration: its distributed_type is {its}")
     inner = outer.get("deepspeed_config", outer.get("deepspeed", outer))
     if isinstance(inner, Mapping):
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
         beside = (file.parent / inner, Path(inner), file.parent / Path(inner).name)
-        inner = _load(next((one for one in beside if one.is_file()), Path(inner)))
+        inner = _load(next(filter(os.path.isfile, beside), Path(inner)))
     if not isinstance(inner, Mapping) or not any(name in inner for name in (*_ITS, *_WORDS)):
         raise FlagError(f"{file} has no DeepSpeed configuration")
     try:
         return _facts(inner, outer if inner is not outer else None)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise FlagError(f"{file} has a setting of a wrong type: {error}") from error
 
 
@@ -75,9 +80,14 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
 
     outer: the file around it, which fills in what is "auto"; what Accelerate's words lack, is.
     """
+    for name in ("zero_optimization", "optimizer", "scheduler", "checkpoint"):
+        if not isinstance(inner.get(name) or {}, Mapping):
+            raise TypeError(f"{name} is no section")
     zero: Settings = inner.get("zero_optimization") or {}
     words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
     stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
+    if stage not in range(4):
+        raise ValueError("there is no such ZeRO stage")
     schedule: Settings = inner.get("scheduler") or {}
     halves = {name: _half(name, inner, outer) for name in _HALVES}
     facts = {name: SCRIPT if on is None else on for name, on in ledger.settings(inner).items()}
@@ -123,23 +133,36 @@ def _switch(value: Any, name: str) -> bool | str:
     return name if value == "auto" else bool(value)
 
 
+def _yaml(file: Path, text: str) -> Any:
+    try:
+        import yaml
+
+        class Loader(yaml.SafeLoader):  # type: ignore[misc]
+            def flatten_mapping(self, node: Any) -> None:
+                """Merge mappings into one, which may be named, and merged again, and grow so."""
+                super().flatten_mapping(node)
+                if len(node.value) > _KEYS:
+                    raise ValueError(f"a mapping of more than {_KEYS} keys")
+
+        return yaml.load(text, Loader)
+    except Exception as error:  # also where PyYAML is not installed, or raises one of its own
+        raise FlagError(f"{file} is neither JSON nor YAML: {error}") from error
+
+
 def _load(file: Path) -> Settings:
     """Read JSON, or else YAML, whatever the file is called."""
+    read = given.content(file, _LONGEST + 1)
+    if len(read) > _LONGEST:
+        raise FlagError(f"{file} has more than {_LONGEST} bytes: no DeepSpeed configuration")
     try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise FlagError(f"{file}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise FlagError(f"{file} cannot be read: {error}") from error
-    try:
+        text = read.decode()
         found = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise FlagError(f"{file} cannot be read: {error}") from error
     except ValueError:
-        try:
-            import yaml
-
-            found = yaml.safe_load(text)
-        except Exception as error:  # also where PyYAML is not installed, or raises one of its own
-            raise FlagError(f"{file} is neither JSON nor YAML: {error}") from error
+        found = _yaml(file, text)
+    except RecursionError as error:
+        raise FlagError(f"{file} is nested too deeply") from error
     if not isinstance(found, Mapping):
         raise FlagError(f"{file} has no DeepSpeed configuration")
     return found

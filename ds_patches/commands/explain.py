@@ -11,15 +11,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from ds_patches.commands import cures, pasted
+from ds_patches.commands import cures, given, pasted
 from ds_patches.commands.pasted import Error, Pasted
-from ds_patches.core import columns, release
-from ds_patches.core.errors import FlagError
+from ds_patches.core import columns, files, release
 from ds_patches.core.symptom import Symptom, plain
 from ds_patches.symptoms import COMPILED, OLDEST, SYMPTOMS, TESTED
 
@@ -27,6 +27,9 @@ from ds_patches.symptoms import COMPILED, OLDEST, SYMPTOMS, TESTED
 KNOWN, UNKNOWN, PERHAPS = 0, 1, 3
 #: Answers of one section.
 _MOST = 3
+#: Bytes of a log's end that are read, and how the names of logs end.
+_LOG = 1 << 28
+_LOGS = (".log", ".txt", ".out", ".err")
 _SEARCH = "search DeepSpeed's issues"
 _WHICH = "say which DeepSpeed it is: --release 0.18.4"
 #: States in which the answer is most likely another.
@@ -134,12 +137,10 @@ def explain(text: str, asked: Version | None, *, verbose: bool, as_json: bool) -
 
 def _of_file(text: str) -> str:
     """Return the content of a file that is named, or the text itself."""
-    if not os.path.exists(text) and not re.fullmatch(r"\S*(/\S*|\.(log|txt|out|err))", text):
+    is_name = len(text.split()) == 1 and ("/" in text or text.endswith(_LOGS))
+    if not is_name and not os.path.exists(text):
         return text
-    try:
-        return Path(text).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise FlagError(f"{text} cannot be read: {error.strerror}") from error
+    return given.content(Path(text), _LOG, end=True).decode(errors="replace")
 
 
 def page() -> Path:
@@ -150,7 +151,7 @@ def page() -> Path:
 
 
 def section(anchor: str) -> str:
-    text = page().read_text(encoding="utf-8")
+    text = files.text(page())
     found = re.search(rf"^####? .+{{ #{anchor} }}\n(?:(?!^##).*\n?)*", text, re.MULTILINE)
     return found[0].replace(f" {{ #{anchor} }}", "") if found else ""
 
@@ -178,17 +179,17 @@ def _status(found: Pasted, known: list[Answer]) -> int:
         return KNOWN
     if any(one.state not in _OTHER for one in known):
         return PERHAPS
-    ours = [line for line in found.said if any(line in one.message for one in found.errors)]
+    ours = any(pasted.said(one.message) for one in found.errors)
     return KNOWN if ours and not known else UNKNOWN
 
 
 def _of_error(error: Error) -> Iterator[tuple[Symptom, bool]]:
     """Yield the rows of an error's message that its traceback allows, and whether it shows them."""
     said = _said(error.message)
-    for one in _KNOWN:
-        if said & {*_messages(one)}:
+    for one, messages in _messages().items():
+        if said & messages:
             mark, pattern = one.shown[:1], one.shown.lstrip("?!")
-            shown = bool(re.search(pattern, error.evidence))
+            shown = any(_has(error.evidence, way) for way in pattern.split("|"))
             if shown or (mark not in ("?", "!") and not error.has_traceback):
                 yield one, shown and mark != "?"
 
@@ -209,8 +210,22 @@ def _answer(
     return Answer(one, is_sure, "untested", f"{here} was not tested", _SEARCH)
 
 
-def _messages(one: Symptom) -> list[str]:
-    return re.findall("`(.+?)`", "".join((one.outcome, *one.asked)))
+@cache
+def _messages() -> dict[Symptom, set[str]]:
+    """Return the messages of all that is known, each as `alike` has it."""
+    found = {one: re.findall("`(.+?)`", "".join((one.outcome, *one.asked))) for one in _KNOWN}
+    return {one: {*map(pasted.alike, texts)} for one, texts in found.items()}
+
+
+def _has(evidence: str, pattern: str) -> bool:
+    """Whether one part of a pattern stands behind the other; each is looked for once."""
+    at = 0
+    for part in pattern.split(r"[\s\S]*"):
+        found = re.compile(part).search(evidence, at)
+        if not found:
+            return False
+        at = found.end()
+    return True
 
 
 def _has_words(question: str, asked: Iterable[str]) -> bool:
@@ -222,10 +237,11 @@ def _has_words(question: str, asked: Iterable[str]) -> bool:
 def _said(text: str) -> set[str]:
     """Return the messages that stand in a text; of two, one in the other, the longer."""
     text = pasted.alike(text)
-    known = {message for one in _KNOWN for message in _messages(one)}
-    found = {one for one in known if _pattern(one).search(text)}
+    found = {one for one in set().union(*_messages().values()) if _stands_in(text, one)}
     return {one for one in found if not any(one in other for other in found - {one})}
 
 
-def _pattern(message: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pasted.alike(message)).replace(r"\.\.\.", ".{1,80}?"))
+def _stands_in(text: str, message: str) -> bool:
+    if "..." not in message:
+        return message in text
+    return bool(re.search(re.escape(message).replace(r"\.\.\.", ".{1,80}?"), text))

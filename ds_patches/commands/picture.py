@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
@@ -21,8 +22,10 @@ _LOOKS: Any = dict.fromkeys(
 ) | {"svg.hashsalt": "ds_patches", "svg.fonttype": "none"}
 
 
-def must_draw() -> None:
-    """Raise FlagError if nothing can be drawn here."""
+def must_draw(file: Path) -> None:
+    """Raise FlagError if nothing can be drawn here, or not into this file."""
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise FlagError(f"--svg: {file} cannot be written")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -66,7 +66,7 @@ def prove(name: str, svg: Path | None = None, *, script: bool) -> int:
 
     svg: the file of a picture of it.
     """
-    rows = [one for one in CURED if one.proof == name]
+    rows = [one for one in CURED if name and one.proof == name]
     if not rows:
         known = [one.proof for one in CURED if one.proof]
         raise FlagError(f"no proof is named {name!r}{nearest(name, known)}: `ds-patches prove`")
@@ -78,7 +78,7 @@ def prove(name: str, svg: Path | None = None, *, script: bool) -> int:
         print(text, end="")
         return RIGHT
     if svg:
-        picture.must_draw()
+        picture.must_draw(svg)
     print(f"{title}\n", flush=True)
     return compare(text, title, svg)
 

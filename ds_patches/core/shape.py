@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from ds_patches.core import definitions, imports, live
+from ds_patches.core import definitions, files, imports, live
 from ds_patches.core.patch import Place
 
 #: `make shapes` writes it.
@@ -134,7 +134,7 @@ def file_hash(file: Stamp) -> str:
 
 @cache
 def _read(record: Path) -> Record:
-    found = json.loads(record.read_text(encoding="utf-8"))
+    found = json.loads(files.text(record))
     releases = tuple(map(Version, found["releases"].split()))
     return Record(releases, found["files"], found["places"])
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from ds_patches.core import files
+
 _HERE = Path(__file__).parent
 _OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 _BF16 = {"bf16": {"enabled": True}}
@@ -88,12 +90,12 @@ def compose(name: str, stage: int, title: str) -> str:
         "zero_optimization": zero,
         **proof.settings,
     }
-    return framed((_HERE / "scripts.py").read_text(encoding="utf-8"), proof.script, config, title)
+    return framed(files.text(_HERE / "scripts.py"), proof.script, config, title)
 
 
 def framed(source: str, script: str, config: Mapping[str, Any], title: str) -> str:
     """Return the frame with a function of a source, and whatever of the source that uses."""
-    frame = (_HERE / "frame.py").read_text(encoding="utf-8").replace("  # noqa: F401", "")
+    frame = files.text(_HERE / "frame.py").replace("  # noqa: F401", "")
     tree = ast.parse(source)
     whole = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     used = dict.fromkeys(_used(whole[script], whole))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,8 +31,9 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         if flags.is_strict():
             raise StartupError(f"{doubt} ({flags.PREFIX}_STRICT)")
         print(f"ds_patches: {doubt}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python has it ignored, and so would the command
     try:
-        os.execvpe(command[0], command, {**environment, **variables(environment)})
+        os.execvpe(command[0], command, {**_uncoerced(environment), **variables(environment)})
     except OSError as error:
         raise StartupError(f"{command[0]} cannot be run: {error.strerror}") from error
 
@@ -42,10 +45,21 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """
     chosen = {} if environment.get("DS_PATCHES") else {"DS_PATCHES": "all"}
     if not site_packages.is_enabled():
-        path = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if not _is_hook(p)]
+        given = environment.get("PYTHONPATH")
+        path = given.split(os.pathsep) if given else []  # an empty entry is the working directory
         chosen["DS_PATCHES_PREFIX"] = sys.prefix
-        chosen["PYTHONPATH"] = os.pathsep.join([str(HOOK), *filter(None, path)])
+        chosen["PYTHONPATH"] = os.pathsep.join([str(HOOK), *(p for p in path if not _is_hook(p))])
     return chosen
+
+
+def _uncoerced(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with the LC_CTYPE that was given: in the C locale Python sets it."""
+    found = {**environment}
+    with suppress(OSError):
+        given = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+        found.pop("LC_CTYPE", None)
+        found |= dict(one.split("=", 1) for one in given if one.startswith("LC_CTYPE="))
+    return found
 
 
 def _is_hook(folder: str) -> bool:

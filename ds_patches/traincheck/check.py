@@ -15,6 +15,7 @@ from ds_patches.traincheck.modules import Trainable, trainables, watched
 from ds_patches.traincheck.report import Action, NotTrained, TrainReport, Untrained
 from ds_patches.traincheck.steps import Steps
 from ds_patches.training.ranks import on_any
+from ds_patches.upstream.engine import is_left
 
 log = logging.getLogger("ds_patches")
 
@@ -28,12 +29,14 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
     report = TrainReport()
     found = trainables(engine.module)
-    steps = Steps(engine.optimizer, [trainable.param for trainable in found])
+    # Such graphs run no hook; and what an accumulation has begun with before, nobody has heard.
+    deaf = is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    steps = Steps(engine.optimizer, [trainable.param for trainable in found], deaf)
     with watched(engine.module, found) as has_run, steps.watched():
         yield report
     keys = [id(trainable.param) for trainable in found]
-    told = (steps.trained, steps.stale, steps.left, steps.held)
-    trained, stale, left, held, ran, (no_step, no_inner_step) = _agreed(
+    told = (steps.trained, steps.stale, steps.came, steps.left, steps.held)
+    trained, stale, came, left, held, ran, (no_step, no_inner_step) = _agreed(
         engine,
         *([key in ids for key in keys] for ids in told),
         [has_run(trainable) for trainable in found],
@@ -51,6 +54,8 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
             log.warning("every step inside train_check() was skipped for overflow: no verdict")
         return
     report.steps = steps.taken
+    # Equal sums alone tell nothing: a gradient may be the same in each step.
+    trained = [t or (s and c) for t, s, c in zip(trained, stale, came, strict=True)]
     _judge(report, found, trained, stale, left, held, ran)
     if report.idle and speaks:
         log.warning("%s", report.remark())

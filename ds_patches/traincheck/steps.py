@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,16 @@ class Steps:
     """The steps of one DeepSpeed optimizer, while `watched`.
 
     What it finds are ids of parameters, as this rank sees them. `held`: it steps at least a part of
-    them. `trained`: stepped with a gradient. `stale`: with one that had been there before. `left`:
-    one lay on the parameter when the step began, which is fine where the step takes it from there.
+    them. `trained`: stepped with a gradient. `stale`: with one of the same sums as the one that had
+    been there before. `left`: one lay on the parameter when the step began, which is fine where the
+    step takes it from there. `came`: a backward had one for it that was taken, or nobody knows,
+    as where this is `deaf`, or begins after the backwards.
     """
 
-    def __init__(self, optimizer: Any, params: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: Any, params: Sequence[Tensor], deaf: bool) -> None:
         self._optimizer = optimizer
-        self._params = params
+        self._deaf = deaf
+        self._params: Sequence[Any] = params
         self._slices = stepped.slices(optimizer)
         self._before: dict[int, list[float]] = {}
         self._unchanged: set[int] = set()
@@ -39,6 +43,7 @@ class Steps:
         self.held = set(self._slices)
         self.trained: set[int] = set()
         self.stale: set[int] = set()
+        self.came: set[int] = set()
         self.left: set[int] = set()
 
     @contextmanager
@@ -47,8 +52,18 @@ class Steps:
             for inner in stepped.stepping(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
             block.callback(Shadow(self._optimizer, "step", self._step).remove)
+            for param in self._params:
+                hook = partial(self._note, id(param))
+                block.callback(param.register_hook(hook).remove)
             self._before = self._fingerprints()
             yield
+        if self._deaf or not self.came:
+            self.came = {id(param) for param in self._params}
+        if not stepped.takes_from_parameters(self._optimizer):
+            self.came -= self.left
+
+    def _note(self, key: int, _: Tensor) -> None:
+        self.came.add(key)
 
     @torch.no_grad()
     def _begin(self) -> None:

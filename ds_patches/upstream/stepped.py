@@ -56,12 +56,17 @@ def stepping(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [optimizer.optimizer, *([backup] if backup is not None else [])]
 
 
+def takes_from_parameters(optimizer: Any) -> bool:
+    """Whether a step may take gradients that still lie on parameters; ZeRO-3's never does."""
+    return kind_of(optimizer) is not Kind.ZERO3
+
+
 def kept(optimizer: Any, params: Iterable[Tensor], where: dict[int, Slice]) -> dict[int, Tensor]:
     """Return, by the id of the parameter, gradients that stay in place after a step.
 
     Nobody clears them. Where no new gradient comes, the next step takes the old one again.
     """
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+    if not takes_from_parameters(optimizer):
         from deepspeed.utils import safe_get_local_grad
 
         return {id(param): safe_get_local_grad(param) for param in params if id(param) in where}

@@ -17,7 +17,8 @@ ROOT = Path(str(ds_patches.__file__)).parent
 PATCHES = tuple(registry.patches())
 #: From below: what imports only what stands before it. Patches stand side by side.
 LAYERS = (
-    ("core", "ledger"),
+    ("core",),
+    ("ledger",),
     ("symptoms", "proofs"),
     ("upstream",),
     ("training",),

@@ -1,11 +1,14 @@
 """The wheel and the sdist are built, and the wheel runs beside DeepSpeed alone."""
 
+import compileall
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import packaging
 import pytest
@@ -17,8 +20,8 @@ from tests.core import fake
 NAME = f"ds_patches-{ds_patches.__version__}"
 
 
-def run(*arguments: str, cwd: Path, python: str = sys.executable) -> str:
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(*arguments: str, cwd: Path, python: str = sys.executable, **variables: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run([python, *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -64,3 +67,56 @@ def test_it_runs_beside_deepspeed_alone(wheel: Path, tmp_path: Path) -> None:
     assert applies.split(", ") == applied
     explain = ("-m", "ds_patches", "explain", "-v", "Cannot partition a param in flight")
     assert "A parameter is in flight at ZeRO-3" in run(*explain, cwd=tmp_path, python=python)
+
+
+def zipped(package: Path) -> Path:
+    return Path(shutil.make_archive(str(package.parent), "zip", package.parent, package.name))
+
+
+def compiled(package: Path) -> Path:
+    assert compileall.compile_dir(package, quiet=1, legacy=True)
+    for source in package.rglob("*.py"):
+        source.unlink()
+    return package.parent
+
+
+#: The states of all patches where DeepSpeed is imported first, and where `run` has them applied.
+APPLY = "import ds_patches; print(*ds_patches.apply_all().items(), sep='\\n')"
+APPLIED = "import deepspeed, ds_patches; print(*ds_patches.status().items(), sep='\\n')"
+
+
+@pytest.mark.parametrize("form", [zipped, compiled])
+def test_it_runs_from_a_zip_and_without_its_sources(form: Any, tmp_path: Path) -> None:
+    """The package is not the one of this environment, which is a folder of sources."""
+    package = tmp_path / "lib/ds_patches"
+    shutil.copytree(
+        registry.__file__.partition("/core/")[0], package, ignore=shutil.ignore_patterns("__pyc*")
+    )
+    shutil.copy(fake.REPOSITORY / "docs/troubleshooting.md", package)
+    place = {"PYTHONPATH": str(form(package))}
+    told = run("-c", APPLY, cwd=tmp_path, **place)
+    assert "lib" in run("-c", "print(__import__('ds_patches').__file__)", cwd=tmp_path, **place)
+    assert told == run("-c", APPLY, cwd=fake.REPOSITORY)
+    command = ("-m", "ds_patches")
+    assert run(*command, "run", "--", "python", "-c", APPLIED, cwd=tmp_path, **place) == told
+    explain = ("explain", "-v", "Cannot partition a param in flight")
+    assert "A parameter is in flight at ZeRO-3" in run(*command, *explain, cwd=tmp_path, **place)
+    done = subprocess.run(
+        [sys.executable, *command, "prove", "outputs", "--script"],
+        cwd=tmp_path,
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
+    )
+    if form is zipped:
+        assert (done.returncode, done.stdout[:3]) == (0, '"""')
+    else:
+        assert (done.returncode, "scripts.py is not there" in done.stderr) == (2, True)
+
+
+def test_a_package_without_patches_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(registry, "our_path", [str(tmp_path)])
+    with pytest.raises(ds_patches.DsPatchesError, match=f"no patch is found in {tmp_path}"):
+        ds_patches.apply_all()

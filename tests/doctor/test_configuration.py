@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from packaging.version import Version
 
 from ds_patches import ledger
+from ds_patches.__main__ import main
 from ds_patches.commands import configuration, cures, doctor
 from ds_patches.core.errors import FlagError
 from ds_patches.symptoms import SYMPTOMS
@@ -156,7 +159,7 @@ def test_every_need_is_a_setting(tmp_path: Path) -> None:
     [
         ("{", "neither JSON nor YAML"),
         ("{}", "no DeepSpeed configuration"),
-        ('{"deepspeed": "none.json"}', "none.json: no such file"),
+        ('{"deepspeed": "none.json"}', "none.json cannot be read: No such file"),
         ("distributed_type: FSDP\nfsdp_config: {}\n", "its distributed_type is FSDP"),
         ('{"zero_optimization": true}', "a wrong type"),
     ],
@@ -164,6 +167,83 @@ def test_every_need_is_a_setting(tmp_path: Path) -> None:
 def test_what_is_no_configuration_is_an_error(tmp_path: Path, content: str, why: str) -> None:
     with pytest.raises(FlagError, match=why):
         configuration.read(write(tmp_path / "ds.json", content))
+
+
+DEEP = 9_000
+LAUGHS = "a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+MERGED = "a0: &a0 {b: 1}\n" + "".join(
+    f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+ZERO = '{"zero_optimization": {"stage": %s}, "train_batch_size": 1}'
+HOSTILE = {
+    "aliases": f"{LAUGHS}zero_optimization: {{stage: *a8}}\n",
+    "aliases in a setting": f"{LAUGHS}zero_optimization: {{stage: 2, overlap_comm: *a8}}\n",
+    "aliases for a kind": f"{LAUGHS}distributed_type: *a8\n",
+    "merged": f"{MERGED}zero_optimization: {{stage: 2}}\n",
+    "infinite": ZERO % "1e999",
+    "huge": ZERO % ("9" * 30_000),
+    "huge in hexadecimal": f"zero_optimization: {{stage: 0x{'f' * 30_000}}}",
+    "sexagesimal": f"zero_optimization: {{stage: 1{':1' * 15_000}}}",
+    "no stage": ZERO % "7",
+    "deep": ZERO % ("[" * DEEP + "]" * DEEP),
+    "deep objects": '{"zero_optimization":' * 2_000,
+    "deep YAML": "zero_optimization: " + "[" * DEEP,
+    "dense YAML": "zero_optimization: {stage: [" + "a," * 15_000,
+    "long": " " * 10**8,
+    "binary": bytes(range(256)) * 100,
+    "empty": "",
+    "a list": "[1]",
+    "a text": '"zero_optimization"',
+    "another name": '{"deepspeed": "a\\u0000b"}',
+    "a long name": json.dumps({"deepspeed": "a" * 300}),
+    "keys": "1: 2\nnull: 3\nzero_optimization: x\n",
+    **{
+        f"{name} is {value}": json.dumps({"zero_optimization": {}, name: value})
+        for name in ("zero_optimization", "scheduler", "checkpoint", "gradient_accumulation_steps")
+        for value in ([1], "x", 1.5e300, {"params": [1], "stage": [], "enabled": {}})
+        if isinstance(value, (list, str)) or name == "zero_optimization"
+    },
+}
+
+
+#: What has a configuration all the same. Newer releases of PyYAML merge a key once.
+READ = ("aliases in a setting", "merged")
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "folder", "pipe", "device"])
+def test_a_hostile_file_is_told_of_at_once(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, content = tmp_path / "ds.json", HOSTILE.get(kind, "")
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    begin = time.process_time()
+    status = main(["doctor", "--release", "0.18.4", "--config", str(file)])
+    assert time.process_time() - begin < 2
+    said = capsys.readouterr()
+    if kind not in READ:
+        assert (status, said.out) == (2, "")
+        assert said.err.startswith("ds_patches: ")
+        assert len(said.err) < 1000
+
+
+def test_what_is_odd_and_right_is_read(tmp_path: Path) -> None:
+    """Anchors, a merged mapping, a pipe, and containers where a text is looked for."""
+    text = "a: &a {stage: 2}\nzero_optimization:\n  <<: *a\noptimizer: {type: [1]}\n"
+    assert configuration.read(write(tmp_path / "ds.yaml", text))["stage"] == 2
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    assert configuration.read(Path(f"/dev/fd/{reading}"))["stage"] == 2
+    os.close(reading)
 
 
 def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:

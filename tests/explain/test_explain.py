@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -162,6 +163,43 @@ def test_lines_of_other_ranks_are_no_part_of_an_error() -> None:
     (error,) = pasted.read("\n".join(lines)).errors
     assert "mine.py" in error.evidence
     assert "deepspeed.py" not in error.evidence
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "long name"])
+def test_what_is_no_file_is_told_of_at_once(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / ("x" * 300 if kind == "long name" else "job.log")
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    done = shell.python("-m", "ds_patches", "explain", str(file), timeout=20)
+    assert (done.returncode, "Traceback" in done.stderr) == (1 if kind == "pipe" else 2, False)
+
+
+ERROR = "AnError: Recomputed values for the following tensors have different metadata"
+MUCH = 1_000_000
+LONG = {
+    "our name": "ds_patches" * (MUCH // 10),
+    "our modules": "ds_patches." * (MUCH // 11),
+    "a path": "/" * MUCH + " x",
+    "ranks": "\n".join(f"[rank{i}]: AError: x" for i in range(MUCH // 22)),
+    "ranks of long lines": "\n".join(f"{'x' * 1000}{i}: AError: x" for i in range(MUCH // 1000)),
+    "we say much": "\n".join(f"ds_patches: say {i}" for i in range(MUCH // 20)),
+    "a digit": f"DeepSpeed info: version={'1' * MUCH}",
+    "frames": f'  File "{"deepspeed" * (MUCH // 9)}"\n{ERROR}',
+    "a word": "why " * (MUCH // 4),
+    "an error": f"{ERROR}{'x' * MUCH}",
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_lines_and_many_take_no_longer_than_their_length(kind: str) -> None:
+    begin = time.process_time()
+    found = pasted.read(explain._of_file(LONG[kind]))
+    explain._status(found, explain.answers(found, Version("0.18.4"), {}))
+    assert time.process_time() - begin < 2
 
 
 def test_a_log_of_50_mb_takes_less_than_a_second() -> None:

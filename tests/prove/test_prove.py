@@ -84,6 +84,19 @@ def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) ->
     assert re.findall(r"^  (\S+)", capsys.readouterr().out, re.M) == [*reversed(HERE)]
 
 
-def test_a_name_that_no_row_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prove", "retain"]) == 2
-    assert "did you mean 'retained'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["retain"], "did you mean 'retained'"),
+        ([""], "no proof is named ''"),
+        (["../retained\n"], "did you mean 'retained'"),
+        (["retained", "--svg", "/"], "/ cannot be written"),
+        (["retained", "--svg", "/none/of/it.svg"], "/none/of/it.svg cannot be written"),
+    ],
+)
+def test_a_name_that_no_row_or_file_has(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", *words]) == 2
+    said = capsys.readouterr()
+    assert (why in said.err, said.out) == (True, "")

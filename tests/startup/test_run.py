@@ -63,15 +63,16 @@ def test_what_cannot_be_run_or_means_nothing(
 
 
 def test_signals_are_the_programs(environment: Environment) -> None:
-    """It takes the place of `run`, and SIGPIPE, which Python ignores, is not ignored."""
+    """It takes the place of `run`, and what Python ignores is not ignored."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     words = [environment.python, "-m", "ds_patches", "run", "--", environment.python, "-c", code]
     with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, text=True) as run:
         assert int(run.stdout.readline()) == run.pid
         run.send_signal(signal.SIGTERM)
         assert run.wait(20) == -signal.SIGTERM
-    done = environment.ds_patches("run", "--", "sh", "-c", "kill -s PIPE $$; echo ignored")
-    assert (done.returncode, done.stdout) == (-signal.SIGPIPE, "")
+    for name in ("PIPE", "XFSZ"):
+        done = environment.ds_patches("run", "--", "sh", "-c", f"kill -s {name} $$; echo ignored")
+        assert (done.returncode, done.stdout) == (-signal.Signals[f"SIG{name}"], "")
 
 
 @pytest.mark.parametrize("code", [0, 255])
@@ -87,6 +88,29 @@ def test_arguments_variables_and_the_exit_code_are_untouched(
     assert (arguments, done.returncode) == (given, code)
     assert found.items() >= own.items()
     assert found["PYTHONPATH"] == str(environment.hook)
+
+
+@pytest.mark.parametrize("path", [None, "", ":src", "src:", "src::lib", ":"])
+def test_the_environment_is_handed_on(
+    environment: Environment, tmp_path: Path, path: str | None
+) -> None:
+    """Also what an empty entry of PYTHONPATH means, and what Python itself would add."""
+    there = {"PATH": os.environ["PATH"], "LANG": "C"}
+    there |= {} if path is None else {"PYTHONPATH": path}
+    code = "import json, sys; print(json.dumps(sys.path[1:]))"
+    program = ["sh", "-c", 'env >env; "$@"', "sh", str(environment.python), "-c", code]
+    ours = [str(environment.python), "-m", "ds_patches", "run", "--"]
+    found = []
+    for words in (program, ours + program):
+        told = {"env": there, "cwd": tmp_path, "capture_output": True, "text": True}
+        modules = json.loads(subprocess.run(words, check=True, **told).stdout)
+        variables = (tmp_path / "env").read_text().splitlines()
+        found.append(([one for one in modules if one != str(environment.hook)], variables))
+    (bare, before), (patched, after) = found
+    assert patched == bare
+    added = {one.partition("=")[0] for one in {*after} - {*before}}
+    assert added == {"DS_PATCHES", "DS_PATCHES_PREFIX", "PYTHONPATH"}
+    assert {one.partition("=")[0] for one in {*before} - {*after}} <= {"PYTHONPATH"}
 
 
 @pytest.mark.parametrize("option", ["-E", "-S"])

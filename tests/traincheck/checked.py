@@ -30,9 +30,10 @@ class Verdict:
     skipped: int = 0
 
 
-def zeroed(cut: nn.Module, x: Tensor) -> Tensor:
+def replaced(by: Callable[[Tensor], Tensor], cut: nn.Module, x: Tensor) -> Tensor:
+    """Call a layer whose output's gradient is replaced."""
     y: Tensor = cut(x)
-    y.register_hook(torch.zeros_like)
+    y.register_hook(by)
     return y
 
 
@@ -43,7 +44,8 @@ BRANCHES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "never called": lambda cut, x: F.linear(x, cut.weight, cut.bias),
     "unused": lambda cut, x: torch.zeros_like(x),
     "cut off": lambda cut, x: cut(x).detach(),
-    "zeroed": zeroed,  # its gradient arrives, and is zero in every element
+    "zeroed": partial(replaced, torch.zeros_like),  # it arrives, and is zero in every element
+    "constant": partial(replaced, torch.ones_like),  # so is the bias's, in every step
     "trains on one rank": lambda cut, x: cut(x) * dist.get_rank(),
     "runs on one rank": lambda cut, x: torch.zeros_like(x) if dist.get_rank() else cut(x).detach(),
 }
@@ -100,10 +102,10 @@ def engine_of(model: str, stage: int, **options: Any) -> Any:
     return trainers.engine_of(models.build(model_of(model), dtype), stage=stage, **options)
 
 
-def step(engine: Any, index: int = 0, *, micro_steps: int = 1) -> None:
+def step(engine: Any, index: int = 0, *, micro_steps: int = 1, **more: Any) -> None:
     """A gradient accumulation and its step."""
     for micro in range(micro_steps):
-        engine.backward(models.loss_of(engine, index, micro))
+        engine.backward(models.loss_of(engine, index, micro, **more))
         engine.step()
 
 

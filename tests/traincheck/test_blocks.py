@@ -97,6 +97,7 @@ def left_behind(stage: int, how: str) -> bool:
 
     def traces() -> list[Any]:
         hooks = [list(module._forward_pre_hooks.values()) for module in engine.module.modules()]
+        hooks += [[*(param._backward_hooks or ())] for param in engine.module.parameters()]
         inner_hooks = list(inner._optimizer_step_pre_hooks.values())
         return ["step" in vars(optimizer), optimizer.step, inner_hooks, hooks]
 

@@ -101,6 +101,34 @@ def test_every_parameter_whose_gradient_is_not_reduced_is_named(
     assert set(found.untrained.values()) == {", ".join([LEFT, *[OLD] * before])}
 
 
+LAYOUTS = [*((stage, {}) for stage in STAGES), *((stage, OFFLOADED) for stage in (1, 2, 3))]
+
+
+@pytest.mark.core_case(stage=3)
+@pytest.mark.parametrize("how", ["constant", "the same batch at a rate of 0", "begun outside"])
+@pytest.mark.parametrize(("stage", "more"), LAYOUTS)
+def test_the_same_gradient_again_is_a_new_one(
+    world: World, stage: int, more: dict[str, Any], how: str
+) -> None:
+    found = agreed(world.run(repeated, stage, how, **more))
+    assert found == Verdict(steps=2 if how == "constant" else 1)
+
+
+def repeated(stage: int, how: str, **more: Any) -> Verdict:
+    if how == "constant":
+        return checked.check(how, stage, steps=2, patches=True, **more)
+    micro_steps = 1 + (how == "begun outside")
+    engine = checked.engine_of("TwoHeads", stage, micro_steps=micro_steps, **more)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    checked.step(engine, micro_steps=micro_steps)
+    if how == "begun outside":
+        checked.step(engine)
+        # What the rest of the accumulation does not use got its gradient before the block.
+        return checked.verdict_of(engine, lambda: checked.step(engine, only=slice(1)))
+    return checked.verdict_of(engine, lambda: checked.step(engine))
+
+
 def cut_off(engine: Any) -> None:
     engine.module.how = "cut off"
 
