@@ -46,6 +46,9 @@ PATCH = Patch(
         INIT.target("_convert_to_deepspeed_param", "around_convert"),
         INIT_BASE.target("patch_init_and_builtins", "around_enter"),
     ),
+    dependencies=(
+        INIT.needs("_zero_init_param", "sends and partitions what was converted, in any shape"),
+    ),
     collectives=False,
 )
 
