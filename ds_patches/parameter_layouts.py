@@ -21,6 +21,9 @@ Why
 
 How
     A flat copy is broadcast, and then written back. The parameter keeps its memory and its strides.
+
+Upstream
+    No issue was found.
 """
 
 from __future__ import annotations
