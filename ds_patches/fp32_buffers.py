@@ -49,23 +49,20 @@ from weakref import WeakValueDictionary
 
 from ds_patches.core import handles
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
-from ds_patches.core.patch import Class, Dependency, Patch, upstream
-from ds_patches.upstream.places import ENGINE, INIT
+from ds_patches.core.patch import Dependency, Patch, upstream
+from ds_patches.upstream.places import ENGINE, INIT, INIT_BASE
 
 logger = logging.getLogger("ds_patches.fp32_buffers")
-
-_PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
-_BASE = Class(_PARAMETERS, "InsertPostInitMethodToModuleSubClasses")
 
 _TARGETS = (
     ENGINE.target("_configure_distributed_model", "around_configure"),
     INIT.target("_post_init_method", "around_post_init"),
-    _BASE.target("_add_tensor_creation_wrappers", "around_constructors"),
+    INIT_BASE.target("_add_tensor_creation_wrappers", "around_constructors"),
 )
 
 _DEPENDENCIES = (
     Dependency(
-        _PARAMETERS, "zero_wrapper_for_fp_tensor_constructor", "casts what a constructor makes"
+        INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts what a constructor makes"
     ),
 )
 

@@ -247,6 +247,15 @@ CURED = (
             "it reads momentum, or another optimizer state; setting weights changes that", _12,
             "0.16.0", "0.19.7", "universal_checkpoint", anchor="universal-checkpoint",
             needs="universal script", asked=("universal checkpoint", "safe_get_full_fp32_param")),
+    Symptom("a parameter of no dimensions, as `logit_scale` of CLIP, BLIP, ALIGN and OWL-ViT; or "
+            "one in channels_last, or transposed in memory",
+            "`self.dim() cannot be 0 to view Float as Byte`, or "
+            "`self.stride(-1) must be 1 to view Float as Byte`",
+            (0, *_ALL), "0.19.8", None, "parameter_layouts", anchor="view-as-byte",
+            asked=("`self.dim() cannot be 0 to view ... as Byte`",
+                   "`self.stride(-1) must be 1 to view ... as Byte`", "logit_scale",
+                   "channels_last", "scalar parameter"),
+            shown="_broadcast_model|partition_parameters", proof="no-dimensions"),
     Symptom("`TiledMLP`, `sequence_tiled_compute` and other tiled computations of ALST",
             "wrong gradients", _12, "0.17.0", "0.18.6",
             "zero12_gradients", anchor="tiled",

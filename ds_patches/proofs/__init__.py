@@ -57,6 +57,7 @@ PROOFS = {
     "muon-losses": Proof("muon_two_losses"),
     "muon-micro-steps": Proof("muon_micro_steps", _REDUCED),
     "muon-shapes": Proof("muon", _REDUCED),
+    "no-dimensions": Proof("no_dimensions"),
     "no-sync": Proof("no_sync", stage=2),
     "other-parameters": Proof("other_parameters", {"overlap_comm": True}),
     "outputs": Proof("outputs"),

@@ -23,6 +23,8 @@ COORDINATOR = Class(
     "deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator"
 )
 INIT = Class("deepspeed.runtime.zero.partition_parameters", "Init")
+#: What `INIT` is made of: it changes classes of PyTorch's for a while.
+INIT_BASE = Class(INIT.module, "InsertPostInitMethodToModuleSubClasses")
 GATHERED = Class(INIT.module, "GatheredParameters")
 
 #: Releases that have ``loss.backward()`` without the engine, and those that have `HOOK_STATE`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -68,6 +69,26 @@ def _full_value(param: Any) -> torch.Tensor:
     padded = torch.empty(ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
     dist.all_gather_into_tensor(padded, shard, group=param.ds_process_group)
     return padded[: param.ds_numel].view(param.ds_shape)
+
+
+def after_applied(then: Callable[[torch.nn.Module], None]) -> None:
+    """Have `then` see each module that ``Module.apply`` has changed, before ranks are sent it.
+
+    For the ``zero.Init`` that was just entered, and gathers and partitions around it.
+    """
+    gathering: Any = torch.nn.Module.apply
+
+    @wraps(gathering)
+    def apply(module: torch.nn.Module, function: Any) -> Any:
+        @wraps(function)
+        def changed(one: torch.nn.Module) -> None:
+            function(one)
+            then(one)
+
+        # Stock marks what it has made of a function: that has one of these inside.
+        return gathering(module, function if hasattr(function, "wrapped") else changed)
+
+    torch.nn.Module.apply = apply  # type: ignore[method-assign,assignment]
 
 
 def release_persistent(optimizer: Any) -> None:

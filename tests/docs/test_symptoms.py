@@ -97,7 +97,7 @@ def test_a_row_is_of_the_releases_that_it_names() -> None:
 
 def test_the_symptoms_of_the_readme_are_answered() -> None:
     table = README.partition("|what you see|where|")[2].split("\n\n")[0].splitlines()[2:]
-    assert len(table) == 5
+    assert len(table) == 6
     for row in table:
         see, where, _, _, cured = row.strip("|").split("|")
         message, anchor = re.findall(r"\[`?(.+?)`?\]\(docs/troubleshooting.md#(.+)\)", see)[0]
