@@ -23,7 +23,7 @@ from tests.world import RankError, World, WorldTimeout
 #: For each order of a batch. A rank that takes longer waits for another, and ends.
 SECONDS = 5
 #: Of the farthest that a value is from its first one: what rounding makes, and what a loss makes.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 def go(texts: list[str], who: str, folder: str) -> None:
@@ -66,21 +66,26 @@ class Worlds:
         return found
 
     def complaints(self, orders: Sequence[Order]) -> list[str]:
-        """Of each order, what is harm in it, or nothing."""
+        """Of each order, what is harm in it, or nothing; also where PyTorch, too, raises."""
         sides = (self.run(orders, who) for who in ("plain", "stock", "patched"))
-        return [_first(map(_harm, orders_, *ranks)) for orders_, *ranks in [
-            ([order] * 2, *trails) for order, *trails in zip(orders, *sides, strict=True)
-        ]]
+        return [
+            _first(map(_harm, orders_, *ranks))
+            for orders_, *ranks in [
+                ([order] * 2, *trails) for order, *trails in zip(orders, *sides, strict=True)
+            ]
+        ]
 
     def shrunk(self, order: Order) -> Order:
         """The shortest on the way down that still fails in this way."""
         way = _way(self.complaints([order])[0])
-        while True:
-            shorter = [*order.shorter()]
-            found = zip(shorter, self.complaints(shorter), strict=True)
-            if (one := next((one for one, said in found if _way(said) == way), None)) is None:
-                return order
-            order = one
+        tried: list[Order] = [*order.shorter()]
+        while tried:
+            now, tried = tried[:8], tried[8:]
+            said = zip(now, self.complaints(now), strict=True)
+            if failing := [one for one, what in said if _way(what) == way]:
+                order = min(failing, key=lambda one: len(one.words) + len(one.settings))
+                tried = [*order.shorter()]
+        return order
 
     def __enter__(self) -> Worlds:
         return self
@@ -109,22 +114,21 @@ def _first(said: object) -> str:
 
 def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     """On one rank."""
-    if plain.error:
-        return ""  # PyTorch refuses as well
     tolerance = TOLERANCE[order.options.dtype]
     stock_at, off_of_stock = _off(plain, stock, tolerance)
     at, off = _off(plain, patched, tolerance)
     is_right = stock_at is None and not stock.error
     of_stock = stock.error or ("right" if is_right else f"{off_of_stock:.2g} off")
     if at is not None:
-        alike = at == stock_at and torch.allclose(
-            stock.seen[at], patched.seen[at], atol=tolerance, equal_nan=True
-        )
-        if alike and not patched.patched[at]:
-            return ""  # at the beginning of this step stock was alone
+        if at == stock_at and not patched.patched[at]:
+            return ""  # of a step that was stock's in part, and stock gets it wrong
         return f"{off:.2g} off, silent; stock: {of_stock}"
     same = stock.error.partition(":")[0] == patched.error.partition(":")[0]
-    if not patched.error or (not is_right and (patched.is_ours or (stock.error and same))):
+    if (
+        not patched.error
+        or plain.error
+        or (not is_right and (patched.is_ours or (stock.error and same)))
+    ):
         return ""
     return f"{patched.error}; stock: {of_stock}"
 

@@ -17,6 +17,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"micro{count}": {"micro_steps": count} for count in (2, 4)},
     "offloaded": OFFLOADED,
     "overlap": OVERLAP,
+    "tiny": {"zero": {"reduce_bucket_size": 40}},  # a weight has 36, all have 96
+    "tinier": {"zero": {"reduce_bucket_size": 30}},
     "bf16": BF16_SUMS,
     "unmanaged": {"settings": {"managed_gradient_accumulation": False}},
     "sum": {"settings": {"gradient_allreduce_op": "sum"}},
@@ -56,11 +58,14 @@ class Order:
     @property
     def options(self) -> Options:
         given: dict[str, Any] = reduce(_merged, (SETTINGS[one] for one in self.settings), {})
-        given["zero"] = {"reduce_bucket_size": 60, **given.get("zero", {})}
         return Options(rates=(0.5,), **given)
 
     def shorter(self) -> Iterator[Order]:
-        """With a word less, a block less, or only what is in it, or a setting less."""
+        """Its beginning, a step less, a word or block less, no block around, a setting less."""
+        steps = [0, *(at + 1 for at, word in enumerate(self.words) if word == "step")]
+        for begin, end in zip(steps, steps[1:], strict=False):
+            yield replace(self, words=self.words[:end])
+            yield replace(self, words=self.words[:begin] + self.words[end:])
         for at, word in enumerate(self.words):
             if word == "}":
                 continue
@@ -68,7 +73,8 @@ class Order:
             yield replace(self, words=self.words[:at] + self.words[end + 1 :])
             if end > at:
                 yield replace(
-                    self, words=(*self.words[:at], *self.words[at + 1 : end], *self.words[end + 1 :])
+                    self,
+                    words=(*self.words[:at], *self.words[at + 1 : end], *self.words[end + 1 :]),
                 )
         for one in self.settings:
             if not one.startswith("zero"):
@@ -96,6 +102,7 @@ def generated(seed: int) -> Order:
     settings += [f"micro{count}"] * (count > 1)
     if settings[0] != "zero0":
         more = [*([["offloaded"], ["overlap"], ["bf16"]] * 2), *[[]] * 6]
+        settings += chance.choice([["tiny"], ["tinier"], [], []])
         more += [["unmanaged"], ["sum"]] if str(RELEASE) >= "0.19.5" else []
         settings += chance.choice(more)
     subject = chance.choice(["blocks", "patching", "engines", "chains", "all"])

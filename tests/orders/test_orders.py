@@ -1,0 +1,77 @@
+"""Orders that were found to do harm, and generated ones."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.orders.verdict import Worlds
+from tests.orders.words import Order, generated
+from tests.training.stock import RELEASE, TORCH_STYLE
+
+#: Of generated orders in a test, and of tests.
+COUNT, BATCHES = 60, 40
+#: What is to be done for a micro step, and again after the second engine was made.
+TRAIN = "forward backward step"
+
+AFTER_AN_ENGINE_THAT_WAS_LEFT = [
+    *(f"{settings} : {TRAIN} second {TRAIN}" for settings in ("zero1", "zero2")),
+    *(f"zero{stage} : {TRAIN} {TRAIN} second {TRAIN}" for stage in (1, 2, 3)),
+    *(f"zero{stage} : {TRAIN} shared {TRAIN}" for stage in (1, 2, 3)),
+    *(f"zero{stage} : {TRAIN} second forget {TRAIN}" for stage in (1, 2, 3)),
+    *(f"zero{stage} : {TRAIN} second {TRAIN} destroy {TRAIN}" for stage in (1, 2)),
+]
+APPLIED_IN_THE_MIDDLE = [
+    f"{settings} micro2 : unapply_all {TRAIN} apply_all {TRAIN}"
+    for settings in ("zero3", "zero3 offloaded", "zero2 offloaded", "zero2", "zero1")
+]
+BLOCKS_WITHOUT_A_BACKWARD = [
+    f"zero{stage} tiny : {TRAIN} {block}"
+    for stage in (1, 2)
+    for block in (f"block{{ }} {TRAIN}", f"block{{ forward }} {TRAIN}")
+]
+BACKWARDS_AFTER_THEIR_BLOCK = [
+    *(f"zero{stage} : block{{ unrelated forward }} backward step" for stage in (1, 2, 3)),
+    "zero3 : block{ forward backward forward } backward step",
+]
+UNMANAGED = [
+    "zero2 unmanaged : boom zero_grad forward backward step",
+    "zero2 unmanaged : forward backward zero_grad forward backward step",
+    "zero2 unmanaged : forward backward zero_grad step",
+]
+CHAINS = [f"zero{stage} micro2 : {2 * 'chain loss.backward step '}" for stage in range(4)]
+ONE_RANK_ALONE = [f"zero2 {size} : block{{ lone }} step" for size in ("tiny", "tinier")]
+RAISED_IN_THE_MIDDLE = [
+    f"zero{stage} micro2 : forward backward raise{{ forward }} step {TRAIN}" for stage in (1, 2, 3)
+]
+FIXED = [
+    *AFTER_AN_ENGINE_THAT_WAS_LEFT,
+    *APPLIED_IN_THE_MIDDLE,
+    *BLOCKS_WITHOUT_A_BACKWARD,
+    *BACKWARDS_AFTER_THEIR_BLOCK,
+    *(UNMANAGED if str(RELEASE) >= "0.19.4" else ()),
+    *(CHAINS if TORCH_STYLE else ()),
+    *ONE_RANK_ALONE,
+    *RAISED_IN_THE_MIDDLE,
+]
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with Worlds() as both:
+        yield both
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize("text", FIXED)
+def test_no_harm_where_there_was_some(worlds: Worlds, text: str) -> None:
+    assert not worlds.complaints([Order.of(text)])[0]
+
+
+@pytest.mark.core_case(batch=0)
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_no_harm(worlds: Worlds, batch: int) -> None:
+    """`python -m tests.orders SEED` shrinks one of those that fail."""
+    orders = {seed: generated(seed) for seed in range(COUNT * batch, COUNT * (batch + 1))}
+    found = zip(orders.items(), worlds.complaints([*orders.values()]), strict=True)
+    harm = [f"{seed}: {order}\n    {said}" for (seed, order), said in found if said]
+    assert not harm, "\n".join(harm)
