@@ -18,6 +18,8 @@ MISSING: Final[Any] = type("Missing", (), {"__repr__": lambda self: "MISSING"})(
 CARRIERS = (classmethod, staticmethod)
 _NVTX = "instrument_w_nvtx.<locals>.wrapped_fn"
 _WALK_LIMIT = 256
+#: Packages whose layers know no keyword that the function beneath does not.
+_AT_HOME = ("builtins", "contextlib", "deepspeed", "ds_patches", "functools", "torch")
 
 
 class Absent:
@@ -103,10 +105,9 @@ def path_to(top: Any, wanted: Any) -> list[Any]:
 
 def is_anothers(layer: Any) -> bool:
     """Whether a layer over a function is another library's, and no decorator that it came with."""
-    if type(layer) is FunctionType:
-        home = layer.__globals__.get("__name__", "")
-        return home.partition(".")[0] not in ("contextlib", "deepspeed", "torch")
-    return not type(layer).__module__.startswith("ds_patches.")
+    is_function = type(layer) is FunctionType
+    home = layer.__globals__.get("__name__", "") if is_function else type(layer).__module__
+    return home.partition(".")[0] not in _AT_HOME
 
 
 def leads_to(value: Any, wanted: Any) -> bool:

@@ -157,7 +157,7 @@ ds_patches.unapply("sample")
 assert depth() == 0 and before().forward(1)[0] == "forward"
 assert function(1)[0] == "scale"
 for kind in (before, engine.Engine, engine.DeepSpeedEngine):
-    assert {type(value).__name__ for value in vars(kind).values()}.isdisjoint({"Function", "_Method"})
+    assert not [one for one in vars(kind).values() if "ds_patches" in str(type(one))]
 """
     place.output(SETUP + code)
 

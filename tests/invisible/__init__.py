@@ -1,4 +1,1 @@
-"""Ordinary Python around an engine: what a script asks is answered as on stock.
-
-What it keeps, hooks, copies, pickles and looks at is no business of a patch.
-"""
+"""What a script keeps, hooks, copies, pickles and looks at is no business of a patch."""

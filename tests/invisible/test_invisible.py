@@ -6,32 +6,31 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 from tests.core.test_in_company import all_patches
-from tests.invisible.questions import EVERY, Model, Trained
+from tests.invisible.questions import EVERY, Trained
 from tests.training.options import Options
 from tests.world import World
 
 
-def answers(options: Options, patched: bool) -> dict[str, Any]:
+def answers(options: Options, is_patched: bool) -> dict[str, Any]:
     """Of all questions, each to an engine of its own; an error is its class."""
     found: dict[str, Any] = {}
-    for name, (question, given) in EVERY.items():
-        torch._dynamo.reset()
-        with all_patches() if patched else nullcontext():
+    for name, (ask, *given) in EVERY.items():
+        with all_patches() if is_patched else nullcontext():
             try:
-                model = Model(given.get("pack", "dict"))
-                found[name] = question(Trained(options, model, given.get("before", lambda _: None)))
+                found[name] = ask(Trained(options, *given))
             except Exception as error:
-                found[name] = type(error).__name__
+                found[name] = type(error)
     return found
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_script_is_answered_as_on_stock(world: World, stage: int, micro_steps: int) -> None:
-    options = Options(stage, micro_steps=micro_steps)
-    stock, patched = (world.run(answers, options, is_patched) for is_patched in (False, True))
-    for here, there in zip(stock, patched, strict=True):
-        assert {name: there[name] for name in EVERY if there[name] != here[name]} == {}
+    case = answers, Options(stage, micro_steps=micro_steps)
+    both = (world.within(240).run(*case, is_patched) for is_patched in (False, True))
+    for stock, patched in zip(*both, strict=True):
+        others = {name: stock[name] for name in EVERY if patched[name] != stock[name]}
+        only_stock_fails = (n for n in others if "autograd" in n and isinstance(others[n], type))
+        assert {*others} == {name for name in only_stock_fails if patched[name] is True}
