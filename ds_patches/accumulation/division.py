@@ -51,9 +51,9 @@ class Division:
 
     def forward_ran(self, inputs: Any, outputs: list[torch.Tensor]) -> None:
         """Mark the outputs of a forward. A single one of inputs without a graph leads to none."""
-        alone = len(outputs) < 2 and not with_graphs(inputs)
-        for output in outputs if self._micro_steps > 1 else ():
-            marks = output.grad_fn.metadata  # type: ignore[union-attr]
+        alone = len(outputs) < 2 and not any(with_graphs(inputs))
+        for output in outputs:
+            marks: Any = output.grad_fn.metadata  # type: ignore[union-attr]
             numbers = marks.setdefault(_OUTPUTS, set())
             if output.output_nr in numbers:  # one that comes twice is divided twice
                 output.register_hook(self._undone)  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ class Division:
         return gradient * self._micro_steps
 
 
-def backward(
+def divided_backward(
     run: Callable[..., Any],
     engine: Any,
     loss: torch.Tensor,

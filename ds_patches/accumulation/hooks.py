@@ -20,7 +20,6 @@ from ds_patches.training.graph_task import (
     NO_TASK,
     accumulates,
     current_task_id,
-    in_dataclasses,
     with_graphs,
 )
 from ds_patches.training.steps import EngineSteps, GradientSum
@@ -28,9 +27,8 @@ from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero12
 from ds_patches.upstream.kinds import Kind, kind_of
 
-from . import division
 from .bf16_sum import Bf16Sum
-from .division import Division, divisions, running
+from .division import Division, divided_backward, divisions, running
 from .zero3_sum import Zero3Sum
 from .zero12_sum import Zero12Sum
 
@@ -90,13 +88,13 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
-        unseen = in_dataclasses(outputs)
-        found = with_graphs(outputs) + unseen
-        steps.forward_ran(found)
-        if (divides := vars(engine).get(_DIVISION)) is not None:
+        seen, unseen = with_graphs(outputs)
+        steps.forward_ran(seen + unseen)
+        division: Division | None = vars(engine).get(_DIVISION)
+        if division is not None and engine.gradient_accumulation_steps() > 1:
             for tensor in unseen:
                 tensor.register_hook(engine._backward_prologue_per_tensor)  # type: ignore[no-untyped-call]
-            divides.forward_ran([*args, kwargs], found)
+            division.forward_ran((args, kwargs), seen + unseen)
     return outputs
 
 
@@ -110,7 +108,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
         return wrapped(loss, *rest)  # for upstream to refuse
     run = wrapped
     if vars(engine).get(_DIVISION) is not None and upstream_engine.divides_at_outputs():
-        run = partial(division.backward, wrapped, engine)
+        run = partial(divided_backward, wrapped, engine)
     if steps is None:
         return run(loss, *rest)
     if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
@@ -136,9 +134,9 @@ def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     if running.has_divided or not (is_backward or accumulates()):
         return grad  # divided, or of torch.autograd.grad
     result = wrapped(grad)
-    divides: Division | None = vars(engine).get(_DIVISION)
-    if divides is not None and result is not grad:
-        divides.divided()
+    division: Division | None = vars(engine).get(_DIVISION)
+    if division is not None and result is not grad:
+        division.divided()
     return result
 
 

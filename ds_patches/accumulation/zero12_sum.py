@@ -55,7 +55,7 @@ class Zero12Sum(GradientSum):
             self.shadows.append(Shadow(optimizer, "reduce_ipg_grads", self._order.reduce))
         self._is_muon = is_muon(optimizer)
         self._leaves = zero12.leaves_what_came_before(optimizer)
-        if not upstream_engine.manages_boundary(engine) and self._host is None:
+        if not upstream_engine.manages_boundary(engine):
             finalize = "finalize_gradient_accumulation_boundary"
             self.shadows.append(Shadow(optimizer, finalize, self._finalize))
         self._reduced = False  # a boundary epilogue ran in this step
@@ -111,7 +111,9 @@ class Zero12Sum(GradientSum):
 
     def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """A step that is its own boundary takes the gradients: zeros, where all were dropped."""
-        if not self._empty or any(zero12.pending_gradients(self._optimizer).values()):
+        if self._host is not None:
+            self._host.finalize(wrapped)
+        elif not self._empty or any(zero12.pending_gradients(self._optimizer).values()):
             wrapped(*args, **kwargs)
             self._reduced = True
 

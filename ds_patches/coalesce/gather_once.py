@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ds_patches.core.errors import Refused
@@ -17,7 +18,6 @@ from ds_patches.training.graph_task import (
     NO_TASK,
     at_end_of_task,
     current_task_id,
-    in_dataclasses,
     with_graphs,
 )
 from ds_patches.training.steps import EngineSteps, Listener
@@ -89,8 +89,8 @@ class GatherOnce(Listener):
     def _keep_outputs(self, module: Any, inputs: Any, outputs: Any) -> None:
         """No hook gathers for the backward over this forward, which may come after the block."""
         begins = partial(self._gather_late, self._steps.count)
-        for tensor in with_graphs(outputs) + in_dataclasses(outputs):
-            tensor.register_hook(begins)
+        for tensor in chain(*with_graphs(outputs)):
+            tensor.register_hook(begins)  # type: ignore[no-untyped-call]
 
     def _gather_late(self, step: int, gradient: Any) -> None:
         if not self._is_over or self._late_task == current_task_id():

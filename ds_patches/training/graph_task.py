@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from enum import Enum, auto
 from typing import Any
 from weakref import ref
@@ -144,32 +143,22 @@ class TaskWatch:
         self._end = None
 
 
-def with_graphs(outputs: Any) -> list[torch.Tensor]:
-    """Return the tensors with a graph behind them, in nested tuples, lists and dicts."""
-    return _found([outputs])[0]
+def with_graphs(outputs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors with a graph behind them, in nested tuples, lists and dicts.
 
-
-def in_dataclasses(outputs: Any) -> list[torch.Tensor]:
-    """Return those in plain dataclasses among them, where DeepSpeed does not look."""
-    (_, others), found = _found([outputs]), []
-    for one in others:  # which become more
-        tensors, further = _found([getattr(one, field.name, None) for field in fields(one)])
-        found += tensors
-        others += further
+    And apart from them those in plain dataclasses, where DeepSpeed does not look.
+    """
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    inside: list[Any] = []
+    for tensors, pending in zip(found, ([outputs], inside), strict=True):
+        for one in pending:  # which become more
+            if isinstance(one, torch.Tensor):
+                if one.grad_fn is not None:
+                    tensors.append(one)
+            elif isinstance(one, (tuple, list)):
+                pending += one
+            elif isinstance(one, dict):
+                pending += one.values()
+            elif hasattr(type(one), "__dataclass_fields__"):
+                inside += [getattr(one, name, None) for name in one.__dataclass_fields__]
     return found
-
-
-def _found(pending: list[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the tensors with graphs, and the dataclasses, in nested tuples, lists and dicts."""
-    tensors, others = [], []
-    for one in pending:  # which become more
-        if isinstance(one, torch.Tensor):
-            if one.grad_fn is not None:
-                tensors.append(one)
-        elif isinstance(one, (tuple, list)):
-            pending += one
-        elif isinstance(one, dict):
-            pending += one.values()
-        elif is_dataclass(one) and not isinstance(one, type):
-            others.append(one)
-    return tensors, others

@@ -141,8 +141,8 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
 
 # --- Engines that train the same parameters -------------------------------------------------------
 #
-# ``initialize`` was called again on a model, or a part of it. The hooks of the older engine stay, as
-# long as nobody calls its ``destroy()``; and its optimizer steps from a copy of the weights.
+# ``initialize`` was called again on a model, or a part of it. The hooks of the older engine stay,
+# unless its ``destroy()`` is called; and its optimizer steps from a copy of the weights.
 
 _OVERTAKEN = "_ds_patches_overtaken"
 #: For each engine: which engines there were, and those of them that share a parameter with it.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from ds_patches.training.graph_task import in_dataclasses, with_graphs
+from ds_patches.training.graph_task import with_graphs
 from tests.listening import listening
 from tests.training import stock
 from tests.training.cases import Case, at, cases, of, trains
@@ -102,7 +102,10 @@ def test_a_model_of_transformers(stage: int, style: str) -> None:
 
 @trains(
     "accumulation",
-    *(at(1, 2, 3, core={2}, model="Linears", micro_steps=2, style=style) for style in ("torch", "engine")),
+    *(
+        at(1, 2, 3, core={2}, model="Linears", micro_steps=2, style=style)
+        for style in ("torch", "engine")
+    ),
     at(2, model="Linears", micro_steps=4, style="scale"),
 )
 def test_engines_in_a_chain(trainer: Any) -> None:
@@ -138,8 +141,8 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
     pair = Pair(leaf * 4, leaf.detach())
     heads = Heads(leaf * 5, [leaf * 6])
     outputs = {"a": leaf * 2, "b": [leaf * 3, (pair, "no tensor", None)], "c": leaf, "d": heads}
-    assert with_graphs(outputs) == [outputs["a"], outputs["b"][0], pair.first]
-    assert in_dataclasses(outputs) == [heads.logits, *heads.rebuilt]
+    found = [outputs["a"], outputs["b"][0], pair.first], [heads.logits, *heads.rebuilt]
+    assert with_graphs(outputs) == found
 
 
 # --- Another number of micro steps ----------------------------------------------------------------
