@@ -82,6 +82,8 @@ def _prove(chosen: Namespace) -> int:
 
     if chosen.name is None:
         return prove.listed()
+    # It ends what it has begun, as after an interruption.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return prove.prove(chosen.name, chosen.svg, script=chosen.script)
 
 

@@ -123,12 +123,15 @@ def _train(text: str) -> dict[str, Run]:
         script.write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", ranks.__name__, str(script), *SIDES]
         with Path(folder, "log").open("wb") as log, subprocess.Popen(
-            command, env=theirs, stdout=log, stderr=log, start_new_session=True
+            command, env=theirs, stdin=subprocess.PIPE, stdout=log, stderr=log,
+            start_new_session=True,
         ) as started:  # fmt: skip
-            with suppress(subprocess.TimeoutExpired):
-                started.wait(_PATIENCE)
-            with suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    started.wait(_PATIENCE)
+            finally:  # also of an interruption
+                with suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)
         return {side: _outcome(script, side) for side in SIDES}
 
 

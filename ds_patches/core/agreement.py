@@ -63,8 +63,11 @@ def compare(engine: Any) -> None:
 
     if not dist.is_initialized():
         return
-    ranks = tuple(map(int, dist.get_process_group_ranks(reduction_group(engine))))
-    me = dist.get_rank()
+    group, me = reduction_group(engine), dist.get_rank()
+    ranks = tuple(map(int, dist.get_process_group_ranks(group)))
+    if dist.get_backend(group) == "fake":  # PyTorch's: there is no other rank, and no store
+        log.debug("the ranks of a fake process group are not compared")
+        ranks = (me,)
     trouble = ""
     try:
         if len(ranks) > 1:
@@ -199,8 +202,9 @@ def _leave(ranks: int, trouble: str) -> None:
         "patches": {n: lifecycle.lives[n].status(one).as_json() for n, one in requests.items()},
     }
     try:
-        part = Path(f"{file}.{os.getpid()}")
-        part.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        part = Path(f"{file}.{os.getpid()}.{time.time_ns()}")
+        with part.open("x", encoding="utf-8") as whole:  # "x" follows no link
+            whole.write(json.dumps(told, indent=2) + "\n")
         part.replace(file)
     except OSError as error:
         log.warning("the status file %s cannot be written: %s", file, error.strerror)

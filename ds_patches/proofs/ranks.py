@@ -1,7 +1,8 @@
 """The ranks of a proof, two of each side: `python -m ds_patches.proofs.ranks FILE SIDE ...`.
 
 They are forks of one process, which has imported DeepSpeed once for all of them. What a rank prints
-goes to a file beside the script: `SIDE.RANK`.
+goes to a file beside the script: `SIDE.RANK`. All end when the standard input does: it is a pipe of
+`prove`, which may be killed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ def log(script: Path, side: str, rank: int) -> Path:
 
 
 def main(script: Path, sides: list[str]) -> None:
+    if not os.fork():
+        os.read(0, 1)
+        os.killpg(0, signal.SIGKILL)
     import deepspeed.ops
     import torch._dynamo  # noqa: F401  # which every optimizer imports, for seconds
     from deepspeed.accelerator import get_accelerator

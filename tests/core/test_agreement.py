@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
 import threading
@@ -20,8 +21,9 @@ import pytest
 import torch.distributed as dist
 
 import ds_patches
-from ds_patches.core import agreement, gate, live, registry
+from ds_patches.core import agreement, flags, gate, live, registry
 from ds_patches.core.agreement import Holdings
+from tests import shell
 from tests.listening import listening
 from tests.shell import python
 from tests.training.run import applied
@@ -110,6 +112,49 @@ def test_ranks_that_agree(world: World, name: str, tmp_path: Path) -> None:
     assert (found["ranks"], found["trouble"]) == (2, "")
     assert found["patches"][name]["live"]
     assert found["versions"]["ds_patches"] == ds_patches.__version__
+
+
+def test_the_status_file_is_written_through_no_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever lies beside it: by the names that it was written under, and those to come."""
+    file, mine = tmp_path / "status.json", tmp_path / "mine"
+    mine.write_text("of another job")
+    Path(f"{file}.{os.getpid()}").symlink_to(mine)
+    Path(f"{file}.{os.getpid()}.17").symlink_to(mine)
+    file.symlink_to(mine)
+    monkeypatch.setattr(agreement, "_requests", flags.Requests(False, {}, status_file=str(file)))
+    with pytest.MonkeyPatch.context() as guessed, listening() as heard:
+        guessed.setattr(agreement.time, "time_ns", lambda: 17)
+        agreement._leave(1, "")
+    assert (file.is_symlink(), len(heard)) == (True, 1)
+    agreement._leave(1, "")
+    assert (file.is_symlink(), json.loads(file.read_text())["ranks"]) == (False, 1)
+    assert mine.read_text() == "of another job"
+
+
+FAKE = """
+import deepspeed, torch, torch.distributed as dist, ds_patches
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+if {patched}:
+    ds_patches.apply_all()
+net = torch.nn.Linear(4, 4)
+config = dict(train_micro_batch_size_per_gpu=1, zero_optimization=dict(stage={stage}))
+config["zero_allow_untested_optimizer"] = True
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_fake_process_group_has_nobody_to_compare_with(stage: int) -> None:
+    scripts = [FAKE.format(patched=patched, stage=stage) for patched in (False, True)]
+    done = [shell.python("-c", one, variables={"LOCAL_RANK": "0"}) for one in scripts]
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    assert " live\n" in done[1].stderr
 
 
 @pytest.mark.parametrize("on", [0, 1])

@@ -60,7 +60,7 @@ class Model(nn.Module):
         inner = {"loss": F.cross_entropy(logits, tokens % CLASSES), "logits": logits}
         outputs = self.pack(**inner, hidden=hidden)
         if not torch.compiler.is_compiling():
-            self.kept = {**inner, "hidden": hidden, "outputs": outputs}
+            self.kept = {**inner, "hidden": hidden, "outputs": outputs, "all": flat(outputs)}
             self.in_forward(self.kept)
         return outputs
 
@@ -97,9 +97,9 @@ def flat(outputs: Any) -> list[Tensor]:
 
 
 def identity(one: Trained) -> Any:
-    outputs, kept = one.forward(), one.module.kept["outputs"]
-    same = [mine is theirs for mine, theirs in zip(flat(kept), flat(outputs), strict=True)]
-    return kept is outputs, same, str(type(outputs)), [str(type(t)) for t in flat(outputs)]
+    outputs, kept = one.forward(), one.module.kept
+    same = [mine is theirs for mine, theirs in zip(kept["all"], flat(outputs), strict=True)]
+    return same, kept["outputs"] is outputs, [str(type(it)) for it in (outputs, *flat(outputs))]
 
 
 def changed(one: Trained, of: str, at: str, change: Callable[[Tensor], Any]) -> Any:

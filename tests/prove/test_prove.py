@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ds_patches.__main__ import main
 from ds_patches.core.symptom import Symptom
-from ds_patches.proofs import PROOFS, compose
+from ds_patches.proofs import PROOFS, compose, ranks
 from ds_patches.symptoms import CURED
 from tests import shell
 from tests.training.stock import RELEASE
@@ -51,6 +57,36 @@ def is_claimed(row: Symptom, error: str) -> bool:
         return not messages or " or " in row.outcome
     first = [re.split(r"[(\d:]", message)[0].strip() for message in messages]
     return " or " in row.outcome or any(text in " ".join(error.split()) for text in first)
+
+
+def alive(marked: str) -> list[int]:
+    """The processes that have this in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if marked.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_is_left_of_a_proof_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+    mark = str(tmp_path)
+    words = [sys.executable, "-m", "ds_patches", "prove", QUICK[0]]
+    own = shell.environment(TMPDIR=mark)
+    with subprocess.Popen(words, env=own, cwd=shell.REPOSITORY, stderr=subprocess.DEVNULL) as proof:
+        wait_for(lambda: len(alive(mark)) >= 2 + 3 * ranks.RANKS)
+        proof.send_signal(how)
+    assert proof.returncode != 0
+    wait_for(lambda: not alive(mark), 10)
+    assert how == signal.SIGKILL or not [*tmp_path.rglob("proof.py")]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.exhaustive
