@@ -60,7 +60,7 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         local.reduce()
     except BaseException:
         _leave(engine, local, gathered)
-        had_backward = local.waiting
+        had_backward = local.waiting or local.failed
         local.end()
         steps.recover()
         upstream_engine.forget_backward(engine)
