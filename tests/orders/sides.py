@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.training import models
 from tests.training.models.raising import Boom, RaiseInBackward
 from tests.training.surroundings import build_engine
 
-WIDTH = 6
+WIDTH, INNER = 6, 16
 
 
 class Small(nn.Module):
@@ -28,8 +27,8 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
+        self.first, self.norm = nn.Linear(WIDTH, INNER), nn.LayerNorm(INNER)
+        self.last = nn.Linear(INNER, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.last(RaiseInBackward.apply(self.norm(self.first(x))).tanh())
@@ -53,7 +52,7 @@ class Left(Exception):
 
 
 class Side:
-    """The bookkeeping that both have in common. A word that makes no sense where it is does nothing."""
+    """What both have in common. A word that makes no sense where it is does nothing."""
 
     def __init__(self, order: Order) -> None:
         self.order, self.options, self.trail = order, order.options, Trail()
@@ -294,7 +293,7 @@ class Plain(Side):
 
     def zero_grad(self) -> None:
         """Where a micro step has just been counted, stages 2 and 3 mean to go on."""
-        if self.options.stage < 2 and not self.options.sums or self.came:
+        if self.came or not (self.options.stage > 1 or self.options.sums):
             self._drop()
 
     optimizer_zero_grad = zero_grad

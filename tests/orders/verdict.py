@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import ds_patches
@@ -60,7 +59,8 @@ class Worlds:
                     world.within(SECONDS * len(rest)).run(go, rest, who, folder)
                 except (RankError, WorldTimeout) as error:  # of the first that has no trail
                     said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                found += zip(*(_noted(Path(folder, str(at))) for at in range(world.size)))
+                noted = [_noted(Path(folder, str(at))) for at in range(world.size)]
+                found += map(list, zip(*noted, strict=False))
             if said:
                 found.append([Trail(error=said)] * world.size)
         return found

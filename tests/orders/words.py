@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
@@ -17,8 +18,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"micro{count}": {"micro_steps": count} for count in (2, 4)},
     "offloaded": OFFLOADED,
     "overlap": OVERLAP,
-    "tiny": {"zero": {"reduce_bucket_size": 40}},  # a weight has 36, all have 96
-    "tinier": {"zero": {"reduce_bucket_size": 30}},
+    "tiny": {"zero": {"reduce_bucket_size": 110}},  # a weight has 96, all have 246
+    "tinier": {"zero": {"reduce_bucket_size": 60}},
     "bf16": BF16_SUMS,
     "unmanaged": {"settings": {"managed_gradient_accumulation": False}},
     "sum": {"settings": {"gradient_allreduce_op": "sum"}},
@@ -63,7 +64,7 @@ class Order:
     def shorter(self) -> Iterator[Order]:
         """Its beginning, a step less, a word or block less, no block around, a setting less."""
         steps = [0, *(at + 1 for at, word in enumerate(self.words) if word == "step")]
-        for begin, end in zip(steps, steps[1:], strict=False):
+        for begin, end in pairwise(steps):
             yield replace(self, words=self.words[:end])
             yield replace(self, words=self.words[:begin] + self.words[end:])
         for at, word in enumerate(self.words):
@@ -111,7 +112,7 @@ def generated(seed: int) -> Order:
     between += ENGINES * (3 if subject == "engines" else subject == "all")
     words: list[str] = []
     for _ in range(chance.choice([1, 2, 3]) * count):
-        words += chance.choice(micro_steps).split() + ["step"]
+        words += [*chance.choice(micro_steps).split(), "step"]
     if TORCH_STYLE and chance.random() < 0.3:
         words = ["loss.backward" if word == "backward" else word for word in words]
     for _ in range(chance.choice([1, 1, 2, 3])):
