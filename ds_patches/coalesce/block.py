@@ -68,7 +68,6 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         upstream_engine.restore_boundary(engine, boundary)
         if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
             local.sum.drop()
-        if had_backward:
             logger.warning(_RAISED)
         raise
 
