@@ -8,8 +8,9 @@ Use
     A backward adds to a gradient that ``safe_set_full_grad`` has set. ``safe_get_full_grad``
     returns zero for parameters that this step has not reached.
 
-    A gradient is divided by the micro steps once, however many outputs it passes, also without
-    ZeRO.
+    A gradient is divided by the micro steps once, however many outputs it passes, of one engine or
+    of several, also without ZeRO. Outputs may be in a plain dataclass. With
+    ``managed_gradient_accumulation: false`` all of this holds until ``engine.step()``.
 
     At ZeRO 1 and 2 ranks may use different parameters in a step, such as experts of a MoE model or
     a tower of one modality. A parameter that some ranks used gets their sum, divided by the number
@@ -32,6 +33,10 @@ Risks
       step, they wait for their turn, and missing ones are reduced as zeros. So a part of the model
       that a step does not use is communicated nevertheless. As long as no rank has used some
       parameter, the hosts meet once in each backward. DeepSpeed's own MoE layer stays stock's.
+    - **Applied late.** A step that stock has begun is stock's until ``engine.step()`` ends it; a
+      block cannot be opened in it.
+    - **Initialized twice.** An engine that was left for another one of the same model stays as on
+      stock. If both train, each steps from its own copy of the weights, as on stock: a warning.
     - **Other engines.** A backward that passes through an engine's outputs but reaches none of its
       parameters, as through a frozen discriminator, is not a backward of this engine.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor, so the
@@ -48,6 +53,7 @@ Not covered
     | an optimizer on NVMe; stage 0, but for the division | left to stock |
     | pipelines; half precision without ZeRO | see ``pipelines``, ``half_without_zero`` |
     | ``safe_set_full_grad`` beside ``BF16_Optimizer`` | see ``zero12_gradients`` |
+    | a dataclass of outputs, plain backward, to 0.18.2 | stock's |
     | a backward inside another, bf16 with fp32 sums at stage 1, to 0.18.4 | stock's: wrong |
 
     ``engine.backward(tensor)`` is right for any tensor. ``tensor.backward()`` is right if a

@@ -27,7 +27,8 @@ At stage 3
     ``stage3_module_granularity_threshold``, a block gathers as DeepSpeed does.
 
 If something raises
-    - The block drops its gradients, reduces nothing, restores flags and hooks, and lets the
+    - The block drops its gradients (at stage 1 with them those of the step's earlier micro steps,
+      which lie in the same place), reduces nothing, restores flags and hooks, and lets the
       exception through. Training may go on with the next block.
     - Do not catch it inside: the block would still end in a RuntimeError, and ``accumulation``
       drops all gradients of the step.
@@ -55,7 +56,12 @@ Risks
       gradient, as with DeepSpeed's own method.
     - **Precision.** Gradients add up in the precision of the parameters, as in PyTorch. At stage 1
       with an offloaded optimizer, a low precision model and fp32 sums, they add up in fp32.
-    - **Ranks that differ.** On a rank where a parameter has no gradient, it counts as zeros.
+    - **Ranks that differ.** On a rank where a parameter has no gradient, it counts as zeros. At
+      stages 1 and 2 a rank may have no backward at all; at stage 3 ranks gather together, and need
+      the same forwards and backwards. A block in which no rank has a gradient reduces nothing.
+    - **Backwards after the block.** At stage 3 a backward over a forward of a block that has ended
+      gathers all parameters again, and releases them at its end.
+    - **Taken back.** ``unapply()`` inside a block or ``no_sync()`` is an AssertionError.
 
 Not covered
     | what | what happens |
