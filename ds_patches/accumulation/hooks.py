@@ -50,8 +50,12 @@ _counted = (0, NO_TASK, 0)
 def activate() -> Sequence[str]:
     """Name what is out of reach."""
     kept.keep(_sum_of)
-    count = len(built())
-    return [f"{count} engine(s) built before: patched from their next forward on"] if count else []
+    engines = built()
+    if not engines:
+        return []
+    begun = sum(map(kept.waits, engines))
+    late = f" ({begun} in the middle of a step: after that)" if begun else ""
+    return [f"{len(engines)} engine(s) built before: patched from their next forward on{late}"]
 
 
 def deactivate() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.accumulation import test_division
 from tests.accumulation import test_experts as of_experts
 from tests.coalesce import test_blocks, test_failure, test_gather_once, test_no_sync
 from tests.training.cases import Case
@@ -20,7 +21,12 @@ TOLERANCE = {**ROUNDING, "float32": 1e-5}
 TABLES: tuple[Any, ...] = (
     test_gradients.test_options,
     test_gradients.test_graphs,
+    test_division.test_outputs_that_lead_to_one_another,
+    test_division.test_engines_in_a_chain,
+    test_division.test_outputs_in_a_plain_dataclass,
     test_blocks.test_a_block_is_a_sum,
+    test_blocks.test_a_block_without_a_backward,
+    test_blocks.test_a_backward_after_its_block,
     test_gather_once.test_options,
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
