@@ -39,9 +39,15 @@ UNMANAGED = [
     "zero2 unmanaged : forward backward zero_grad step",
 ]
 CHAINS = [f"zero{stage} micro2 : {2 * 'chain loss.backward step '}" for stage in range(4)]
+CHAINS.append("zero1 micro2 : twice loss.backward step twice loss.backward step")
 ONE_RANK_ALONE = [f"zero2 {size} : block{{ lone }} step" for size in ("tiny", "tinier")]
 RAISED_IN_THE_MIDDLE = [
     f"zero{stage} micro2 : forward backward raise{{ forward }} step {TRAIN}" for stage in (1, 2, 3)
+]
+RAISED_IN_THE_MIDDLE += ["zero2 offloaded : forward backward closed{ forward backward } step"]
+TAKEN_BACK_IN_A_BLOCK = [
+    f"{settings} : forward block{{ unapply_all backward }} step"
+    for settings in ("zero2", "zero3 offloaded")
 ]
 FIXED = [
     *AFTER_AN_ENGINE_THAT_WAS_LEFT,
@@ -52,6 +58,7 @@ FIXED = [
     *(CHAINS if TORCH_STYLE else ()),
     *ONE_RANK_ALONE,
     *RAISED_IN_THE_MIDDLE,
+    *TAKEN_BACK_IN_A_BLOCK,
 ]
 
 
