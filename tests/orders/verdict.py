@@ -112,6 +112,10 @@ def _first(said: object) -> str:
     return next(filter(None, said), "")  # type: ignore[call-overload]
 
 
+#: By what a patch is refused where stock is right: it comes, or goes, in the midst of something.
+IN_THE_MIDST = ("is taken back inside", "in a step that began before the patch was applied")
+
+
 def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     """On one rank."""
     tolerance = TOLERANCE[order.options.dtype]
@@ -127,6 +131,7 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     if (
         not patched.error
         or plain.error
+        or (patched.is_ours and any(words in patched.error for words in IN_THE_MIDST))
         or (not is_right and (patched.is_ours or (stock.error and same)))
     ):
         return ""
