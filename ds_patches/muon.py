@@ -29,6 +29,8 @@ Risks
     - Apply it and take it back between two steps, not after a backward.
     - ``safe_set_full_grad`` sets a gradient; on stock it set an update. If a matrix lies on two
       ranks at ZeRO 1 and 2, each sets its own part.
+    - An iteration in bf16 (all, to 0.18.9) magnifies rounding: weights after two backwards were up
+      to 0.24 off those after one over the sum, without an engine 0.12; in fp64 2e-5.
 
 Cost
     ZeRO 1 and 2: gradients of the matrices are kept until the step, in the place of stock's
