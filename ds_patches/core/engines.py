@@ -18,6 +18,15 @@ _LAST = "unflatten"
 
 #: Those that were found, or built, while patches were applied.
 known: WeakSet[Any] = WeakSet()
+#: How many were, so far.
+count = 0
+
+
+def add(*engines: Any) -> None:
+    """Know these, too."""
+    global count
+    known.update(engines)
+    count += len(engines)
 
 
 @once.per_call

@@ -30,7 +30,7 @@ def start(requests: Requests) -> None:
     _is_on = True
     agreement.prepare(requests)
     if not _journal.is_in_place and not imports.awaited([engines.MODULE]):
-        engines.known.update(engines.built())
+        engines.add(*engines.built())
         imports.add_post_import_hook(engines.MODULE, _wrap)
 
 
@@ -55,7 +55,7 @@ def _wrap() -> None:
 def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
     agreement.compare(engine)
-    engines.known.add(engine)
+    engines.add(engine)
     for patch, life in [*lifecycle.lives.items()]:
         for key, (state, by) in life.wrapper_states().items():
             text = f"{patch}: {key} is replaced by {by}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
-from ds_patches.core.engines import built, known
+from ds_patches.core import engines
+from ds_patches.core.engines import built
 from ds_patches.training.steps import EngineSteps, GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
@@ -144,19 +145,20 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
 # ``initialize`` was called again on a model, or a part of it. The hooks of the older engine stay,
 # unless its ``destroy()`` is called; and its optimizer steps from a copy of the weights.
 
-_OVERTAKEN = "_ds_patches_overtaken"
-#: For each engine: which engines there were, and those of them that share a parameter with it.
-_rivals: WeakKeyDictionary[Any, tuple[set[int], WeakSet[Any]]] = WeakKeyDictionary()
+#: Of each engine, how many there had been when it was looked at, and those that share a parameter.
+_rivals: WeakKeyDictionary[Any, tuple[int, list[ref[Any]]]] = WeakKeyDictionary()
+#: Those that a rival has stepped since their last step; False: it was said.
+_overtaken: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def rivals(engine: Any) -> WeakSet[Any]:
+def rivals(engine: Any) -> list[ref[Any]]:
     """Return the other engines that train a parameter of this one, as far as they are known."""
-    now = {*map(id, known)}
-    if engine not in _rivals or _rivals[engine][0] != now:
-        mine = _trained(engine)
-        others = (one for one in known if one is not engine)
-        _rivals[engine] = now, WeakSet(one for one in others if not mine.isdisjoint(_trained(one)))
-    return _rivals[engine][1]
+    found = _rivals.get(engine)
+    if found is None or found[0] != engines.count:
+        mine, others = _trained(engine), (one for one in engines.known if one is not engine)
+        shared = [ref(one) for one in others if not mine.isdisjoint(_trained(one))]
+        _rivals[engine] = found = engines.count, shared
+    return found[1]
 
 
 def _trained(engine: Any) -> set[int]:
@@ -165,21 +167,18 @@ def _trained(engine: Any) -> set[int]:
 
 def rival_runs(steps: EngineSteps) -> bool:
     """Whether a gradient comes to parameters of an engine by another one's backward."""
-    if len(known) < 2:
-        return False
-    running = map(of, rivals(steps.engine))
-    return any(one is not None and one.watch.running for one in running)
+    living = (one for rival in rivals(steps.engine) if (one := rival()) is not None)
+    return any(one is not None and one.watch.running for one in map(of, living))
 
 
 def has_stepped(engine: Any) -> None:
     """Have other engines of the same parameters told, once, that they step from older ones."""
-    if len(known) < 2:
-        return
-    if vars(engine).get(_OVERTAKEN):
-        vars(engine)[_OVERTAKEN] = False  # which stays
-        logger.warning(_STEPS_FROM_OLDER)
-    for one in rivals(engine):
-        vars(one).setdefault(_OVERTAKEN, True)
+    for rival in rivals(engine):
+        if (one := rival()) is not None:
+            _overtaken.setdefault(one, True)
+            if _overtaken.get(engine):
+                _overtaken[engine] = False
+                logger.warning(_STEPS_FROM_OLDER)
 
 
 def subscribe(subscriber: Attached[Any]) -> None:
@@ -209,5 +208,7 @@ def detach_all() -> None:
     """Give every engine back to stock."""
     global _sum_of
     _sum_of = None
+    _rivals.clear()
+    _overtaken.clear()
     for _, steps in _engines.detach_all():
         steps.detach()
