@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 
 from ds_patches.core.calls import meanwhile
-from ds_patches.training.graph_task import NO_TASK, current_task_id, with_graphs
+from ds_patches.training.graph_task import at_end_of_task, current_task_id, with_graphs
 from ds_patches.training.kept import Attached
 from ds_patches.upstream import engine as upstream_engine
 
 #: In the metadata of an autograd node: which of its results are outputs of an engine, by number.
 _OUTPUTS = "ds_patches.outputs"
-#: The same of one beneath which the edges to other outputs undo the division already.
+#: The same of one from which on the edges to other outputs undo the division already.
 _WALKED = "ds_patches.walked"
 
 
@@ -42,7 +43,7 @@ class Division:
 
     def __init__(self, engine: Any) -> None:
         self._engine = ref(engine)
-        self._task = NO_TASK  # the graph task in which outputs have divided last
+        self._tasks: set[int] = set()  # the graph tasks that run, and in which outputs divide
 
     @property
     def _micro_steps(self) -> int:
@@ -63,24 +64,26 @@ class Division:
 
     def divided(self) -> None:
         """Inside a backward: at an output, which is the node that runs, a gradient was divided."""
-        self._task = current_task_id()
+        if (task := current_task_id()) not in self._tasks:
+            self._tasks.add(task)
+            at_end_of_task(partial(self._tasks.discard, task))
         node: Any = torch._C._current_autograd_node()
-        if self._micro_steps > 1 and not node.metadata.get(_WALKED):
-            node.metadata[_WALKED] = True
+        marks = node.metadata
+        if _OUTPUTS in marks and not marks.get(_WALKED):
             self._undo_beneath(node)
 
     def _undo_beneath(self, node: Any) -> None:
         """Find the edges to the next outputs beneath a node. What lies beneath those is theirs."""
-        pending, seen = [node], {node}
+        node.metadata[_WALKED] = True
+        pending = [node]
         for above in pending:  # which become more
             edges = []
             for at, (beneath, number) in enumerate(above.next_functions):
-                if beneath is None:
-                    continue
-                if number in beneath.metadata.get(_OUTPUTS, ()):
+                marks = {} if beneath is None else beneath.metadata
+                if number in marks.get(_OUTPUTS, ()):
                     edges.append(at)
-                elif beneath not in seen:
-                    seen.add(beneath)
+                elif beneath is not None and not marks.get(_WALKED):
+                    marks[_WALKED] = True
                     pending.append(beneath)
             if edges:
                 above.register_hook(self._undoing(edges))
@@ -96,7 +99,7 @@ class Division:
 
     def _undone(self, gradient: Any) -> Any:
         """Return it undivided, but in a backward that is not divided: there may be several."""
-        if gradient is None or self._task != current_task_id():
+        if gradient is None or current_task_id() not in self._tasks:
             return gradient
         return gradient * self._micro_steps
 

@@ -53,7 +53,7 @@ class LeadingToEachOther(TwoHeads):
         hidden = [self.embed(tokens)]
         for block in self.blocks:
             hidden.append(block(hidden[-1]))
-        logits, rebuilt = self.heads(hidden[-1])
+        logits, rebuilt = self.heads(F.gelu(hidden[-1]))
         loss = F.cross_entropy(logits.float(), classes)
         return {
             "loss": loss,
