@@ -24,6 +24,9 @@ accumulation = partial(of, "accumulation")
 leading = partial(accumulation, model="LeadingToEachOther", micro_steps=4)
 
 
+PASSES_ON = stock.since("0.18.3", "a backward of another engine's, by the outputs of this one,")
+
+
 def outputs_of(trainer: Any, step: int, micro: int) -> Any:
     return trainer(*batch(step, micro))
 
@@ -103,7 +106,7 @@ def test_a_model_of_transformers(stage: int, style: str) -> None:
 @trains(
     "accumulation",
     *(
-        at(1, 2, 3, core={2}, model="Linears", micro_steps=2, style=style)
+        at(1, 2, 3, core={2}, model="Linears", micro_steps=2, style=style, marks=[PASSES_ON])
         for style in ("torch", "engine")
     ),
     at(2, model="Linears", micro_steps=4, style="scale"),
