@@ -320,11 +320,7 @@ class Plain(Side):
         try:
             yield
         finally:
-            now = [param.grad for param in params]
-            has_added = not all(torch.equal(*pair) for pair in _pairs(before, now))
-            if drops and has_added and self.options.stage == 1:
-                self._drop()  # there they lie with those of earlier micro steps, as documented
-            elif drops:
+            if drops:
                 for param, grad in zip(params, before, strict=True):
                     param.grad = grad
 
@@ -336,12 +332,6 @@ class Plain(Side):
     def see_parameters(self) -> None:
         for module in self.modules:
             self.see(torch.cat([p.detach().flatten() for p in module.parameters()]))
-
-
-def _pairs(before: list[Tensor | None], now: list[Tensor | None]) -> Iterator[tuple[Any, Any]]:
-    for one, other in zip(before, now, strict=True):
-        if other is not None:
-            yield torch.zeros_like(other) if one is None else one, other
 
 
 class _Own(nn.Module):
