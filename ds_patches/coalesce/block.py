@@ -40,7 +40,7 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
             "outside of no_sync(), which it needs no more"
         )
     gathered = _gathers(engine, steps)
-    boundary = upstream_engine.asked_boundary(engine)
+    boundary, before = upstream_engine.asked_boundary(engine), steps.present
     try:
         local.begin()
         local.in_block, local.failed = True, False
@@ -69,6 +69,8 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
             local.sum.drop()
             logger.warning(_RAISED)
+        if had_backward and not local.failed:
+            steps.back_to(before)
         raise
 
 

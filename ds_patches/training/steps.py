@@ -257,13 +257,23 @@ class EngineSteps:
         for listener in self.listeners:
             listener.dropped(failed=False)
 
+    @property
+    def present(self) -> Step:
+        """What the backwards since the last step have left."""
+        return self._step
+
+    def back_to(self, before: Step) -> None:
+        """A block raised and has dropped what came since `before`: if that was nothing, all."""
+        held = before.state is StepState.HELD
+        self._step = before if held else Step(StepState.FAILED)
+
     def step(self, run: Callable[[], Any]) -> Any:
         """Around the optimizer's step, at the boundary, which `run` takes."""
         self.recover()
         if self._step.state is StepState.FAILED:
             raise Refused(
-                "engine.step() after a backward that raised: its gradients were dropped and none "
-                "have come since. Run forward and backward again before the step."
+                "engine.step() after a backward, or a block, that raised: its gradients were dropped, "
+                "and none have come since. Run forward and backward again before the step."
             )
         is_new = not self._step.has_backward_in(self.engine.micro_steps)
         if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
