@@ -272,8 +272,8 @@ class EngineSteps:
         self.recover()
         if self._step.state is StepState.FAILED:
             raise Refused(
-                "engine.step() after a backward, or a block, that raised: its gradients were dropped, "
-                "and none have come since. Run forward and backward again before the step."
+                "engine.step() after a backward, or a block, that raised: its gradients were "
+                "dropped, and none have come since. Run forward and backward again before the step."
             )
         is_new = not self._step.has_backward_in(self.engine.micro_steps)
         if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
