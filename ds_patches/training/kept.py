@@ -155,14 +155,11 @@ def rivals(engine: Any) -> list[ref[Any]]:
     """Return the other engines that train a parameter of this one, as far as they are known."""
     found = _rivals.get(engine)
     if found is None or found[0] != engines.count:
-        mine, others = _trained(engine), (one for one in engines.known if one is not engine)
-        shared = [ref(one) for one in others if not mine.isdisjoint(_trained(one))]
+        mine = upstream_engine.trained(engine)
+        others = (one for one in engines.known if one is not engine)
+        shared = [ref(o) for o in others if not mine.isdisjoint(upstream_engine.trained(o))]
         _rivals[engine] = found = engines.count, shared
     return found[1]
-
-
-def _trained(engine: Any) -> set[int]:
-    return {id(param) for param in engine.module.parameters() if param.requires_grad}
 
 
 def rival_runs(steps: EngineSteps) -> bool:

@@ -55,6 +55,14 @@ def is_left(engine: Any) -> bool:
     return is_deep_compiled(engine) or bool(getattr(engine, "_is_compiled_autograd_enabled", False))
 
 
+def trained(engine: Any) -> set[int]:
+    """Return the ids of the parameters that its ZeRO optimizer steps a copy of."""
+    for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # 1 and 2; 3; BF16_Optimizer
+        if (groups := getattr(engine.optimizer, name, None)) is not None:
+            return {id(param) for group in groups for param in group}
+    return set()
+
+
 def folds_experts(engine: Any) -> bool:
     """Whether AutoEP's tensor parallel ranks correct gradients in each backward."""
     folding = getattr(engine, "_autoep_folding_spec", None)

@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import torch
 
 from tests.listening import listening
 from tests.training import models
@@ -14,7 +15,7 @@ from tests.training.options import OFFLOADED, Options
 from tests.training.run import applied
 from tests.training.surroundings import build_engine
 from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
-from tests.world import on_ranks
+from tests.world import World, on_ranks
 
 #: So large that an older engine, whose hooks still fire, reduces nothing by itself.
 LARGE = {"zero": {"reduce_bucket_size": 10**7}}
@@ -95,6 +96,30 @@ def test_the_last_engine_trains(options: Options, script: Callable[[Engines], No
         script(engines)
         assert engines.are_equal()
     assert not heard
+
+
+def test_a_part_that_another_engine_has_frozen_is_not_told(world: World) -> None:
+    assert world.run(_with_a_frozen_trunk) == [[], []]
+
+
+def _with_a_frozen_trunk() -> list[str]:
+    options = Options(2, **LARGE)
+    with applied("accumulation"), listening() as heard:
+        engines = Engines(options)
+        first = engines.another()
+        engines.module.embed.requires_grad_(False)
+        engines.module.blocks.requires_grad_(False)
+        head = build_engine(
+            torch.nn.Sequential(engines.module.embed, torch.nn.Linear(16, 1)), options.config
+        )
+        for step in range(2):
+            engines.module.requires_grad_(True)
+            first.backward(loss_of(first, step))
+            first.step()
+            engines.module.embed.requires_grad_(False)
+            head.backward(head(torch.arange(6)).square().mean())
+            head.step()
+    return list(heard)
 
 
 @on_ranks
