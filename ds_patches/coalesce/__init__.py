@@ -30,6 +30,8 @@ If something raises
     - The block drops its gradients (at stage 1 with them those of the step's earlier micro steps,
       which lie in the same place), reduces nothing, restores flags and hooks, and lets the
       exception through. Training may go on with the next block.
+    - ``engine.step()`` is refused until another backward has come. A generator that is closed in a
+      block leaves it as ``break`` does: nothing has failed.
     - Do not catch it inside: the block would still end in a RuntimeError, and ``accumulation``
       drops all gradients of the step.
     - If one rank alone raises, the others wait for its next block, as they would in any

@@ -47,17 +47,14 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         engine.inside_no_sync_ctxt = True
         if gathered is not None:
             gathered.begin()
-        yield
-        steps.recover()
-        if local.failed:
-            raise Refused(
-                "a backward inside this coalesce_grad_reduction() raised, and what was caught "
-                "inside had dropped its gradients; let the exception leave the block"
-            )
-        _leave(engine, local, gathered)
-        if gathered is not None:
-            gathered.release()
-        local.reduce()
+        closed: GeneratorExit | None = None
+        try:
+            yield
+        except GeneratorExit as error:  # left early, as by `break`: nothing has failed
+            closed = error
+        _end(engine, steps, local, gathered)
+        if closed is None:
+            return
     except BaseException:
         _leave(engine, local, gathered)
         had_backward = local.waiting or local.failed
@@ -72,6 +69,23 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         if had_backward and not local.failed:
             steps.back_to(before)
         raise
+    raise closed
+
+
+def _end(
+    engine: Any, steps: EngineSteps, local: LocalGradients, gathered: GatherOnce | None
+) -> None:
+    """Reduce what the block has. Raises Refused where a backward in it has raised."""
+    steps.recover()
+    if local.failed:
+        raise Refused(
+            "a backward inside this coalesce_grad_reduction() raised, and what was caught "
+            "inside had dropped its gradients; let the exception leave the block"
+        )
+    _leave(engine, local, gathered)
+    if gathered is not None:
+        gathered.release()
+    local.reduce()
 
 
 def _leave(engine: Any, local: LocalGradients, gathered: GatherOnce | None) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core.errors import Refused
 from ds_patches.core.shadow import Shadow
@@ -157,8 +158,10 @@ class EngineSteps:
     def forward_ran(self, outputs: list[torch.Tensor]) -> None:
         """Watch for the backwards over a forward, by its outputs that have graphs."""
         self._fresh = True
+        # Who pickles an output is not to be warned of it.
+        hook = unserializable_hook(partial(self.entered, after=self.count))  # type: ignore[no-untyped-call]
         for tensor in outputs:
-            tensor.register_hook(partial(self.entered, after=self.count))  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def entered(
         self, grad: Any = None, *, after: int | None = None, is_backward: bool = False

@@ -127,7 +127,7 @@ class Side:
 
     def _closed(self, kind: str, words: list[str]) -> None:
         def generator() -> Iterator[None]:
-            with self.window(drops=True):
+            with self.window():
                 self.do(words)
                 yield
 
