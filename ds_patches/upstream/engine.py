@@ -231,10 +231,10 @@ def is_at_boundary(optimizer: Any) -> bool:
 def is_in_a_step(engine: Any) -> bool:
     """Whether backwards under stock have left gradients that no step has taken yet.
 
-    Or will, in an open ``no_sync()`` or block of its own.
+    Or will, in an open block of its own.
     """
     optimizer, kind = engine.optimizer, kind_of(engine.optimizer)
-    if getattr(engine, "inside_no_sync_ctxt", False):
+    if getattr(optimizer, "_coalesce_grad_reduction", False):
         return True
     if kind is Kind.ZERO12:
         return bool(optimizer.micro_step_id >= 0)  # -1 from a step to its first backward

@@ -9,7 +9,7 @@ from tests.orders.words import Order, generated
 from tests.training.stock import RELEASE, TORCH_STYLE
 
 #: Of generated orders in a test, and of tests.
-COUNT, BATCHES = 60, 40
+COUNT, BATCHES = 60, 4
 #: What is to be done for a micro step, and again after the second engine was made.
 TRAIN = "forward backward step"
 

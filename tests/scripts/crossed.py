@@ -84,7 +84,6 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CONFIGURED = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-UNMANAGED = {"managed_gradient_accumulation": False}
 PRESCALED = {"prescale_gradients": True}
 #: Of the low-rank model: one more would make a leaf of the whole, which stock does not train, as it
 #: does not train a block whose inputs need no gradient.
@@ -105,7 +104,6 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
         PLAIN,
         Choice("micro2", {"micro_steps": 2}, stages=ANY),
         Choice("micro4", {"micro_steps": 4, "steps": 9}, stages=ANY),
-        Choice("unmanaged", {"micro_steps": 1}, settings=UNMANAGED),
     ),
     "offload": (
         PLAIN,
@@ -145,6 +143,11 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
         Choice("round_robin", zero={"round_robin_gradients": True}, stages=(1, 2)),
     ),
 }
+
+#: In place of micro steps, in one more row of each script: the others stay what they were.
+UNMANAGED = Choice(
+    "unmanaged", {"micro_steps": 1}, settings={"managed_gradient_accumulation": False}
+)
 
 Row = tuple[Choice, ...]
 
@@ -213,6 +216,9 @@ def rows(script: Script) -> Iterator[Row]:
         )
         left -= {(at, one.name) for at, one in enumerate(row)}
         yield row
+    if row[0].stages[0] and UNMANAGED.suits(script):
+        at = [*FACTORS].index("micro_steps")
+        yield (*row[:at], UNMANAGED, *row[at + 1 :])
 
 
 def _choices(script: Script, stage: int) -> list[list[Choice]]:
