@@ -59,26 +59,26 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_broadcast(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It sends all ranks the model that an engine is built for."""
+    """Flatten what DeepSpeed sends all ranks: the model that an engine is built for."""
     with _flat(engine.module.parameters()):
         return wrapped(*args, **kwargs)
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of ``GatheredParameters``: one rank's parameters are sent, and partitioned anew."""
+    """``GatheredParameters`` sends one rank's parameters, and partitions them anew."""
     with _flat(gathered.params if gathered.src_rank is not None else ()):
         return wrapped(*args, **kwargs)
 
 
 def around_convert(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """It notes the shape of a parameter, which is then sent, and partitioned, as it lies."""
+    """``zero.Init`` notes a parameter's shape, then sends and partitions it as it lies."""
     (param,) = in_order(wrapped, args, kwargs)
     wrapped(*args, **kwargs)
     _flatten(param)
 
 
 def around_enter(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """Of ``zero.Init``: ``Module.apply`` sends what a function has made of each module."""
+    """In ``zero.Init``, ``Module.apply`` sends what a function has made of each module."""
     from ds_patches.upstream.zero3 import after_applied, is_partitioned
 
     def flatten(module: Any) -> None:

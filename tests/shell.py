@@ -21,3 +21,14 @@ def python(*words: str, variables: dict[str, str] | None = None, **more: Any) ->
     own = environment(**(variables or {}))
     told = {"capture_output": True, "text": True, "timeout": 1200}
     return subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=own, **told | more)
+
+
+def is_made_odd(path: Path, kind: str) -> bool:
+    """Make a "folder", "pipe" or "device" there, where a file is expected; else do nothing."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    return kind in ("folder", "pipe", "device")

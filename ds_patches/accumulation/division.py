@@ -10,9 +10,8 @@ the graph: those that leave a node of the upper output's forward. On them the di
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -28,18 +27,11 @@ _OUTPUTS = "ds_patches.outputs"
 _WALKED = "ds_patches.walked"
 
 
-class _Running:
-    """What holds of the backwards of all engines."""
+class Division:
+    """Divides the plain backwards over one engine's forwards."""
 
     #: ``engine.backward`` runs and has divided its loss: outputs, of whichever engine, need not.
-    has_divided = False
-
-
-running = _Running()
-
-
-class Division:
-    """Of the plain backwards over one engine's forwards."""
+    has_divided: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = ref(engine)
@@ -114,8 +106,7 @@ def divided_backward(
     """Divide the loss of ``engine.backward``, which `run` is, so that no output has to."""
     if scale_wrt_gas:
         loss = loss / engine.gradient_accumulation_steps()
-    divided: AbstractContextManager[None] = meanwhile(running, has_divided=True)
-    with divided:
+    with meanwhile(Division, has_divided=True):
         return run(loss, retain_graph, scale_wrt_gas=False)
 
 

@@ -28,7 +28,7 @@ from ds_patches.upstream import zero12
 from ds_patches.upstream.kinds import Kind, kind_of
 
 from .bf16_sum import Bf16Sum
-from .division import Division, divided_backward, divisions, running
+from .division import Division, divided_backward, divisions
 from .zero3_sum import Zero3Sum
 from .zero12_sum import Zero12Sum
 
@@ -135,7 +135,7 @@ def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     steps: EngineSteps | None = vars(engine).get(KEY)
     (grad,) = in_order(wrapped, args, kwargs)
     is_backward = steps is None or steps.watch.task_id == current_task_id()
-    if running.has_divided or not (is_backward or accumulates()):
+    if Division.has_divided or not (is_backward or accumulates()):
         return grad  # divided, or of torch.autograd.grad
     result = wrapped(grad)
     division: Division | None = vars(engine).get(_DIVISION)

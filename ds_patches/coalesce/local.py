@@ -39,10 +39,11 @@ class LocalGradients(Listener):
         self._shadows: list[Shadow] = []
         #: A backward has begun since gradients stay.
         self.waiting = False
-        #: Each backward reduces, and a step, which is its own boundary, takes the sum.
-        self._finalizes = not upstream_engine.manages_boundary(engine) and (
-            engine.zero_optimization_partition_gradients()
-        )
+        #: Where a step is its own boundary: whether each backward reduces, or the step does.
+        self._finalizes = self._step_reduces = False
+        if not upstream_engine.manages_boundary(engine):
+            self._finalizes = engine.zero_optimization_partition_gradients()
+            self._step_reduces = not self._finalizes
         #: Whether plain backwards are divided by the micro steps, those that begin at an output.
         self._divides_others = has_torch_style_backward(engine)
 
@@ -164,8 +165,7 @@ class LocalGradients(Listener):
                     "boundary: its gradients are not reduced. Run the last backward of the step, "
                     "and step, outside."
                 )
-            reduces = not upstream_engine.manages_boundary(engine) and not self._finalizes
-            if self.waiting and not reduces and not self.sum.is_empty():
+            if self.waiting and not self._step_reduces and not self.sum.is_empty():
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

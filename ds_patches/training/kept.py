@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ds_patches.core import engines
-from ds_patches.core.engines import built
 from ds_patches.training.steps import EngineSteps, GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
@@ -134,7 +133,7 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
     """Return the same as `of`, also where the optimizer's engine has had no forward yet."""
     if KEY not in vars(optimizer):
         _engines.leave(optimizer)  # if it has none: to look for it takes a while
-        for engine in built():
+        for engine in engines.built():
             if vars(engine).get("optimizer") is optimizer:
                 take_in(engine)
     return of(optimizer)
@@ -151,7 +150,7 @@ _rivals: WeakKeyDictionary[Any, tuple[int, list[ref[Any]]]] = WeakKeyDictionary(
 _overtaken: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def rivals(engine: Any) -> list[ref[Any]]:
+def _living_rivals(engine: Any) -> list[Any]:
     """Return the other engines that train a parameter of this one, as far as they are known."""
     found = _rivals.get(engine)
     if found is None or found[0] != engines.count:
@@ -159,23 +158,25 @@ def rivals(engine: Any) -> list[ref[Any]]:
         others = (one for one in engines.known if one is not engine)
         shared = [ref(o) for o in others if not mine.isdisjoint(upstream_engine.trained(o))]
         _rivals[engine] = found = engines.count, shared
-    return found[1]
+    if not found[1]:  # as a rule, and asked in each step
+        return []
+    return [one for rival in found[1] if (one := rival()) is not None]
 
 
 def rival_runs(steps: EngineSteps) -> bool:
     """Whether a gradient comes to parameters of an engine by another one's backward."""
-    living = (one for rival in rivals(steps.engine) if (one := rival()) is not None)
-    return any(one is not None and one.watch.running for one in map(of, living))
+    theirs = map(of, _living_rivals(steps.engine))
+    return any(one is not None and one.watch.running for one in theirs)
 
 
 def has_stepped(engine: Any) -> None:
     """Have other engines of the same parameters told, once, that they step from older ones."""
-    for rival in rivals(engine):
-        if (one := rival()) is not None:
-            _overtaken.setdefault(one, True)
-            if _overtaken.get(engine):
-                _overtaken[engine] = False
-                logger.warning(_STEPS_FROM_OLDER)
+    rivals = _living_rivals(engine)
+    for one in rivals:
+        _overtaken.setdefault(one, True)
+    if rivals and _overtaken.get(engine):
+        _overtaken[engine] = False
+        logger.warning(_STEPS_FROM_OLDER)
 
 
 def subscribe(subscriber: Attached[Any]) -> None:

@@ -16,6 +16,7 @@ from ds_patches.__main__ import main
 from ds_patches.commands import configuration, cures, doctor
 from ds_patches.core.errors import FlagError
 from ds_patches.symptoms import SYMPTOMS
+from tests import shell
 from tests.core import fake
 
 MIDDLE = "micro steps in the middle are dropped"
@@ -217,13 +218,7 @@ def test_a_hostile_file_is_told_of_at_once(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, content = tmp_path / "ds.json", HOSTILE.get(kind, "")
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    else:
+    if not shell.is_made_odd(file, kind):
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     begin = time.process_time()
     status = main(["doctor", "--release", "0.18.4", "--config", str(file)])

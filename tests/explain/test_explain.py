@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -168,12 +167,7 @@ def test_lines_of_other_ranks_are_no_part_of_an_error() -> None:
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "long name"])
 def test_what_is_no_file_is_told_of_at_once(tmp_path: Path, kind: str) -> None:
     file = tmp_path / ("x" * 300 if kind == "long name" else "job.log")
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
+    shell.is_made_odd(file, kind)
     done = shell.python("-m", "ds_patches", "explain", str(file), timeout=20)
     assert (done.returncode, "Traceback" in done.stderr) == (1 if kind == "pipe" else 2, False)
 

@@ -1,10 +1,10 @@
-"""Who goes through an order: plain PyTorch, or DeepSpeed's engines."""
+"""What plain PyTorch and DeepSpeed's engines have in common, as they go through an order."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ds_patches
 from ds_patches.core.errors import DsPatchesError
 from tests.orders.words import BLOCKS, Order
 from tests.training import models
 from tests.training.models.raising import Boom, RaiseInBackward
-from tests.training.surroundings import build_engine
 
 WIDTH, INNER = 6, 16
 
@@ -260,158 +258,3 @@ class Side:
     def see(self, value: Tensor) -> None:
         self.trail.seen.append(value.detach().float().cpu().clone())
         self.trail.patched.append(self.patched_since)
-
-
-class Plain(Side):
-    """In single precision: each engine is an optimizer."""
-
-    dtype = torch.float32
-    came = failed = False  # a backward since the last step(); it raised
-
-    def model(self) -> nn.Module:
-        return super().model().float()
-
-    def build(self, module: nn.Module) -> Any:
-        module = _Own(module)
-        module.optimizer = torch.optim.SGD(module.parameters(), lr=self.options.rates[0])
-        return module
-
-    def run_backward(self, loss: Tensor, retain: bool) -> None:
-        self.came, self.failed = True, False
-        (loss / self.options.micro_steps).backward(retain_graph=retain)
-
-    def plain_backward(self, loss: Tensor) -> None:
-        self.run_backward(loss, False)
-
-    def boomed(self) -> None:
-        self.came = self.failed = True
-        self._drop()
-
-    def _drop(self) -> None:
-        for module in self.modules:
-            module.zero_grad()
-
-    def zero_grad(self) -> None:
-        """Where a micro step has just been counted, stages 2 and 3 mean to go on."""
-        if self.came or not (self.options.stage > 1 or self.options.sums):
-            self._drop()
-
-    optimizer_zero_grad = zero_grad
-
-    def take_step(self, engine: Any, whole: bool) -> None:
-        self.came = False
-        if not whole:
-            return
-        if self.failed:
-            raise RuntimeError("a step after a backward that raised is refused, as documented")
-        for param in engine.parameters():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            dist.all_reduce(param.grad)
-            if "sum" not in self.order.settings:
-                param.grad /= dist.get_world_size()
-        engine.optimizer.step()
-        engine.zero_grad()
-
-    @contextmanager
-    def window(self, drops: bool = False) -> Iterator[None]:
-        params = [p for module in self.modules for p in module.parameters()]
-        before = [None if p.grad is None else p.grad.clone() for p in params]
-        try:
-            yield
-        finally:
-            if drops:
-                for param, grad in zip(params, before, strict=True):
-                    param.grad = grad
-
-    def patch(self, *_: str) -> None:
-        """Nothing, and so do others that are of engines alone."""
-
-    destroy = fails = patch
-
-    def see_parameters(self) -> None:
-        for module in self.modules:
-            self.see(torch.cat([p.detach().flatten() for p in module.parameters()]))
-
-
-class _Own(nn.Module):
-    """One of several over the same module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-
-def live() -> list[str]:
-    return [name for name in ds_patches.names() if ds_patches.is_applied(name)]
-
-
-class Engines(Side):
-    """patched: by whom; stock's leaves patching out."""
-
-    def __init__(self, order: Order, patched: bool) -> None:
-        self.patches, self.all = patched, live() if patched else []
-        super().__init__(order)
-        self.patched = self.patched_since = patched
-        self.kept: list[Exception] = []  # and so what their tracebacks hold
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.options.torch_dtype
-
-    def build(self, module: nn.Module) -> Any:
-        return build_engine(module, self.options.config, options=self.options)
-
-    def run_backward(self, loss: Tensor, retain: bool) -> None:
-        (self.critic or self.now).backward(loss, retain_graph=retain)
-
-    def plain_backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def boomed(self) -> None:
-        """The engine drops by itself."""
-
-    def zero_grad(self) -> None:
-        for engine in filter(None, (self.now, self.critic)):
-            engine.zero_grad()
-
-    def optimizer_zero_grad(self) -> None:
-        for engine in filter(None, (self.now, self.critic)):
-            engine.optimizer.zero_grad()
-
-    def take_step(self, engine: Any, whole: bool) -> None:
-        engine.step()
-
-    def window(self, drops: bool = False) -> Any:
-        return self.now.coalesce_grad_reduction()
-
-    def patch(self, function: str, *name: str) -> None:
-        if self.patches:
-            getattr(ds_patches, function)(*name)
-            self.patched = live() == self.all
-            self.patched_since &= self.patched
-
-    def destroy(self) -> None:
-        for engine in self.engines:
-            if engine is not self.now:
-                engine.destroy()
-        self.engines = [self.now]
-
-    def fails(self) -> None:
-        if not self.between_steps:
-            return
-        try:
-            build_engine(self.model(), self.options.config, optimizer="none", options=self.options)
-        except Exception as error:
-            self.kept.append(error)
-
-    def see_parameters(self) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        for module in self.modules:
-            params = list(module.parameters())
-            with GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
-                self.see(torch.cat([p.detach().float().flatten() for p in params]))

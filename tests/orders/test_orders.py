@@ -37,6 +37,7 @@ UNMANAGED = [
     "zero2 unmanaged : boom zero_grad forward backward step",
     "zero2 unmanaged : forward backward zero_grad forward backward step",
     "zero2 unmanaged : forward backward zero_grad step",
+    *(f"zero{stage} unmanaged : cached step" for stage in (1, 2, 3)),
 ]
 CHAINS = [f"zero{stage} micro2 : {2 * 'chain loss.backward step '}" for stage in range(4)]
 CHAINS.append("zero1 micro2 : twice loss.backward step twice loss.backward step")

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import ds_patches
-from tests.orders.sides import Engines, Plain, Trail
+from tests.orders.engines import Engines
+from tests.orders.plain import Plain
+from tests.orders.sides import Trail
 from tests.orders.words import Order
 from tests.world import RankError, World, WorldTimeout
 
