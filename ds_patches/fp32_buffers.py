@@ -88,7 +88,7 @@ _made_in_init: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It casts the whole module, to 0.19.1, and moves it to the engine's device."""
+    """DeepSpeed casts the whole module, to 0.19.1, and moves it to the engine's device."""
     if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -115,7 +115,7 @@ def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_post_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It is called with each module that was made in `zero.Init`."""
+    """DeepSpeed calls this with each module that was made in `zero.Init`."""
     (module,) = in_order(wrapped, args, kwargs)
     others = (buffer for _, buffer in _floating(module) if buffer.dtype != init.dtype)
     _made_in_init.update((id(buffer), buffer) for buffer in others)
@@ -123,7 +123,7 @@ def around_post_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_constructors(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """It puts constructors into torch that cast to the dtype of `zero.Init`, whatever is named."""
+    """`zero.Init` puts constructors into torch that cast to its dtype, whatever is named."""
     import torch
 
     casting = {}

@@ -122,7 +122,7 @@ def around_offloaded(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwarg
 
 
 def around_partition(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It orthogonalises what a backward has reduced, if the next may be that of the step."""
+    """DeepSpeed orthogonalises what a backward has reduced, if the next may be that of the step."""
     params = args[0] if args else in_order(wrapped, args, kwargs)[0]
     if not params or not getattr(params[0], "use_muon", False) or not is_muon(optimizer):
         return wrapped(*args, **kwargs)
@@ -149,7 +149,7 @@ def around_staging(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs)
 
 
 def around_norm(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of a group's gradients, which have the loss scale; updates have none."""
+    """Gradients of a group have the loss scale; updates have none."""
     from ds_patches.upstream import muon
 
     norm = wrapped(*args, **kwargs)
@@ -160,7 +160,7 @@ def around_norm(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It divides by the loss scale, and clips."""
+    """DeepSpeed divides by the loss scale here, and clips."""
     from ds_patches.upstream import muon
 
     if (scale := muon.scale_of(optimizer)) != 1 and not optimizer.cpu_offload:
@@ -171,7 +171,7 @@ def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs)
 
 
 def around_flat(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
-    """Of half precision with fp32 sums: it knows nothing of Muon."""
+    """For half precision with fp32 sums DeepSpeed knows nothing of Muon here."""
     wrapped(*args, **kwargs)
     if is_muon(optimizer):
         logger.warning(_SGD, "at ZeRO 1 with bf16 and fp32 sums", "take ZeRO 2")
@@ -194,7 +194,7 @@ def around_zero3(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_bucket(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
-    """It would orthogonalise what this micro step has reduced."""
+    """DeepSpeed would orthogonalise what this micro step has reduced."""
     from ds_patches.upstream import muon
 
     if not muon.can_wait(optimizer) or muon.is_whole(optimizer):
@@ -215,7 +215,7 @@ def around_norms(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_sub_group(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It divides by the loss scale, and clips."""
+    """DeepSpeed divides by the loss scale here, and clips."""
     from ds_patches.upstream import muon
 
     group = in_order(wrapped, args, kwargs)[0]
@@ -241,7 +241,7 @@ def around_flags(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> None:
 
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It takes gradients for updates, which only ZeRO has made of them."""
+    """The inner step takes gradients for updates, which only ZeRO has made of them."""
     from ds_patches.upstream import muon
 
     if not (args or kwargs):  # a closure, whose gradients are not there yet

@@ -70,7 +70,7 @@ _told: WeakSet[Any] = WeakSet()  # engines
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the last stage's loss, up to 0.18.2."""
+    """The last stage's backward, of its loss, up to 0.18.2."""
     micro_steps: int = engine.gradient_accumulation_steps()
     if not engine.pipeline_parallelism or micro_steps == 1:
         return wrapped(*args, **kwargs)
@@ -82,7 +82,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It divides a gradient at a stage's outputs, that the last stage has divided already."""
+    """DeepSpeed divides at a stage's outputs what the last stage has divided already."""
     if engine.pipeline_parallelism and not engine.is_last_stage():
         return in_order(wrapped, args, kwargs)[0]
     return wrapped(*args, **kwargs)

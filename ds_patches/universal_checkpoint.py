@@ -51,7 +51,7 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_load(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It flattens the states of each group's parameters."""
+    """DeepSpeed's loader flattens the states of each group's parameters."""
     from ds_patches.upstream.fragments import mappings
 
     groups, *_ = in_order(wrapped, args, kwargs)

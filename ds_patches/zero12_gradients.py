@@ -118,7 +118,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_sums(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
-    """Of bf16 parameters with fp32 gradients: called at the end of each backward."""
+    """Called at the end of each backward, for bf16 parameters with fp32 gradients."""
     import torch.distributed as dist  # every command reads this file, and few need torch
 
     from ds_patches.upstream.fragments import read_sums
@@ -129,5 +129,5 @@ def around_sums(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_overflow(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of ranks that have parts of the gradients each, also where gradients are whole: stage 1."""
+    """Ask all ranks for an overflow, also at stage 1: each has a part of the gradients."""
     return wrapped(True)

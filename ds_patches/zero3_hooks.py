@@ -91,7 +91,7 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_all_gather(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It gives all parameters the dtype of the first; on CPU ranks it waits for the last alone."""
+    """DeepSpeed gives all the dtype of the first, and on CPU ranks waits for the last alone."""
     params, *others = in_order(wrapped, args, kwargs)
     if len({param.ds_tensor.dtype for param in params}) < 2:
         return wrapped(*args, **kwargs)

@@ -67,7 +67,7 @@ def around_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of ``GatheredParameters``: one rank's weights are partitioned anew."""
+    """``GatheredParameters`` partitions one rank's weights anew."""
     if gathered.enabled and gathered.src_rank is not None:
         for param in gathered.params:
             param.ds_secondary_tensor = None

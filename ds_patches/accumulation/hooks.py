@@ -167,7 +167,7 @@ def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwar
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It has the epilogue of a backward that ``engine.backward`` has not begun."""
+    """DeepSpeed runs the epilogue of a backward that ``engine.backward`` has not begun."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is not None:
         watch = steps.watch
@@ -180,7 +180,7 @@ def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the engine and of its ZeRO optimizer."""
+    """The engine's ``zero_grad()``, and its ZeRO optimizer's."""
     steps: EngineSteps | None = vars(owner).get(KEY)
     result = wrapped(*args, **kwargs)
     if steps is not None:
@@ -189,7 +189,7 @@ def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> None:
-    """It changes the micro steps of a step; upstream goes on counting as if it always had so many.
+    """Micro steps of a step change; upstream counts as if there had always been so many.
 
     The first step afterwards would be short of some.
     """
@@ -261,7 +261,7 @@ def _partitions_of(optimizer: Any) -> Zero3Sum | None:
 
 
 def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """It is asked at each gradient, and what a graph task reaches does not change.
+    """DeepSpeed counts at each gradient what a graph task reaches, which does not change.
 
     To PyTorch 2.4 a parameter has its node only where gradients are recorded.
     """

@@ -19,7 +19,7 @@ from ds_patches.upstream import zero3
 
 
 def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the stage 3 optimizer."""
+    """The stage 3 optimizer partitions the gradients of a bucket."""
     steps = vars(optimizer).get(KEY)
     if steps is None or not isinstance(steps.sum, Zero3Sum):
         return wrapped(*args, **kwargs)

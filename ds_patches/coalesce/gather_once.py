@@ -30,7 +30,7 @@ _OLD_FORWARD = (
 
 
 class GatherOnce(Listener):
-    """Of one engine, from the begin of a block to its end."""
+    """The gathers of one engine, from the begin of a block to its end."""
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
         self._engine, self._steps = engine, steps

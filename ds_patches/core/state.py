@@ -81,7 +81,7 @@ class PatchStatus:
 
 
 class Statuses(dict[str, PatchStatus]):
-    """Of several patches, by name; as a text one line for each."""
+    """Statuses of several patches, by name; as a text one line for each."""
 
     def __str__(self) -> str:
         rows = [(s.name, s.state.value, s.brief) for s in self.values()]

@@ -106,7 +106,7 @@ def _tensor_is_reduced(
 def _gradients_are_reduced(
     order: Order, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Those that are not contiguous are."""
+    """Gradients that are not contiguous are reduced here."""
     for gradient in in_order(wrapped, args, kwargs)[0]:
         order.keep(gradient)
     return wrapped(*args, **kwargs)
@@ -125,7 +125,7 @@ def _backward_ends(
 
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of one that was built before, and that `activate` does not find, as after gc.freeze()."""
+    """Take in an optimizer that `activate` has not found, as after gc.freeze()."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result

@@ -23,7 +23,7 @@ def reduce_together(optimizer: Any) -> bool:
 
 
 class ReduceBuckets:
-    """Those of one optimizer.
+    """The reduce buckets of one optimizer.
 
     A parameter is known by what is kept of it in a bucket, or up to 0.17.1 by its number.
     """

@@ -101,7 +101,7 @@ class Gathers(Listener):
             self._leaf_inputs = gathered.leaf_inputs(self._leaves)
 
     def dropped(self, failed: bool) -> None:
-        """Of a backward that raised, forget the open calls; what it gathered is partitioned."""
+        """Forget the open calls of a backward that raised; what it gathered is partitioned."""
         if failed:
             self._calls.abandon()
 

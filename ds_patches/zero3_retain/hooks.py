@@ -52,7 +52,7 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of a module that has run, in a backward too: there to be recomputed."""
+    """A module has run and is released; in a backward it ran to be recomputed."""
     if current_task_id() == NO_TASK or not recomputes_for_hooks():
         return wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is None:
