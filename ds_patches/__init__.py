@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UnknownPatch,
     )
     from ds_patches.core.state import PatchStatus, State
-    from ds_patches.traincheck import NotChecked, NotTrained, TrainReport, train_check
+    from ds_patches.desk.traincheck import NotChecked, NotTrained, TrainReport, train_check
 
 __version__ = "0.2.0"
 
@@ -61,14 +61,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names on first use, so that importing the package costs nothing."""
+    """Load public names and cures on first use, so that importing the package costs nothing."""
     if name in __all__:
-        from ds_patches import traincheck
         from ds_patches.core import api, errors, state
+        from ds_patches.desk import traincheck
 
         for home in (api, errors, state, traincheck):
             if hasattr(home, name):
                 return getattr(home, name)
+    if not name.startswith("_"):
+        from importlib import import_module
+        from pkgutil import iter_modules
+
+        cures = import_module(f"{__name__}.cures").__path__
+        if name in {one for _, one, _ in iter_modules(cures)}:
+            return import_module(f"{__name__}.cures.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

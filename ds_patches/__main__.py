@@ -14,10 +14,10 @@ from pathlib import Path
 from packaging.version import Version
 
 import ds_patches
-from ds_patches.commands.explain import page
 from ds_patches.core import api, flags, registry
 from ds_patches.core.errors import DsPatchesError, FlagError
 from ds_patches.core.state import Statuses
+from ds_patches.desk.explain import page
 
 _EXAMPLES = """\
 examples:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(chosen: Namespace) -> None:
-    from ds_patches.commands import status
+    from ds_patches.desk import status
 
     statuses = api.status()
     if chosen.name is not None:
@@ -61,7 +61,7 @@ def _status(chosen: Namespace) -> None:
 
 
 def _doctor(chosen: Namespace) -> int:
-    from ds_patches.commands import doctor
+    from ds_patches.desk import doctor
 
     return doctor.diagnose(
         chosen.config, chosen.release, verbose=chosen.verbose, as_json=chosen.json
@@ -69,7 +69,7 @@ def _doctor(chosen: Namespace) -> int:
 
 
 def _explain(chosen: Namespace) -> int:
-    from ds_patches.commands import explain
+    from ds_patches.desk import explain
 
     if chosen.text is None and sys.stdin.isatty():
         raise FlagError('explain needs a text: ds-patches explain "ERROR", or explain < job.log')
@@ -78,7 +78,7 @@ def _explain(chosen: Namespace) -> int:
 
 
 def _prove(chosen: Namespace) -> int:
-    from ds_patches.commands import prove
+    from ds_patches.desk import prove
 
     if chosen.name is None:
         return prove.listed()

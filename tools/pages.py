@@ -27,12 +27,11 @@ from mkdocs.structure.pages import Page
 from packaging.version import Version
 
 import ds_patches
-from ds_patches import ledger
-from ds_patches.commands import cures
 from ds_patches.core import flags, registry
 from ds_patches.core.patch import Dependency, Patch, Place
-from ds_patches.core.symptom import Symptom
-from ds_patches.symptoms import SYMPTOMS
+from ds_patches.desk import cured, ledger
+from ds_patches.desk.row import Symptom
+from ds_patches.desk.symptoms import SYMPTOMS
 
 _ROOT = Path(__file__).parents[1]
 _FOLDER = "patches"
@@ -140,7 +139,8 @@ def _uri(name: str) -> str:
 
 def _docstring(patch: Patch) -> tuple[str, dict[str, str]]:
     """Return the summary and the sections: a line at the margin over an indented text."""
-    text = inspect.getdoc(import_module(f"ds_patches.{patch.name}")) or f"{patch.summary}."
+    home = import_module(patch.hooks or f"ds_patches.{patch.name}")
+    text = inspect.getdoc(home) or f"{patch.summary}."
     text = text.replace("``", "`")
     summary, *rest = _HEADING.split(_PAGE_OF_DOCS.sub(_page_link, text))
     bodies = (inspect.cleandoc(f"\n{body}") for body in rest[1::2])
@@ -213,7 +213,7 @@ def _symptoms(page: str = "troubleshooting.md", only: str = "") -> str:
 def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
     script = f"[{one.script}]({page}#{one.anchor})"
     cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.add)))
-    cure += f", on {floor} and later" if (floor := cures.floor(one)) else ""
+    cure += f", on {floor} and later" if (floor := cured.floor(one)) else ""
     stages = ", ".join(map(str, one.stages))
     outcome = f"{one.outcome}{_measured(one)}"
     return script, outcome, stages, one.first, one.right or "none", cure

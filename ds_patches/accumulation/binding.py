@@ -26,7 +26,7 @@ _TARGETS = (
     ENGINE.target("set_train_batch_size", "around_batch_size"),
     ENGINE.target("_take_model_step", "around_model_step"),
     HOOK_STATE.target("enter_backward", "around_enter_backward", COUNTING),
-    ZERO3.target("partition_grads", "ds_patches.accumulation.zero3_sum:around_partition_grads"),
+    ZERO3.target("partition_grads", "ds_patches.steps.zero3_sum:around_partition_grads"),
     ZERO3.target("get_fp32_grad_for_param", "around_get_grad"),
     ZERO3.target("get_local_fp32_grad_for_param", "around_get_grad"),
     ZERO3.target("set_fp32_grad_for_param", "around_set_grad"),

@@ -15,22 +15,21 @@ import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.engines import built
-from ds_patches.training import kept
-from ds_patches.training.graph_task import (
+from ds_patches.steps import attached
+from ds_patches.steps.bf16_sum import Bf16Sum
+from ds_patches.steps.division import Division, divided_backward, divisions
+from ds_patches.steps.graph_task import (
     NO_TASK,
     accumulates,
     current_task_id,
     with_graphs,
 )
-from ds_patches.training.steps import EngineSteps, GradientSum
+from ds_patches.steps.step import EngineSteps, GradientSum
+from ds_patches.steps.zero3_sum import Zero3Sum
+from ds_patches.steps.zero12_sum import Zero12Sum
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero12
 from ds_patches.upstream.kinds import Kind, kind_of
-
-from .bf16_sum import Bf16Sum
-from .division import Division, divided_backward, divisions
-from .zero3_sum import Zero3Sum
-from .zero12_sum import Zero12Sum
 
 logger = logging.getLogger("ds_patches.accumulation")
 
@@ -39,9 +38,9 @@ _IN_THE_MIDDLE = (
     "number of them: call it right after the engine.step() that ends one."
 )
 
-#: Looked up in the `__dict__` of an engine or its optimizer, as `kept.of` does, by each wrapper
+#: Looked up in the `__dict__` of an engine or its optimizer, as `attached.of` does, by each wrapper
 #: that a training step calls: a call less for each.
-KEY = kept.KEY
+KEY = attached.KEY
 _DIVISION = divisions.key
 #: The list of parameters that was counted last, in which graph task, and how many that reaches.
 _counted = (0, NO_TASK, 0)
@@ -49,11 +48,11 @@ _counted = (0, NO_TASK, 0)
 
 def activate() -> Sequence[str]:
     """Name what is out of reach."""
-    kept.keep(_sum_of)
+    attached.keep(_sum_of)
     engines = built()
     if not engines:
         return []
-    begun = sum(map(kept.waits, engines))
+    begun = sum(map(attached.waits, engines))
     late = f" ({begun} in the middle of a step: after that)" if begun else ""
     return [f"{len(engines)} engine(s) built before: patched from their next forward on{late}"]
 
@@ -61,7 +60,7 @@ def activate() -> Sequence[str]:
 def deactivate() -> None:
     """Leave every engine to stock."""
     divisions.detach_all()
-    kept.detach_all()
+    attached.detach_all()
 
 
 def _sum_of(engine: Any) -> GradientSum | None:
@@ -85,7 +84,7 @@ def _sum_of(engine: Any) -> GradientSum | None:
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or upstream_engine.is_compiled(engine):
-        steps = kept.take_in(engine)
+        steps = attached.take_in(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
     if steps.watch.raised:
@@ -106,7 +105,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     """What the loss is a function of does not matter, so that any tensor may have a backward."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
-        steps = kept.take_in(engine)
+        steps = attached.take_in(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return wrapped(loss, *rest)  # for upstream to refuse
@@ -161,7 +160,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
     steps: EngineSteps | None = vars(state).get(KEY)
-    if steps is None or steps.prologue_is_due or steps.watch.running or kept.rival_runs(steps):
+    if steps is None or steps.prologue_is_due or steps.watch.running or attached.rival_runs(steps):
         return wrapped(*args, **kwargs)
     return steps.parameter_entered()
 
@@ -208,7 +207,7 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     if steps is None:
         return wrapped(*args, **kwargs)
     result = steps.step(partial(wrapped, *args, **kwargs))
-    kept.has_stepped(engine)
+    attached.has_stepped(engine)
     return result
 
 
@@ -253,7 +252,7 @@ def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def _partitions_of(optimizer: Any) -> Zero3Sum | None:
-    steps = vars(optimizer).get(KEY) or kept.of_optimizer(optimizer)
+    steps = vars(optimizer).get(KEY) or attached.of_optimizer(optimizer)
     return steps.sum if steps is not None and isinstance(steps.sum, Zero3Sum) else None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
-from ds_patches.training import graph_task
+from ds_patches.steps import graph_task
 from ds_patches.upstream.checkpointing import Saved, Variables, is_whole, node_of
 
 Unpack = Callable[[Any], torch.Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_patches.core import lifecycle
 from ds_patches.core.errors import Misused, Refused
-from ds_patches.training.steps import EngineSteps
+from ds_patches.steps.step import EngineSteps
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero3_gathers as gathers
 

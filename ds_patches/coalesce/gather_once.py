@@ -14,13 +14,13 @@ from typing import Any
 
 from ds_patches.core.errors import Refused
 from ds_patches.core.shadow import Shadow
-from ds_patches.training.graph_task import (
+from ds_patches.steps.graph_task import (
     NO_TASK,
     at_end_of_task,
     current_task_id,
     with_graphs,
 )
-from ds_patches.training.steps import EngineSteps, Listener
+from ds_patches.steps.step import EngineSteps, Listener
 from ds_patches.upstream import zero3_gathers as gathers
 
 _OLD_FORWARD = (

@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Misused, NotCovered, Refused
-from ds_patches.training import kept
-from ds_patches.training.kept import Attached
+from ds_patches.steps import attached
+from ds_patches.steps.attached import Attached
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.kinds import Kind, kind_of
 
@@ -28,7 +28,7 @@ _said_of: WeakSet[Any] = WeakSet()  # engines
 
 
 def _take_in(engine: Any) -> LocalGradients | None:
-    steps = kept.of(engine.optimizer)
+    steps = attached.of(engine.optimizer)
     return None if steps is None or _why_not(engine) else LocalGradients(engine, steps)
 
 
@@ -37,7 +37,7 @@ _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
 
 def activate() -> Sequence[str]:
     """Take in the engines that are known already."""
-    kept.subscribe(_local)
+    attached.subscribe(_local)
     return []
 
 
@@ -50,7 +50,7 @@ def deactivate() -> None:
         raise Misused(
             "coalesce is taken back inside coalesce_grad_reduction() or no_sync(): leave that first"
         )
-    for local in kept.unsubscribe(_local):
+    for local in attached.unsubscribe(_local):
         local.end()
 
 
@@ -64,9 +64,9 @@ def around_coalesce(
 def _coalesce(engine: Any) -> AbstractContextManager[None]:
     if (refusal := _refusal(engine)) is not None:
         raise refusal
-    steps = kept.take_in(engine)
+    steps = attached.take_in(engine)
     local = _local.get(engine)
-    if kept.waits(engine):
+    if attached.waits(engine):
         raise Refused(
             "coalesce_grad_reduction() in a step that began before the patch was applied: "
             "open it after the next engine.step()"
@@ -86,7 +86,7 @@ def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
             _said_of.add(engine)
             logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
-    kept.take_in(engine)
+    attached.take_in(engine)
     local = _local.get(engine)
     return wrapped(*args, **kwargs) if local is None else local.no_sync()
 

@@ -10,8 +10,8 @@ from ds_patches.core.agreement import reduction_group
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.errors import Misused, Refused
 from ds_patches.core.shadow import Shadow
-from ds_patches.training.graph_task import current_task_id
-from ds_patches.training.steps import EngineSteps, Listener
+from ds_patches.steps.graph_task import current_task_id
+from ds_patches.steps.step import EngineSteps, Listener
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.engine import has_torch_style_backward
 

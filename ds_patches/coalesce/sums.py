@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_patches.training.ranks import on_any
+from ds_patches.steps.ranks import on_any
 from ds_patches.upstream import zero3, zero3_gathers, zero12
 from ds_patches.upstream.accelerator import keeps_order
 

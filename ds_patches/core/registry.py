@@ -1,18 +1,16 @@
 """The patches: there is no list to keep.
 
-A folder of the package that has a `binding` is one, and so is a module beside the folders that
-defines `PATCH`: a small cure. They are found without importing another module, and whatever the
-package lies in: a folder, with its sources or without, or a zip.
+A folder of the package that has a `binding` is one, and so is each module of `cures`. They are
+found without importing another module, and whatever the package lies in: a folder, with its sources
+or without, or a zip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pkgutil import iter_modules
-from typing import Any
 
 from ds_patches import __path__ as our_path
 from ds_patches.core.errors import DsPatchesError, UnknownPatch
@@ -45,11 +43,13 @@ def _found(path: tuple[str, ...]) -> Mapping[str, Patch]:
 
 def _homes(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the names of patches, and of the modules that define them."""
-    for _, name, is_folder in iter_modules(path):
-        home = f"ds_patches.{name}"
-        spec: Any = find_spec(home)
-        if is_folder:
-            if any(one.name == "binding" for one in iter_modules(spec.submodule_search_locations)):
-                yield name, f"{home}.binding"
-        elif "PATCH" in spec.loader.get_code(home).co_names:  # as compiled, not run
-            yield name, home
+    for folder in _names(path):
+        within = [*_names(f"{one}/{folder}" for one in path)]
+        if folder == "cures":
+            yield from ((name, f"ds_patches.cures.{name}") for name in within)
+        elif "binding" in within:
+            yield folder, f"ds_patches.{folder}.binding"
+
+
+def _names(path: Iterable[str]) -> Iterator[str]:
+    return (name for _, name, _ in iter_modules([*path]))

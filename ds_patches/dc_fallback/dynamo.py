@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_patches.core.errors import NotCovered
-from ds_patches.training import graph_task
+from ds_patches.steps import graph_task
 
 
 def leave_alone(function: Callable[..., Any]) -> None:

@@ -15,8 +15,8 @@ from ds_patches.core import agreement
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import OtherRankFailed
 from ds_patches.core.shadow import Shadow
-from ds_patches.training import ranks
-from ds_patches.training.steps import Step, StepState
+from ds_patches.steps import ranks
+from ds_patches.steps.step import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.deepcompile_graphs import Graphs, before_backward

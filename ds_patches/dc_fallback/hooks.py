@@ -10,7 +10,7 @@ from weakref import WeakSet, ref
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.engines import built
-from ds_patches.training.kept import Attached
+from ds_patches.steps.attached import Attached
 from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import deepcompile_graphs as graphs
 from ds_patches.upstream.engine import is_deep_compiled

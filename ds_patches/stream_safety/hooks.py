@@ -9,8 +9,8 @@ from typing import Any
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.engines import built
 from ds_patches.core.shadow import Shadow
-from ds_patches.training.graph_task import current_task_id
-from ds_patches.training.kept import Attached
+from ds_patches.steps.attached import Attached
+from ds_patches.steps.graph_task import current_task_id
 from ds_patches.upstream import streams
 from ds_patches.upstream.accelerator import accelerator
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ds_patches.core.errors import Refused
-from ds_patches.training.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
+from ds_patches.steps.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
 
 
 class _Call:

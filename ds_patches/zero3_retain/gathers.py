@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ds_patches.training.graph_task import at_end_of_task
-from ds_patches.training.steps import Listener
+from ds_patches.steps.graph_task import at_end_of_task
+from ds_patches.steps.step import Listener
 from ds_patches.upstream import zero3_gathers
 from ds_patches.upstream import zero3_modules as gathered
 

@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.training import kept
-from ds_patches.training.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
-from ds_patches.training.kept import Attached
+from ds_patches.steps import attached
+from ds_patches.steps.attached import Attached
+from ds_patches.steps.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
 
 from .gathers import Gathers
 
 
 def _take_in(engine: Any) -> Gathers | None:
-    steps = kept.of(engine.optimizer)
+    steps = attached.of(engine.optimizer)
     if steps is None or not engine.zero_optimization_partition_weights():
         return None
     offload = engine.optimizer.parameter_offload
@@ -30,13 +30,13 @@ _gathers: Attached[Gathers] = Attached("zero3_retain", _take_in)
 
 def activate() -> Sequence[str]:
     """Take in the engines that are known already."""
-    kept.subscribe(_gathers)
+    attached.subscribe(_gathers)
     return []
 
 
 def deactivate() -> None:
     """Put stock's functions back at every module of every engine."""
-    for gathers in kept.unsubscribe(_gathers):
+    for gathers in attached.unsubscribe(_gathers):
         gathers.remove()
 
 

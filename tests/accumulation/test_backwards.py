@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness import stock
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import both_losses, loss_of
+from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, Options
+from tests.harness.run import run
 from tests.scripts import by_hand, engines, heads, losses, nested, slopes
-from tests.training import stock
-from tests.training.cases import Case, at, cases, of, trains
-from tests.training.models import both_losses, loss_of
-from tests.training.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.training.run import run
 from tests.world import World, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

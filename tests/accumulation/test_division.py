@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from ds_patches.training.graph_task import with_graphs
+from ds_patches.steps.graph_task import with_graphs
+from tests.harness import stock
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import batch, features, loss_of
+from tests.harness.models.batches import losses
+from tests.harness.models.variants import Heads
+from tests.harness.options import BF16, OFFLOADED, Options
+from tests.harness.run import applied, run
+from tests.harness.trainers import engine_of
 from tests.listening import listening
-from tests.training import stock
-from tests.training.cases import Case, at, cases, of, trains
-from tests.training.models import batch, features, loss_of
-from tests.training.models.batches import losses
-from tests.training.models.variants import Heads
-from tests.training.options import BF16, OFFLOADED, Options
-from tests.training.run import applied, run
-from tests.training.trainers import engine_of
 from tests.world import World, on_ranks
 
 accumulation = partial(of, "accumulation")

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.harness import leftovers
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import backward_that_raises, loss_of
+from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
+from tests.harness.run import applied
+from tests.harness.trainers import EngineTrainer, engine_of
 from tests.scripts import accumulating, ordinary
-from tests.training import leftovers
-from tests.training.cases import Case, at, cases, of, trains
-from tests.training.models import backward_that_raises, loss_of
-from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.training.run import applied
-from tests.training.trainers import EngineTrainer, engine_of
 from tests.world import World, on_ranks
 
 accumulation = partial(of, "accumulation")

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_patches.accumulation.bucket_order import merged
+from ds_patches.steps.bucket_order import merged
+from tests.harness import models
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP
+from tests.harness.run import applied, run
+from tests.harness.stock import since
+from tests.harness.trainers import engine_trainer
 from tests.scripts import adapters, experts, heads, losses
-from tests.training import models
-from tests.training.cases import Case, at, cases, of, trains
-from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP
-from tests.training.run import applied, run
-from tests.training.stock import since
-from tests.training.trainers import engine_trainer
 from tests.world import World, on_ranks
 
 accumulation = partial(of, "accumulation")

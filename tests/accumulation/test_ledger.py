@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
+from tests.harness.run import check, run
+from tests.harness.stock import RELEASE, Version
 from tests.scripts import accumulating, heads, losses, ordinary
 from tests.scripts.declared import Script
-from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.training.run import check, run
-from tests.training.stock import RELEASE, Version
 from tests.world import World
 
 CLIPPED = {**OFFLOADED, "clip": 0.05}

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.training.models import Boom, RaiseInBackward, backward_that_raises, losses
-from tests.training.models.shapes import CLASSES, VOCABULARY, TwoHeads
-from tests.training.surroundings import streams
+from tests.harness.models import Boom, RaiseInBackward, backward_that_raises, losses
+from tests.harness.models.shapes import CLASSES, VOCABULARY, TwoHeads
+from tests.harness.surroundings import streams
 
 REENTRANT, NON_REENTRANT = "checkpoint", "non_reentrant_checkpoint"
 plainly = partial(checkpoint, use_reentrant=False)

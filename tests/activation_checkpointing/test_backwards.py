@@ -13,11 +13,11 @@ from tests.activation_checkpointing.recomputing import (
     Recomputed,
     several,
 )
+from tests.harness import stock
+from tests.harness.cases import Case, cases, of
+from tests.harness.options import BF16, Options
+from tests.harness.run import run
 from tests.scripts.worlds import FRUGAL
-from tests.training import stock
-from tests.training.cases import Case, cases, of
-from tests.training.options import BF16, Options
-from tests.training.run import run
 from tests.world import World, on_ranks
 
 PARTITIONED = {"partition_activations": True}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_patches.training.graph_task import top_saved_tensors_hooks
+from ds_patches.steps.graph_task import top_saved_tensors_hooks
 from tests.activation_checkpointing.recomputing import NON_REENTRANT, REENTRANT, plainly
-from tests.training import stock
-from tests.training.run import applied
-from tests.training.surroundings import streams
+from tests.harness import stock
+from tests.harness.run import applied
+from tests.harness.surroundings import streams
 
 FUNCTIONS = pytest.mark.parametrize("by", [REENTRANT, NON_REENTRANT])
 SHAPE = (7, 13)

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.scripts import nested, slopes, windows
-from tests.training import models, stock
-from tests.training.cases import Case, at, cases, of, trains
-from tests.training.models import loss_of
-from tests.training.options import (
+from tests.harness import models, stock
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import loss_of
+from tests.harness.options import (
     ALL_REDUCED,
     BF16,
     BF16_SUMS,
@@ -26,9 +25,10 @@ from tests.training.options import (
     OVERLAP,
     Options,
 )
-from tests.training.run import applied, check, run
-from tests.training.surroundings import RATE, build_engine
-from tests.training.trainers import EngineTrainer, worst_difference
+from tests.harness.run import applied, check, run
+from tests.harness.surroundings import RATE, build_engine
+from tests.harness.trainers import EngineTrainer, worst_difference
+from tests.scripts import nested, slopes, windows
 from tests.world import World, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -16,11 +16,10 @@ import torch
 
 import ds_patches
 from ds_patches.coalesce.gather_once import suspend
-from tests.scripts.windows import several_backwards
-from tests.training import models
-from tests.training.cases import Case, at, cases, of, trains
-from tests.training.models import loss_of
-from tests.training.options import (
+from tests.harness import models
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import loss_of
+from tests.harness.options import (
     NO_REUSE,
     OFFLOADED,
     OFFLOADED_ALL,
@@ -28,8 +27,9 @@ from tests.training.options import (
     SMALL_PREFETCH,
     Options,
 )
-from tests.training.run import applied
-from tests.training.trainers import Parameters, engine_trainer, worst_difference
+from tests.harness.run import applied
+from tests.harness.trainers import Parameters, engine_trainer, worst_difference
+from tests.scripts.windows import several_backwards
 from tests.world import World, on_ranks
 
 Given = dict[str, Any]

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.scripts import unsynced
-from tests.training import stock
-from tests.training.cases import Case, cases, of
-from tests.training.models import Boom, RaiseInBackward, loss_of
-from tests.training.options import (
+from tests.harness import stock
+from tests.harness.cases import Case, cases, of
+from tests.harness.models import Boom, RaiseInBackward, loss_of
+from tests.harness.options import (
     ALL_REDUCED,
     BF16,
     BF16_SUMS,
@@ -21,8 +20,9 @@ from tests.training.options import (
     OVERLAP,
     Options,
 )
-from tests.training.run import check, run
-from tests.training.trainers import gathered
+from tests.harness.run import check, run
+from tests.harness.trainers import gathered
+from tests.scripts import unsynced
 from tests.world import World
 
 coalesce = partial(of, "coalesce")

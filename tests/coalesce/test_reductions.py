@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests import shell
+from tests.harness.collectives import Gradients
+from tests.harness.options import ALL_REDUCED, OFFLOADED, OVERLAP
+from tests.harness.run import applied
+from tests.harness.trainers import engine_trainer
 from tests.scripts import nested, unsynced, windows
-from tests.training.collectives import Gradients
-from tests.training.options import ALL_REDUCED, OFFLOADED, OVERLAP
-from tests.training.run import applied
-from tests.training.trainers import engine_trainer
 from tests.world import on_ranks
 
 BLOCK = windows.several_backwards

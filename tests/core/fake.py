@@ -233,9 +233,11 @@ def with_patches(folder: Path) -> str:
 def add_patches(folder: str) -> None:
     """Add them to the package of this process."""
     import ds_patches
+    from ds_patches import cures
     from ds_patches.core import shape
 
     ds_patches.__path__.append(folder)
+    cures.__path__.append(f"{folder}/cures")
     shape.RECORD = Path(folder, "shapes.json")
 
 

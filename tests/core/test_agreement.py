@@ -24,10 +24,10 @@ import ds_patches
 from ds_patches.core import agreement, flags, gate, live, registry
 from ds_patches.core.agreement import Holdings
 from tests import shell
+from tests.harness.run import applied
+from tests.harness.trainers import engine_of
 from tests.listening import listening
 from tests.shell import python
-from tests.training.run import applied
-from tests.training.trainers import engine_of
 from tests.world import World
 
 
@@ -181,7 +181,7 @@ ENDS = """
 import os, time
 import deepspeed, deepspeed.ops, ds_patches, torch
 from ds_patches.core import agreement
-from tests.training.options import config
+from tests.harness.options import config
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 ds_patches.apply_all()

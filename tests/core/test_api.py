@@ -133,7 +133,7 @@ def mark(wrapped, engine, args, kwargs):
 
 
 def test_a_cure_is_one_file_and_has_functions_of_its_own(place: fake.Place) -> None:
-    fake.write(place.patches / "cure.py", CURE)
+    fake.write(place.patches / "cures/cure.py", CURE)
     fake.write(place.patches / "other.py", "raise RuntimeError('which is no cure')")
     code = """
         from ds_patches import cure

@@ -73,7 +73,7 @@ def test_every_patch_is_whole(name: str) -> None:
     patch = registry.patch(name)
     assert patch.name == name
     assert set(patch.requires) <= {n for n, one in registry.patches().items() if not one.requires}
-    page = import_module(f"ds_patches.{name}")
+    page = import_module(patch.hooks or f"ds_patches.{name}")
     assert {"Use", "Cost", "Why", "How"} <= {*str(page.__doc__).splitlines()}
     assert page.is_applied() is ds_patches.is_applied(name)
     assert all((patch.summary, patch.remove_when))

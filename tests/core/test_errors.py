@@ -6,8 +6,8 @@ import pickle
 
 import ds_patches
 from ds_patches.core.errors import DsPatchesError, UnknownPatch
+from ds_patches.desk.traincheck.report import NotTrained, TrainReport, Untrained
 from ds_patches.startup import site_packages
-from ds_patches.traincheck.report import NotTrained, TrainReport, Untrained
 
 #: Those that are made of something else than their message.
 MADE = [

@@ -14,12 +14,12 @@ import pytest
 import ds_patches
 from ds_patches.core import lifecycle, live
 from ds_patches.core.shadow import Shadow
+from tests.harness import models
+from tests.harness.models import loss_of
+from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
+from tests.harness.run import Outcome, Script, measure
+from tests.harness.trainers import engine_of
 from tests.scripts import accumulating, by_hand, evaluating, nested, ordinary
-from tests.training import models
-from tests.training.models import loss_of
-from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.training.run import Outcome, Script, measure
-from tests.training.trainers import engine_of
 from tests.world import World
 
 

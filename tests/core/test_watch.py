@@ -11,10 +11,10 @@ import wrapt
 
 import ds_patches
 from ds_patches.core import engines, gate, live, once, registry
+from tests.harness.models import loss_of
+from tests.harness.run import applied
+from tests.harness.trainers import engine_of
 from tests.listening import listening
-from tests.training.models import loss_of
-from tests.training.run import applied
-from tests.training.trainers import engine_of
 from tests.world import World
 
 ZERO_GRAD = "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad"

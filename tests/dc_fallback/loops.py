@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from tests.dc_fallback.patterns import inputs
-from tests.training.options import Options
-from tests.training.run import Outcome, Script, applied, check
-from tests.training.surroundings import DEEPCOMPILE
+from tests.harness.options import Options
+from tests.harness.run import Outcome, Script, applied, check
+from tests.harness.surroundings import DEEPCOMPILE
 from tests.world import World
 
 EXACT = 2e-6

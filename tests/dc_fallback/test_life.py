@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_patches
-from ds_patches.training import ranks
+from ds_patches.steps import ranks
 from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import patched, trains
 from tests.dc_fallback.patterns import inputs
+from tests.harness import leftovers, models
+from tests.harness.options import config
+from tests.harness.surroundings import build_engine, compile_engine
 from tests.listening import listening
-from tests.training import leftovers, models
-from tests.training.options import config
-from tests.training.surroundings import build_engine, compile_engine
 from tests.world import World, on_ranks
 
 

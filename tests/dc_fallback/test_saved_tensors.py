@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
-from ds_patches.training import graph_task
+from ds_patches.steps import graph_task
 
 
 class Seen:

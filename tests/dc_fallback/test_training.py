@@ -12,17 +12,17 @@ import torch
 from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import EXACT, loop, patched, trains
 from tests.dc_fallback.patterns import inputs
-from tests.scripts import deepcompile
-from tests.scripts.declared import Script
-from tests.training.options import OVERLAP, Options, config
-from tests.training.run import run
-from tests.training.surroundings import (
+from tests.harness.options import OVERLAP, Options, config
+from tests.harness.run import run
+from tests.harness.surroundings import (
     DEEPCOMPILE,
     build_engine,
     compile_engine,
     half_precision_allowed,
 )
-from tests.training.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
+from tests.harness.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
+from tests.scripts import deepcompile
+from tests.scripts.declared import Script
 from tests.world import World, on_ranks
 
 # --- patterns ------------------------------------------------------------------------------------

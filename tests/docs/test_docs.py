@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from ds_patches import __main__ as command_line
-from ds_patches.commands import explain
 from ds_patches.core import flags, registry, shape
-from ds_patches.core.symptom import plain
-from ds_patches.symptoms import SYMPTOMS
+from ds_patches.desk import explain
+from ds_patches.desk.row import plain
+from ds_patches.desk.symptoms import SYMPTOMS
 from tests.core import fake
+from tests.harness.stock import RELEASE, Version
 from tests.shell import REPOSITORY
-from tests.training.stock import RELEASE, Version
 
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
@@ -108,9 +108,9 @@ print(ds_patches.apply_all(only="mixed_dtypes")["mixed_dtypes"])
 def test_the_cure_on_the_page_for_contributors_is_one(tmp_path: Path) -> None:
     page = (DOCS / "writing-a-patch.md").read_text(encoding="utf-8")
     (text,) = re.findall(
-        r'^```python title="ds_patches/mixed_dtypes.py"\n(.*?)^```$', page, re.M | re.S
+        r'^```python title="ds_patches/cures/mixed_dtypes.py"\n(.*?)^```$', page, re.M | re.S
     )
-    fake.write(tmp_path / "mixed_dtypes.py", text)
+    fake.write(tmp_path / "cures/mixed_dtypes.py", text)
     shutil.copy(shape.RECORD, tmp_path)
     said = fake.output(fake.with_patches(tmp_path) + ASK)
     is_cured = Version("0.19.3") <= RELEASE

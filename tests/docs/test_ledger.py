@@ -8,8 +8,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches import ledger
 from ds_patches.core import registry
+from ds_patches.desk import ledger
 from tests.releases import RELEASES
 
 FIXES = [ledger.Fix(**line) for line in ledger.read()["fixes"]]

@@ -7,10 +7,10 @@ import re
 import pytest
 from packaging.version import Version
 
-from ds_patches.commands import cures, explain, pasted
 from ds_patches.core import registry
-from ds_patches.core.symptom import Symptom
-from ds_patches.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED
+from ds_patches.desk import cured, explain, pasted
+from ds_patches.desk.row import Symptom
+from ds_patches.desk.symptoms import CURED, SETTINGS, SYMPTOMS, TESTED
 from tests.accumulation.test_ledger import LEDGER, NOW, Entry
 from tests.core import fake
 from tests.releases import RELEASES
@@ -99,9 +99,9 @@ def test_the_symptoms_of_the_readme_are_answered() -> None:
     table = README.partition("|what you see|where|")[2].split("\n\n")[0].splitlines()[2:]
     assert len(table) == 6
     for row in table:
-        see, where, _, _, cured = row.strip("|").split("|")
+        see, where, _, _, patch = row.strip("|").split("|")
         message, anchor = re.findall(r"\[`?(.+?)`?\]\(docs/troubleshooting.md#(.+)\)", see)[0]
         release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
-        found = explain.answers(pasted.read(message), release, cures.of_releases(release))
-        said = {one.one.anchor for one in found if one.here.endswith(f"{cured} would cure this")}
+        found = explain.answers(pasted.read(message), release, cured.of_releases(release))
+        said = {one.one.anchor for one in found if one.here.endswith(f"{patch} would cure this")}
         assert anchor in said, see

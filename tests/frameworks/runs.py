@@ -11,9 +11,9 @@ from unittest import mock
 
 import ds_patches
 from ds_patches.core import registry, release
+from tests.harness import options, trainers
+from tests.harness.collectives import Gradients
 from tests.listening import listening
-from tests.training import options, trainers
-from tests.training.collectives import Gradients
 from tests.world import World
 
 

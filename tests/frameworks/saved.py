@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.training.trainers import Parameters
+from tests.harness.trainers import Parameters
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

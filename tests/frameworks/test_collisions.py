@@ -16,9 +16,9 @@ import ds_patches
 from ds_patches.core import live
 from ds_patches.core.state import State
 from ds_patches.startup import command
-from tests.training import models
-from tests.training.options import Options
-from tests.training.run import Outcome, measure
+from tests.harness import models
+from tests.harness.options import Options
+from tests.harness.run import Outcome, measure
 from tests.world import World
 
 ZERO = "deepspeed.runtime.zero"

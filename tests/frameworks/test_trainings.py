@@ -23,7 +23,7 @@ from tests.frameworks.trainings import (
     Training,
     causal,
 )
-from tests.training.trainers import Parameters, worst_difference
+from tests.harness.trainers import Parameters, worst_difference
 
 Prepare = Callable[[Training], tuple[Parameters, Run]]
 

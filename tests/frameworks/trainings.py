@@ -10,8 +10,8 @@ import torch
 
 from tests.frameworks import runs, saved
 from tests.frameworks.user import accelerated
-from tests.training.options import CPU
-from tests.training.trainers import Parameters, worst_difference
+from tests.harness.options import CPU
+from tests.harness.trainers import Parameters, worst_difference
 from tests.world import World
 
 #: What stock comes to, where that is no error: its words are said then.

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from tests.harness.options import Options
+from tests.harness.parameters import Parameters
+from tests.harness.run import Script, applied
+from tests.harness.surroundings import build_engine
+from tests.harness.trainers import EngineTrainer
 from tests.stream_safety import on_streams
-from tests.training.options import Options
-from tests.training.parameters import Parameters
-from tests.training.run import Script, applied
-from tests.training.surroundings import build_engine
-from tests.training.trainers import EngineTrainer
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes
 

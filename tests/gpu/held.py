@@ -15,13 +15,13 @@ from torch import nn
 import ds_patches
 from tests.dc_fallback import patterns, test_training
 from tests.dc_fallback.loops import loop
+from tests.harness import models
+from tests.harness.options import BF16, Options
+from tests.harness.parameters import Parameters
+from tests.harness.run import Outcome, Script
+from tests.harness.surroundings import build_engine, compile_engine
+from tests.harness.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.scripts import declared, deepcompile
-from tests.training import models
-from tests.training.options import BF16, Options
-from tests.training.parameters import Parameters
-from tests.training.run import Outcome, Script
-from tests.training.surroundings import build_engine, compile_engine
-from tests.training.trainers import EngineTrainer, PlainTrainer, worst_difference
 
 WIDTH = 64
 STEPS = 8  # DeepCompile compiles again at the sixth

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nested import as_nested_tensor
 
-from tests.training.models import CLASSES, VOCABULARY, WIDTH, batch
-from tests.training.options import Options
-from tests.training.parameters import parameters
-from tests.training.surroundings import build_engine
+from tests.harness.models import CLASSES, VOCABULARY, WIDTH, batch
+from tests.harness.options import Options
+from tests.harness.parameters import parameters
+from tests.harness.surroundings import build_engine
 
 OUTPUTS = "transformers.modeling_outputs"
 Named = namedtuple("Named", "loss logits hidden")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.core.test_in_company import all_patches
+from tests.harness.options import Options
 from tests.invisible.questions import EVERY, Trained
-from tests.training.options import Options
 from tests.world import World
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import ds_patches
+from tests.harness.surroundings import build_engine
 from tests.orders.sides import Side
 from tests.orders.words import Order
-from tests.training.surroundings import build_engine
 
 
 def live() -> list[str]:

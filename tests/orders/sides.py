@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_patches.core.errors import DsPatchesError
+from tests.harness import models
+from tests.harness.models.raising import Boom, RaiseInBackward
 from tests.orders.words import BLOCKS, Order
-from tests.training import models
-from tests.training.models.raising import Boom, RaiseInBackward
 
 WIDTH, INNER = 6, 16
 

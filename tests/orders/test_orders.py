@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.stock import RELEASE, TORCH_STYLE
 from tests.orders.verdict import Worlds
 from tests.orders.words import Order, generated
-from tests.training.stock import RELEASE, TORCH_STYLE
 
 #: Of generated orders in a test, and of tests.
 COUNT, BATCHES = 60, 4

@@ -9,8 +9,8 @@ from functools import reduce
 from itertools import pairwise
 from typing import Any
 
-from tests.training.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.training.stock import RELEASE, TORCH_STYLE
+from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
+from tests.harness.stock import RELEASE, TORCH_STYLE
 
 #: How an engine is set.
 SETTINGS: dict[str, dict[str, Any]] = {

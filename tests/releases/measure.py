@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from packaging.version import Version
 
-from ds_patches.commands import cures
-from ds_patches.core.symptom import Symptom
-from ds_patches.symptoms import CURED
+from ds_patches.desk import cured
+from ds_patches.desk.row import Symptom
+from ds_patches.desk.symptoms import CURED
 from tests.releases import RELEASES, ROOT, each, install_one, say
 from tests.releases.run import python
 
@@ -37,7 +37,7 @@ def measure(names: Sequence[str]) -> int:
 
 def ends(one: Symptom) -> Iterator[str]:
     """The oldest and the newest release that has it, of those on which it is cured."""
-    floor = Version(cures.floor(one) or RELEASES[0])
+    floor = Version(cured.floor(one) or RELEASES[0])
     wrong = [at for at in RELEASES if Version(at) >= floor and one.is_wrong(Version(at))]
     yield from (wrong[0], wrong[-1])
 

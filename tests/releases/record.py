@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import ds_patches
 from tests.releases import ROOT, each, git, install_one, say
-from tests.releases.run import CORE_TESTS, pytest, python
+from tests.releases.run import CORE_TESTS, pytest, python, tests_of
 
 FILE = ROOT / "docs" / "compatibility.md"
 TABLE = re.compile(r"(?<=<!-- recorded -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
@@ -43,8 +43,8 @@ def columns() -> list[str]:
     return [CORE, *ds_patches.names()]
 
 
-def tests_of(column: str) -> tuple[str, ...]:
-    return CORE_TESTS if column == CORE else (f"tests/{column}",)
+def folders_of(column: str) -> tuple[str, ...]:
+    return CORE_TESTS if column == CORE else (tests_of(column),)
 
 
 def record(versions: Sequence[str], only: Sequence[str] | None = None) -> int:
@@ -68,12 +68,12 @@ def measure(version: str, wanted: Sequence[str]) -> Row:
     if not install_one(version):
         return dict.fromkeys(wanted, "**not installed**")
     states = states_of(version)
-    folders = [path for column in wanted for path in tests_of(column)]
+    folders = [path for column in wanted for path in folders_of(column)]
     code, cases = pytest(version, "-m", "core_case", "--continue-on-collection-errors", *folders)
     found = {}
     for column in wanted:
         # A file that could not be imported is a case without a class, named as the module.
-        homes = tuple(f"{path}/".replace("/", ".") for path in tests_of(column))
+        homes = tuple(f"{path}/".replace("/", ".") for path in folders_of(column))
         own = [c for c in cases if f"{c.get('classname') or c.get('name')}.".startswith(homes)]
         passed = sum(all(c.find(end) is None for end in (*BAD, "skipped")) for c in own)
         failed = any(c.find(end) is not None for c in own for end in BAD)

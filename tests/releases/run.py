@@ -16,7 +16,12 @@ from tests import releases
 from tests.releases import each, install_one, say
 
 #: Where the core cases are that are of no patch.
-CORE_TESTS = ("tests/core", "tests/traincheck")
+CORE_TESTS = ("tests/core", "tests/desk/traincheck")
+
+
+def tests_of(patch: str) -> str:
+    folder = f"tests/cures/{patch}"
+    return folder if (releases.ROOT / folder).is_dir() else f"tests/{patch}"
 
 
 def run(versions: Sequence[str], whole: bool = False, within: float = inf) -> int:
@@ -25,7 +30,7 @@ def run(versions: Sequence[str], whole: bool = False, within: float = inf) -> in
     whole: every test of every patch instead.
     within: seconds; what was not begun by then is named as left out, which is no error.
     """
-    folders = [f"tests/{name}" for name in ds_patches.names()]
+    folders = [tests_of(name) for name in ds_patches.names()]
     chosen = folders if whole else ["-m", "core_case", *folders, *CORE_TESTS]
     ended = dict(each(lambda version: pytest(version, *chosen)[0], versions, within))
     for version in versions:

@@ -13,8 +13,8 @@ a function of the trainer alone, all of a training, with a loop over ``trainer.s
         trainer.backward(loss)
 
 The trainer is an engine, or plain PyTorch that averages gradients over the ranks; what both can
-do is in `tests/training`, as are models. The declaration says what stock comes to at each ZeRO
-stage, which is tested too, and what :class:`~tests.training.options.Options` it is trained with. A
+do is in `tests/harness`, as are models. The declaration says what stock comes to at each ZeRO
+stage, which is tested too, and what :class:`~tests.harness.options.Options` it is trained with. A
 script must be good for being run twice on one trainer. Tests of a patch run it too.
 
 Two ranks run every script, and four as two groups of two. Stock has processes to which no patch

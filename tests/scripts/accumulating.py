@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from tests.harness.models import both_losses, loss_of
+from tests.harness.options import OFFLOADED
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
-from tests.training.models import both_losses, loss_of
-from tests.training.options import OFFLOADED
 
 
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)

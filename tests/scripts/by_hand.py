@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from tests.harness.models import loss_of
+from tests.harness.options import OFFLOADED
 from tests.scripts.declared import ALL_RIGHT, WRONG, script
 from tests.scripts.heads import BOTH, FIRST
-from tests.training.models import loss_of
-from tests.training.options import OFFLOADED
 
 
 def give(trainer: Any, step: int) -> None:

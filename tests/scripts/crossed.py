@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields
 from types import FunctionType
 from typing import Any
 
+from tests.harness.options import ALL_REDUCED, Options
+from tests.harness.run import Outcome
+from tests.harness.surroundings import EAGER
 from tests.scripts.declared import STEPS, Script, scripts
 from tests.scripts.worlds import Worlds
-from tests.training.options import ALL_REDUCED, Options
-from tests.training.run import Outcome
-from tests.training.surroundings import EAGER
 from tests.world import RankError, WorldTimeout
 
 #: What is in a script that with more micro steps is another script, or is not plain PyTorch's: it

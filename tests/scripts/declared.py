@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tests.training.options import Options
-from tests.training.surroundings import EAGER
+from tests.harness.options import Options
+from tests.harness.surroundings import EAGER
 
 RIGHT, WRONG = "right", "wrong"
 RAISES = "raises"

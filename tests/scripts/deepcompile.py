@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.dc_fallback import patterns
+from tests.harness.surroundings import DEEPCOMPILE
 from tests.scripts.declared import RIGHT, WRONG, Script, raises, script
-from tests.training.surroundings import DEEPCOMPILE
 
 
 def under_deepcompile(

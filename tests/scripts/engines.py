@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.nn.functional import softplus
 
+from tests.harness.models import features, loss_of
 from tests.scripts.declared import ALL_RIGHT, RIGHT, raises, script
-from tests.training.models import features, loss_of
 
 
 @script(ALL_RIGHT)

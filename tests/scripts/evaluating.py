@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.models import VOCABULARY, batch, both_losses, loss_of
+from tests.harness.options import SMALL_PREFETCH
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
-from tests.training.models import VOCABULARY, batch, both_losses, loss_of
-from tests.training.options import SMALL_PREFETCH
 
 #: What is gathered in an evaluation stays for the training that follows.
 KEPT = {"zero": SMALL_PREFETCH | {"stage3_max_live_parameters": 10**9}}

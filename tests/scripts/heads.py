@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from tests.harness.models import batch, both_losses, loss_of, losses
+from tests.harness.options import OVERLAP
 from tests.scripts.declared import RIGHT, WRONG, raises, script
-from tests.training.models import batch, both_losses, loss_of, losses
-from tests.training.options import OVERLAP
 
 FIRST, SECOND, BOTH = slice(1), slice(1, 2), slice(2)
 

@@ -12,8 +12,8 @@
 import re
 
 from ds_patches.core.errors import DsPatchesError
+from tests.harness.run import Outcome
 from tests.scripts.declared import RAISES, RIGHT, WRONG, Script, raises
-from tests.training.run import Outcome
 
 
 def _below(kind: type) -> set[str]:

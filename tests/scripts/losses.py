@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from tests.harness.models import batch, both_losses, loss_of
+from tests.harness.options import SMALL_PREFETCH
 from tests.scripts.declared import ALL_RIGHT, GATHERED_AGAIN, RIGHT, WRONG, raises, script
-from tests.training.models import batch, both_losses, loss_of
-from tests.training.options import SMALL_PREFETCH
 
 LAST_ONLY = {1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")}
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness.models import RaiseInBackward, batch, loss_of
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
-from tests.training.models import RaiseInBackward, batch, loss_of
 
 #: Stock reduces the outer backward before the inner one has begun, and so may the patches.
 TWICE = "already been reduced"

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from tests.harness import models
+from tests.harness.models import loss_of
+from tests.harness.options import OFFLOADED
 from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script
-from tests.training import models
-from tests.training.models import loss_of
-from tests.training.options import OFFLOADED
 
 
 @script(ALL_RIGHT, model="Deep")

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot
 
+from tests.harness.models import WIDTH, batch, features, loss_of, losses
 from tests.scripts.declared import RIGHT, WRONG, raises, script
-from tests.training.models import WIDTH, batch, features, loss_of, losses
 
 #: ``torch.autograd.grad`` is a backward to stock, in which no parameter has a gradient.
 NOT_A_STEPS = raises("list index out of range")

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from tests.harness.models import loss_of
 from tests.scripts.declared import ALL_RIGHT, RIGHT, raises, script
 from tests.scripts.ordinary import one_backward
-from tests.training.models import loss_of
 
 
 @script(ALL_RIGHT, grouped=(2, 3))

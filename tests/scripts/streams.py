@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from tests.harness.surroundings import STREAMS
 from tests.scripts.declared import RIGHT, script
 from tests.stream_safety.on_streams import OVERLAPPED, batch, touch
-from tests.training.surroundings import STREAMS
 
 FP32_SUMS = {
     "bf16": {"enabled": True},

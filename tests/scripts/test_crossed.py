@@ -2,12 +2,12 @@
 
 import pytest
 
+from tests.harness.stock import needs_style
 from tests.scripts import law
 from tests.scripts.crossed import Crossed, cases
 from tests.scripts.declared import RIGHT
 from tests.scripts.ordinary import one_backward, plain_backward
 from tests.scripts.worlds import PATCHED, STOCK, Worlds
-from tests.training.stock import needs_style
 
 #: What means another thing with a choice than it does in plain PyTorch.
 UNLIKE_PYTORCH = {

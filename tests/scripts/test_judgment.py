@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.harness.run import Outcome
 from tests.scripts import law, ordinary
 from tests.scripts.declared import RIGHT, WRONG
-from tests.training.run import Outcome
 
 SCRIPT = replace(ordinary.one_backward, stock={3: RIGHT}, costs={})
 FINE = Outcome(moved=1.0, difference=0.0, peaks=[10], left=[[]], calls=1000, forwards=2)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.harness import models
+from tests.harness.models import both_losses, loss_of
 from tests.scripts.declared import RIGHT, WRONG, raises, script
 from tests.scripts.windows import among_micro_steps
-from tests.training import models
-from tests.training.models import both_losses, loss_of
 
 REFUSED = {1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.harness import models
+from tests.harness.models import batch, both_losses, loss_of, losses
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
-from tests.training import models
-from tests.training.models import batch, both_losses, loss_of, losses
 
 
 @script(ALL_RIGHT, at_rest=False, grouped=(2, 3))

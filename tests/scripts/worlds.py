@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ds_patches
+from tests.harness import models, run
+from tests.harness.options import Options
+from tests.harness.run import Outcome
+from tests.harness.surroundings import DEEPCOMPILE, EAGER
 from tests.scripts.declared import Script
-from tests.training import models, run
-from tests.training.options import Options
-from tests.training.run import Outcome
-from tests.training.surroundings import DEEPCOMPILE, EAGER
 from tests.world import World
 
 STOCK, PATCHED = "stock", "patched"

@@ -46,8 +46,8 @@ class Environment:
         shutil.copytree(ours, made.package, ignore=shutil.ignore_patterns("__pycache__"))
         for binding in made.package.glob("*/binding.py"):  # DS_PATCHES=all is the sample alone
             shutil.rmtree(binding.parent)
-        for cure in ds_patches.names():
-            (made.package / f"{cure}.py").unlink(missing_ok=True)
+        for cure in (made.package / "cures").glob("[a-z]*.py"):
+            cure.unlink()
         made.add_patch("sample")
         for part in (fake.deepspeed(root / "deepspeed"), fake.dependencies(root / "libraries")):
             shutil.copytree(part, made.site, symlinks=True, dirs_exist_ok=True)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from ds_patches.training.kept import Attached
+from ds_patches.steps.attached import Attached
 
 
 class Thing:

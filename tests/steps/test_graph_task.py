@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_patches.training.graph_task import Entry, TaskWatch, current_task_id
-from tests.training.models import Boom, RaiseInBackward
+from ds_patches.steps.graph_task import Entry, TaskWatch, current_task_id
+from tests.harness.models import Boom, RaiseInBackward
 
 armed = partial(mock.patch.object, RaiseInBackward, "armed")
 

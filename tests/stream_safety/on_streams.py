@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.options import Options, config
+from tests.harness.run import Outcome, Script, run
+from tests.harness.surroundings import STREAMS, build_engine
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
-from tests.training.options import Options, config
-from tests.training.run import Outcome, Script, run
-from tests.training.surroundings import STREAMS, build_engine
 
 WIDTH = 8
 LAYERS = 11  # so that partitions end within one

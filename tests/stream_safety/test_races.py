@@ -8,9 +8,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tests.harness.run import Outcome
+from tests.harness.stock import RELEASE, since
 from tests.stream_safety import on_streams
-from tests.training.run import Outcome
-from tests.training.stock import RELEASE, since
 from tests.world import World
 
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}

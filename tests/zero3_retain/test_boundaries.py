@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from ds_patches.training.graph_task import at_end_of_task
+from ds_patches.steps.graph_task import at_end_of_task
 from ds_patches.zero3_retain.boundaries import ModuleBoundary, OpenCalls
 
 

@@ -12,13 +12,13 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
+from tests.harness import stock
+from tests.harness.cases import Case, cases, of
+from tests.harness.models import batch, both_losses
+from tests.harness.options import NO_REUSE, SMALL_PREFETCH, Options
+from tests.harness.run import run
+from tests.harness.trainers import EngineTrainer, Parameters, engine_of, engine_trainer
 from tests.scripts import losses
-from tests.training import stock
-from tests.training.cases import Case, cases, of
-from tests.training.models import batch, both_losses
-from tests.training.options import NO_REUSE, SMALL_PREFETCH, Options
-from tests.training.run import run
-from tests.training.trainers import EngineTrainer, Parameters, engine_of, engine_trainer
 from tests.world import World, on_ranks
 from tests.zero3_retain.test_gradients import PREFETCH, patched, several_backwards
 

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.scripts import slopes
-from tests.training import stock
-from tests.training.cases import Case, cases, of
-from tests.training.models import batch, both_losses, losses
-from tests.training.options import (
+from tests.harness import stock
+from tests.harness.cases import Case, cases, of
+from tests.harness.models import batch, both_losses, losses
+from tests.harness.options import (
     ALL_REDUCED,
     BF16,
     BF16_SUMS,
@@ -23,7 +22,8 @@ from tests.training.options import (
     SMALL_PREFETCH,
     Options,
 )
-from tests.training.run import applied, check, run
+from tests.harness.run import applied, check, run
+from tests.scripts import slopes
 from tests.world import World, on_ranks
 
 CRASH = "The size of tensor a (0) must match the size of tensor b"

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_patches.training import graph_task
+from ds_patches.steps import graph_task
+from tests.harness import stock
+from tests.harness.models import build
+from tests.harness.options import SMALL_PREFETCH
+from tests.harness.run import Outcome, check, run
+from tests.harness.surroundings import streams
 from tests.scripts import adapters
 from tests.scripts.worlds import FRUGAL
-from tests.training import stock
-from tests.training.models import build
-from tests.training.options import SMALL_PREFETCH
-from tests.training.run import Outcome, check, run
-from tests.training.surroundings import streams
 from tests.world import World, on_ranks
 
 

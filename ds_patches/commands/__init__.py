@@ -1,1 +1,0 @@
-"""What the commands print. Plain aligned text."""

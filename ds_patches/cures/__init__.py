@@ -1,0 +1,1 @@
+"""Small cures: a patch in one file each, with its page, its binding and its wrappers."""

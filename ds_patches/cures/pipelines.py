@@ -1,0 +1,98 @@
+"""Pipelines average the micro steps of a step on every stage, and run without ZeRO.
+
+Use
+    Apply it, and leave ``engine.train_batch()`` as it is. A ``PipelineModule`` then averages its
+    micro steps, as DeepSpeed documents, and also runs without ZeRO or with fp16 in 0.18.3 and
+    0.18.4. For fp16 without ZeRO, apply ``half_without_zero``, too.
+
+Risks
+    **A tuned learning rate, 0.16.0 to 0.18.2.** Here stock adds micro steps up. With this patch
+    they are averaged, with a warning: if the learning rate was tuned to the sum, multiply it by the
+    number of micro steps.
+
+Not covered
+    | what | what happens |
+    |---|---|
+    | ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
+
+Cost
+    Three Python functions for each backward of any engine.
+
+Why
+    From 0.16.0 to 0.18.2 DeepSpeed divides a loss by the micro steps only if its backward reduces,
+    and a pipeline reduces later. From 0.18.3 to 0.19.2 it divides gradients at the outputs of every
+    stage. 0.18.3 and 0.18.4 take the backwards of stages for calls of ``loss.backward()`` by the
+    script, which they refuse without ZeRO and under fp16.
+
+How
+    The last stage's loss is divided, and the gradients of the other stages are not. The backwards
+    of stages are marked as the engine's own.
+
+Upstream
+    Pull request 8154 (0.19.3), issue 8152.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from weakref import WeakSet
+
+from ds_patches.core import handles
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Patch, upstream
+from ds_patches.upstream import pipeline
+from ds_patches.upstream.places import ENGINE
+
+PATCH = Patch(
+    name="pipelines",
+    hooks=__name__,
+    summary="pipelines average their micro steps on every stage, and run without ZeRO",
+    remove_when="your release is 0.19.3 or later",
+    upstream=upstream("PR 8154", "issue 8152"),
+    supported=">=0.16.0,<=0.19.2",
+    targets=(
+        ENGINE.target("backward", "around_backward", "<=0.18.2"),
+        ENGINE.target("_backward_prologue", "around_prologue", ">=0.18.3,<=0.18.4"),
+        ENGINE.target("_backward_prologue_per_tensor", "around_per_tensor", ">=0.18.3,<=0.19.2"),
+    ),
+)
+
+apply, unapply, is_applied = handles.of(__name__)
+
+logger = logging.getLogger("ds_patches.cures.pipelines")
+
+_AVERAGED = (
+    "The micro steps of this pipeline are averaged, as DeepSpeed documents it, where this release "
+    "adds them up: a learning rate that was tuned to the sum wants to be %d times as large."
+)
+_told: WeakSet[Any] = WeakSet()  # engines
+
+
+def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The last stage's backward, of its loss, up to 0.18.2."""
+    micro_steps: int = engine.gradient_accumulation_steps()
+    if not engine.pipeline_parallelism or micro_steps == 1:
+        return wrapped(*args, **kwargs)
+    if engine not in _told:
+        _told.add(engine)
+        logger.warning(_AVERAGED, micro_steps)
+    loss, *rest = in_order(wrapped, args, kwargs)
+    return wrapped(loss.float() / micro_steps, *rest)
+
+
+def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed divides at a stage's outputs what the last stage has divided already."""
+    if engine.pipeline_parallelism and not engine.is_last_stage():
+        return in_order(wrapped, args, kwargs)[0]
+    return wrapped(*args, **kwargs)
+
+
+def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """From 0.18.5 on the schedule itself says that its backwards are none of a script's."""
+    # fp16 without ZeRO: half_without_zero scales losses and lets the backward pass.
+    is_unscaled = engine.fp16_enabled() and not engine.zero_optimization()
+    if not engine.pipeline_parallelism or is_unscaled or pipeline.runs_engine_backward(engine):
+        return wrapped(*args, **kwargs)
+    with pipeline.as_engine_backward(engine, is_scaled=True):  # the last stage has scaled it
+        return wrapped(*args, **kwargs)

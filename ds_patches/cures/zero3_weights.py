@@ -1,0 +1,80 @@
+"""ZeRO-3 gathers the weights that were loaded: with hpZ, and with all-reduce for fetching.
+
+Use
+    Apply it, and leave the script as it is. With ``zero_hpz_partition_size`` (ZeRO++), training
+    then begins with the weights that ``from_pretrained`` or a checkpoint has loaded.
+    ``stage3_use_all_reduce_for_fetch_params`` is switched off.
+
+Risks
+    None are known.
+
+Cost
+    If you set ``stage3_use_all_reduce_for_fetch_params``, parameters are fetched by DeepSpeed's
+    all-gather instead.
+
+Why
+    hpZ keeps a second copy of each partition, and gathers from that. Up to 0.18.2 a weight that is
+    changed under ``GatheredParameters`` or loaded from a checkpoint does not reach the copy before
+    the first step. Up to 0.19.3 an all-reduce for fetching adds whatever lies in memory behind a
+    parameter to the first elements of the next one.
+
+How
+    The second copy is renewed after a change. Parameters are fetched by all-gather.
+
+Upstream
+    Pull requests 7707 (0.18.3) and 8158 (0.19.4), issue 7606.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ds_patches.core import handles
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.patch import Patch, upstream
+from ds_patches.upstream.places import GATHERED, INIT, ZERO3
+
+PATCH = Patch(
+    name="zero3_weights",
+    hooks=__name__,
+    summary="ZeRO-3 gathers the weights that were loaded, with hpZ and all-reduce for fetching",
+    remove_when="your release is 0.19.4 or later",
+    upstream=upstream("PR 7707", "PR 8158", "issue 7606"),
+    supported=">=0.16.0,<=0.19.3",
+    targets=(
+        INIT.target("__init__", "around_init", "<=0.19.3"),
+        GATHERED.target("__exit__", "around_exit", "<=0.18.2"),
+        ZERO3.target("checkpoint_event_epilogue", "around_loaded", "<=0.18.2"),
+    ),
+    dependencies=(
+        INIT.needs("_partition_param_sec", "makes a second copy where there is none", "<=0.18.2"),
+        ZERO3.needs("invalidate_secondary_tensor", "drops the second copies", "<=0.18.2"),
+    ),
+)
+
+apply, unapply, is_applied = handles.of(__name__)
+
+logger = logging.getLogger("ds_patches.cures.zero3_weights")
+
+
+def around_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
+    """It fetches parameters by one collective or another."""
+    wrapped(*args, **kwargs)
+    if init.use_all_reduce_for_fetch_params:
+        init.use_all_reduce_for_fetch_params = False
+        logger.warning("stage3_use_all_reduce_for_fetch_params is off: wrong weights come by it")
+
+
+def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``GatheredParameters`` partitions one rank's weights anew."""
+    if gathered.enabled and gathered.src_rank is not None:
+        for param in gathered.params:
+            param.ds_secondary_tensor = None
+    return wrapped(*args, **kwargs)
+
+
+def around_loaded(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A checkpoint has given partitions other values."""
+    optimizer.invalidate_secondary_tensor()
+    return wrapped(*args, **kwargs)

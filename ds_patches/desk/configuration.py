@@ -1,0 +1,167 @@
+"""A training's configuration, read for what decides which symptoms can show."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_patches.core.errors import FlagError
+from ds_patches.desk import given, ledger
+from ds_patches.desk.row import Symptom
+
+#: Whether something is so; where that is open, by which setting, or "script".
+Facts = Mapping[str, bool | str | int]
+Settings = Mapping[str, Any]
+
+#: Sections that DeepSpeed refuses from 0.19.7 on, and from 0.19.8 on; those of zero_optimization.
+FIRST = ("nebula", "compression_training", "quantize_training", "sparse_attention",
+         "mics_shard_size", "mics_hierarchical_params_gather")  # fmt: skip
+REMOVED = ("amp", "sparse_gradients", "eigenvalue", "elasticity", "graph_harvesting",
+           "curriculum_learning", "progressive_layer_drop", "zeropp_loco_param")  # fmt: skip
+#: Every configuration of DeepSpeed has one of these, and Accelerate's words for it one of those.
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_ITS = ("zero_optimization", *_BATCHES)
+_WORDS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
+#: Bytes of a file, and keys of a mapping that others are merged into.
+_LONGEST, _KEYS = 1 << 16, 1000
+_STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
+_HALVES = {"bf16": "fp16", "fp16": "bf16"}
+SCRIPT = "script"
+
+
+def read(file: Path) -> Facts:
+    """Read DeepSpeed's JSON, or the YAML of Accelerate, LLaMA-Factory or axolotl around one.
+
+    Raises FlagError for a file that is none of these.
+    """
+    outer = _load(file)
+    if (kind := outer.get("distributed_type", "DEEPSPEED")) != "DEEPSPEED":
+        its = kind if isinstance(kind, str) else type(kind).__name__
+        raise FlagError(f"{file} has no DeepSpeed configuration: its distributed_type is {its}")
+    inner = outer.get("deepspeed_config", outer.get("deepspeed", outer))
+    if isinstance(inner, Mapping):
+        inner = inner.get("deepspeed_config_file", inner)
+    if isinstance(inner, str):
+        beside = (file.parent / inner, Path(inner), file.parent / Path(inner).name)
+        inner = _load(next(filter(os.path.isfile, beside), Path(inner)))
+    if not isinstance(inner, Mapping) or not any(name in inner for name in (*_ITS, *_WORDS)):
+        raise FlagError(f"{file} has no DeepSpeed configuration")
+    try:
+        return _facts(inner, outer if inner is not outer else None)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise FlagError(f"{file} has a setting of a wrong type: {error}") from error
+
+
+def conditions(one: Symptom, facts: Facts) -> tuple[str, ...] | None:
+    """Return on which open settings a row depends, and on the script; None if it cannot show."""
+    if facts.get("stage") not in (None, *one.stages):
+        return None
+    found = [facts.get(name, SCRIPT) for name in one.needs.split()]
+    return (
+        None
+        if False in found
+        else tuple(dict.fromkeys(one for one in found if isinstance(one, str)))
+    )
+
+
+def said(setting: str) -> str:
+    """Return in words what it takes of an open setting."""
+    if setting == SCRIPT:
+        return "your script does this"
+    return f"{setting} is above 1" if setting == _STEPS else f"{setting} is on"
+
+
+def _facts(inner: Settings, outer: Settings | None) -> Facts:
+    """inner: DeepSpeed's, or Accelerate's words for it.
+
+    outer: the file around it, which fills in what is "auto"; what Accelerate's words lack, is.
+    """
+    for name in ("zero_optimization", "optimizer", "scheduler", "checkpoint"):
+        if not isinstance(inner.get(name) or {}, Mapping):
+            raise TypeError(f"{name} is no section")
+    zero: Settings = inner.get("zero_optimization") or {}
+    words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
+    stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
+    if stage not in range(4):
+        raise ValueError("there is no such ZeRO stage")
+    schedule: Settings = inner.get("scheduler") or {}
+    halves = {name: _half(name, inner, outer) for name in _HALVES}
+    facts = {name: SCRIPT if on is None else on for name, on in ledger.settings(inner).items()}
+    return facts | halves | {
+        "stage": stage,
+        "overlap": _switch(zero.get("overlap_comm", stage == 3), "overlap_comm"),
+        "accumulation": _accumulates(inner, outer or {}, words),
+        "unclipped": inner.get(_CLIPPING) is None and not words,
+        "sums": facts["sums"] and halves["bf16"],
+        "pipeline": "pipeline" in inner or SCRIPT,
+        # Without a schedule in the configuration the script has one, or none.
+        "warmup": (facts["warmup"] or not schedule)
+                  and "warmup_max_lr" not in (schedule.get("params") or {}),
+        "cosine": facts["cosine"] or not schedule,
+        "universal": bool((inner.get("checkpoint") or {}).get("load_universal")),
+        "first": any(name in inner or name in zero for name in FIRST),
+        "removed": any(name in inner or name in zero for name in REMOVED),
+        SCRIPT: SCRIPT,
+    }  # fmt: skip
+
+
+def _accumulates(inner: Settings, outer: Settings, words: bool) -> bool | str:
+    follows = all(isinstance(inner.get(name), int) for name in _BATCHES)
+    value = inner.get(_STEPS, "auto" if words or follows else 1)
+    value = outer.get(_STEPS, value) if value == "auto" else value
+    return _STEPS if value == "auto" else int(value) > 1
+
+
+def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
+    """A framework may switch it on where DeepSpeed's file has no section for it, too."""
+    section = inner.get(name, {"enabled": False} if outer is None else "auto")
+    value = section.get("enabled", False) if isinstance(section, Mapping) else section
+    if value == "auto" and outer:
+        chosen = outer.get("mixed_precision")
+        if chosen in _HALVES or outer.get(_HALVES[name]) is True:
+            value = chosen == name
+        else:
+            value = outer.get(name, "auto")
+    return _switch(value, name)
+
+
+def _switch(value: Any, name: str) -> bool | str:
+    return name if value == "auto" else bool(value)
+
+
+def _yaml(file: Path, text: str) -> Any:
+    try:
+        import yaml
+
+        class Loader(yaml.SafeLoader):  # type: ignore[misc]
+            def flatten_mapping(self, node: Any) -> None:
+                """Merge mappings into one, which may be named, and merged again, and grow so."""
+                super().flatten_mapping(node)
+                if len(node.value) > _KEYS:
+                    raise ValueError(f"a mapping of more than {_KEYS} keys")
+
+        return yaml.load(text, Loader)
+    except Exception as error:  # also where PyYAML is not installed, or raises one of its own
+        raise FlagError(f"{file} is neither JSON nor YAML: {error}") from error
+
+
+def _load(file: Path) -> Settings:
+    """Read JSON, or else YAML, whatever the file is called."""
+    read = given.content(file, _LONGEST + 1)
+    if len(read) > _LONGEST:
+        raise FlagError(f"{file} has more than {_LONGEST} bytes: no DeepSpeed configuration")
+    try:
+        text = read.decode()
+        found = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise FlagError(f"{file} cannot be read: {error}") from error
+    except ValueError:
+        found = _yaml(file, text)
+    except RecursionError as error:
+        raise FlagError(f"{file} is nested too deeply") from error
+    if not isinstance(found, Mapping):
+        raise FlagError(f"{file} has no DeepSpeed configuration")
+    return found

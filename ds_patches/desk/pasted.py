@@ -1,0 +1,127 @@
+"""What people paste: the errors that a log ends in, or a question.
+
+Of a log the last error of each rank counts: what came before it was survived.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from ds_patches.desk.symptoms import COMPILED
+
+#: Letters of a log's end that are looked through: what came before was survived.
+_END = 1 << 22
+_ERROR = re.compile(
+    r"""(?:^|[\s:\]])(?:\w+\.)*(?!ChildFailed|CalledProcess)
+        (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)(?::|\s*$)
+    |Watchdog[ ]caught|Segmentation[ ]fault|^Killed\b
+    |(?:return[ ]code[ ]=|exitcode:)[ ]-(?!15\b)""",
+    re.VERBOSE,
+)
+_RANK = re.compile(r"\s{0,9}(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):")
+_FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d", re.MULTILINE)
+_BEGIN = "Traceback (most recent call last)"
+#: Lines of a message, and of the traceback before it, that are looked at.
+_MESSAGE, _TRACEBACK = 12, 400
+#: Ranks whose errors are looked at, and letters of a question.
+_RANKS, _QUESTION = 4096, 1000
+#: What ds_patches itself says, as a warning or at the end of a traceback; not what is live.
+_OURS = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
+_VERSION = "DeepSpeed info: version="
+
+
+@dataclass(frozen=True)
+class Error:
+    """An error as it is printed; a text that has none is one as a whole.
+
+    message: what stands behind the exception's name.
+    evidence: the traceback and the message, and whether the log shows DeepCompile.
+    has_traceback: whether there is one, so that what it lacks did not happen.
+    """
+
+    message: str
+    evidence: str
+    has_traceback: bool
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """What stands in a text.
+
+    errors: the last of each rank.
+    question: the text, if it is a plain and short one; else nothing.
+    is_quiet: whether it has several lines, and none of them is an error.
+    said: what ds_patches says in it.
+    release: DeepSpeed's, as a log tells it.
+    """
+
+    errors: tuple[Error, ...]
+    question: str
+    is_quiet: bool
+    said: tuple[str, ...]
+    release: Version | None
+
+
+def read(text: str) -> Pasted:
+    """Look through a text of any length."""
+    end = text[-_END:]
+    lines = end.splitlines()
+    ranks = [*map(_rank, lines)]
+    shown = next((mark for mark in COMPILED.split("|") if mark in text), "")
+    last = {ranks[at]: at for at, line in enumerate(lines) if _ERROR.search(line)}
+    errors = [_error(lines, ranks, at, shown) for at in sorted(last.values())[-_RANKS:]]
+    is_quiet = not errors and "\n" in text.strip()
+    is_long = len(text) > _QUESTION
+    is_question = not (errors or is_quiet or is_long or re.search(r"""["'\[\]{}()<>=:]""", text))
+    errors = errors or [Error(end, f"{end}\n{shown}", has_traceback=False)]
+    question = text if is_question else ""
+    return Pasted(tuple(errors), question, is_quiet, said(text), _release(text))
+
+
+def said(text: str) -> tuple[str, ...]:
+    """Return what ds_patches says in a text, each once."""
+    return tuple(dict.fromkeys(_OURS.findall(text)))
+
+
+def alike(text: str) -> str:
+    """Return a text without what differs from case to case: lines, ranks, numbers but 0."""
+    text = re.sub(r"\[rank\d+\]:", " ", text.lower())
+    return " ".join(re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text).split())
+
+
+def _rank(line: str) -> str:
+    found = _RANK.match(line)
+    return found[1] if found else ""
+
+
+def _error(lines: list[str], ranks: list[str], at: int, shown: str) -> Error:
+    """ranks: of each line."""
+    first, end = max(0, at - _TRACEBACK), min(at + _MESSAGE, len(lines))
+    before = [*_until_begin(lines, ranks, at, range(at - 1, first - 1, -1))][::-1]
+    after = [*_until_begin(lines, ranks, at, range(at + 1, end))]
+    message = "\n".join([lines[at], *after])
+    traceback = "\n".join(before)
+    evidence = f"{traceback}\n{message}\n{shown}"
+    return Error(message, evidence, bool(_FRAME.search(traceback)))
+
+
+def _until_begin(lines: list[str], ranks: list[str], at: int, others: range) -> Iterator[str]:
+    """Yield those of other lines that are of the same rank, up to the begin of a traceback."""
+    for other in others:
+        if _BEGIN in lines[other]:
+            return
+        if ranks[other] == ranks[at]:
+            yield lines[other]
+
+
+def _release(text: str) -> Version | None:
+    told = text.rpartition(_VERSION)[2] if _VERSION in text else ""
+    found = re.match(r"[\w.+]{1,99}", told)
+    try:
+        return Version(Version(found[0]).public) if found else None
+    except InvalidVersion:
+        return None

@@ -1,0 +1,13 @@
+"""How an engine trains: a step, its backwards and its sums, what is attached to an engine.
+
+- `graph_task`: what a backward is, seen from inside it, and which outputs lead into its graph;
+- `step`: which backwards belong to a step, in what state it is, and what it asks of its gradients;
+- `zero12_sum`, `host_sum`, `bf16_sum`, `zero3_sum`: the sum of a step's gradients, by optimizer;
+- `bucket_order`: in which order ranks reduce the buckets of ZeRO 1 and 2;
+- `division`: a gradient is divided by the micro steps once, however many outputs it passes;
+- `attached`: a patch's own state of an engine or optimizer, which dies with its owner; the engines
+  whose steps are followed, and who listens to them;
+- `ranks`: what ranks tell each other.
+
+It knows `core` and `upstream`, and no patch.
+"""

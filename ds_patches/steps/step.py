@@ -1,0 +1,300 @@
+"""The steps of one engine: which backwards belong to one, and what becomes of their gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import unserializable_hook
+
+from ds_patches.core.errors import Refused
+from ds_patches.core.shadow import Shadow
+from ds_patches.steps.graph_task import (
+    NO_TASK,
+    Entry,
+    TaskWatch,
+    accumulates,
+    current_task_id,
+)
+from ds_patches.upstream import engine as upstream_engine
+
+logger = logging.getLogger("ds_patches.accumulation")
+
+_NO_OUTPUT = (
+    "backward() of a tensor that is no output of the engine: call engine.backward(tensor) instead; "
+    "DeepSpeed does not know of this one"
+)
+_OLD_FORWARD = (
+    "backward over a forward from before engine.step(): its gradients are of parameters that are "
+    "no more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
+    "backward() steps at once, also in its no_sync(): call the engine's no_sync() and backward() "
+    "there."
+)
+
+
+class StepState(Enum):
+    """What the backwards since the last ``engine.step()`` have left."""
+
+    #: No gradient: there was no backward, or the user has dropped what it brought.
+    EMPTY = auto()
+    #: Gradients.
+    HELD = auto()
+    #: No gradient: the last backward raised, and took those of the others with it.
+    FAILED = auto()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an engine, from one update of its parameters to the next.
+
+    first, last: while it is HELD, the numbers of the micro steps that its first and its last
+        backward were in, as ``engine.micro_steps`` counts them.
+    """
+
+    state: StepState = StepState.EMPTY
+    first: int = -1
+    last: int = -1
+
+    def after_backward(self, micro_step: int) -> Step:
+        """Return the step with one more backward, in this micro step."""
+        first = self.first if self.state is StepState.HELD else micro_step
+        return Step(StepState.HELD, first, micro_step)
+
+    def has_backward_in(self, micro_step: int) -> bool:
+        """Whether its last backward was in this micro step.
+
+        Only then ``zero_grad()`` drops anything: loops from PyTorch begin each micro step with it,
+        and mean DeepSpeed to accumulate. A backward since then is one to be dropped.
+        """
+        return self.state is StepState.HELD and self.last == micro_step
+
+
+class GradientSum:
+    """How a ZeRO stage adds up the backwards of one step: where it says nothing, by itself.
+
+    shadows: around methods of the engine and its optimizer, until they are left to stock.
+    """
+
+    #: Whether a zero_grad() that comes now is upstream's own: nobody has asked for that.
+    upstream_zeroes = False
+
+    def __init__(self) -> None:
+        self.shadows: list[Shadow] = []
+
+    def begin_backward(self) -> None:
+        """A backward begins; what it reduces is added."""
+
+    def pass_by(self) -> bool:
+        """The backward that began has brought nothing; return whether it needs no epilogue."""
+        return False
+
+    def complete(self) -> None:
+        """A step is about to read the gradients."""
+
+    def drop(self) -> None:
+        """Forget the step's gradients so far."""
+
+    def abandon(self) -> None:
+        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
+        self.drop()
+
+    def step_taken(self) -> None:
+        """The optimizer has consumed the gradients."""
+
+    def detach(self) -> None:
+        """Leave the optimizer to stock."""
+        for shadow in self.shadows:
+            shadow.remove()
+
+
+class Listener:
+    """What a patch does at the backwards of an engine: nothing, but for what it defines."""
+
+    #: Whether it is told of each that begins.
+    awaits_backwards = True
+
+    def backward_begins(self, again: bool) -> None:
+        """Inside its graph task. `again`: the engine has run no forward since the one before."""
+
+    def backward_nested(self) -> None:
+        """One over a forward of the engine begins inside the one that is running."""
+
+    def dropped(self, failed: bool) -> None:
+        """The gradients of the step were, by the user or because a backward `failed`."""
+
+
+class EngineSteps:
+    """What there is to know of one engine between its backwards.
+
+    engine: a DeepSpeedEngine that `upstream.engine.why_not_covered` lets pass.
+    sum: of the gradients of a step, by the engine's ZeRO stage.
+    """
+
+    def __init__(self, engine: Any, sum: GradientSum) -> None:
+        self.sum = sum
+        self.listeners: list[Listener] = []
+        #: The backward that runs, and how the last one ended.
+        self.watch = TaskWatch()
+        #: Backwards that began, and steps that changed parameters, ever.
+        self.begun = self.count = 0
+        #: ``engine.backward`` runs, of a loss that has a graph.
+        self.in_engine_backward = False
+        #: Upstream's hooks ask for the prologue once per forward: it runs once per backward.
+        self.prologue_is_due = False
+        self.engine = engine
+        self._step = self._before = Step()  # now, and before the last backward began
+        self._fresh = False  # a forward has run since the last backward began
+        self._warned = False
+        # Stage 3 has no such parameters any more, and raises.
+        self._warned_of_old = engine.zero_optimization_partition_weights()
+
+    # --- Backwards ------------------------------------------------------------------------------
+
+    def forward_ran(self, outputs: list[torch.Tensor]) -> None:
+        """Watch for the backwards over a forward, by its outputs that have graphs."""
+        self._fresh = True
+        # Who pickles an output is not to be warned of it.
+        hook = unserializable_hook(partial(self.entered, after=self.count))  # type: ignore[no-untyped-call]
+        for tensor in outputs:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def entered(
+        self, grad: Any = None, *, after: int | None = None, is_backward: bool = False
+    ) -> None:
+        """A gradient has come to an output, or to another tensor: the first time, one begins.
+
+        after: so many steps its forward ran, if that is known.
+        is_backward: as is known; else ``torch.autograd.grad`` may run, which is none.
+        """
+        if after not in (None, self.count) and not self._warned_of_old and accumulates():
+            self._warned_of_old = True
+            logger.warning(_OLD_FORWARD)
+        watch = self.watch
+        if watch.task_id == current_task_id() or not (is_backward or accumulates()):
+            return
+        entry = watch.enter()
+        if entry is Entry.AFTER_FAILURE:
+            self.drop_failed_backward()
+            entry = watch.enter()
+        if entry is Entry.NESTED:
+            for listener in self.listeners:
+                listener.backward_nested()
+            return
+        self.begun += 1
+        self._before = self._step
+        self._step = self._step.after_backward(self.engine.micro_steps)
+        again, self._fresh = not self._fresh, False
+        self.prologue_is_due = True
+        try:
+            upstream_engine.begin_backward(self.engine, again)
+        finally:
+            self.prologue_is_due = False
+        for shadow in self.sum.shadows:
+            if shadow.own.get(shadow.name) is not shadow.wrapper:
+                shadow.come_back()
+        self.sum.begin_backward()
+        for listener in self.listeners:
+            if listener.awaits_backwards:
+                listener.backward_begins(again)
+
+    def parameter_entered(self) -> None:
+        """A gradient has come to a parameter, and to no output before."""
+        if self.engine.gradient_accumulation_steps() > 1:
+            raise Refused(f"{_NO_OUTPUT}, and does not divide it by the micro steps either.")
+        self.entered(is_backward=True)
+
+    def passed_by(self) -> bool:
+        """The backward that began has come to none of the parameters; whether that ends it.
+
+        It was on its way to those of another engine.
+        """
+        self._step = self._before
+        return self.sum.pass_by()
+
+    def recover(self) -> None:
+        """Undo a plain ``loss.backward()`` that raised, at the next call that comes.
+
+        A device's thread may hold what raised until its next work, as if it ran. But a call from
+        outside of all graph tasks comes behind it.
+        """
+        if self.watch.raised or (self.watch.running and current_task_id() == NO_TASK):
+            self.drop_failed_backward()
+
+    def drop_failed_backward(self) -> None:
+        """The last backward raised, and the step's gradients go with it."""
+        self.watch.forget()
+        self._step = Step(StepState.FAILED)
+        had_gradients = self._before.state is StepState.HELD
+        if had_gradients or upstream_engine.may_have_come(self.engine):
+            logger.warning(
+                "A backward raised: every gradient reduced since the last optimizer step was "
+                "dropped."
+            )
+        upstream_engine.forget_backward(self.engine)
+        self.sum.abandon()
+        for listener in self.listeners:
+            listener.dropped(failed=True)
+
+    # --- Steps ----------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """The user asked for zero gradients: what this step has reduced is forgotten."""
+        if self.sum.upstream_zeroes:
+            return
+        self.recover()
+        if not self._step.has_backward_in(self.engine.micro_steps):
+            return
+        if self._step.first != self._step.last and not self._warned:
+            self._warned = True
+            logger.warning(
+                "zero_grad() after a backward, in the middle of a gradient accumulation: as in "
+                "PyTorch, the micro steps that engine.step() has counted are dropped, too."
+            )
+        self._step = Step()
+        self.sum.drop()
+        for listener in self.listeners:
+            listener.dropped(failed=False)
+
+    @property
+    def present(self) -> Step:
+        """What the backwards since the last step have left."""
+        return self._step
+
+    def back_to(self, before: Step) -> None:
+        """A block raised and has dropped what came since `before`: if that was nothing, all."""
+        held = before.state is StepState.HELD
+        self._step = before if held else Step(StepState.FAILED)
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Around the optimizer's step, at the boundary, which `run` takes."""
+        self.recover()
+        if self._step.state is StepState.FAILED:
+            raise Refused(
+                "engine.step() after a backward, or a block, that raised: its gradients were "
+                "dropped, and none have come since. Run forward and backward again before the step."
+            )
+        is_new = not self._step.has_backward_in(self.engine.micro_steps)
+        if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
+            raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
+        if self.begun:
+            self.sum.complete()
+        self.sum.upstream_zeroes = True
+        try:
+            result = run()
+        finally:
+            self.sum.upstream_zeroes = False
+        if not getattr(self.engine.optimizer, "overflow", False):
+            self.count += 1
+        self._step = Step()
+        self.sum.step_taken()
+        return result
+
+    def detach(self) -> None:
+        """Give the engine back to stock."""
+        self.sum.detach()
+        self.listeners.clear()

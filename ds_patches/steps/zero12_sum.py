@@ -1,0 +1,177 @@
+"""Stages 1 and 2: gradients of the backwards of a step add up in the averaged gradients.
+
+A boundary backward leaves this rank's reduced gradients in ``averaged_gradients`` (per parameter
+group, a list of slices), with an offloaded optimizer in the fp32 gradients of its partition.
+0.16.0-0.17.5 add to them, 0.17.6-0.18.2 crash, later releases replace them. Here the previous
+ones are taken out before the backward and added after its epilogue: one shape for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.errors import Refused
+from ds_patches.core.shadow import Shadow
+from ds_patches.steps.bucket_order import BucketOrder
+from ds_patches.steps.host_sum import HostSum
+from ds_patches.steps.step import GradientSum
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import muon, zero12
+from ds_patches.upstream.kinds import is_muon
+from ds_patches.upstream.zero12_buckets import ReduceBuckets, reduce_together
+
+# Muon orthogonalises what an epilogue has reduced: two of those do not add up to one.
+# Unless something lets it wait for the step.
+_SECOND_WITH_MUON = (
+    "a second backward at the gradient accumulation boundary of one step, with Muon: each would be "
+    "orthogonalised by itself, and not their sum. Apply muon, too, or add the losses, or call "
+    "engine.set_gradient_accumulation_boundary(False) before all but the last backward, or put the "
+    "backwards into `with engine.coalesce_grad_reduction():`."
+)
+
+
+class Zero12Sum(GradientSum):
+    """The reduced gradients of one stage 1 or 2 optimizer over the backwards of a step."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._optimizer = optimizer = engine.optimizer
+        epilogue = "independent_gradient_partition_epilogue"
+        self.shadows.append(Shadow(optimizer, epilogue, self._epilogue))
+        self._host = HostSum(optimizer, engine.global_steps == 0) if optimizer.cpu_offload else None
+        if self._host is not None:
+            self.shadows += self._host.shadows
+        self._overlaps = False  # before we came
+        if zero12.steps_unreduced(optimizer):
+            self._overlaps = optimizer.overlap_comm
+            self.shadows.append(Shadow(engine, "allreduce_gradients", self._reduce))
+            optimizer.overlap_comm = False  # it would reduce before, in the backward
+        self._order: BucketOrder | None = None
+        if reduce_together(optimizer):
+            self._order = BucketOrder(ReduceBuckets(optimizer))
+            self.shadows.append(Shadow(optimizer, "reduce_ipg_grads", self._order.reduce))
+        self._is_muon = is_muon(optimizer)
+        self._leaves = zero12.leaves_what_came_before(optimizer)
+        if not upstream_engine.manages_boundary(engine):
+            finalize = "finalize_gradient_accumulation_boundary"
+            self.shadows.append(Shadow(optimizer, finalize, self._finalize))
+        self._reduced = False  # a boundary epilogue ran in this step
+        self._empty = False  # what it left was dropped
+
+    def begin_backward(self) -> None:
+        """What the backwards before have reduced is set aside."""
+        if self._reduced and self._is_muon and not muon.waits(self._optimizer):
+            raise Refused(_SECOND_WITH_MUON)
+        if self._host is not None and (self._reduced or self._host.is_due):
+            self._host.set_aside()
+        if self._order is not None:
+            self._order.begin_backward()
+
+    def pass_by(self) -> bool:
+        if self._host is not None:
+            self._host.add_back()
+        self._optimizer.exit_backward()
+        return True
+
+    def _epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """Stock's reduction epilogue, made to add."""
+        optimizer = self._optimizer
+        if self._leaves:
+            zero12.reduce_what_is_left(optimizer)
+        if self._order is not None:
+            self._order.end_backward()
+        boundary = upstream_engine.is_at_boundary(optimizer)
+        adds = self._reduced or (self._host is not None and self._host.is_due)
+        self._reduced |= boundary
+        self.upstream_zeroes = True
+        try:
+            if adds:
+                self._add(wrapped)
+            else:
+                wrapped()
+        finally:
+            self.upstream_zeroes = False
+
+    def _add(self, wrapped: Callable[[], Any]) -> None:
+        optimizer = self._optimizer
+        averaged = dict(optimizer.averaged_gradients)
+        pending = dict(zero12.pending_gradients(optimizer))
+        for group in averaged:
+            if not zero12.sums_in_place(optimizer, group):
+                # Also what 0.17.6-0.18.2 need in order not to crash.
+                optimizer.averaged_gradients[group] = None
+        wrapped()
+        _add_back(optimizer.averaged_gradients, averaged, restore=True)
+        _add_back(zero12.pending_gradients(optimizer), pending, restore=False)
+        if self._host is not None:
+            self._host.add_back()
+
+    def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """A step that is its own boundary takes the gradients: zeros, where all were dropped."""
+        if self._host is not None:
+            self._host.finalize(wrapped)
+        elif not self._empty or any(zero12.pending_gradients(self._optimizer).values()):
+            wrapped(*args, **kwargs)
+            self._reduced = True
+
+    def complete(self) -> None:
+        """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""
+        if self._host is not None:
+            self._host.complete()
+        elif self._empty and not self._reduced:
+            zero12.give_zeros(self._optimizer)
+
+    def drop(self) -> None:
+        optimizer = self._optimizer
+        for gradients in (optimizer.averaged_gradients, zero12.pending_gradients(optimizer)):
+            for group in gradients:
+                gradients[group] = None
+        zero12.clear(optimizer)
+        optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
+        if self._host is not None:
+            self._host.drop()
+        self.step_taken()
+        self._empty = True
+
+    def abandon(self) -> None:
+        if self._order is not None:
+            self._order.begin_backward()
+        zero12.empty_buckets(self._optimizer)
+        self.drop()
+
+    def step_taken(self) -> None:
+        self._reduced = self._empty = False
+        if self._host is not None:
+            self._host.step_taken()
+
+    def detach(self) -> None:
+        super().detach()
+        if self._overlaps:
+            self._optimizer.overlap_comm = True
+        if self._host is not None:
+            self._host.detach()
+        if self._order is not None:
+            self._order.detach()
+
+    def _reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        with zero12.reducing_what_it_steps_with(self._optimizer):
+            wrapped(*args, **kwargs)
+
+
+def _add_back(now: zero12.Gradients, before: zero12.Gradients, *, restore: bool) -> None:
+    """Add the slices of `before` to those that replaced them.
+
+    `restore`: a group that the epilogue left empty was not touched and gets its slices back;
+    otherwise it was consumed.
+    """
+    for group, old in before.items():
+        new = now.get(group)
+        if old is None or new is old:
+            continue
+        if new is not None:
+            for slice_now, slice_before in zip(muon.to_add(new), muon.to_add(old), strict=True):
+                slice_now.add_(slice_before)
+        elif restore:
+            now[group] = old

@@ -1,0 +1,110 @@
+"""Stage 3: gradients of the backwards of a step add up in the partition buffer.
+
+Each rank holds one flat slice per parameter. Stock copies into it or adds to it by a counter that
+moves with the *forward* from 0.18.5 on, and never clears it: what an earlier step left there for
+a parameter without a gradient stays, and is stepped with. Here a slice is copied into when its
+step writes it first, added to from then on, and zeroed if its step has not written it at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import live
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
+from ds_patches.steps.attached import KEY
+from ds_patches.steps.step import GradientSum
+from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import zero3
+
+
+def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The stage 3 optimizer partitions the gradients of a bucket."""
+    steps = vars(optimizer).get(KEY)
+    if steps is None or not isinstance(steps.sum, Zero3Sum):
+        return wrapped(*args, **kwargs)
+    return steps.sum.partition(wrapped, *in_order(wrapped, args, kwargs))
+
+
+class Zero3Sum(GradientSum):
+    """Which gradient partitions of one stage 3 optimizer hold gradients of the present step."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._optimizer = engine.optimizer
+        self._written: set[int] = set()  # ds_id
+        self._delivered: set[int] = set()  # of them, those that reached an offloaded optimizer
+
+    def partition(self, wrapped: Wrapped, params: list[Any], gradients: list[Any]) -> Any:
+        """Stock's ``partition_grads``, made to copy what is new in this step, and to add else."""
+        optimizer = self._optimizer
+        ids = {param.ds_id for param in params}
+        unwritten = ids - self._written
+        adds = len(unwritten) < len(ids)
+        if adds and unwritten:
+            zero3.zero(optimizer, unwritten)
+        self._written |= ids
+        if optimizer.offload_optimizer:
+            self._delivered -= ids
+            if upstream_engine.is_at_boundary(optimizer):
+                self._delivered |= ids
+        if adds == (optimizer.micro_step_id > 0):
+            return wrapped(params, gradients)
+        # Above zero means "add" to every release; the value itself means nothing else there.
+        with meanwhile(optimizer, micro_step_id=int(adds)):
+            return wrapped(params, gradients)
+
+    def settle(self, *params: Any) -> set[int]:
+        """Before anybody looks: let what earlier steps left be zero, once this one has begun.
+
+        Returns the ids of those that have gradients.
+        """
+        ids = {param.ds_id for param in params if param.requires_grad}
+        if self._written and (stale := ids - self._written):
+            zero3.zero(self._optimizer, stale)
+        optimizer = self._optimizer
+        if optimizer.offload_optimizer and (late := (ids & self._written) - self._delivered):
+            zero3.deliver(optimizer, late)
+        return ids
+
+    def given(self, ids: set[int]) -> None:
+        """What a script has put in their place is the gradient of this step, so far."""
+        if self._optimizer.offload_optimizer:
+            zero3.take_back(self._optimizer, ids)
+        self._written |= ids
+        self._delivered |= ids
+
+    def complete(self) -> None:
+        """Zero what this step has not written; hand on what no boundary backward did."""
+        optimizer = self._optimizer
+        if not self._written and not live.leads_to(
+            optimizer.partition_grads, around_partition_grads
+        ):
+            return  # a library has put its own there: what that has written is not ours to zero
+        if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written:
+            zero3.zero(optimizer, unwritten)
+        if optimizer.offload_optimizer and (late := self._written - self._delivered):
+            zero3.deliver(optimizer, late)
+
+    def drop(self) -> None:
+        zero3.zero(self._optimizer, self._written)
+        zero3.clear(self._optimizer)
+        self.step_taken()
+
+    def abandon(self) -> None:
+        zero3.empty_buckets(self._optimizer)
+        zero3.partition_parameters(self._optimizer)
+        self._optimizer.averaged_gradients = {}
+        self._optimizer.micro_step_id = 0
+        self.drop()
+
+    def step_taken(self) -> None:
+        self._written.clear()
+        self._delivered.clear()
+
+    def detach(self) -> None:
+        """In the middle of a step, let stock add to its sum."""
+        super().detach()
+        if self._written:
+            self.complete()
+            self._optimizer.micro_step_id = max(1, self._optimizer.micro_step_id)

@@ -1,0 +1,199 @@
+"""Half precision without ZeRO: weights move as plain PyTorch's, and the loss scale is one."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import loss_of
+from tests.harness.options import BF16, FP16, Given, Options
+from tests.harness.pipelines import Pipeline
+from tests.harness.pipelines import run as run_pipeline
+from tests.harness.pipelines import train as train_pipeline
+from tests.harness.run import applied, run
+from tests.harness.stock import RELEASE, TORCH_STYLE, Version
+from tests.harness.surroundings import half_precision_allowed
+from tests.harness.trainers import engine_trainer
+from tests.scripts.ordinary import micro_steps as train
+from tests.world import World, on_ranks
+
+PATCH = "half_without_zero"
+PATCHES = (PATCH, *(["pipelines"] if Version("0.19.2") >= RELEASE else []))
+#: fp16: from there on no loss is scaled; with FusedAdam stock takes no step at all.
+UNSCALED = TORCH_STYLE
+STANDS_STILL = Version("0.17.6") <= RELEASE <= Version("0.18.1")
+#: bf16: DeepSpeed takes its fp16 optimizer for it there, whose loss scale it does not need.
+TAKES_FP16S = Version("0.17.6") <= RELEASE <= Version("0.18.5")
+
+OPTIONS: Given = {"steps": 4, "model": "TwoHeads", "micro_steps": 1, "rates": (0.2,)}
+RISING: Given = {"settings": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+RISING["settings"]["fp16"]["loss_scale_window"] = 1
+HIGH: Given = {"settings": {"fp16": {"enabled": True, "initial_scale_power": 22}}}
+STATIC: Given = {"settings": {"fp16": {"enabled": True, "loss_scale": 96}}}
+EITHER = {"fused": False}, {"fused": True}
+HAS_TIMERS = pytest.mark.skipif(
+    Version("0.17.1") > RELEASE, reason="stock asks a timer that is not there"
+)
+#: By the optimizer, and by how it scales.
+SCALED: list[Any] = [
+    (False, RISING),
+    (True, RISING),
+    (False, STATIC),
+    pytest.param(True, STATIC, marks=HAS_TIMERS),
+]
+
+
+@on_ranks
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    ("more", "is_wrong"),
+    [
+        (BF16, TAKES_FP16S),
+        (FP16, UNSCALED),
+        (FP16 | {"fused": True}, UNSCALED or STANDS_STILL),
+        *((FP16 | RISING | fused, True) for fused in EITHER),
+    ],
+    ids=str,
+)
+def test_stock_is_wrong(more: Given, is_wrong: bool) -> None:
+    """It divides by a scale that rises, too."""
+    assert run(train, Options(0, **{**OPTIONS, **more})).equal != is_wrong
+
+
+def trained(core: bool = False, **options: Any) -> list[Any]:
+    return of(PATCH, train, 0, core={0} if core else (), **OPTIONS | options)
+
+
+@cases(
+    *(
+        trained(core=not clip, **BF16, micro_steps=count, clip=clip)
+        for count in (1, 4)
+        for clip in (0.0, 0.5)
+    ),
+    *(
+        row
+        for fused in EITHER
+        for row in (
+            trained(core=True, **FP16 | fused),
+            trained(core=True, **FP16 | RISING | fused, clip=0.5),
+            trained(**FP16 | RISING | fused),
+            *(trained(**FP16 | fused, micro_steps=4, clip=clip) for clip in (0.0, 0.5)),
+            *(trained(**FP16 | fused | {"model": one}) for one in ("FrozenTrunk", "TiedEmbedding")),
+            trained(**FP16 | fused | {"rates": (0.1, 0.3)}),
+        )
+    ),
+    trained(**FP16 | STATIC),
+    trained(marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
+    of(f"accumulation {PATCH}", train, 0, **OPTIONS | FP16 | {"micro_steps": 2}),
+)
+def test_patched(world: World, case: Case) -> None:
+    case.check(world)
+
+
+@trains(PATCH, *(at(0, core={0}, rates=(0.2,), **FP16 | HIGH | fused) for fused in EITHER))
+def test_an_overflow_is_seen(trainer: Any) -> None:
+    """Each step is tried again until nothing overflows, as of a scale that is too high."""
+    tried = 0
+    for step in trainer.steps():
+        skipped = True
+        while skipped:
+            trainer.backward(loss_of(trainer, step))
+            trainer.step()
+            skipped = trainer.is_engine and trainer.engine.optimizer.overflow
+            tried += skipped
+    assert trainer.is_engine <= (tried > 0)
+
+
+@trains(
+    PATCH,
+    *(at(0, rates=(0.2,), **FP16 | fused) for fused in EITHER),
+    at(0, rates=(0.2,), **FP16 | STATIC),
+    at(0, rates=(0.2,), marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
+)
+def test_an_overflow_on_one_rank(trainer: Any) -> None:
+    """In the second step."""
+    for step in trainer.steps():
+        if step == 1 and not trainer.is_engine:
+            continue
+        loss = loss_of(trainer, step)
+        trainer.backward(loss * 1e30 if step == 1 and dist.get_rank() == 1 else loss)
+        trainer.step()
+        assert not trainer.is_engine or trainer.engine.optimizer.overflow == (step == 1)
+
+
+@trains("", *(at(0, rates=(0.2,), **half) for half in (BF16, FP16)), says=None)
+def test_an_engine_that_was_there_before(trainer: Any) -> None:
+    with applied(PATCH):
+        train(trainer)
+
+
+@on_ranks
+@pytest.mark.parametrize(("fused", "more"), SCALED)
+def test_what_the_engine_tells(fused: bool, more: Given) -> None:
+    """The norm, and the loss."""
+    with half_precision_allowed(), applied(PATCH):
+        trainer = engine_trainer(stage=0, fused=fused, **FP16 | more)
+        loss = loss_of(trainer, 0)
+        result = trainer.engine.backward(loss)
+        scale = trainer.engine.optimizer.loss_scale
+        grads = [p.grad.float() / scale for p in trainer.module.parameters()]
+        norm = torch.stack([grad.norm() for grad in grads]).norm().item()
+        trainer.step()
+        assert trainer.engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-2)
+        assert UNSCALED is False or float(result) == pytest.approx(float(loss))
+
+
+@on_ranks
+@pytest.mark.skipif(not TORCH_STYLE, reason="engine.scale came with 0.18.3")
+def test_scale() -> None:
+    with half_precision_allowed(), applied(PATCH):
+        trainer = engine_trainer(stage=0, **FP16)
+        loss = loss_of(trainer, 0)
+        assert float(trainer.engine.scale(loss=loss)) == pytest.approx(256 * float(loss))
+
+
+# --- Pipelines: every stage has the scale of the last one's loss ----------------------------------
+
+PIPELINE = Pipeline(dtype="float16", micro_steps=1)
+
+
+@on_ranks
+@pytest.mark.core_case(more={})
+@pytest.mark.core_case(more={"micro_steps": 4})
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stages": 1},
+        {"micro_steps": 4},
+        *({"micro_steps": 4, **more} for more in ({"clip": 0.5}, {"tied": True}, {"pair": True})),
+    ],
+    ids=str,
+)
+def test_a_pipeline(more: Given) -> None:
+    found = run_pipeline(replace(PIPELINE, **more), *PATCHES)
+    assert found.equal, found
+    assert found.losses == pytest.approx(found.expected, abs=2e-2)
+
+
+def one_stage_overflows(one: Pipeline, engine: Any) -> list[float]:
+    """In a step between two others; all stages skip it, and lower their scale."""
+    losses = train_pipeline(one, engine, [0])
+    params = [*engine.module.parameters()] if engine.is_first_stage() else []
+    hooks = [param.register_hook(lambda grad: grad * float("inf")) for param in params]
+    train_pipeline(one, engine, [9])
+    assert engine.optimizer.overflow
+    assert engine.optimizer.loss_scale == 128
+    for hook in hooks:
+        hook.remove()
+    return losses + train_pipeline(one, engine, range(1, one.steps))
+
+
+@on_ranks
+@pytest.mark.core_case
+def test_an_overflow_on_one_stage() -> None:
+    found = run_pipeline(PIPELINE, *PATCHES, script=one_stage_overflows)
+    assert found.equal, found

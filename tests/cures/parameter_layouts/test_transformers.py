@@ -1,0 +1,134 @@
+"""Models of transformers that have a ``logit_scale``, or lie in channels_last."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness import stock
+from tests.harness.models import batch
+from tests.harness.options import Options
+from tests.harness.parameters import parameters
+from tests.harness.run import applied, check
+from tests.harness.surroundings import build_engine
+from tests.harness.trainers import EngineTrainer
+from tests.world import World
+
+pytest.importorskip("transformers", reason="transformers is not installed: `test` has it")
+
+import transformers
+
+PATCH = "parameter_layouts"
+pytestmark = stock.since("0.19.8", "a broadcast of bytes")
+
+LAYERS: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+TEXT = LAYERS | {"vocab_size": 32, "max_position_embeddings": 8, "eos_token_id": 31}
+TEXT |= {"bos_token_id": 30, "pad_token_id": 29, "sep_token_id": 31}
+SEEN = LAYERS | {"image_size": 8, "patch_size": 4}
+BLOCKS = {"in_channels": [32], "out_channels": [16], "kernel_sizes": [3], "strides": [1]}
+BLOCKS |= {"num_block_repeats": [1], "expand_ratios": [1], "depthwise_padding": []}
+NETWORK = {"image_size": 8, "hidden_dim": 16, "width_coefficient": 1.0, "depth_coefficient": 1.0}
+SETTINGS = {
+    "CLIP": {"text_config": TEXT, "vision_config": SEEN, "projection_dim": 8},
+    "Blip": {"text_config": TEXT, "vision_config": SEEN, "projection_dim": 8},
+    "OwlViT": {"text_config": TEXT, "vision_config": SEEN, "projection_dim": 8},
+    "Align": {"text_config": TEXT, "vision_config": NETWORK | BLOCKS, "projection_dim": 16},
+}
+
+
+def clip() -> nn.Module:
+    return Pairs(make("CLIP"))
+
+
+def blip() -> nn.Module:
+    return Pairs(make("Blip"))
+
+
+def owl_vit() -> nn.Module:
+    return Pairs(make("OwlViT"))
+
+
+def align() -> nn.Module:
+    return Pairs(make("Align"))
+
+
+def make(name: str) -> Any:
+    config = getattr(transformers, f"{name}Config")(**SETTINGS[name])
+    return getattr(transformers, f"{name}Model")(config)
+
+
+class Pairs(nn.Module):
+    """Which text belongs to which image: its loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.eval()
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> Any:
+        return self.model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
+
+
+class Images(nn.Module):
+    """A ResNet in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.ResNetConfig(
+            embedding_size=4, hidden_sizes=[8, 8], depths=[1, 1], num_labels=8
+        )
+        self.model = transformers.ResNetForImageClassification(config)
+        self.model.to(memory_format=torch.channels_last).eval()
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> Any:
+        return self.model(pixel_values=pixels, labels=ids[:, 0] % 8).loss
+
+
+def pairs(trainer: Any, step: int) -> None:
+    """Other ones on each rank."""
+    ids, pixels = (batch(step, kind, 2 * size)[0].view(2, -1) for kind, size in ((0, 8), (1, 192)))
+    ids[:, -1] = 31  # CLIP looks for the end
+    trainer.backward(trainer(ids, pixels.view(2, 3, 8, 8).to(trainer.options.torch_dtype) / 12))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", [clip, blip, owl_vit, align, Images])
+def test_training(world: World, model: Any, stage: int) -> None:
+    check(world, pairs, Options(stage, model=model), PATCH)
+
+
+def made_under_zero3(folder: Path, *patches: str) -> Any:
+    """The ``logit_scale`` of a CLIP that is loaded, and of one made anew; both take a step."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    options, found = Options(3), []
+    with applied(*patches):
+        kept = HfDeepSpeedConfig(options.config)
+        try:
+            loaded = transformers.CLIPModel.from_pretrained(folder)
+            anew = transformers.CLIPModel._from_config(loaded.config)
+            for model in (loaded, anew):
+                found.append(parameters(model)["logit_scale"].item())
+                trainer = EngineTrainer(build_engine(Pairs(model), options.config), options)
+                pairs(trainer, 0)
+                trainer.step()
+                moved = parameters(model)["logit_scale"].item()
+                assert moved != found[-1]
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            del kept
+    return found
+
+
+def test_what_transformers_makes_in_zero_init(world: World, tmp_path: Path) -> None:
+    model = make("CLIP")
+    model.logit_scale.data.fill_(1.25)
+    model.save_pretrained(tmp_path)
+    assert all("cannot be 0 to view" in error for error in world.run(made_under_zero3, tmp_path))
+    initial = model.config.logit_scale_init_value
+    for found in world.run(made_under_zero3, tmp_path, PATCH):
+        assert found == pytest.approx([1.25, initial])

@@ -1,0 +1,91 @@
+"""Schedules of DeepSpeed's against what they say they do."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ds_patches import schedules
+from tests.harness.run import applied
+from tests.harness.stock import RELEASE, Version, up_to
+
+RATES = (0.1, 0.01)
+ONE_RATE = Version("0.17.2") <= RELEASE <= Version("0.19.3")
+pytestmark = [
+    pytest.mark.core_case,
+    up_to("0.19.3"),
+]
+
+
+def rates(name: str, steps: int, *given: Any, **more: Any) -> list[list[float]]:
+    """Of both groups, before each of so many steps."""
+    from deepspeed.runtime import lr_schedules
+
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in RATES]
+    optimizer = torch.optim.SGD(groups)
+    schedule = getattr(lr_schedules, name)(optimizer, *given, **more)
+    found = []
+    for _ in range(steps):
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+        schedule.step()
+    return found
+
+
+@pytest.fixture(params=[False, True], ids=["stock", "patched"])
+def is_right(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if not request.param:
+        yield False
+        return
+    with applied("schedules"):
+        assert schedules.is_applied()
+        yield True
+
+
+@pytest.mark.skipif(not ONE_RATE, reason="the greatest rate has to be given")
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [((), {}), ((), {"warmup_min_lr": 0.0}), ((0.0,), {}), ((0.0, None, 4), {})],
+    ids=str,
+)
+def test_warmup(is_right: bool, given: Any, more: Any) -> None:
+    if len(given) < 3:
+        more = {**more, "warmup_num_steps": 4}
+    found = rates("WarmupLR", 6, *given, **more, warmup_type="linear")
+    warmed = [min(1, max(0, step) / 4) for step in range(-1, 5)]
+    assert (found == [pytest.approx([r * part for r in RATES]) for part in warmed]) == is_right
+
+
+@pytest.mark.skipif(not ONE_RATE, reason="the greatest rate has to be given")
+@pytest.mark.parametrize("greatest", [0.5, [0.5, 0.2]])
+def test_what_is_given_stays(is_right: bool, greatest: Any) -> None:
+    *_, last = rates("WarmupLR", 4, 0.0, greatest, 2)
+    assert last == [0.5, 0.5] if greatest == 0.5 else [0.5, 0.2]
+
+
+@up_to("0.18.9")
+def test_cosine_begins_at_zero(is_right: bool) -> None:
+    first = rates("WarmupCosineLR", 1, 10, warmup_num_steps=4)[0]
+    assert first == ([0.0, 0.0] if is_right else [0.0, RATES[1]])
+
+
+@up_to("0.19.2")
+def test_cosine_ends(is_right: bool) -> None:
+    total, warm, least = 8, 2, 0.001
+    found = [
+        first for first, _ in rates("WarmupCosineLR", 14, total, 0.0, warm, least, "linear")[3:]
+    ]
+    reach = [min(1.0, (step - warm + 1) / (total - warm)) for step in range(warm, warm + 11)]
+    wanted = [0.1 * (least + (1 - least) * (1 + math.cos(math.pi * at)) / 2) for at in reach]
+    assert (found == pytest.approx(wanted)) == is_right
+
+
+@up_to("0.19.2")
+def test_nothing_to_decay(is_right: bool) -> None:
+    if not is_right:
+        with pytest.raises(ZeroDivisionError):
+            rates("WarmupCosineLR", 6, 4, warmup_num_steps=4)
+        return
+    *_, last = rates("WarmupCosineLR", 6, 4, warmup_num_steps=4)
+    assert last == pytest.approx([rate * 0.0001 for rate in RATES])

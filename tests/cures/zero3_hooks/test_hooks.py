@@ -1,0 +1,101 @@
+"""Training goes on after inference mode and generation; several dtypes are gathered together."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import models, stock
+from tests.harness.models import WIDTH, batch
+from tests.harness.options import SMALL_PREFETCH, config
+from tests.harness.run import applied, check, run
+from tests.harness.surroundings import build_engine
+from tests.harness.trainers import engine_trainer
+from tests.scripts import evaluating
+from tests.scripts.worlds import FRUGAL
+from tests.world import World, on_ranks
+
+#: Registering the modules again leaves a trace of their old numbers (pull request 8043).
+KEEPS_TRACE = stock.Version("0.19.2") > stock.RELEASE
+#: All are gathered as if they had the dtype of the first (issue 8072).
+TAKES_THE_FIRST = stock.Version("0.19.3") > stock.RELEASE
+SAVED, DEQUE = "cannot be saved", "pop from an empty deque" if KEEPS_TRACE else ""
+
+
+@pytest.mark.core_case
+@pytest.mark.parametrize(
+    ("script", "zero", "words"),
+    [
+        (evaluating.inference_mode, SMALL_PREFETCH, SAVED),
+        (evaluating.inference_mode_of_the_module, SMALL_PREFETCH, SAVED),
+        (evaluating.inference_mode_first, FRUGAL, "next_functions"),
+        # Hooks are removed and added again, as TRL and Accelerate do.
+        (evaluating.generation_without_hooks, {}, DEQUE),
+        (evaluating.generation_of_the_root, {}, None),
+    ],
+)
+def test_training_goes_on(
+    world: World, script: Any, zero: dict[str, Any], words: str | None
+) -> None:
+    options = script.at(3, steps=3, zero=zero)
+    for one in world.run(run, script, options) if words is not None else ():
+        assert words in one.error
+        assert words or one.equal, one
+    check(world, script, options, "zero3_hooks")
+
+
+@on_ranks
+@pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
+@pytest.mark.parametrize("threshold", [0, 300])
+@pytest.mark.parametrize("what", ["the model", "a part", "a gather by hand"])
+def test_no_parameter_becomes_an_inference_tensor(what: str, threshold: int, patch: bool) -> None:
+    settings = SMALL_PREFETCH | {"stage3_param_persistence_threshold": threshold}
+    with applied(*(["zero3_hooks"] if patch else [])):
+        trainer = engine_trainer(zero=settings)
+        params, found = [*trainer.module.parameters()], False
+        for _ in range(3):
+            with torch.inference_mode():
+                if what == "the model":
+                    trainer(batch(0)[0])
+                elif what == "a part":
+                    trainer.module.blocks[1](torch.ones(2, models.WIDTH))
+                else:
+                    with trainer.gathered(params):
+                        sum(param.sum() for param in params)
+            found |= any(param.is_inference() for param in params)
+    assert found != patch, "stock is right" if not patch else ""
+
+
+class Mixed(nn.Module):
+    """A base of one dtype, and an adapter of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False).bfloat16()
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.bfloat16()).float() + self.adapter(x)
+
+
+def are_gathered_together(*patches: str) -> bool:
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = Mixed()
+    wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with applied(*patches):
+        engine = build_engine(model, config(3))
+        try:
+            with GatheredParameters(list(engine.module.parameters())):
+                found = dict(engine.module.named_parameters())
+                return all(found[name].equal(value) for name, value in wanted.items())
+        except Exception:
+            return False
+
+
+@on_ranks
+@pytest.mark.core_case
+def test_several_dtypes_are_gathered_together() -> None:
+    assert are_gathered_together() != TAKES_THE_FIRST
+    assert are_gathered_together("zero3_hooks")

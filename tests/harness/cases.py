@@ -1,0 +1,103 @@
+"""Trainings as tests of a patch: a table of them, or one that is the test.
+
+@cases(
+    of("coalesce", windows.two_windows, 1, 2, 3, core={2}),
+    *(of("coalesce", windows.window, 1, 2, **more) for more in (BF16, OFFLOADED)),
+)
+def test_what_a_window_comes_to(world: World, case: Case) -> None:
+    case.check(world)
+
+@trains("coalesce", at(1, 2, 3, core={2}), at(1, 2, **OFFLOADED))
+def test_two_backwards_in_a_window(trainer: Any, step: int) -> None:
+    ...
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from tests.harness.options import Options
+from tests.harness.run import Outcome, Script, check
+from tests.world import World
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: a script, with these options, under these patches."""
+
+    script: Script
+    options: Options
+    patches: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of a partial, its arguments belong to it."""
+        function = getattr(self.script, "func", self.script)
+        given = getattr(self.script, "keywords", {}).items()
+        return "-".join([function.__name__, *(f"{name}={value}" for name, value in given)])
+
+    @property
+    def shows(self) -> dict[str, Any]:
+        """What the sampling of quick cases goes by."""
+        return {"script": self.name, **self.options.shows, "stage": self.options.stage}
+
+    def check(self, world: World, says: Sequence[str] | None = (), **more: Any) -> list[Outcome]:
+        """says: words of each warning; None: of whichever."""
+        outcomes = check(world, self.script, self.options, *self.patches, quiet=False, **more)
+        for one in outcomes if says is not None else ():
+            assert len(one.said) == len(says), one.said
+            assert all(words in said for words, said in zip(says, one.said, strict=True)), one.said
+        return outcomes
+
+
+def of(
+    patches: str,
+    script: Script,
+    *stages: int,
+    core: Container[int] = (),
+    marks: Iterable[pytest.MarkDecorator] = (),
+    **options: Any,
+) -> list[Any]:
+    """A script at these stages, for three steps: with options of its own, but for those given.
+
+    core: the stages at which every release has it.
+    """
+    own = getattr(script, "options", Options())
+    made = []
+    for stage in stages:
+        case = Case(script, own.at(stage, **{"steps": 3, **options}), tuple(patches.split()))
+        name = "-".join([case.name, str(stage), *(str(value) for value in options.values())])
+        kept = [*marks, *([pytest.mark.core_case] if stage in core else [])]
+        made.append(pytest.param(case, id=name, marks=kept))
+    return made
+
+
+def cases(*rows: Iterable[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [*chain.from_iterable(rows)])
+
+
+Row = Callable[[str, Script], list[Any]]
+
+
+def at(*stages: int, **options: Any) -> Row:
+    """A row of `trains`: what `of` is told, but for the patches and the script."""
+    return lambda patches, script: of(patches, script, *stages, **options)
+
+
+def trains(patches: str, *rows: Row, says: Sequence[str] | None = ()) -> Callable[[Script], Any]:
+    """The function below ends where plain PyTorch does, with each of these options."""
+
+    def decorate(train: Script) -> Any:
+        @cases(*(row(patches, train) for row in rows))
+        def test(world: World, case: Case) -> None:
+            case.check(world, says)
+
+        test.__name__, test.__doc__ = train.__name__, train.__doc__
+        test.script = train  # type: ignore[attr-defined]
+        train.__qualname__ += ".script"  # where ranks find it
+        return test
+
+    return decorate
