@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.core.engines import built
 from ds_patches.steps import attached
 from ds_patches.steps.bf16_sum import Bf16Sum
 from ds_patches.steps.division import Division, divided_backward, divisions
@@ -49,12 +49,11 @@ _counted = (0, NO_TASK, 0)
 def activate() -> Sequence[str]:
     """Name what is out of reach."""
     attached.keep(_sum_of)
-    engines = built()
-    if not engines:
+    if not (found := engines.built()):
         return []
-    begun = sum(map(attached.waits, engines))
+    begun = sum(map(attached.waits, found))
     late = f" ({begun} in the middle of a step: after that)" if begun else ""
-    return [f"{len(engines)} engine(s) built before: patched from their next forward on{late}"]
+    return [f"{len(found)} engine(s) built before: patched from their next forward on{late}"]
 
 
 def deactivate() -> None:
@@ -87,6 +86,8 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
         steps = attached.take_in(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
+    if attached.counted != engines.count:
+        attached.keep_apart()
     if steps.watch.raised:
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
@@ -160,7 +161,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
     steps: EngineSteps | None = vars(state).get(KEY)
-    if steps is None or steps.prologue_is_due or steps.watch.running or attached.rival_runs(steps):
+    if steps is None or steps.prologue_is_due or steps.watch.running:
         return wrapped(*args, **kwargs)
     return steps.parameter_entered()
 

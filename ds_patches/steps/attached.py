@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ds_patches.core import engines
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.shadow import Shadow
 from ds_patches.steps.step import EngineSteps, GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
@@ -142,12 +145,49 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
 # --- Engines that train the same parameters -------------------------------------------------------
 #
 # ``initialize`` was called again on a model, or a part of it. The hooks of the older engine stay,
-# unless its ``destroy()`` is called; and its optimizer steps from a copy of the weights.
+# unless its ``destroy()`` is called; and its optimizer steps from a copy of the weights. Stock puts
+# each gradient into the buckets of both, and each reduces it.
 
 #: Of each engine, how many there had been when it was looked at, and those that share a parameter.
 _rivals: WeakKeyDictionary[Any, tuple[int, list[ref[Any]]]] = WeakKeyDictionary()
 #: Those that a rival has stepped since their last step; False: it was said.
 _overtaken: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+#: How many engines there had been when they were kept apart.
+counted = 0
+
+
+def keep_apart() -> None:
+    """Have an engine take no gradient of a backward that is another one's alone."""
+    global counted
+    counted = engines.count
+    for engine in [*engines.known]:
+        if _living_rivals(engine):
+            _apart(engine)
+
+
+def _shadow_hooks(engine: Any) -> list[Shadow]:
+    around = partial(_around_hook, ref(engine))
+    methods = upstream_engine.methods_of_hooks(engine.optimizer)
+    return [Shadow(engine.optimizer, name, around) for name in methods]
+
+
+#: Of engines that have rivals: around what the hooks of their parameters call.
+_apart: Attached[list[Shadow]] = Attached("apart", _shadow_hooks)
+
+
+def _around_hook(engine: ref[Any], wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    one = engine()
+    return None if one is not None and _stands_by(one) else wrapped(*args, **kwargs)
+
+
+def _stands_by(engine: Any) -> bool:
+    """Whether a backward runs that is another engine's alone."""
+    steps = of(engine)
+    if steps is None and (KEY in vars(engine) or waits(engine)):
+        return False  # left to stock: nobody knows
+    is_own = steps is not None and steps.watch.running
+    theirs = [] if is_own else map(of, _living_rivals(engine))
+    return any(one is not None and one.watch.running for one in theirs)
 
 
 def _living_rivals(engine: Any) -> list[Any]:
@@ -161,12 +201,6 @@ def _living_rivals(engine: Any) -> list[Any]:
     if not found[1]:  # as a rule, and asked in each step
         return []
     return [one for rival in found[1] if (one := rival()) is not None]
-
-
-def rival_runs(steps: EngineSteps) -> bool:
-    """Whether a gradient comes to parameters of an engine by another one's backward."""
-    theirs = map(of, _living_rivals(steps.engine))
-    return any(one is not None and one.watch.running for one in theirs)
 
 
 def has_stepped(engine: Any) -> None:
@@ -208,5 +242,8 @@ def detach_all() -> None:
     _sum_of = None
     _rivals.clear()
     _overtaken.clear()
+    for _, shadows in _apart.detach_all():
+        for shadow in shadows:
+            shadow.remove()
     for _, steps in _engines.detach_all():
         steps.detach()

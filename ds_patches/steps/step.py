@@ -266,9 +266,13 @@ class EngineSteps:
         return self._step
 
     def back_to(self, before: Step) -> None:
-        """A block raised and has dropped what came since `before`: if that was nothing, all."""
+        """A block raised and has dropped what came since `before`: if that was nothing, all.
+
+        Its backwards were of this micro step: a zero_grad() that follows means to drop the rest.
+        """
         held = before.state is StepState.HELD
-        self._step = before if held else Step(StepState.FAILED)
+        micro_step = self.engine.micro_steps
+        self._step = before.after_backward(micro_step) if held else Step(StepState.FAILED)
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Around the optimizer's step, at the boundary, which `run` takes."""

@@ -30,6 +30,10 @@ _SECOND_WITH_MUON = (
     "engine.set_gradient_accumulation_boundary(False) before all but the last backward, or put the "
     "backwards into `with engine.coalesce_grad_reduction():`."
 )
+_NO_BACKWARD = (
+    "engine.step() at the gradient accumulation boundary, and no backward has reduced a gradient "
+    "there: run forward and backward before each engine.step()."
+)
 
 
 class Zero12Sum(GradientSum):
@@ -54,7 +58,8 @@ class Zero12Sum(GradientSum):
             self.shadows.append(Shadow(optimizer, "reduce_ipg_grads", self._order.reduce))
         self._is_muon = is_muon(optimizer)
         self._leaves = zero12.leaves_what_came_before(optimizer)
-        if not upstream_engine.manages_boundary(engine):
+        self._is_managed = upstream_engine.manages_boundary(engine)
+        if not self._is_managed:
             finalize = "finalize_gradient_accumulation_boundary"
             self.shadows.append(Shadow(optimizer, finalize, self._finalize))
         self._reduced = False  # a boundary epilogue ran in this step
@@ -117,11 +122,16 @@ class Zero12Sum(GradientSum):
             self._reduced = True
 
     def complete(self) -> None:
-        """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""
+        """An offloaded optimizer reads more than the last epilogue left; or all was dropped.
+
+        Raises Refused where nothing was reduced at the boundary.
+        """
         if self._host is not None:
             self._host.complete()
         elif self._empty and not self._reduced:
             zero12.give_zeros(self._optimizer)
+        elif self._is_managed and zero12.has_no_averages(self._optimizer):
+            raise Refused(_NO_BACKWARD)
 
     def drop(self) -> None:
         optimizer = self._optimizer

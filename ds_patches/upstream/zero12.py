@@ -136,6 +136,11 @@ def give_zeros(optimizer: Any) -> None:
         optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
 
 
+def has_no_averages(optimizer: Any) -> bool:
+    """Whether no epilogue has run at the boundary: the optimizer's step would fail."""
+    return all(slices is None for slices in optimizer.averaged_gradients.values())
+
+
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Buckets of one dtype each, of what can be flattened into a reduce buffer."""
     buckets: dict[torch.dtype, list[torch.Tensor]] = {}

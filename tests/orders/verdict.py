@@ -126,8 +126,8 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     is_right = stock_at is None and not stock.error
     of_stock = stock.error or ("right" if is_right else f"{off_of_stock:.2g} off")
     if at is not None:
-        if at == stock_at and not patched.patched[at]:
-            return ""  # of a step that was stock's in part, and stock gets it wrong
+        if stock_at is not None and at >= stock_at and not patched.patched[at]:
+            return ""  # in a step that was stock's in part, in an order that stock gets wrong
         return f"{off:.2g} off, silent; stock: {of_stock}"
     same = stock.error.partition(":")[0] == patched.error.partition(":")[0]
     if (
