@@ -66,11 +66,7 @@ class Step:
         return Step(StepState.HELD, first, micro_step)
 
     def has_backward_in(self, micro_step: int) -> bool:
-        """Whether its last backward was in this micro step.
-
-        Only then ``zero_grad()`` drops anything: loops from PyTorch begin each micro step with it,
-        and mean DeepSpeed to accumulate. A backward since then is one to be dropped.
-        """
+        """Whether its last backward was in this micro step."""
         return self.state is StepState.HELD and self.last == micro_step
 
 
@@ -82,6 +78,8 @@ class GradientSum:
 
     #: Whether a zero_grad() that comes now is upstream's own: nobody has asked for that.
     upstream_zeroes = False
+    #: Whether a zero_grad() leaves what it finds right after a micro step was counted.
+    keeps_counted = True
 
     def __init__(self) -> None:
         self.shadows: list[Shadow] = []
@@ -146,7 +144,7 @@ class EngineSteps:
         self.in_engine_backward = False
         #: Upstream's hooks ask for the prologue once per forward: it runs once per backward.
         self.prologue_is_due = False
-        self.engine = engine
+        self.engine: Any = engine  # None: it was given back, and graphs have hooks of ours
         self._step = self._before = Step()  # now, and before the last backward began
         self._fresh = False  # a forward has run since the last backward began
         self._warned = False
@@ -171,6 +169,8 @@ class EngineSteps:
         after: so many steps its forward ran, if that is known.
         is_backward: as is known; else ``torch.autograd.grad`` may run, which is none.
         """
+        if self.engine is None:
+            return
         if after not in (None, self.count) and not self._warned_of_old and accumulates():
             self._warned_of_old = True
             logger.warning(_OLD_FORWARD)
@@ -243,17 +243,22 @@ class EngineSteps:
     # --- Steps ----------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """The user asked for zero gradients: what this step has reduced is forgotten."""
+        """The user asked for zero gradients: what this step has reduced is forgotten.
+
+        Loops from PyTorch begin each micro step with it, and mean DeepSpeed to accumulate: that
+        drops nothing, where upstream's does not. A backward since then is one to be dropped.
+        """
         if self.sum.upstream_zeroes:
             return
         self.recover()
-        if not self._step.has_backward_in(self.engine.micro_steps):
+        step, now = self._step, self.engine.micro_steps
+        if step.state is not StepState.HELD or (self.sum.keeps_counted and step.last != now):
             return
-        if self._step.first != self._step.last and not self._warned:
+        if step.first != now and not self._warned:
             self._warned = True
             logger.warning(
-                "zero_grad() after a backward, in the middle of a gradient accumulation: as in "
-                "PyTorch, the micro steps that engine.step() has counted are dropped, too."
+                "zero_grad() in the middle of a gradient accumulation: as in PyTorch, the micro "
+                "steps that engine.step() has counted are dropped, too."
             )
         self._step = Step()
         self.sum.drop()
@@ -300,5 +305,6 @@ class EngineSteps:
 
     def detach(self) -> None:
         """Give the engine back to stock."""
+        self.engine = None
         self.sum.detach()
         self.listeners.clear()

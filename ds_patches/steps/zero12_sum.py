@@ -57,6 +57,7 @@ class Zero12Sum(GradientSum):
             self._order = BucketOrder(ReduceBuckets(optimizer))
             self.shadows.append(Shadow(optimizer, "reduce_ipg_grads", self._order.reduce))
         self._is_muon = is_muon(optimizer)
+        self.keeps_counted = zero12.keeps_counted(optimizer)
         self._leaves = zero12.leaves_what_came_before(optimizer)
         self._is_managed = upstream_engine.manages_boundary(engine)
         if not self._is_managed:

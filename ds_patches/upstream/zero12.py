@@ -136,6 +136,14 @@ def give_zeros(optimizer: Any) -> None:
         optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
 
 
+def keeps_counted(optimizer: Any) -> bool:
+    """Whether upstream's zero_grad() leaves what earlier micro steps have brought.
+
+    Else that is the parameters' ``grad``: stage 1, without fp32 sums.
+    """
+    return bool(optimizer.partition_gradients or optimizer.use_grad_accum_attribute)
+
+
 def has_no_averages(optimizer: Any) -> bool:
     """Whether no epilogue has run at the boundary: the optimizer's step would fail."""
     return all(slices is None for slices in optimizer.averaged_gradients.values())

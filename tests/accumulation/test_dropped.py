@@ -31,7 +31,7 @@ def test_what_comes_before_a_step(world: World, case: Case) -> None:
     "accumulation",
     at(1, 2, 3, core={1, 2, 3}, micro_steps=2),
     at(1, 2, 3, micro_steps=2, **OFFLOADED),
-    says=["zero_grad() after a backward"],
+    says=["zero_grad() in the middle of a gradient"],
 )
 def test_one_between_two_micro_steps(trainer: Any, step: int) -> None:
     """PyTorch drops both."""
