@@ -29,6 +29,10 @@ _NO_OUTPUT = (
     "backward() of a tensor that is no output of the engine: call engine.backward(tensor) instead; "
     "DeepSpeed does not know of this one"
 )
+_NO_BACKWARD = (
+    "engine.step() at the gradient accumulation boundary, and no backward has reduced a gradient "
+    "there: run forward and backward before each engine.step()."
+)
 _OLD_FORWARD = (
     "backward over a forward from before engine.step(): its gradients are of parameters that are "
     "no more, where PyTorch would raise. Step after the last backward of a forward. Accelerate's "
@@ -89,6 +93,10 @@ class GradientSum:
 
     def pass_by(self) -> bool:
         """The backward that began has brought nothing; return whether it needs no epilogue."""
+        return False
+
+    def lacks(self) -> bool:
+        """Whether a step would fail, or leave gradients: no backward has run at the boundary."""
         return False
 
     def complete(self) -> None:
@@ -274,8 +282,9 @@ class EngineSteps:
         """A block raised and has dropped what came since `before`: if that was nothing, all.
 
         Its backwards were of this micro step: a zero_grad() that follows means to drop the rest.
+        At stage 1 what was counted lies with them.
         """
-        held = before.state is StepState.HELD
+        held = before.state is StepState.HELD and self.sum.keeps_counted
         micro_step = self.engine.micro_steps
         self._step = before.after_backward(micro_step) if held else Step(StepState.FAILED)
 
@@ -291,6 +300,8 @@ class EngineSteps:
         if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
             raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
         if self.begun:
+            if self.sum.lacks():
+                raise Refused(_NO_BACKWARD)
             self.sum.complete()
         self.sum.upstream_zeroes = True
         try:

@@ -30,10 +30,6 @@ _SECOND_WITH_MUON = (
     "engine.set_gradient_accumulation_boundary(False) before all but the last backward, or put the "
     "backwards into `with engine.coalesce_grad_reduction():`."
 )
-_NO_BACKWARD = (
-    "engine.step() at the gradient accumulation boundary, and no backward has reduced a gradient "
-    "there: run forward and backward before each engine.step()."
-)
 
 
 class Zero12Sum(GradientSum):
@@ -64,7 +60,8 @@ class Zero12Sum(GradientSum):
             finalize = "finalize_gradient_accumulation_boundary"
             self.shadows.append(Shadow(optimizer, finalize, self._finalize))
         self._reduced = False  # a boundary epilogue ran in this step
-        self._empty = False  # what it left was dropped
+        self._empty = False  # what the step had was dropped, and no backward has begun since
+        self._was_empty = False  # before the last one that did
 
     def begin_backward(self) -> None:
         """What the backwards before have reduced is set aside."""
@@ -74,8 +71,10 @@ class Zero12Sum(GradientSum):
             self._host.set_aside()
         if self._order is not None:
             self._order.begin_backward()
+        self._was_empty, self._empty = self._empty, False
 
     def pass_by(self) -> bool:
+        self._empty = self._was_empty
         if self._host is not None:
             self._host.add_back()
         self._optimizer.exit_backward()
@@ -122,17 +121,16 @@ class Zero12Sum(GradientSum):
             wrapped(*args, **kwargs)
             self._reduced = True
 
-    def complete(self) -> None:
-        """An offloaded optimizer reads more than the last epilogue left; or all was dropped.
+    def lacks(self) -> bool:
+        due = self._is_managed and not (self._reduced or self._empty)
+        return due and zero12.lacks_averages(self._optimizer)
 
-        Raises Refused where nothing was reduced at the boundary.
-        """
+    def complete(self) -> None:
+        """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""
         if self._host is not None:
             self._host.complete()
         elif self._empty and not self._reduced:
             zero12.give_zeros(self._optimizer)
-        elif self._is_managed and zero12.has_no_averages(self._optimizer):
-            raise Refused(_NO_BACKWARD)
 
     def drop(self) -> None:
         optimizer = self._optimizer

@@ -74,6 +74,9 @@ class Zero3Sum(GradientSum):
         self._written |= ids
         self._delivered |= ids
 
+    def lacks(self) -> bool:
+        return zero3.lacks_averages(self._optimizer)
+
     def complete(self) -> None:
         """Zero what this step has not written; hand on what no boundary backward did."""
         optimizer = self._optimizer

@@ -144,8 +144,10 @@ def keeps_counted(optimizer: Any) -> bool:
     return bool(optimizer.partition_gradients or optimizer.use_grad_accum_attribute)
 
 
-def has_no_averages(optimizer: Any) -> bool:
-    """Whether no epilogue has run at the boundary: the optimizer's step would fail."""
+def lacks_averages(optimizer: Any) -> bool:
+    """Where no epilogue has run at the boundary: whether a step would fail, or leave gradients."""
+    if optimizer.cpu_offload:
+        return any(param.grad is not None for group in optimizer.bit16_groups for param in group)
     return all(slices is None for slices in optimizer.averaged_gradients.values())
 
 
