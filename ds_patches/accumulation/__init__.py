@@ -22,11 +22,11 @@ Risks
     - **zero_grad().** Many PyTorch loops begin each micro step with ``zero_grad()``. So right after
       ``engine.step()`` has counted a micro step at stages 2 and 3, ``zero_grad()`` of the engine or
       its optimizer changes nothing, as on stock. After another backward it drops all gradients of
-      the step, as in PyTorch, and warns in the middle of an accumulation. Stage 1 clears everything
-      but fp32 sums, as on stock. ``module.zero_grad()`` has no effect under ZeRO, patched or not.
+      the step, as in PyTorch. Stage 1 clears everything but fp32 sums, as on stock. In the middle of
+      an accumulation both are a warning. ``module.zero_grad()`` has no effect under ZeRO, patched or not.
     - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
       warning, because part of it may have been reduced. ``engine.step()`` without another backward
-      is refused.
+      is refused, and so is one at the boundary that would find no reduced gradient.
     - **Older forwards.** A backward over a forward of the step before is a warning at stages 1 and
       2, once for each engine. PyTorch would raise, and so does ``zero3_retain`` at stage 3.
     - **Ranks that differ.** If the gradients of a rank come in another order than in the first
@@ -35,8 +35,8 @@ Risks
       parameter, the hosts meet once in each backward. DeepSpeed's own MoE layer stays stock's.
     - **Applied late.** A step that stock has begun is stock's until ``engine.step()`` ends it; a
       block cannot be opened in it.
-    - **Initialized twice.** An engine that was left for another one of the same model stays as on
-      stock. If both train, each steps from its own copy of the weights, as on stock: a warning.
+    - **Initialized twice.** An engine takes no gradient of a backward that is only another one's.
+      If two of one model train, each steps from its own copy of the weights, as on stock: a warning.
     - **Other engines.** A backward that passes through an engine's outputs but reaches none of its
       parameters, as through a frozen discriminator, is not a backward of this engine.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor, so the

@@ -27,6 +27,9 @@ class Bf16Sum(GradientSum):
                 Shadow(engine.optimizer, "backward_epilogue", self._epilogue),
             ]
 
+    def lacks(self, unreduced: bool) -> bool:
+        return unreduced
+
     def drop(self) -> None:
         self._optimizer.clear_lp_grads()
         self._optimizer.clear_hp_grads()

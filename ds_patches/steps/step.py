@@ -95,8 +95,11 @@ class GradientSum:
         """The backward that began has brought nothing; return whether it needs no epilogue."""
         return False
 
-    def lacks(self) -> bool:
-        """Whether a step would fail, or leave gradients: no backward has run at the boundary."""
+    def lacks(self, unreduced: bool) -> bool:
+        """Whether a step would fail, or leave gradients: no backward has run at the boundary.
+
+        unreduced: micro steps before have brought gradients.
+        """
         return False
 
     def complete(self) -> None:
@@ -300,7 +303,7 @@ class EngineSteps:
         if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
             raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
         if self.begun:
-            if self.sum.lacks():
+            if self.sum.lacks(is_new and self._step.state is StepState.HELD):
                 raise Refused(_NO_BACKWARD)
             self.sum.complete()
         self.sum.upstream_zeroes = True

@@ -60,8 +60,7 @@ class Zero12Sum(GradientSum):
             finalize = "finalize_gradient_accumulation_boundary"
             self.shadows.append(Shadow(optimizer, finalize, self._finalize))
         self._reduced = False  # a boundary epilogue ran in this step
-        self._empty = False  # what the step had was dropped, and no backward has begun since
-        self._was_empty = False  # before the last one that did
+        self._empty = False  # what it left was dropped
 
     def begin_backward(self) -> None:
         """What the backwards before have reduced is set aside."""
@@ -71,10 +70,8 @@ class Zero12Sum(GradientSum):
             self._host.set_aside()
         if self._order is not None:
             self._order.begin_backward()
-        self._was_empty, self._empty = self._empty, False
 
     def pass_by(self) -> bool:
-        self._empty = self._was_empty
         if self._host is not None:
             self._host.add_back()
         self._optimizer.exit_backward()
@@ -121,9 +118,12 @@ class Zero12Sum(GradientSum):
             wrapped(*args, **kwargs)
             self._reduced = True
 
-    def lacks(self) -> bool:
-        due = self._is_managed and not (self._reduced or self._empty)
-        return due and zero12.lacks_averages(self._optimizer)
+    def lacks(self, unreduced: bool) -> bool:
+        if self._reduced or not self._is_managed:
+            return False
+        if self._host is not None:  # the sum of stage 2 is there already
+            return unreduced and not self.keeps_counted
+        return unreduced if self._empty else zero12.lacks_averages(self._optimizer)
 
     def complete(self) -> None:
         """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""

@@ -74,7 +74,7 @@ class Zero3Sum(GradientSum):
         self._written |= ids
         self._delivered |= ids
 
-    def lacks(self) -> bool:
+    def lacks(self, unreduced: bool) -> bool:
         return zero3.lacks_averages(self._optimizer)
 
     def complete(self) -> None:

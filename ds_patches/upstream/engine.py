@@ -221,13 +221,13 @@ def gradient_method(optimizer: Any) -> str:
 
 def methods_of_hooks(optimizer: Any) -> list[str]:
     """Return the names of all methods that a parameter's hook calls."""
-    of_a_backward = (
+    names = (
+        gradient_method(optimizer),
         "reenter_backward_if_needed",  # 0.18.5, and the next
         "update_hook_state_and_maybe_run_epilogue",
         "run_grad_acc_post_hooks",  # 0.18.3
     )
-    found = [name for name in of_a_backward if hasattr(optimizer, name)]
-    return [gradient_method(optimizer), *found]
+    return [name for name in names if hasattr(optimizer, name)]
 
 
 # --- The gradient accumulation boundary -----------------------------------------------------------

@@ -145,9 +145,7 @@ def keeps_counted(optimizer: Any) -> bool:
 
 
 def lacks_averages(optimizer: Any) -> bool:
-    """Where no epilogue has run at the boundary: whether a step would fail, or leave gradients."""
-    if optimizer.cpu_offload:
-        return any(param.grad is not None for group in optimizer.bit16_groups for param in group)
+    """Where no epilogue has run at the boundary: whether a step would fail."""
     return all(slices is None for slices in optimizer.averaged_gradients.values())
 
 

@@ -53,6 +53,8 @@ class OpenCalls:
         #: A forward with a graph has run since the owner set it back, by the engine or past it. The
         #: first may have run before we came.
         self.forward_ran = True
+        #: The owner was taken back, and graphs have edges of ours: one backward each, as on stock.
+        self.taken_back = False
         self._deferred: list[Callable[[], None]] = []
         self._open: dict[int, dict[_Call, ModuleBoundary]] = {}
         # Autograd runs hooks of CPU and device nodes on different threads.
@@ -180,6 +182,10 @@ class ModuleBoundary:
             raise Refused(
                 "backward over a forward from before engine.step(): its activations belong to the "
                 "old parameters, and the old parameters are gone. Run the forward again."
+            )
+        if self._calls.taken_back and call.task_id not in (None, current_task_id()):
+            raise Refused(
+                "a second backward over a forward of ZeRO-3, after zero3_retain was taken back"
             )
         self._calls.open(call, self)
         # Once per output, as stock does: the order of fetches is what its prefetch trace learns.

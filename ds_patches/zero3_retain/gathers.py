@@ -71,6 +71,7 @@ class Gathers(Listener):
 
     def remove(self) -> None:
         """Put back what stood at each module; graphs built meanwhile keep our boundaries."""
+        self._calls.taken_back = True
         for module, stock in self._stock.items():
             gathered.set_functions(module, stock)
         self._stock.clear()

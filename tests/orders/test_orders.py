@@ -9,7 +9,7 @@ from tests.orders.verdict import Worlds
 from tests.orders.words import Order, generated
 
 #: Of generated orders in a test, and of tests.
-COUNT, BATCHES = 60, 4
+COUNT, BATCHES = 60, 40
 #: What is to be done for a micro step, and again after the second engine was made.
 TRAIN = "forward backward step"
 
@@ -50,6 +50,25 @@ TAKEN_BACK_IN_A_BLOCK = [
     f"{settings} : forward block{{ unapply_all backward }} step"
     for settings in ("zero2", "zero3 offloaded")
 ]
+GIVEN_BACK_BEFORE_THE_BACKWARD = [
+    *(f"zero{stage} : forward unapply_all loss.backward step" for stage in (2, 3)),
+    "zero3 offloaded : forward unapply:accumulation again backward step",
+]
+OF_ENGINES_THAT_NEVER_TRAINED = [
+    "zero2 tiny : second forward backward step",
+    "zero2 micro2 tinier : second boom zero_grad step forward backward step",
+    "zero1 bf16 : second forward backward step destroy shared forward backward step",
+]
+WITHOUT_A_BACKWARD_AT_THE_BOUNDARY = [
+    *(f"zero{stage} : forward backward step step" for stage in (1, 2, 3)),
+    "zero1 bf16 micro2 : forward backward step step",
+    "zero1 offloaded micro2 : forward backward step raise{ forward backward } step",
+    "zero2 micro2 : forward backward step raise{ forward backward } step",
+]
+DROPPED_AFTER_A_BLOCK = [
+    "zero1 micro2 : block{ forward backward } step forward optimizer.zero_grad backward step",
+    f"zero2 micro2 : {TRAIN} raise{{ forward backward }} optimizer.zero_grad {TRAIN}",
+]
 FIXED = [
     *AFTER_AN_ENGINE_THAT_WAS_LEFT,
     *APPLIED_IN_THE_MIDDLE,
@@ -60,6 +79,10 @@ FIXED = [
     *ONE_RANK_ALONE,
     *RAISED_IN_THE_MIDDLE,
     *TAKEN_BACK_IN_A_BLOCK,
+    *(GIVEN_BACK_BEFORE_THE_BACKWARD if TORCH_STYLE else ()),
+    *OF_ENGINES_THAT_NEVER_TRAINED,
+    *WITHOUT_A_BACKWARD_AT_THE_BOUNDARY,
+    *DROPPED_AFTER_A_BLOCK,
 ]
 
 

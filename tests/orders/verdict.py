@@ -126,7 +126,8 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     is_right = stock_at is None and not stock.error
     of_stock = stock.error or ("right" if is_right else f"{off_of_stock:.2g} off")
     if at is not None:
-        if stock_at is not None and at >= stock_at and not patched.patched[at]:
+        lost = len(stock.seen) if stock_at is None else stock_at - 1
+        if at > lost and not patched.patched[at]:
             return ""  # in a step that was stock's in part, in an order that stock gets wrong
         return f"{off:.2g} off, silent; stock: {of_stock}"
     same = stock.error.partition(":")[0] == patched.error.partition(":")[0]
@@ -135,6 +136,7 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
         or plain.error
         or (patched.is_ours and any(words in patched.error for words in IN_THE_MIDST))
         or (not is_right and (patched.is_ours or (stock.error and same)))
+        or (not is_right and not patched.patched[-1])
     ):
         return ""
     return f"{patched.error}; stock: {of_stock}"
