@@ -103,11 +103,15 @@ def divided_backward(
     retain_graph: bool = False,
     scale_wrt_gas: bool = True,
 ) -> Any:
-    """Divide the loss of ``engine.backward``, which `run` is, so that no output has to."""
+    """Divide the loss of ``engine.backward``, which `run` is, so that no output has to.
+
+    The engine keeps `scale_wrt_gas` for plain backwards that follow.
+    """
     if scale_wrt_gas:
         loss = loss / engine.gradient_accumulation_steps()
     with meanwhile(Division, has_divided=True):
-        return run(loss, retain_graph, scale_wrt_gas=False)
+        run(loss, retain_graph, scale_wrt_gas=scale_wrt_gas)
+    return loss
 
 
 def _division_of(engine: Any) -> Division | None:

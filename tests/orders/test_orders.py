@@ -40,6 +40,7 @@ UNMANAGED = [
     *(f"zero{stage} unmanaged : cached step" for stage in (1, 2, 3)),
 ]
 CHAINS = [f"zero{stage} micro2 : {2 * 'chain loss.backward step '}" for stage in range(4)]
+CHAINS += [f"zero{stage} micro2 : forward again loss.backward step {TRAIN}" for stage in (0, 1)]
 CHAINS.append("zero1 micro2 : twice loss.backward step twice loss.backward step")
 ONE_RANK_ALONE = [f"zero2 {size} : block{{ lone }} step" for size in ("tiny", "tinier")]
 RAISED_IN_THE_MIDDLE = [

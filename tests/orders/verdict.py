@@ -127,6 +127,7 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     of_stock = stock.error or ("right" if is_right else f"{off_of_stock:.2g} off")
     if at is not None:
         lost = len(stock.seen) if stock_at is None else stock_at - 1
+        lost -= "coalesce_grad_reduction" in stock.error  # which it does not have
         if at > lost and not patched.patched[at]:
             return ""  # in a step that was stock's in part, in an order that stock gets wrong
         return f"{off:.2g} off, silent; stock: {of_stock}"
