@@ -27,7 +27,7 @@ from mkdocs.structure.pages import Page
 from packaging.version import Version
 
 import ds_patches
-from ds_patches.core import flags, registry
+from ds_patches.core import registry
 from ds_patches.core.patch import Dependency, Patch, Place
 from ds_patches.desk import cured, ledger
 from ds_patches.desk.row import Symptom
@@ -161,13 +161,8 @@ def _glance(patch: Patch) -> str:
         ("DeepSpeed", f"`{patch.supported}`"),
         ("Upstream", links),
         ("Ranks", ranks),
-        (f"`{_variable(patch)}`", "`1` applies it and `0` does not, whatever the lists say"),
     ]
     return "\n".join(f"- **{name}**: {what}" for name, what in facts if what)
-
-
-def _variable(patch: Patch) -> str:
-    return flags.variables({patch.name: patch})[-1]
 
 
 def _touches(patch: Patch) -> Iterator[str]:

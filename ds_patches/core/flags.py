@@ -1,4 +1,4 @@
-"""What the user wants: call arguments before per-patch variables before lists before defaults."""
+"""What the user wants: arguments of a call come before variables, and they before the default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from ds_patches.core.errors import FlagError, UnknownPatch, nearest
 from ds_patches.core.patch import Patch
 
 PREFIX = "DS_PATCHES"
-_GENERAL = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
+#: All environment variables that mean something.
+VARIABLES = tuple(
+    PREFIX + suffix
+    for suffix in ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
+)
 #: The variables that are lists of patches, and what else may stand in them.
 _LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ()}
 
@@ -94,17 +98,12 @@ def is_ours(variable: str) -> bool:
     return variable == PREFIX or variable.startswith(f"{PREFIX}_")
 
 
-def variables(patches: Mapping[str, Patch]) -> list[str]:
-    """Return the names of all environment variables that mean something."""
-    return [*(PREFIX + suffix for suffix in _GENERAL), *map(_variable, patches)]
-
-
 def misspelt(env: Mapping[str, str]) -> list[str]:
     """Say of variables that are not ours which of ours they are meant to be: DS_PATCHS."""
     from difflib import get_close_matches  # dear, and only commands ask
 
-    ours = [PREFIX + suffix for suffix in _GENERAL]
-    near = {name: get_close_matches(name, ours, 1, cutoff=0.9) for name in env if not is_ours(name)}
+    others = [name for name in env if not is_ours(name)]
+    near = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.9) for name in others}
     return [f"{name} means nothing; {one[0]} does" for name, one in near.items() if one]
 
 
@@ -119,13 +118,13 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     An empty one is left out: it means the same as an unset one.
     """
     env = {k: v.strip() for k, v in os.environ.items() if is_ours(k) and v}
-    valid = variables(patches)
     for name in env:
-        if name not in valid:
-            guess = nearest(name, valid, PREFIX)
-            raise FlagError(f"{name} means nothing{guess}; the variables are: {', '.join(valid)}")
-    for variable in map(_variable, patches):
-        _switch(variable, env.get(variable, "0"))
+        if name not in VARIABLES:
+            guess = nearest(name, VARIABLES, PREFIX)
+            if (patch := name.removeprefix(f"{PREFIX}_").lower()) in patches:
+                guess = f"; {PREFIX}_SKIP={patch} leaves a patch out"
+            known = ", ".join(VARIABLES)
+            raise FlagError(f"{name} means nothing{guess}; the variables are: {known}")
     for suffix, words in _LISTS.items():
         variable = PREFIX + suffix
         _must_be_known(_listed(env.get(variable)) or (), patches, variable, words)
@@ -149,17 +148,11 @@ def _wish(
         return _Wish(False, "skipped by the call")
     if only is not None:
         return _Wish(name in only or None, "the call's choice")
-    if value := env.get(variable := _variable(name)):
-        return _Wish(_switch(variable, value), f"{variable}={value}")
     if name in _split(env.get(f"{PREFIX}_SKIP", "")):
         return _Wish(False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}")
     if listed := _split(env.get(PREFIX, "")):
         return _Wish(name in listed or "all" in listed or None, f"{PREFIX}={env[PREFIX]}")
     return _Wish(True, "on by default")
-
-
-def _variable(name: str) -> str:
-    return f"{PREFIX}_{name}".upper()
 
 
 def _must_be_known(

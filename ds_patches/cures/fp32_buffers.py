@@ -6,7 +6,7 @@ Use
     gets the dtype that the model names, as in ``torch.zeros(8, dtype=torch.float32)``; without one
     it is in half precision, as on stock. What the script casts (``model.half()``) stays cast.
 
-    Rank 0 logs once for each engine which buffers stay. ``DS_PATCHES_FP32_BUFFERS=0`` leaves the
+    Rank 0 logs once for each engine which buffers stay. ``DS_PATCHES_SKIP=fp32_buffers`` leaves the
     patch out.
 
 Risks
@@ -154,7 +154,7 @@ def _say(kept: list[str]) -> None:
     logger.warning(
         "Buffers stay in the dtype that the model made them in, where DeepSpeed would cast them: "
         "%s%s. The run computes other numbers than without this patch; to decline, also if a "
-        "forward fails over dtypes now: DS_PATCHES_FP32_BUFFERS=0",
+        "forward fails over dtypes now: DS_PATCHES_SKIP=fp32_buffers",
         ", ".join(kept[:_NAMED]),
         more,
     )

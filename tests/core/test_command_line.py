@@ -33,9 +33,9 @@ def test_status(place: fake.Place) -> None:
 
 
 def test_doctor_fails_on_drift_and_lists_all_of_it(place: fake.Place) -> None:
-    sound = place.command("doctor", DS_PATCHES="sample", DS_PATCHES_SAMPLE="1")
+    sound = place.command("doctor", DS_PATCHES="sample", DS_PATCHES_STRICT="0")
     assert sound.returncode == 0, sound.stderr + sound.stdout
-    assert ", DS_PATCHES_SAMPLE 1" in sound.stdout
+    assert ", DS_PATCHES_STRICT 0" in sound.stdout
     assert "not cured: accumulation is disabled (DS_PATCHES=sample)" in sound.stdout
     engine = fake.edited(fake.ENGINE, "self.factor, x)", "x)")
     engine = fake.edited(engine, "limit = 3", "limit = 4")
@@ -53,7 +53,7 @@ def test_doctor_fails_on_drift_and_lists_all_of_it(place: fake.Place) -> None:
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
-        (("status",), {"DS_PATCHES_SAMPEL": "1"}, "DS_PATCHES_SAMPLE"),
+        (("status",), {"DS_PATCHES_SAMPLE": "0"}, "DS_PATCHES_SKIP=sample"),
         (("statsu",), {}, "invalid choice: 'statsu'"),
         (("status", "smaple"), {}, "did you mean 'sample'?"),
         (("status", "--jsno"), {}, "unrecognized arguments: --jsno"),

@@ -82,7 +82,7 @@ def test_arguments_variables_and_the_exit_code_are_untouched(
     given = ["a b", "--", "-x", "--y=1", "", "*", "$HOME", "run", '"q"', "\u00e9\n"]
     program = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]));"
     program += f"sys.exit({code})"
-    own = {"DS_PATCHES": "none", "DS_PATCHES_SAMPLE": "1"}
+    own = {"DS_PATCHES": "none", "DS_PATCHES_STRICT": "1"}
     done = environment.ds_patches("run", "--", environment.python, "-c", program, *given, **own)
     arguments, found = json.loads(done.stdout)
     assert (arguments, done.returncode) == (given, code)
