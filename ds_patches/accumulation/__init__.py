@@ -22,8 +22,9 @@ Risks
     - **zero_grad().** Many PyTorch loops begin each micro step with ``zero_grad()``. So right after
       ``engine.step()`` has counted a micro step at stages 2 and 3, ``zero_grad()`` of the engine or
       its optimizer changes nothing, as on stock. After another backward it drops all gradients of
-      the step, as in PyTorch. Stage 1 clears everything but fp32 sums, as on stock. In the middle of
-      an accumulation both are a warning. ``module.zero_grad()`` has no effect under ZeRO, patched or not.
+      the step, as in PyTorch. Stage 1 clears everything but fp32 sums, as on stock. Both are a
+      warning in the middle of an accumulation. ``module.zero_grad()`` has no effect under ZeRO,
+      patched or not.
     - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
       warning, because part of it may have been reduced. ``engine.step()`` without another backward
       is refused, and so is one at the boundary that would find no reduced gradient.
@@ -36,7 +37,8 @@ Risks
     - **Applied late.** A step that stock has begun is stock's until ``engine.step()`` ends it; a
       block cannot be opened in it.
     - **Initialized twice.** An engine takes no gradient of a backward that is only another one's.
-      If two of one model train, each steps from its own copy of the weights, as on stock: a warning.
+      If two engines of a model train, each steps from its own copy of the weights, as on stock: a
+      warning.
     - **Other engines.** A backward that passes through an engine's outputs but reaches none of its
       parameters, as through a frozen discriminator, is not a backward of this engine.
     - **Unused parameters.** ZeRO keeps the gradients of a group in one flat tensor, so the

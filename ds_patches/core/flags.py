@@ -12,11 +12,9 @@ from ds_patches.core.errors import FlagError, UnknownPatch, nearest
 from ds_patches.core.patch import Patch
 
 PREFIX = "DS_PATCHES"
+_SUFFIXES = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
 #: All environment variables that mean something.
-VARIABLES = tuple(
-    PREFIX + suffix
-    for suffix in ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
-)
+VARIABLES = tuple(PREFIX + suffix for suffix in _SUFFIXES)
 #: The variables that are lists of patches, and what else may stand in them.
 _LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ()}
 
