@@ -105,7 +105,7 @@ def generated(seed: int) -> Order:
     if settings[0] != "zero0":
         more = [*([["offloaded"], ["overlap"], ["bf16"]] * 2), *[[]] * 6]
         settings += chance.choice([["tiny"], ["tinier"], [], []])
-        more += [["unmanaged"], ["sum"]] if str(RELEASE) >= "0.19.5" else []
+        more += [["unmanaged"], ["sum"]] if str(RELEASE) >= "0.19.6" else []
         settings += chance.choice(more)
     subject = chance.choice(["blocks", "patching", "engines", "chains", "all"])
     micro_steps = MICRO_STEPS + CHAINS * 4 * (TORCH_STYLE and subject == "chains")
