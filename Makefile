@@ -29,10 +29,10 @@ unexport DEEPSPEED_TEST_RELEASE
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: install ## two losses over one ZeRO-3 forward, stock and patched
+demo: .venv/.demo ## two losses over one ZeRO-3 forward, stock and patched
 	$(BIN)/python -m examples.two_losses
 
-example: install ## GradCache over two ranks, one gradient reduction a step
+example: .venv/.demo ## GradCache over two ranks, one gradient reduction a step
 	$(BIN)/python -m examples.gradcache
 
 # One after the other, also under make -j: two ranks and two cores.
@@ -66,6 +66,12 @@ install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tool
 frameworks: install ## what only test-all has: frameworks, and older releases in .releases
 	$(BIN)/pip install --quiet --editable '.[frameworks]'
 	$(BIN)/python -m tests.releases install $(OLDER)
+
+# What an example needs; nothing of the tests.
+.venv/.demo: pyproject.toml .venv/.torch
+	@echo "== the project and the newest DeepSpeed"
+	$(BIN)/pip install --quiet --editable '.[demo]'
+	@touch $@
 
 .venv/.project: pyproject.toml .venv/.torch
 	@echo "== the project, the newest DeepSpeed and the tools"
