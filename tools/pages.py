@@ -14,7 +14,7 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,7 @@ from packaging.version import Version
 
 import ds_patches
 from ds_patches.core import registry
-from ds_patches.core.patch import Dependency, Patch, Place
+from ds_patches.core.patch import Patch, Place, Target
 from ds_patches.desk import cured, ledger
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import SYMPTOMS
@@ -167,17 +167,23 @@ def _glance(patch: Patch) -> str:
 
 def _touches(patch: Patch) -> Iterator[str]:
     yield "## What it wraps"
-    yield from _by_module(patch.targets)
+    yield from _by_module(patch.targets, lambda one: _why(patch, one))
     if patch.dependencies:
         yield "## What else it relies on"
         yield "If one of these changes, the patch is not applied."
-        yield from _by_module(patch.dependencies)
+        yield from _by_module(patch.dependencies, lambda one: one.why)
 
 
-def _by_module(places: Sequence[Place]) -> Iterator[str]:
+def _by_module(places: Sequence[Any], why: Callable[[Any], str]) -> Iterator[str]:
     for module, some in itertools.groupby(sorted(places, key=_module), key=_module):
         yield f"`{module}`"
-        yield "\n".join(f"- {_place(place)}" for place in some)
+        yield "\n".join(f"- {_place(place)}: {why(place)}" for place in some)
+
+
+def _why(patch: Patch, target: Target) -> str:
+    """The first line of a wrapper's docstring says what DeepSpeed does, and what is done instead."""
+    text = inspect.getdoc(patch.hook(target.wrapper)) or ""
+    return text.partition("\n\n")[0].replace("``", "`").replace("\n", " ")
 
 
 def _module(place: Place) -> str:
@@ -185,10 +191,7 @@ def _module(place: Place) -> str:
 
 
 def _place(place: Any) -> str:
-    releases = f" (`{place.releases}`)" if place.releases else ""
-    return f"`{place.qualname}`{releases}" + (
-        f": {place.why}" if isinstance(place, Dependency) else ""
-    )
+    return f"`{place.qualname}`" + (f" (`{place.releases}`)" if place.releases else "")
 
 
 def _table(name: str) -> str:

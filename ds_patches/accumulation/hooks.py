@@ -81,6 +81,7 @@ def _sum_of(engine: Any) -> GradientSum | None:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's forward: here its outputs are watched, as a backward begins at one of them."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or upstream_engine.is_compiled(engine):
         steps = attached.take_in(engine)
@@ -103,7 +104,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What the loss is a function of does not matter, so that any tensor may have a backward."""
+    """DeepSpeed's backward of a loss: a backward of this engine, whatever the loss is made of."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
         steps = attached.take_in(engine)
@@ -132,6 +133,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed divides the gradient that comes to an output; here, only where none did before."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     (grad,) = in_order(wrapped, args, kwargs)
     is_backward = steps is None or steps.watch.task_id == current_task_id()
@@ -150,6 +152,7 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's prologue runs once for a forward; here, once for a backward."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or steps.prologue_is_due:
         return wrapped(*args, **kwargs)
@@ -204,6 +207,7 @@ def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's step of the optimizer: here it finds the gradients of this step, and no other."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
         return wrapped(*args, **kwargs)
@@ -216,6 +220,7 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed takes the gradients of a micro step; some releases forget those before it."""
     if not zero12.forgets_micro_steps(optimizer):
         return wrapped(*args, **kwargs)
     return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))

@@ -80,7 +80,7 @@ def _coalesce(engine: Any) -> AbstractContextManager[None]:
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Where upstream refuses it, or fails."""
+    """DeepSpeed's ``no_sync()``: here also where it refuses, or fails."""
     if upstream_engine.has_no_sync(engine):
         if upstream_engine.leaves_undivided(engine) and engine not in _said_of:
             _said_of.add(engine)

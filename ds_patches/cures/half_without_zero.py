@@ -131,7 +131,7 @@ class _LossScale:
 
 
 def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of ``engine.backward`` and ``engine.scale``, which scale for ZeRO and for autocast alone."""
+    """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, of this optimizer, too."""
     if engine.zero_optimization() or not half.scales_losses(engine):
         return wrapped(*args, **kwargs)
     with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):
@@ -155,6 +155,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_fused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's step raises the scale before it divides by it; here, the scale rises at its end."""
     with half.rising_last(optimizer):
         return wrapped(*args, **kwargs)
 
@@ -183,7 +184,7 @@ def around_unfused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kw
 
 
 def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of bf16 it divides by no scale; and the engine, for another wrapper, clears no gradients."""
+    """DeepSpeed's step divides by the scale, and in bf16 no loss was multiplied by one."""
     if not half.is_bf16(optimizer):
         return around_unfused_step(wrapped, optimizer, args, kwargs)
     with half.unscaled(optimizer):
@@ -193,7 +194,7 @@ def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwa
 
 
 def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of its backward, up to 0.18.2, and of its state, by whose scale a later release divides."""
+    """DeepSpeed's wrapper scales in its backward up to 0.18.2, and saves a scale; bf16 has none."""
     with half.unscaled(optimizer):
         return wrapped(*args, **kwargs)
 
@@ -202,7 +203,7 @@ def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of saving and loading: an optimizer that is none of ZeRO's is then in no file."""
+    """DeepSpeed saves and loads: an optimizer that is none of ZeRO's would be in no file."""
     if not (is_half(engine.optimizer) and engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
     no = lambda *_: False  # noqa: E731
@@ -211,6 +212,7 @@ def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed loads the optimizer's state; a checkpoint that has none is refused."""
     if in_order(wrapped, args, kwargs)[0] is None:
         raise Refused(_NO_STATE)
     return wrapped(*args, **kwargs)

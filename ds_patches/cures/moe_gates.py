@@ -54,7 +54,7 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_several(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """Of three experts or more for each token."""
+    """DeepSpeed's gate of three experts or more for each token."""
     from ds_patches.upstream import moe
 
     logits, k, factor, least, *rest = in_order(wrapped, args, kwargs)
@@ -68,7 +68,7 @@ def around_several(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any
 
 
 def around_one(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """Of one expert for each token, which refuses fewer tokens than `least`; Tutel's is left."""
+    """DeepSpeed's gate of one expert for each token refuses fewer than `least`; Tutel's is left."""
     from ds_patches.upstream import moe
 
     logits, factor, least, *rest = in_order(wrapped, args, kwargs)

@@ -116,6 +116,7 @@ def around_zero12(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_offloaded(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
+    """DeepSpeed makes an optimizer of stage 1 or 2 in which Muon is SGD: a warning."""
     wrapped(*args, **kwargs)
     if is_muon(optimizer) and optimizer.cpu_offload:
         logger.warning(_SGD, "with offload_optimizer at ZeRO 1 and 2", "leave the optimizer there")
@@ -181,6 +182,7 @@ def around_flat(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_zero3(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
+    """DeepSpeed makes an optimizer of stage 3: where Muon is SGD, a warning."""
     from ds_patches.upstream import muon
 
     wrapped(*args, **kwargs)

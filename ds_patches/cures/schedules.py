@@ -54,7 +54,7 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_warmup(wrapped: Wrapped, schedule: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Where no greatest rate is given, it is that of each group."""
+    """DeepSpeed's WarmupLR takes one greatest rate; here each group has its own, by default."""
     optimizer, *rest = in_order(wrapped, args, kwargs)
     least, greatest = rest[:1], rest[1:2]
     if greatest and greatest[0] is not None:

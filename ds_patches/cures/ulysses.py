@@ -46,7 +46,7 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_layout(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """Of an exchange it returns how tensors are permuted and shaped, before and after it."""
+    """DeepSpeed says how an exchange permutes and shapes tensors, before and after it."""
     layout = wrapped(*args, **kwargs)
     scattered, batch, ranks, tensor = in_order(wrapped, args, kwargs)
     if batch != 1 or scattered >= 2:

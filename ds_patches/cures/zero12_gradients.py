@@ -100,7 +100,7 @@ def deactivate() -> None:
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
-    """It partitions the parameters that another one is to step, but for the frozen ones."""
+    """DeepSpeed partitions what requires a gradient; here, no parameter that has no elements."""
     inner, *_ = in_order(wrapped, args, kwargs)
     for group in inner.param_groups:
         for param in group["params"]:

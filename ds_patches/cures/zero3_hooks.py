@@ -70,7 +70,7 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What gives parameters other data: in inference mode it would be no good for training."""
+    """DeepSpeed gives parameters other data: in inference mode that would be no good for training."""
     import torch  # every command reads this file, and few need torch
 
     if not torch.is_inference_mode_enabled():
@@ -82,7 +82,7 @@ def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the root it registers all modules, each with a new number."""
+    """DeepSpeed registers the modules below one; for a root, each gets a new number."""
     module = in_order(wrapped, args, kwargs)[0]
     if module is not offload.module:
         return wrapped(*args, **kwargs)

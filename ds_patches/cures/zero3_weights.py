@@ -59,7 +59,7 @@ logger = logging.getLogger("ds_patches.cures.zero3_weights")
 
 
 def around_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """It fetches parameters by one collective or another."""
+    """DeepSpeed's ``zero.Init`` chooses the collective by which parameters are fetched."""
     wrapped(*args, **kwargs)
     if init.use_all_reduce_for_fetch_params:
         init.use_all_reduce_for_fetch_params = False

@@ -61,6 +61,7 @@ _engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
 
 
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's compile: here frames that Dynamo skips gather their parameters, and train them."""
     if not deepcompile.wants_deep_compile(engine):
         result = wrapped(*args, **kwargs)
         _compiled(engine)
@@ -125,6 +126,7 @@ def _params_of(given: Any) -> Any:
 
 
 def around_enter(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``GatheredParameters`` begins: the script itself holds these parameters from here on."""
     result = wrapped(*args, **kwargs)
     if context.enabled:
         zero3.count_context(context.params, 1)
@@ -132,6 +134,7 @@ def around_enter(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def around_exit(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``GatheredParameters`` ends, and the script holds these parameters no more."""
     if context.enabled:
         zero3.count_context(context.params, -1)
     return wrapped(*args, **kwargs)

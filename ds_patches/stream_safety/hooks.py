@@ -58,6 +58,7 @@ _orders: Attached[Order] = Attached("stream_safety", _order_of)
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed makes an optimizer of stage 1 or 2: its streams are put in order from here on."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result

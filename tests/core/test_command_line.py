@@ -77,4 +77,6 @@ def test_every_patch_is_whole(name: str) -> None:
     assert {"Use", "Cost", "Why", "How"} <= {*str(page.__doc__).splitlines()}
     assert page.is_applied() is ds_patches.is_applied(name)
     assert all((patch.summary, patch.remove_when))
+    begins = [str(patch.hook(one.wrapper).__doc__).split()[0] for one in patch.targets]
+    assert not {"None", "It", "Of", "That", "Those"} & {*begins}, begins
     assert patch.upstream or "No issue was found." in str(page.__doc__)

@@ -64,7 +64,7 @@ def watched(model: nn.Module, found: Sequence[Trainable]) -> Iterator[Callable[[
 
 
 def _user(modules: dict[str, nn.Module], name: str) -> str:
-    """Of a container without a forward of its own, as ParameterList, what uses it is above."""
+    """Return who uses a module: of a container without a forward, as ParameterList, one above."""
     return next((one for one in _upwards(name) if _has_forward(modules[one])), "")
 
 
