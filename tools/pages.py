@@ -181,7 +181,7 @@ def _by_module(places: Sequence[Any], why: Callable[[Any], str]) -> Iterator[str
 
 
 def _why(patch: Patch, target: Target) -> str:
-    """The first line of a wrapper's docstring says what DeepSpeed does, and what is done instead."""
+    """The first line of a wrapper's docstring says what DeepSpeed does, and what is done here."""
     text = inspect.getdoc(patch.hook(target.wrapper)) or ""
     return text.partition("\n\n")[0].replace("``", "`").replace("\n", " ")
 

@@ -131,7 +131,7 @@ class _LossScale:
 
 
 def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, of this optimizer, too."""
+    """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, also of this optimizer."""
     if engine.zero_optimization() or not half.scales_losses(engine):
         return wrapped(*args, **kwargs)
     with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):
@@ -155,7 +155,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_fused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's step raises the scale before it divides by it; here, the scale rises at its end."""
+    """DeepSpeed's step raises the scale before it divides by it; here, at its end."""
     with half.rising_last(optimizer):
         return wrapped(*args, **kwargs)
 

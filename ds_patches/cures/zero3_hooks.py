@@ -70,7 +70,7 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed gives parameters other data: in inference mode that would be no good for training."""
+    """DeepSpeed gives parameters other data; in inference mode that is no good for training."""
     import torch  # every command reads this file, and few need torch
 
     if not torch.is_inference_mode_enabled():

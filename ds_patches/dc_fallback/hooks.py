@@ -61,7 +61,7 @@ _engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
 
 
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's compile: here frames that Dynamo skips gather their parameters, and train them."""
+    """DeepSpeed's compile: here frames that Dynamo skips gather their parameters, and train."""
     if not deepcompile.wants_deep_compile(engine):
         result = wrapped(*args, **kwargs)
         _compiled(engine)
