@@ -57,7 +57,14 @@ def deactivate() -> None:
 def around_coalesce(
     wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs
 ) -> AbstractContextManager[None]:
-    """Reduce the gradients of several backwards at once; see ``ds_patches.coalesce``."""
+    """Reduce the gradients of several backwards at once, when the block ends.
+
+    Inside, each parameter's ``grad`` is this rank's unreduced sum, of the parameter's shape and
+    dtype. Raises NotCovered for an engine that cannot have a block, as without ZeRO; Misused if it
+    is nested or without managed gradient accumulation; Refused in a step that the patch has not
+    seen begin, and at the end if a backward raised inside and was caught there.
+    See ``ds_patches.coalesce``.
+    """
     return _coalesce(engine, *args, **kwargs)
 
 

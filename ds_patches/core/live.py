@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -26,7 +27,11 @@ class Absent:
     """What lies beneath a wrapper that added its name: calling it is asking for a missing name.
 
     stands_for: what is there now; its docstring is that of the name.
+
+    What is added is a method without arguments.
     """
+
+    __signature__ = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)])
 
     def __init__(self, owner: Owner, name: str, stands_for: Any) -> None:
         self.owner, self.__name__ = owner, name

@@ -131,7 +131,7 @@ class _LossScale:
 
 
 def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, also of this optimizer."""
+    """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, of this optimizer."""
     if engine.zero_optimization() or not half.scales_losses(engine):
         return wrapped(*args, **kwargs)
     with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):

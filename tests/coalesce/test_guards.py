@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -169,3 +170,12 @@ def test_stock_refuses_no_sync(stage: int, patch: bool) -> None:
         engine.pipeline_parallelism |= patch
         with pytest.raises(AssertionError, match=f"incompatible .* of ZeRO stage {stage}"):
             enter(engine.no_sync())
+
+
+@pytest.mark.core_case
+def test_the_method_says_what_it_takes_and_raises() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    with applied("coalesce"):
+        method: Any = DeepSpeedEngine.coalesce_grad_reduction
+        assert (str(signature(method)), bool(method.__doc__)) == ("(self)", True)
