@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from ds_patches.core.state import State
 from ds_patches.desk import configuration, cured, ledger
 from ds_patches.desk.configuration import SCRIPT
 from ds_patches.desk.cured import Cure
-from ds_patches.desk.ledger import Fix
 from ds_patches.desk.row import Symptom, plain
 from ds_patches.desk.symptoms import OLDEST, SYMPTOMS, TESTED
 from ds_patches.startup import diagnosis
@@ -32,19 +30,31 @@ _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 class Row(NamedTuple):
-    """A symptom that these settings can meet.
+    """A defect that these settings can meet.
 
     depends: on which open settings, and on the script.
+    is_on: whether settings are among what brings it about, and all of them are on.
     """
 
     one: Symptom
     depends: tuple[str, ...]
     cure: Cure
+    is_on: bool
+
+    @property
+    def is_cured(self) -> bool:
+        """By a patch that is applied, or would be."""
+        return self.cure.by in ("patch", "applied")
 
     @property
     def counts(self) -> bool:
         """Whether the settings decide alone, or would if the open ones were known."""
         return not self.depends or (SCRIPT not in self.depends and bool(self.one.patch))
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        """What the settings decide comes first, and of that what no patch cures."""
+        return SCRIPT in self.depends, bool(self.depends), self.is_cured
 
     def as_json(self) -> dict[str, Any]:
         found = {"state": self.cure.by, "depends": self.depends, "do": plain(self.cure.do)}
@@ -64,15 +74,13 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         refused = cured.of_releases(asked)
     answers = {name: disabled[name] or why for name, why in refused.items()}
     armed = not asked and diagnosis.is_armed()
-    rows = [*_rows(here, facts, answers, armed)] if here else []
-    later = ledger.concerning(here, facts) if here else []
+    rows = _rows(here, facts, answers, armed) if here else []
     tested = bool(here and here >= Version(OLDEST))
-    status = _status(verdicts, disabled, rows, config) if tested else UNKNOWN
+    status = _status(verdicts, disabled, rows if config else []) if tested else UNKNOWN
     found: dict[str, Any] = {
         "status": status,
         "release": str(here or ""),
         "rows": [one.as_json() for one in rows],
-        "later_fixes": [asdict(one) for one in later],
         "patches": {name: answer or "would apply" for name, answer in answers.items()},
         "warnings": [*flags.misspelt(os.environ)],
         "start-up": diagnosis.lines(),
@@ -87,11 +95,10 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         told = f"{newest}, the newest that was tested," if here > newest else f"{here}"
         with_these = f" with {config}" if config else ""
         print(f"what DeepSpeed {told} gets wrong{with_these}")
-        _print(_wrong(rows, whole=verbose or not config))
-        print("fixes of later releases")
-        _print(_later(later, verbose))
-    print("patches")
-    _print(_answers(found["patches"]))
+        _print(_wrong(rows, whole=verbose, alone=not config))
+    if verbose or not config:
+        print("patches")
+        _print(_answers(found["patches"]))
     if verbose:
         print("drift")
         seen = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
@@ -100,8 +107,9 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         print(f"warning: {warning}")
     print("start-up")
     _print(found["start-up"])
-    print("environment")
-    _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
+    if verbose or not config:
+        print("environment")
+        _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
     return status
 
 
@@ -123,43 +131,55 @@ def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
 
 def _rows(
     here: Version, facts: configuration.Facts, answers: dict[str, str], armed: bool
-) -> Iterator[Row]:
-    """Yield what this release gets wrong with these settings: what they decide alone first."""
+) -> list[Row]:
+    """Return what this release gets wrong with these settings."""
     found = []
-    for one in SYMPTOMS:
+    for one in (*SYMPTOMS, *ledger.fixes()):
         depends = configuration.conditions(one, facts)
         if depends is not None and one.is_wrong(here):
             cure = cured.cure(one, here, answers)
             if cure.by == "patch" and armed:
                 cure = Cure("applied", f"{one.patch} cures this", cure.do)
-            found.append(Row(one, depends, cure))
-    yield from sorted(found, key=lambda row: (SCRIPT in row.depends, bool(row.depends)))
+            settings = [facts.get(name) for name in one.needs.split()]
+            is_on = True in settings and {*depends} <= {SCRIPT}
+            found.append(Row(one, depends, cure, is_on))
+    return sorted(found, key=lambda row: row.rank)
 
 
-def _status(
-    verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row], config: Path | None
-) -> int:
+def _status(verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row]) -> int:
     states = {one.state for name, one in verdicts.items() if not disabled[name]}
     left = {row.cure.by for row in rows if row.counts} - {"applied"}
     if State.BROKEN in states:
         return UNKNOWN
     if states & {State.SHAPE_CHANGED, State.UNKNOWN_VERSION} or left - {"patch"}:
         return WRONG
-    return CURABLE if left and config else SOUND
+    return CURABLE if left else SOUND
 
 
 def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
+    """Count every row once."""
     if status == UNKNOWN:
         return "unknown: DeepSpeed is missing, broken or too old; --release asks about another"
-    if status == WRONG:
-        return "something is wrong here that no patch cures, or a patch is refused"
-    if status == CURABLE:
-        patches = {row.one.patch for row in rows if row.counts and row.cure.by == "patch"}
-        names = ", ".join(sorted(patches))
-        return f"{names} would cure what these settings can trigger; not applied"
     if not config:
-        return "no patch is refused; --config FILE says what is wrong with your settings"
-    return "these settings alone trigger no defect that is not cured"
+        refused = "a patch is refused" if status == WRONG else "no patch is refused"
+        return f"{refused}; --config FILE says what is wrong with your settings"
+    script = [row for row in rows if SCRIPT in row.depends]
+    opened = [row for row in rows if row.depends and row not in script]
+    sure = [row for row in rows if not row.depends]
+    found = [] if sure else ["these settings alone trigger nothing that is known"]
+    found += [*_counts(sure), *(f"{one}, if an open setting is on" for one in _counts(opened))]
+    return "; ".join([*found, f"{len(script)} more may be met, depending on your script"])
+
+
+def _counts(rows: list[Row]) -> Iterator[str]:
+    """Count what no patch cures, and by whom the rest is or would be cured."""
+    if told := [row.one for row in rows if not row.is_cured]:
+        right = max((one.right or TESTED for one in told), key=Version)
+        where = f" ({right} is right)" * all(one.right for one in told)
+        yield f"no patch cures {len(told)}{where}"
+    for by, said in (("patch", "would cure {}, not applied"), ("applied", "cures {}")):
+        if mine := [row.one.patch for row in rows if row.cure.by == by]:
+            yield f"{', '.join(sorted({*mine}))} {said.format(len(mine))}"
 
 
 def _answers(patches: dict[str, str]) -> Iterator[str]:
@@ -167,11 +187,16 @@ def _answers(patches: dict[str, str]) -> Iterator[str]:
         yield f"{answer}: {', '.join(name for name, its in patches.items() if its == answer)}"
 
 
-def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
-    """whole: also what depends on the script, and would be cured."""
+def _wrong(rows: list[Row], *, whole: bool, alone: bool) -> Iterator[str]:
+    """alone: without a configuration; what is rare then waits for `whole`, which is all.
+
+    So does a part of what a patch cures that these settings call for anyway.
+    """
     headings: dict[str, list[Row]] = {}
+    called = {row.one.patch for row in rows if not row.depends and row.is_cured}
     for row in rows:
-        if whole or SCRIPT not in row.depends or row.cure.by not in ("patch", "applied"):
+        is_on = row.is_on and (row.one.anchor or row.one.patch not in called)
+        if whole or is_on or SCRIPT not in row.depends or (alone and row.one.anchor):
             headings.setdefault(_heading(row), []).append(row)
     for heading, mine in headings.items():
         yield f"{heading}:"
@@ -183,30 +208,22 @@ def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
         yield "nothing that is known"
 
 
-def _later(fixes: list[Fix], verbose: bool) -> Iterator[str]:
-    """Count the fixes that the release lacks, or tell them."""
-    cured = sum(bool(one.by) for one in fixes)
-    more = "" if verbose else "; doctor -v lists them"
-    yield f"{len(fixes)} may concern you; cured by patches: {cured}{more}"
-    for one in fixes if verbose else ():
-        helps = f"cured by {one.by}" if one.by else f"right in {one.right}"
-        where = ", ".join(one.needs.split()).replace("_", " ")
-        told = f"{where}{': ' * bool(where)}{one.seen} ({helps}{'; ' * bool(one.do)}{one.do})"
-        yield f"  {plain(told)}"
-
-
 def _heading(row: Row) -> str:
     depends = [SCRIPT] if SCRIPT in row.depends else row.depends
     condition = " and ".join(map(configuration.said, depends))
-    applied = ", not applied" * (row.cure.by == "patch")
-    return f"{f'if {condition}: ' if condition else ''}{row.cure.said}{applied}"
+    patch = row.one.patch
+    said = {"patch": f"{patch}, not applied, would cure", "applied": f"{patch} cures"}
+    what = said.get(row.cure.by, row.cure.said.removesuffix(" it"))
+    return f"{what}{f', if {condition}' if condition else ''}"
 
 
 def _told(row: Row) -> str:
-    add = f"; {plain(row.cure.do)}" * (row.cure.by not in ("patch", "applied"))
-    also = f"; {plain(row.one.add)}" * (not add and bool(row.one.add))
-    proof = f" (prove {row.one.proof})" * bool(row.one.proof)
-    return f"{plain(row.one.script)}: {plain(row.one.outcome)}{add}{also}{proof}"
+    one = row.one
+    add = f"; {plain(row.cure.do)}" * (not row.is_cured)
+    also = f"; {plain(one.add)}" * (row.is_cured and bool(one.add))
+    proof = f" (prove {one.proof})" * bool(one.proof)
+    script = f"{plain(one.script)}: " * bool(one.script)
+    return f"{script}{plain(one.outcome)}{add}{also}{proof}"
 
 
 def _environment() -> dict[str, str]:

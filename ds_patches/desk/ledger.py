@@ -2,7 +2,8 @@
 
 ledger.json is the data: under "settings", for each name where it stands in the configuration, and
 after "=" the values, a pattern; under "doings", what no configuration tells; and the fixes, the
-oldest first. symptoms.py has what ordinary scripts meet, what no release fixed included.
+oldest first. What symptoms.py has, as ordinary scripts meet it or no release fixed it, is not
+written here again: a row there names upstream's numbers.
 """
 
 from __future__ import annotations
@@ -10,52 +11,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from ds_patches.core import files
-
-#: What a setting is; what is neither on nor off is open.
-Facts = Mapping[str, bool | int | str | None]
+from ds_patches.desk.row import Symptom
 
 
-@dataclass(frozen=True)
-class Fix:
-    """What was wrong, and where.
+def fixes() -> list[Symptom]:
+    """Return what ledger.json lists; none has a section in docs/troubleshooting.md."""
+    return [_fix(**line) for line in read()["fixes"]]
 
-    first, right: the first release that is wrong, 0.16.0 if older ones are, too; the first right.
-    seen: what a script sees, in Markdown.
-    numbers: of upstream's pull requests or issues; none if it was found by comparing two releases.
-    stages: the ZeRO stages, a digit each.
-    needs: what brings it about: names of settings and doings.
-    by: the patch that cures it. do: what helps besides another release.
+
+def _fix(
+    first: str, right: str, seen: str, *, numbers: str = "", stages: str = "0123", needs: str = "",
+    by: str = "", do: str = "",
+) -> Symptom:  # fmt: skip
+    """Return a row.
+
+    first: 0.16.0 if older releases are wrong, too.
+    numbers: none if it was found by comparing two releases.
     """
-
-    first: str
-    right: str
-    seen: str
-    numbers: str = ""
-    stages: str = "0123"
-    needs: str = ""
-    by: str = ""
-    do: str = ""
-
-    def may_show(self, facts: Facts) -> bool:
-        """Whether these settings do not rule it out."""
-        stage = facts.get("stage")
-        ruled_out = any(facts.get(name) is False for name in self.needs.split())
-        return not ruled_out and (stage is None or str(stage) in self.stages)
-
-
-def concerning(version: Version, facts: Facts | None = None) -> list[Fix]:
-    """Return the fixes that a release lacks, but for those that the settings rule out."""
-    fixes = (Fix(**line) for line in read()["fixes"])
-    lacking = (one for one in fixes if Version(one.first) <= version < Version(one.right))
-    return [one for one in lacking if one.may_show(facts or {})]
+    named = (name for name in needs.split() if name != "script")
+    words = ", ".join(read()["doings"].get(name, name.replace("_", " ")) for name in named)
+    where = tuple(map(int, stages))
+    return Symptom(words, seen, where, first, right, by, do, needs=needs, numbers=numbers)
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:
