@@ -99,7 +99,7 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
         "accumulation": _accumulates(inner, outer or {}, words),
         "unclipped": inner.get(_CLIPPING) is None and not words,
         "sums": facts["sums"] and halves["bf16"],
-        "half": half,
+        "bf16_or_fp16": half,
         "single": SCRIPT if isinstance(half, str) else not half,
         "pipeline": "pipeline" in inner or SCRIPT,
         # Without a schedule in the configuration the script has one, or none.

@@ -26,6 +26,8 @@ from ds_patches.startup import diagnosis
 #: Exit statuses: nothing is wrong here, or all is cured; something is not; nobody can tell; a patch
 #: would cure what these settings meet, and nothing applies it.
 SOUND, WRONG, UNKNOWN, CURABLE = 0, 1, 2, 3
+#: What no patch cures, in the verdict.
+_MOST = 3
 _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
@@ -173,10 +175,13 @@ def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
 
 def _counts(rows: list[Row]) -> Iterator[str]:
     """Count what no patch cures, and by whom the rest is or would be cured."""
-    if told := [row.one for row in rows if not row.is_cured]:
-        right = max((one.right or TESTED for one in told), key=Version)
-        where = f" ({right} is right)" * all(one.right for one in told)
-        yield f"no patch cures {len(told)}{where}"
+    if told := [row for row in rows if not row.is_cured]:
+        right = max((row.one.right or TESTED for row in told), key=Version)
+        helps = f"{right} is right" if all(row.one.right for row in told) else "what helps is below"
+        helps = plain(told[0].cure.do) if len(told) == 1 else helps
+        seen = [plain(row.one.outcome) for row in told[:_MOST]]
+        seen += [f"{len(told) - _MOST} more"] * (len(told) > _MOST)
+        yield f"no patch cures {len(told)}: {', '.join(seen)} ({helps})"
     for by, said in (("patch", "would cure {}, not applied"), ("applied", "cures {}")):
         if mine := [row.one.patch for row in rows if row.cure.by == by]:
             yield f"{', '.join(sorted({*mine}))} {said.format(len(mine))}"
@@ -188,19 +193,19 @@ def _answers(patches: dict[str, str]) -> Iterator[str]:
 
 
 def _wrong(rows: list[Row], *, whole: bool, alone: bool) -> Iterator[str]:
-    """alone: without a configuration; what is rare then waits for `whole`, which is all.
+    """alone: without a configuration. What is rare then waits for `whole`, which is all.
 
-    So does a part of what a patch cures that these settings call for anyway.
+    So do parts of what a patch cures: symptoms.py has what ordinary scripts meet of it.
     """
     headings: dict[str, list[Row]] = {}
-    called = {row.one.patch for row in rows if not row.depends and row.is_cured}
     for row in rows:
-        is_on = row.is_on and (row.one.anchor or row.one.patch not in called)
-        if whole or is_on or SCRIPT not in row.depends or (alone and row.one.anchor):
+        is_usual = row.one.anchor if alone else row.is_on and (row.one.anchor or not row.one.patch)
+        if whole or is_usual or SCRIPT not in row.depends:
             headings.setdefault(_heading(row), []).append(row)
     for heading, mine in headings.items():
         yield f"{heading}:"
-        cells = [(f"ZeRO {', '.join(map(str, row.one.stages))}", _told(row)) for row in mine]
+        stages = (f"ZeRO {', '.join(map(str, row.one.stages))}" for row in mine)
+        cells = [*zip(stages, map(_told, mine), strict=True)] if alone else [*zip(map(_told, mine))]
         yield from (f"  {line}" for line in columns.aligned(cells))
     if rest := len(rows) - sum(map(len, headings.values())):
         yield f"{rest} more depend on your script: doctor -v"

@@ -240,7 +240,7 @@ CURED = (
     Symptom("bf16 or fp16, and buffers in fp32, such as rotary tables and a router's bias",
             "they are rounded: logits of long sequences are off, other experts are chosen",
             (0, *_ALL), "0.16.0", "0.19.2", "fp32_buffers", numbers="8066",
-            needs="half script", anchor="cast-buffers",
+            needs="bf16_or_fp16 script", anchor="cast-buffers",
             asked=("logit long sequence", "buffer round", "rotary round", "rotary bf16"),
             proof="buffers"),
     Symptom("a model made in `zero.Init`, as by `from_pretrained`, that makes buffers in fp32",
@@ -356,12 +356,13 @@ SETTINGS = (
             asked=("loss spike upgrad", "grad_norm upgrad", "grad_norm changed", "clipped")),
     Symptom("`nebula`, `compression_training`, `quantize_training`, `sparse_attention`, "
             "`mics_shard_size` or `mics_hierarchical_params_gather` in the configuration, even off",
-            "`Nebula checkpointing has been removed`", (0, *_ALL), "0.19.7", None, "",
-            add="take the section out", anchor="removed-section", needs="first",
+            "DeepSpeed refuses it: `Nebula checkpointing has been removed`, say", (0, *_ALL),
+            "0.19.7", None, "", add="take the section out", anchor="removed-section", needs="first",
             asked=(_NO_SECTION,)),
     Symptom("`amp`, `sparse_gradients`, `eigenvalue`, `elasticity`, `graph_harvesting`, "
             "`curriculum_learning`, `progressive_layer_drop` or `zeropp_loco_param` in the "
-            "configuration, even off", "`Elastic training has been removed`", (0, *_ALL),
+            "configuration, even off",
+            "DeepSpeed refuses it: `Elastic training has been removed`, say", (0, *_ALL),
             "0.19.8", None, "", add="take the section out", anchor="removed-section",
             needs="removed", asked=(_NO_SECTION,)),
     Symptom("small parameters, ranks on CPU", "weights may become infinite", _3, "0.16.0", "0.19.8",
@@ -402,8 +403,10 @@ NOT_CURED = (
             "untested", _ALL, "0.16.0", None, "", add="AdamW or another that works on elements, or "
             '`"stage": 0`', anchor="per-tensor", needs="per_tensor"),
     Symptom("`OneBitAdam`, `ZeroOneAdam` or `OneBitLamb`",
-            "`is not a supported DeepSpeed Optimizer`", (0, *_ALL), "0.19.7", None, "",
-            add="another optimizer, or DeepSpeed 0.19.6", anchor="one-bit", needs="onebit"),
+            "`OneBitAdam is not a supported DeepSpeed Optimizer`", (0, *_ALL), "0.19.7", None, "",
+            add="another optimizer, or DeepSpeed 0.19.6", anchor="one-bit", needs="onebit",
+            asked=("`ZeroOneAdam is not a supported DeepSpeed Optimizer`",
+                   "`OneBitLamb is not a supported DeepSpeed Optimizer`")),
     Symptom("a plain `loss.backward()` without ZeRO",
             "`Direct calls to tensor.backward() are not supported`",
             (0,), "0.18.4", None, "", add="`engine.backward(loss)`", anchor="direct-calls"),

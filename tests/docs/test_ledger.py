@@ -54,9 +54,9 @@ def test_settings_rule_out_or_decide() -> None:
     facts = ledger.settings(config)
     on = {name for name, on in facts.items() if on}
     assert on == {"accumulation", "muon", "no_overflow_check", "no_pin_memory"}
-    assert [name for name, on in facts.items() if on is None] == ["fp16", "half"]
+    assert [name for name, on in facts.items() if on is None] == ["bf16_or_fp16", "fp16"]
     facts = {"stage": 2} | {name: name if on is None else on for name, on in facts.items()}
     depends = {one.numbers: configuration.conditions(one, facts) for one in FIXES}
     assert depends["8441 8442"] is depends["8443 8600"] is None, "of other stages"
     assert depends["8432 8435"] == ("fp16",), "it is left open"
-    assert ledger.settings(config | {"fp16": {"enabled": True}})["half"]
+    assert ledger.settings(config | {"fp16": {"enabled": True}})["bf16_or_fp16"]
