@@ -26,6 +26,7 @@ from ds_patches.startup import diagnosis
 #: Exit statuses: nothing is wrong here, or all is cured; something is not; nobody can tell; a patch
 #: would cure what these settings meet, and nothing applies it.
 SOUND, WRONG, UNKNOWN, CURABLE = 0, 1, 2, 3
+_REFUSED = (State.SHAPE_CHANGED, State.UNKNOWN_VERSION)
 #: What no patch cures, in the verdict.
 _MOST = 3
 _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
@@ -78,7 +79,10 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     armed = not asked and diagnosis.is_armed()
     rows = _rows(here, facts, answers, armed) if here else []
     tested = bool(here and here >= Version(OLDEST))
-    status = _status(verdicts, disabled, rows if config else []) if tested else UNKNOWN
+    looked = {name: one.state for name, one in verdicts.items() if not disabled[name]}
+    odd = [name for name, state in looked.items() if state in _REFUSED]
+    is_broken = State.BROKEN in looked.values()
+    status = _status(rows if config else [], odd) if tested and not is_broken else UNKNOWN
     found: dict[str, Any] = {
         "status": status,
         "release": str(here or ""),
@@ -91,14 +95,14 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     if as_json:
         print(json.dumps(found, indent=2))
         return status
-    print(f"verdict: {_verdict(status, rows, config)}")
+    print(f"verdict: {_verdict(status, rows, config, odd)}")
     if here:
         newest = min(here, Version(TESTED))
         told = f"{newest}, the newest that was tested," if here > newest else f"{here}"
         with_these = f" with {config}" if config else ""
         print(f"what DeepSpeed {told} gets wrong{with_these}")
         _print(_wrong(rows, whole=verbose, alone=not config))
-    if verbose or not config:
+    if verbose or not config or odd:
         print("patches")
         _print(_answers(found["patches"]))
     if verbose:
@@ -148,27 +152,26 @@ def _rows(
     return sorted(found, key=lambda row: row.rank)
 
 
-def _status(verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row]) -> int:
-    states = {one.state for name, one in verdicts.items() if not disabled[name]}
+def _status(rows: list[Row], odd: list[str]) -> int:
+    """odd: patches that are refused."""
     left = {row.cure.by for row in rows if row.counts} - {"applied"}
-    if State.BROKEN in states:
-        return UNKNOWN
-    if states & {State.SHAPE_CHANGED, State.UNKNOWN_VERSION} or left - {"patch"}:
+    if odd or left - {"patch"}:
         return WRONG
     return CURABLE if left else SOUND
 
 
-def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
+def _verdict(status: int, rows: list[Row], config: Path | None, odd: list[str]) -> str:
     """Count every row once."""
     if status == UNKNOWN:
         return "unknown: DeepSpeed is missing, broken or too old; --release asks about another"
+    refused = f"refused: {', '.join(odd)}" if odd else "no patch is refused"
     if not config:
-        refused = "a patch is refused" if status == WRONG else "no patch is refused"
         return f"{refused}; --config FILE says what is wrong with your settings"
     script = [row for row in rows if SCRIPT in row.depends]
     opened = [row for row in rows if row.depends and row not in script]
     sure = [row for row in rows if not row.depends]
-    found = [] if sure else ["these settings alone trigger nothing that is known"]
+    found = [refused] * bool(odd)
+    found += [] if sure else ["these settings alone trigger nothing that is known"]
     found += [*_counts(sure), *(f"{one}, if an open setting is on" for one in _counts(opened))]
     return "; ".join([*found, f"{len(script)} more may be met, depending on your script"])
 

@@ -393,7 +393,7 @@ NOT_CURED = (
               "clipped by the norm of one rank's shards", (0,), first, None, "", add='`"stage": 1`',
               anchor="one-ranks-norm", asked=("autotp norm", "autotp clip"),
               needs=f"autotp bf16 {clips}")
-      for first, clips in _CLIPS),
+      for first, clips in (("0.16.4", "clipping"), _CLIPS[1])),
     *(Symptom("a pipeline of two stages or more in fp32, and `gradient_clipping`",
               "each stage clips by its own norm", (0,), first, None, "", add='`"stage": 1`',
               anchor="one-ranks-norm", needs=f"pipeline single {clips}")
