@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """A defect that these settings can meet.
 
     depends: on which open settings, and on the script.
-    is_on: whether settings are among what brings it about, and all of them are on.
+    is_on: whether a setting that is on, or may be, is among what brings it about.
     """
 
     one: Symptom
@@ -146,9 +146,8 @@ def _rows(
             cure = cured.cure(one, here, answers)
             if cure.by == "patch" and armed:
                 cure = Cure("applied", f"{one.patch} cures this", cure.do)
-            settings = [facts.get(name) for name in one.needs.split()]
-            is_on = True in settings and {*depends} <= {SCRIPT}
-            found.append(Row(one, depends, cure, is_on))
+            settings = {facts.get(name, SCRIPT) for name in one.needs.split()}
+            found.append(Row(one, depends, cure, bool(settings - {SCRIPT})))
     return sorted(found, key=lambda row: row.rank)
 
 
@@ -173,7 +172,7 @@ def _verdict(status: int, rows: list[Row], config: Path | None, odd: list[str]) 
     found = [refused] * bool(odd)
     found += [] if sure else ["these settings alone trigger nothing that is known"]
     found += [*_counts(sure), *(f"{one}, if an open setting is on" for one in _counts(opened))]
-    return "; ".join([*found, f"{len(script)} more may be met, depending on your script"])
+    return "; ".join([*found, f"{len(script)} depend on your script"])
 
 
 def _counts(rows: list[Row]) -> Iterator[str]:
