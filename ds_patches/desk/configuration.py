@@ -80,6 +80,8 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
 
     outer: the file around it, which fills in what is "auto"; what Accelerate's words lack, is.
     """
+    if inner.get("zero_optimization") is False:
+        inner = {**inner, "zero_optimization": {}}
     for name in ("zero_optimization", "optimizer", "scheduler", "checkpoint"):
         if not isinstance(inner.get(name, {}), Mapping):
             raise TypeError(f"{name} is no section")

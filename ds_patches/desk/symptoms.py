@@ -402,6 +402,9 @@ NOT_CURED = (
             "it takes a rank's part of all tensors for one: wrong updates; or it is refused as "
             "untested", _ALL, "0.16.0", None, "", add="AdamW or another that works on elements, or "
             '`"stage": 0`', anchor="per-tensor", needs="per_tensor"),
+    Symptom("`torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)`", "it clips nothing", _ALL,
+            "0.16.0", None, "", add='`"gradient_clipping"` in the configuration',
+            anchor="clip-by-hand", asked=("clip_grad_norm_",)),
     Symptom("`OneBitAdam`, `ZeroOneAdam` or `OneBitLamb`",
             "`OneBitAdam is not a supported DeepSpeed Optimizer`", (0, *_ALL), "0.19.7", None, "",
             add="another optimizer, or DeepSpeed 0.19.6", anchor="one-bit", needs="onebit",

@@ -162,6 +162,8 @@ def test_comments_and_last_commas_are_read(tmp_path: Path) -> None:
     }"""
     facts = configuration.read(write(tmp_path / "ds.json", text))
     assert (facts["stage"], facts["unclipped"]) == (2, False)
+    off = write(tmp_path / "ds.json", '{"zero_optimization": false}')
+    assert configuration.read(off)["stage"] == 0, "as for DeepSpeed"
 
 
 @pytest.mark.parametrize(
