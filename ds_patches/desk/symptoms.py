@@ -395,7 +395,7 @@ NOT_CURED = (
               needs=f"autotp bf16 {clips}")
       for first, clips in (("0.16.4", "clipping"), _CLIPS[1])),
     *(Symptom("a pipeline of two stages or more in fp32, and `gradient_clipping`",
-              "each stage clips by its own norm", (0,), first, None, "", add='`"stage": 1`',
+              "gradients are clipped by one stage's norm", (0,), first, None, "", add='`"stage": 1`',
               anchor="one-ranks-norm", needs=f"pipeline single {clips}")
       for first, clips in _CLIPS),
     Symptom("an optimizer that asks for a whole tensor's norm: Adafactor, LAMB, LARS",
