@@ -395,8 +395,8 @@ NOT_CURED = (
               needs=f"autotp bf16 {clips}")
       for first, clips in (("0.16.4", "clipping"), _CLIPS[1])),
     *(Symptom("a pipeline of two stages or more in fp32, and `gradient_clipping`",
-              "gradients are clipped by one stage's norm", (0,), first, None, "", add='`"stage": 1`',
-              anchor="one-ranks-norm", needs=f"pipeline single {clips}")
+              "gradients are clipped by one stage's norm", (0,), first, None, "",
+              add='`"stage": 1`', anchor="one-ranks-norm", needs=f"pipeline single {clips}")
       for first, clips in _CLIPS),
     Symptom("an optimizer that asks for a whole tensor's norm: Adafactor, LAMB, LARS",
             "it takes a rank's part of all tensors for one: wrong updates; or it is refused as "
