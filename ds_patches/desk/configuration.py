@@ -82,6 +82,8 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
     """
     if inner.get("zero_optimization") is False:
         inner = {**inner, "zero_optimization": {}}
+    if "bfloat16" in inner:  # its older name
+        inner = {"bf16": inner["bfloat16"], **inner}
     for name in ("zero_optimization", "optimizer", "scheduler", "checkpoint"):
         if not isinstance(inner.get(name, {}), Mapping):
             raise TypeError(f"{name} is no section")

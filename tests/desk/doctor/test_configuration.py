@@ -162,8 +162,9 @@ def test_comments_and_last_commas_are_read(tmp_path: Path) -> None:
     }"""
     facts = configuration.read(write(tmp_path / "ds.json", text))
     assert (facts["stage"], facts["unclipped"]) == (2, False)
-    off = write(tmp_path / "ds.json", '{"zero_optimization": false}')
-    assert configuration.read(off)["stage"] == 0, "as for DeepSpeed"
+    odd = '{"zero_optimization": false, "bfloat16": {"enabled": true}}'
+    facts = configuration.read(write(tmp_path / "ds.json", odd))
+    assert (facts["stage"], facts["bf16"], facts["single"]) == (0, True, False)
 
 
 @pytest.mark.parametrize(
