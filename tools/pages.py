@@ -255,30 +255,37 @@ def _patches() -> str:
     return "\n".join(rows)
 
 
+def _fixed() -> list[Symptom]:
+    """What a release was the first to have right, the newest first."""
+    fixed = [one for one in (*SYMPTOMS, *ledger.fixes()) if one.right]
+    return sorted(fixed, key=lambda one: (Version(one.right or ""), one.numbers), reverse=True)
+
+
 def _ledger() -> str:
-    """A section for each release, the newest first: what it was the first to have right."""
+    """A section for each release."""
     lines = []
-    fixes = [ledger.Fix(**line) for line in ledger.read()["fixes"]]
-    for right, some in itertools.groupby(reversed(fixes), key=lambda one: one.right):
+    for right, some in itertools.groupby(_fixed(), key=lambda one: one.right):
         lines += [f"\n## {right}\n", "|with|what a script sees|ZeRO|wrong from|upstream|helps|"]
         lines += ["|---" * 6 + "|", *map(_fix, some)]
     return "\n".join(lines)
 
 
-def _fix(one: ledger.Fix) -> str:
+def _fix(one: Symptom) -> str:
     needs = ", ".join(name for name in one.needs.split() if name != "script")
-    stages = ", ".join(one.stages) if len(one.stages) < 4 else "any"
+    seen = f"[{one.script}](troubleshooting.md#{one.anchor}): {one.outcome}"
+    stages = ", ".join(map(str, one.stages)) if len(one.stages) < 4 else "any"
     links = ", ".join(f"[#{one}]({_PULL}/{one})" for one in one.numbers.split())
-    helps = f"[{one.by}]({_uri(one.by)})" if one.by else one.do or f"{one.right} or later"
-    return f"|{needs}|{one.seen}|{stages}|{one.first}|{links}|{helps}|"
+    helps = f"[{one.patch}]({_uri(one.patch)})" if one.patch else one.add or f"{one.right} or later"
+    return f"|{needs}|{seen if one.anchor else one.outcome}|{stages}|{one.first}|{links}|{helps}|"
 
 
 def _words() -> str:
     """A row for each word of the ledger's first column."""
     rows = ["|word|what it is|", "|---|---|"]
+    used = {name for one in _fixed() for name in one.needs.split()}
     for name, places in ledger.read()["settings"].items():
         keys = " or ".join(f"`{place.partition('=')[0]}`" for place in places)
-        rows.append(f"|{name}|{keys}|")
+        rows += [f"|{name}|{keys}|"] * (name in used)
     rows += [f"|{name}|{what}|" for name, what in ledger.read()["doings"].items()]
     return "\n".join(rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,6 @@ from ds_patches.desk.row import Symptom
 Facts = Mapping[str, bool | str | int]
 Settings = Mapping[str, Any]
 
-#: Sections that DeepSpeed refuses from 0.19.7 on, and from 0.19.8 on; those of zero_optimization.
-FIRST = ("nebula", "compression_training", "quantize_training", "sparse_attention",
-         "mics_shard_size", "mics_hierarchical_params_gather")  # fmt: skip
-REMOVED = ("amp", "sparse_gradients", "eigenvalue", "elasticity", "graph_harvesting",
-           "curriculum_learning", "progressive_layer_drop", "zeropp_loco_param")  # fmt: skip
 #: Every configuration of DeepSpeed has one of these, and Accelerate's words for it one of those.
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _ITS = ("zero_optimization", *_BATCHES)
@@ -30,6 +26,8 @@ _LONGEST, _KEYS = 1 << 16, 1000
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 SCRIPT = "script"
+_COMMENT = re.compile(r'("(?:\\.|[^"\\])*"?)|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*"?)|,(?=\s*[}\]])')
 
 
 def read(file: Path) -> Facts:
@@ -46,7 +44,10 @@ def read(file: Path) -> Facts:
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
         beside = (file.parent / inner, Path(inner), file.parent / Path(inner).name)
-        inner = _load(next(filter(os.path.isfile, beside), Path(inner)))
+        named = next(filter(os.path.exists, beside), None)
+        if named is None:
+            raise FlagError(f"{file} names {inner!r}, and there is no such file")
+        inner = _load(named)
     if not isinstance(inner, Mapping) or not any(name in inner for name in (*_ITS, *_WORDS)):
         raise FlagError(f"{file} has no DeepSpeed configuration")
     try:
@@ -79,31 +80,37 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
 
     outer: the file around it, which fills in what is "auto"; what Accelerate's words lack, is.
     """
+    if inner.get("zero_optimization") is False:
+        inner = {**inner, "zero_optimization": {}}
+    if "bfloat16" in inner:  # its older name
+        inner = {"bf16": inner["bfloat16"], **inner}
     for name in ("zero_optimization", "optimizer", "scheduler", "checkpoint"):
-        if not isinstance(inner.get(name) or {}, Mapping):
+        if not isinstance(inner.get(name, {}), Mapping):
             raise TypeError(f"{name} is no section")
-    zero: Settings = inner.get("zero_optimization") or {}
+    zero: Settings = inner.get("zero_optimization", {})
     words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
     stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
     if stage not in range(4):
         raise ValueError("there is no such ZeRO stage")
-    schedule: Settings = inner.get("scheduler") or {}
+    schedule: Settings = inner.get("scheduler", {})
     halves = {name: _half(name, inner, outer) for name in _HALVES}
-    facts = {name: SCRIPT if on is None else on for name, on in ledger.settings(inner).items()}
+    half = next((one for one in (True in halves.values(), *halves.values()) if one), False)
+    found = ledger.settings({**(outer or {}), **inner})  # a trainer's `optim`, too
+    facts = {name: SCRIPT if on is None else on for name, on in found.items()}
     return facts | halves | {
         "stage": stage,
         "overlap": _switch(zero.get("overlap_comm", stage == 3), "overlap_comm"),
         "accumulation": _accumulates(inner, outer or {}, words),
         "unclipped": inner.get(_CLIPPING) is None and not words,
         "sums": facts["sums"] and halves["bf16"],
+        "bf16_or_fp16": half,
+        "single": SCRIPT if isinstance(half, str) else not half,
         "pipeline": "pipeline" in inner or SCRIPT,
         # Without a schedule in the configuration the script has one, or none.
-        "warmup": (facts["warmup"] or not schedule)
-                  and "warmup_max_lr" not in (schedule.get("params") or {}),
-        "cosine": facts["cosine"] or not schedule,
-        "universal": bool((inner.get("checkpoint") or {}).get("load_universal")),
-        "first": any(name in inner or name in zero for name in FIRST),
-        "removed": any(name in inner or name in zero for name in REMOVED),
+        "warmup": "warmup_max_lr" not in schedule.get("params", {}) and facts["warmup"]
+                  if schedule else SCRIPT,
+        "cosine": facts["cosine"] if schedule else SCRIPT,
+        "universal": bool(inner.get("checkpoint", {}).get("load_universal")),
         SCRIPT: SCRIPT,
     }  # fmt: skip
 
@@ -148,6 +155,13 @@ def _yaml(file: Path, text: str) -> Any:
         raise FlagError(f"{file} is neither JSON nor YAML: {error}") from error
 
 
+def _uncommented(text: str) -> str:
+    """Return JSON without comments and last commas, which DeepSpeed reads, too."""
+    for extra in (_COMMENT, _LAST_COMMA):
+        text = extra.sub(r"\1", text)
+    return text
+
+
 def _load(file: Path) -> Settings:
     """Read JSON, or else YAML, whatever the file is called."""
     read = given.content(file, _LONGEST + 1)
@@ -155,7 +169,7 @@ def _load(file: Path) -> Settings:
         raise FlagError(f"{file} has more than {_LONGEST} bytes: no DeepSpeed configuration")
     try:
         text = read.decode()
-        found = json.loads(text)
+        found = json.loads(_uncommented(text))
     except UnicodeDecodeError as error:
         raise FlagError(f"{file} cannot be read: {error}") from error
     except ValueError:

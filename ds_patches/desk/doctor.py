@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from ds_patches.core.state import State
 from ds_patches.desk import configuration, cured, ledger
 from ds_patches.desk.configuration import SCRIPT
 from ds_patches.desk.cured import Cure
-from ds_patches.desk.ledger import Fix
 from ds_patches.desk.row import Symptom, plain
 from ds_patches.desk.symptoms import OLDEST, SYMPTOMS, TESTED
 from ds_patches.startup import diagnosis
@@ -28,23 +26,38 @@ from ds_patches.startup import diagnosis
 #: Exit statuses: nothing is wrong here, or all is cured; something is not; nobody can tell; a patch
 #: would cure what these settings meet, and nothing applies it.
 SOUND, WRONG, UNKNOWN, CURABLE = 0, 1, 2, 3
+_REFUSED = (State.SHAPE_CHANGED, State.UNKNOWN_VERSION)
+#: What no patch cures, in the verdict.
+_MOST = 3
 _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 class Row(NamedTuple):
-    """A symptom that these settings can meet.
+    """A defect that these settings can meet.
 
     depends: on which open settings, and on the script.
+    is_on: whether a setting that is on, or may be, is among what brings it about.
     """
 
     one: Symptom
     depends: tuple[str, ...]
     cure: Cure
+    is_on: bool
+
+    @property
+    def is_cured(self) -> bool:
+        """By a patch that is applied, or would be."""
+        return self.cure.by in ("patch", "applied")
 
     @property
     def counts(self) -> bool:
         """Whether the settings decide alone, or would if the open ones were known."""
         return not self.depends or (SCRIPT not in self.depends and bool(self.one.patch))
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        """What the settings decide comes first, and of that what no patch cures."""
+        return SCRIPT in self.depends, bool(self.depends), self.is_cured
 
     def as_json(self) -> dict[str, Any]:
         found = {"state": self.cure.by, "depends": self.depends, "do": plain(self.cure.do)}
@@ -64,15 +77,16 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         refused = cured.of_releases(asked)
     answers = {name: disabled[name] or why for name, why in refused.items()}
     armed = not asked and diagnosis.is_armed()
-    rows = [*_rows(here, facts, answers, armed)] if here else []
-    later = ledger.concerning(here, facts) if here else []
+    rows = _rows(here, facts, answers, armed) if here else []
     tested = bool(here and here >= Version(OLDEST))
-    status = _status(verdicts, disabled, rows, config) if tested else UNKNOWN
+    looked = {name: one.state for name, one in verdicts.items() if not disabled[name]}
+    odd = [name for name, state in looked.items() if state in _REFUSED]
+    is_broken = State.BROKEN in looked.values()
+    status = _status(rows if config else [], odd) if tested and not is_broken else UNKNOWN
     found: dict[str, Any] = {
         "status": status,
         "release": str(here or ""),
         "rows": [one.as_json() for one in rows],
-        "later_fixes": [asdict(one) for one in later],
         "patches": {name: answer or "would apply" for name, answer in answers.items()},
         "warnings": [*flags.misspelt(os.environ)],
         "start-up": diagnosis.lines(),
@@ -81,17 +95,16 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     if as_json:
         print(json.dumps(found, indent=2))
         return status
-    print(f"verdict: {_verdict(status, rows, config)}")
+    print(f"verdict: {_verdict(status, rows, config, odd)}")
     if here:
         newest = min(here, Version(TESTED))
         told = f"{newest}, the newest that was tested," if here > newest else f"{here}"
         with_these = f" with {config}" if config else ""
         print(f"what DeepSpeed {told} gets wrong{with_these}")
-        _print(_wrong(rows, whole=verbose or not config))
-        print("fixes of later releases")
-        _print(_later(later, verbose))
-    print("patches")
-    _print(_answers(found["patches"]))
+        _print(_wrong(rows, whole=verbose, alone=not config))
+    if verbose or not config or odd:
+        print("patches")
+        _print(_answers(found["patches"]))
     if verbose:
         print("drift")
         seen = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
@@ -100,8 +113,9 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         print(f"warning: {warning}")
     print("start-up")
     _print(found["start-up"])
-    print("environment")
-    _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
+    if verbose or not config:
+        print("environment")
+        _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
     return status
 
 
@@ -123,43 +137,56 @@ def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
 
 def _rows(
     here: Version, facts: configuration.Facts, answers: dict[str, str], armed: bool
-) -> Iterator[Row]:
-    """Yield what this release gets wrong with these settings: what they decide alone first."""
+) -> list[Row]:
+    """Return what this release gets wrong with these settings."""
     found = []
-    for one in SYMPTOMS:
+    for one in (*SYMPTOMS, *ledger.fixes()):
         depends = configuration.conditions(one, facts)
         if depends is not None and one.is_wrong(here):
             cure = cured.cure(one, here, answers)
             if cure.by == "patch" and armed:
                 cure = Cure("applied", f"{one.patch} cures this", cure.do)
-            found.append(Row(one, depends, cure))
-    yield from sorted(found, key=lambda row: (SCRIPT in row.depends, bool(row.depends)))
+            settings = {facts.get(name, SCRIPT) for name in one.needs.split()}
+            found.append(Row(one, depends, cure, bool(settings - {SCRIPT})))
+    return sorted(found, key=lambda row: row.rank)
 
 
-def _status(
-    verdicts: dict[str, Verdict], disabled: dict[str, str], rows: list[Row], config: Path | None
-) -> int:
-    states = {one.state for name, one in verdicts.items() if not disabled[name]}
+def _status(rows: list[Row], odd: list[str]) -> int:
+    """odd: patches that are refused."""
     left = {row.cure.by for row in rows if row.counts} - {"applied"}
-    if State.BROKEN in states:
-        return UNKNOWN
-    if states & {State.SHAPE_CHANGED, State.UNKNOWN_VERSION} or left - {"patch"}:
+    if odd or left - {"patch"}:
         return WRONG
-    return CURABLE if left and config else SOUND
+    return CURABLE if left else SOUND
 
 
-def _verdict(status: int, rows: list[Row], config: Path | None) -> str:
+def _verdict(status: int, rows: list[Row], config: Path | None, odd: list[str]) -> str:
+    """Count every row once."""
     if status == UNKNOWN:
         return "unknown: DeepSpeed is missing, broken or too old; --release asks about another"
-    if status == WRONG:
-        return "something is wrong here that no patch cures, or a patch is refused"
-    if status == CURABLE:
-        patches = {row.one.patch for row in rows if row.counts and row.cure.by == "patch"}
-        names = ", ".join(sorted(patches))
-        return f"{names} would cure what these settings can trigger; not applied"
+    refused = f"refused: {', '.join(odd)}" if odd else "no patch is refused"
     if not config:
-        return "no patch is refused; --config FILE says what is wrong with your settings"
-    return "these settings alone trigger no defect that is not cured"
+        return f"{refused}; --config FILE says what is wrong with your settings"
+    script = [row for row in rows if SCRIPT in row.depends]
+    opened = [row for row in rows if row.depends and row not in script]
+    sure = [row for row in rows if not row.depends]
+    found = [refused] * bool(odd)
+    found += [] if sure else ["these settings alone trigger nothing that is known"]
+    found += [*_counts(sure), *(f"{one}, if an open setting is on" for one in _counts(opened))]
+    return "; ".join([*found, f"{len(script)} depend on your script"])
+
+
+def _counts(rows: list[Row]) -> Iterator[str]:
+    """Count what no patch cures, and by whom the rest is or would be cured."""
+    if told := [row for row in rows if not row.is_cured]:
+        right = max((row.one.right or TESTED for row in told), key=Version)
+        helps = f"{right} is right" if all(row.one.right for row in told) else "what helps is below"
+        helps = plain(told[0].cure.do) if len(told) == 1 else helps
+        seen = [plain(row.one.outcome) for row in told[:_MOST]]
+        seen += [f"{len(told) - _MOST} more"] * (len(told) > _MOST)
+        yield f"no patch cures {len(told)}: {', '.join(seen)} ({helps})"
+    for by, said in (("patch", "would cure {}, not applied"), ("applied", "cures {}")):
+        if mine := [row.one.patch for row in rows if row.cure.by == by]:
+            yield f"{', '.join(sorted({*mine}))} {said.format(len(mine))}"
 
 
 def _answers(patches: dict[str, str]) -> Iterator[str]:
@@ -167,15 +194,20 @@ def _answers(patches: dict[str, str]) -> Iterator[str]:
         yield f"{answer}: {', '.join(name for name, its in patches.items() if its == answer)}"
 
 
-def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
-    """whole: also what depends on the script, and would be cured."""
+def _wrong(rows: list[Row], *, whole: bool, alone: bool) -> Iterator[str]:
+    """alone: without a configuration. What is rare then waits for `whole`, which is all.
+
+    So do parts of what a patch cures: symptoms.py has what ordinary scripts meet of it.
+    """
     headings: dict[str, list[Row]] = {}
     for row in rows:
-        if whole or SCRIPT not in row.depends or row.cure.by not in ("patch", "applied"):
+        is_usual = row.one.anchor if alone else row.is_on and (row.one.anchor or not row.one.patch)
+        if whole or is_usual or SCRIPT not in row.depends:
             headings.setdefault(_heading(row), []).append(row)
     for heading, mine in headings.items():
         yield f"{heading}:"
-        cells = [(f"ZeRO {', '.join(map(str, row.one.stages))}", _told(row)) for row in mine]
+        stages = (f"ZeRO {', '.join(map(str, row.one.stages))}" for row in mine)
+        cells = [*zip(stages, map(_told, mine), strict=True)] if alone else [*zip(map(_told, mine))]
         yield from (f"  {line}" for line in columns.aligned(cells))
     if rest := len(rows) - sum(map(len, headings.values())):
         yield f"{rest} more depend on your script: doctor -v"
@@ -183,30 +215,22 @@ def _wrong(rows: list[Row], *, whole: bool) -> Iterator[str]:
         yield "nothing that is known"
 
 
-def _later(fixes: list[Fix], verbose: bool) -> Iterator[str]:
-    """Count the fixes that the release lacks, or tell them."""
-    cured = sum(bool(one.by) for one in fixes)
-    more = "" if verbose else "; doctor -v lists them"
-    yield f"{len(fixes)} may concern you; cured by patches: {cured}{more}"
-    for one in fixes if verbose else ():
-        helps = f"cured by {one.by}" if one.by else f"right in {one.right}"
-        where = ", ".join(one.needs.split()).replace("_", " ")
-        told = f"{where}{': ' * bool(where)}{one.seen} ({helps}{'; ' * bool(one.do)}{one.do})"
-        yield f"  {plain(told)}"
-
-
 def _heading(row: Row) -> str:
     depends = [SCRIPT] if SCRIPT in row.depends else row.depends
     condition = " and ".join(map(configuration.said, depends))
-    applied = ", not applied" * (row.cure.by == "patch")
-    return f"{f'if {condition}: ' if condition else ''}{row.cure.said}{applied}"
+    patch = row.one.patch
+    said = {"patch": f"{patch}, not applied, would cure", "applied": f"{patch} cures"}
+    what = said.get(row.cure.by, row.cure.said.removesuffix(" it"))
+    return f"{what}{f', if {condition}' if condition else ''}"
 
 
 def _told(row: Row) -> str:
-    add = f"; {plain(row.cure.do)}" * (row.cure.by not in ("patch", "applied"))
-    also = f"; {plain(row.one.add)}" * (not add and bool(row.one.add))
-    proof = f" (prove {row.one.proof})" * bool(row.one.proof)
-    return f"{plain(row.one.script)}: {plain(row.one.outcome)}{add}{also}{proof}"
+    one = row.one
+    add = f"; {plain(row.cure.do)}" * (not row.is_cured)
+    also = f"; {plain(one.add)}" * (row.is_cured and bool(one.add))
+    proof = f" (prove {one.proof})" * bool(one.proof)
+    script = f"{plain(one.script)}: " * bool(one.script)
+    return f"{script}{plain(one.outcome)}{add}{also}{proof}"
 
 
 def _environment() -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 ledger.json is the data: under "settings", for each name where it stands in the configuration, and
 after "=" the values, a pattern; under "doings", what no configuration tells; and the fixes, the
-oldest first. symptoms.py has what ordinary scripts meet, what no release fixed included.
+oldest first. What symptoms.py has, as ordinary scripts meet it or no release fixed it, is not
+written here again: a row there names upstream's numbers.
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from ds_patches.core import files
-
-#: What a setting is; what is neither on nor off is open.
-Facts = Mapping[str, bool | int | str | None]
+from ds_patches.desk.row import Symptom
 
 
 @dataclass(frozen=True)
 class Fix:
-    """What was wrong, and where.
+    """A line of ledger.json.
 
     first, right: the first release that is wrong, 0.16.0 if older ones are, too; the first right.
     seen: what a script sees, in Markdown.
@@ -44,18 +41,17 @@ class Fix:
     by: str = ""
     do: str = ""
 
-    def may_show(self, facts: Facts) -> bool:
-        """Whether these settings do not rule it out."""
-        stage = facts.get("stage")
-        ruled_out = any(facts.get(name) is False for name in self.needs.split())
-        return not ruled_out and (stage is None or str(stage) in self.stages)
+    def row(self) -> Symptom:
+        """Return it as a symptom, which has no section in docs/troubleshooting.md."""
+        named = (name for name in self.needs.split() if name != "script")
+        words = ", ".join(read()["doings"].get(name, name.replace("_", " ")) for name in named)
+        row = Symptom(words, self.seen, (), self.first, self.right, self.by, self.do)
+        stages = tuple(map(int, self.stages))
+        return replace(row, stages=stages, needs=self.needs, numbers=self.numbers)
 
 
-def concerning(version: Version, facts: Facts | None = None) -> list[Fix]:
-    """Return the fixes that a release lacks, but for those that the settings rule out."""
-    fixes = (Fix(**line) for line in read()["fixes"])
-    lacking = (one for one in fixes if Version(one.first) <= version < Version(one.right))
-    return [one for one in lacking if one.may_show(facts or {})]
+def fixes() -> list[Symptom]:
+    return [Fix(**line).row() for line in read()["fixes"]]
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:

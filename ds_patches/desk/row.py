@@ -27,6 +27,7 @@ class Symptom:
         expression. After a "!" nothing is said where that is not seen, as the message is anybody's;
         after a "?" neither, and even then it may be another's.
     proof: the name under which `prove` trains the script on this machine, at the last of `stages`.
+    numbers: of upstream's pull requests or issues that made it right.
     """
 
     script: str
@@ -41,6 +42,7 @@ class Symptom:
     asked: tuple[str, ...] = ()
     shown: str = ""
     proof: str = ""
+    numbers: str = ""
 
     @property
     def cures(self) -> str:

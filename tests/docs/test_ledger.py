@@ -9,10 +9,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import registry
-from ds_patches.desk import ledger
+from ds_patches.desk import configuration, ledger
+from ds_patches.desk.symptoms import SYMPTOMS
 from tests.releases import RELEASES
 
-FIXES = [ledger.Fix(**line) for line in ledger.read()["fixes"]]
+FIXES = [one for one in (*SYMPTOMS, *ledger.fixes()) if one.right]
 NUMBERS = Counter(number for one in FIXES for number in one.numbers.split())
 #: Upstream's history from v0.16.0 to August 2026: each commit, its pull request, and what it is.
 #: Of the classes `fix` alone is ours; `unreleased` mends what no release had.
@@ -23,8 +24,8 @@ COMMITS = [
 
 
 def test_every_fix_is_in_the_ledger() -> None:
-    assert {number for number, lines in NUMBERS.items() if lines > 1} == {"7665", "8224", "8245"}
-    assert len({(one.numbers, one.seen) for one in FIXES}) == len(FIXES)
+    assert {number for number, lines in NUMBERS.items() if lines > 1} == {"7636", "7665"}
+    assert len({*FIXES}) == len(FIXES)
     listed = {number for _, number, what in COMMITS if what == "fix"} - {"-"}
     others = {number for _, number, _ in COMMITS} - listed
     assert listed <= {*NUMBERS}
@@ -34,23 +35,13 @@ def test_every_fix_is_in_the_ledger() -> None:
 
 
 def test_lines_are_sound() -> None:
-    for one in FIXES:
-        wrong = RELEASES[RELEASES.index(one.first) : RELEASES.index(one.right)]
-        assert wrong, one
-        assert one.stages in ("0123", "012", "123", "01", "03", "12", "23", *"0123"), one
+    for one in ledger.fixes():
+        wrong = [release for release in RELEASES if one.is_wrong(Version(release))]
+        assert wrong[0] == one.first, one
+        assert one.right in RELEASES, one
         assert {*one.needs.split()} <= {*ledger.read()["settings"], *ledger.read()["doings"]}, one
-        if one.by:
-            assert [*SpecifierSet(registry.patches()[one.by].supported).filter(wrong)], one
-
-
-def test_a_release_lacks_what_later_ones_fixed() -> None:
-    seen = {one.seen for one in ledger.concerning(Version("0.18.4"), {})}
-    assert seen == {
-        one.seen
-        for one in FIXES
-        if RELEASES.index(one.first) <= RELEASES.index("0.18.4") < RELEASES.index(one.right)
-    }
-    assert not ledger.concerning(Version(RELEASES[-1]))
+        if one.patch:
+            assert [*SpecifierSet(registry.patches()[one.patch].supported).filter(wrong)], one
 
 
 def test_settings_rule_out_or_decide() -> None:
@@ -61,10 +52,11 @@ def test_settings_rule_out_or_decide() -> None:
         "gradient_accumulation_steps": 12,
     }
     facts = ledger.settings(config)
-    assert [name for name, on in facts.items() if on] == ["accumulation", "muon"]
-    assert [name for name, on in facts.items() if on is None] == ["fp16", "half"]
-    lacking = ledger.concerning(Version("0.19.6"), {"stage": 2} | facts)
-    numbers = {one.numbers for one in lacking}
-    assert not {"8441 8442", "8443 8600"} & numbers  # of other stages
-    assert "8432 8435" in numbers  # fp16 is left open
-    assert ledger.settings(config | {"fp16": {"enabled": True}})["half"]
+    on = {name for name, on in facts.items() if on}
+    assert on == {"accumulation", "muon", "no_overflow_check", "no_pin_memory"}
+    assert [name for name, on in facts.items() if on is None] == ["bf16_or_fp16", "fp16"]
+    facts = {"stage": 2} | {name: name if on is None else on for name, on in facts.items()}
+    depends = {one.numbers: configuration.conditions(one, facts) for one in FIXES}
+    assert depends["8441 8442"] is depends["8443 8600"] is None, "of other stages"
+    assert depends["8432 8435"] == ("fp16",), "it is left open"
+    assert ledger.settings(config | {"fp16": {"enabled": True}})["bf16_or_fp16"]
