@@ -27,12 +27,14 @@ class Verdict:
     release: the one that DeepSpeed is treated as: by its source, where that and what it is said to
         be differ. None if DeepSpeed is not installed, or cannot be imported.
     drift: what of its code is not as it was recorded of the release.
+    is_fixed: what the patch cures was fixed here, as in later releases.
     """
 
     state: State
     reason: str
     release: Version | None = None
     drift: tuple[str, ...] = ()
+    is_fixed: bool = False
 
     @property
     def may_apply(self) -> bool:
@@ -102,6 +104,10 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     like = version if in_range else source or newest
     drifted = () if version == source else found.unlike(version, like)
     drift = {place: _drift(place, found.shape_of(place)) for place in drifted}
+    wrapped = targets(patch, version)
+    if drift and wrapped and all(found.is_cured(target) for target in wrapped):
+        reason = f"DeepSpeed {told or version} has later code, in which it is fixed"
+        return Verdict(State.OUT_OF_RANGE, reason, version, is_fixed=True)
     lacking = [p for p in drift if isinstance(p, Target) and found.shape_of(p) == shape.ABSENT]
     if lacking:  # nothing can be wrapped there, whoever forces it
         drift, force = {place: drift[place] for place in lacking}, False
@@ -121,6 +127,14 @@ class _Found:
         for place in sorted(places(self._patch, version), key=lambda place: place.module):
             if not shape.has(like, shape.known(place).get(self.shape_of(place), "")):
                 yield place
+
+    def is_cured(self, target: Target) -> bool:
+        """Whether its code is recorded, of releases alone in which it is not wrapped."""
+        spans = shape.known(target).get(self.shape_of(target), "")
+        of = [one for one in shape.recorded().releases if shape.has(one, spans)]
+        supported = self._patch.supported
+        wraps = (release.covers(supported, v) and release.covers(target.releases, v) for v in of)
+        return bool(of) and not any(wraps)
 
     def shape_of(self, place: Place) -> str:
         if place.key not in self._shapes:

@@ -26,12 +26,18 @@ class Cure:
     do: str
 
 
+#: Why a patch would not be applied: a build has the fix of a later release.
+FIXED = "not needed: what it cures is fixed here"
+
+
 def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
     """Return what helps where a release is wrong.
 
     answers: for each patch, why it would not be applied; nothing if it would.
     """
     why = answers.get(one.patch, "not installed") if one.patch else ""
+    if why == FIXED:
+        return Cure("nothing", "the DeepSpeed here has the fix", "nothing is to be done")
     if one.patch and not why:
         also = f", and {one.add}" if one.add else ""
         return Cure("patch", f"{one.patch} would cure this", f"{_APPLY}{also}")
@@ -69,4 +75,6 @@ def here() -> dict[str, str]:
 
 
 def refusal(verdict: gate.Verdict) -> str:
+    if verdict.is_fixed:
+        return FIXED
     return "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"

@@ -142,7 +142,8 @@ def _rows(
     found = []
     for one in (*SYMPTOMS, *ledger.fixes()):
         depends = configuration.conditions(one, facts)
-        if depends is not None and one.is_wrong(here):
+        is_fixed = answers.get(one.patch) == cured.FIXED
+        if depends is not None and one.is_wrong(here) and not is_fixed:
             cure = cured.cure(one, here, answers)
             if cure.by == "patch" and armed:
                 cure = Cure("applied", f"{one.patch} cures this", cure.do)

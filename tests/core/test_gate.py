@@ -132,6 +132,26 @@ def test_no_release_is_half_of_one_and_half_of_another(by_source: Judge) -> None
         assert by_source(told, RESHAPED, force=True)[0] == "ready"
 
 
+def test_code_of_later_releases_alone_is_fixed_here(judge: Judge, tmp_path: Path) -> None:
+    """A build of an older release with the fix of a newer one, for which the patch is not."""
+    later = fake.ENGINE
+    for old, new in (('"scale", x', '"scaled", x'), ("self.factor, x)", "self.factor, +x)"),
+                     ('"norm", x', '"normed", x')):  # fmt: skip
+        later = fake.edited(later, old, new)
+    binding = tmp_path / "patches/sample/binding.py"
+    text = fake.edited(fake.BINDING, "<=0.19.8", "<=0.18.9")
+    text = fake.edited(
+        text, '        Target(MODULE, "Engine.extra", HERE + ":add", adds=True),\n', ""
+    )
+    binding.write_text(text, encoding="utf-8")
+    fake.record(tmp_path / "patches", {fake.ENGINE: "0.16.0-0.18.9", later: "0.19.0-0.19.8"})
+    assert judge("0.18.9")[0] == READY
+    state, reason, _ = judge("0.18.9", later)
+    assert (state, reason) == (OUT, "DeepSpeed 0.18.9 has later code, in which it is fixed")
+    half = fake.edited(later, '"normed", x', '"norm", x')
+    assert judge("0.18.9", half)[0] == CHANGED
+
+
 def test_a_checkout_says_itself_what_it_is(by_source: Judge) -> None:
     """The metadata of an editable install is of the day it was made."""
     for version, elsewhere in (("0.16.5", True), (None, False)):
