@@ -1,14 +1,102 @@
-"""The walks through the code name functions that are there."""
+"""The walks through the code are those of real runs: each row runs, and in its order."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
+import pytest
+
+import ds_patches
+from tests.dc_fallback.patterns import inputs
+from tests.harness import models
+from tests.harness.models import loss_of
+from tests.harness.options import Options
+from tests.harness.surroundings import DEEPCOMPILE, around, compile_engine
+from tests.harness.trainers import engine_of
+from tests.world import World
 from tools import pages
+
+Calls = list[tuple[str, str]]
+
+PAGE = Path("docs/how-it-works.md").read_text(encoding="utf-8")
+#: By its title, the rows of each walk: a file of the package, and a function in it.
+WALKS = {
+    part.partition("\n")[0].strip("`"): [
+        (file, name) for file, _, name in pages._STEP.findall(part)
+    ]
+    for part in PAGE.split("\n## ")[1:]
+}
 
 
 def test_each_row_names_a_function_of_its_file() -> None:
-    page = Path("docs/how-it-works.md").read_text(encoding="utf-8")
-    steps = pages._STEP.findall(page)
-    assert len(steps) > 30
-    assert all(pages.line_of(file, name) for file, _, name in steps)
+    assert sum(map(len, WALKS.values())) > 30
+    assert all(pages.line_of(*row) for rows in WALKS.values() for row in rows)
+
+
+@contextmanager
+def traced() -> Iterator[Calls]:
+    """Yield the functions of the package that are called, each where it is called first."""
+    seen: dict[tuple[str, str], None] = {}
+    found: Calls = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        _, ours, file = frame.f_code.co_filename.rpartition("/ds_patches/")
+        if event == "call" and ours:
+            seen.setdefault((file, frame.f_code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        found += seen
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_the_rows_run_in_their_order(fresh_world: World, walk: str) -> None:
+    run = dict(zip(WALKS, (apply, zero2, block, deepcompile), strict=True))[walk]
+    calls, _ = fresh_world.run(run)
+    rows = WALKS[walk]
+    assert not {*rows} - {*calls}
+    assert sorted(rows, key=calls.index) == rows
+
+
+def apply() -> Calls:
+    with traced() as calls:
+        ds_patches.apply_all()
+    return calls
+
+
+def zero2() -> Calls:
+    ds_patches.apply_all()
+    engine = engine_of(stage=2, micro_steps=4)
+    with traced() as calls:
+        for micro_step in range(4):
+            engine.backward(loss_of(engine, micro_step))
+            engine.step()
+    return calls
+
+
+def block() -> Calls:
+    ds_patches.apply_all()
+    engine = engine_of(stage=3)
+    with traced() as calls:
+        with engine.coalesce_grad_reduction():
+            engine.backward(loss_of(engine, 0))
+            engine.backward(loss_of(engine, 1))
+        engine.step()
+    return calls
+
+
+def deepcompile() -> Calls:
+    ds_patches.apply_all()
+    options = Options(model="patterns.Mixed")
+    with around(DEEPCOMPILE), traced() as calls:
+        engine = compile_engine(models.build(options.model), options.config)
+        engine.backward(engine(*inputs(0)))
+        engine.step()
+    return calls
