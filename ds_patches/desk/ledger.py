@@ -1,8 +1,9 @@
 """Every fix of training that DeepSpeed's releases after 0.16.0 brought, and whom its lack concerns.
 
 ledger.json is the data: under "settings", for each name where it stands in the configuration, and
-after "=" the values, a pattern; under "doings", what no configuration tells; and the fixes, the
-oldest first. symptoms.py has what ordinary scripts meet, what no release fixed included.
+after "=" the values, a pattern; under "doings", what no configuration tells; under "raises", by a
+number or the words of a fix, what `explain` knows it by: a Symptom's `shown`, and then its `asked`;
+and the fixes, the oldest first. symptoms.py has what ordinary scripts meet, what no release fixed included.
 """
 
 from __future__ import annotations

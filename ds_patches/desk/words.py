@@ -1,0 +1,76 @@
+"""Words that people use for what the tables say: data of `explain`.
+
+A word of the tables stands before those that mean the same. All are regular expressions of whole
+words, and the first that fits counts: "gradient checkpointing" is no checkpoint.
+"""
+
+from __future__ import annotations
+
+#: The words of the tables, each with what else is said for it.
+SAME = {
+    "recomputation": r"(activation|gradient)[ _-]checkpoint\w*",
+    "accumulation": r"grad\w*[ _-]acc\w*|accumulat\w*|micro[ -]?(batch|step)\w*",
+    "grad_norm": r"gnorm|(grad\w*|global)[ _-]?norms?",
+    "retain_graph": r"retain\w* (the )?graph",
+    "two loss": r"(two|2|several|multiple|both) (loss|backward)\w*|(loss|backward)\w* twice|"
+    r"second (loss|backward)\w*",
+    "gan": r"gans?|adversarial|discriminators?|critics?|generators?|"
+    r"(two|2|both|several|multiple) (deepspeed )?(models?|engines?|networks?|optimizers?)",
+    "expert": r"experts?|moes?|mixtral|deepseek[ -]?v?\d*|\w+[ -]moe|mixture of experts",
+    "hang start": r"nothing (happens?|is printed)|prints? nothing|no output",
+    "hang": r"hang\w*|hung|stuck|fr[eo]+z\w*|dead[ -]?lock\w*|stall\w*|blocks? for ?ever|idles?|"
+    r"nccl time\w*|times? out|timed out|(keeps? |is )?waiting|waits?|no progress|"
+    r"(never|not|n.t) (return|finish|end|start|proceed|continue|respond|progress)\w*|"
+    r"not (doing|do) anything|stops? respond\w*",
+    "not train": r"(not|n.t|hardly|barely|never) (train|learn|updat|chang|mov|improv)\w*|"
+    r"(not|n.t|hardly|barely) (fall|decreas|go down|drop)\w*|"
+    r"(stay|remain|is|are)s? (flat|constant|frozen|the same)",
+    "worse": r"wors\w*|higher|lower|larger|smaller|differ\w*|wrong\w*|diverg\w*|spik\w*|jump\w*|"
+    r"(not|n.t) (match|converg|agree|reproduc)\w*|mis-?match\w*|discrepan\w*|inconsisten\w*|"
+    r"incorrect\w*|degrad\w*|explod\w*|unstable|bad|off|drop(s|ped)?|chang(es?|ed)|poor\w*|"
+    r"much (more|less)|(not|n.t) the same|regress\w*|decreas(es|ed)|increas(es|ed)|goes up|"
+    r"collapse[sd]?|inaccura\w*|shift(s|ed)",
+    "elsewhere": r"(upgrad|updat|migrat|mov)\w* (\w+ ){0,3}?"
+    r"(transformers|accelerate|trl|peft|py?torch|torch|cuda|python|drivers?)",
+    "upgrade": r"(up|down)grad\w*|updat(ed?|ing)( to)?|(new|late|old)\w* (version|release)s?|"
+    r"across \w* ?versions?|between versions|versions?|since (v?0\.\d+[.\d]*)|migrat\w*",
+    "resume": r"resum\w*|restor\w*|restart\w*|(load\w*|from|after) (a |the |an? old )?checkpoint\w*"
+    r"|continu\w* (train\w*|from)|checkpoint (was |is )?load\w*|reload\w*",
+    "slow": r"slow\w*|(takes?|took) (\w+ ){0,3}long\w*|throughput|half (as|the) (fast|speed)|"
+    r"speed (drop|regress)\w*|\d+x longer",
+    "memory grow": r"memory (\w+ )?(grow|increas|ris|leak|climb|go)\w*|leak\w*( memory)?|"
+    r"(grow|increas|ris)\w* memory",
+    "nan": r"nans?|infs?|infinite",
+    "fail": r"fail\w*|crash\w*|errors?|rais\w*|exceptions?|does(n.t| not) work|broken|assert\w*",
+    "rank": r"processes|workers?|gpus?|ranks?|nodes?",
+    "offload": r"(cpu )?offload\w*",
+    "long sequence": r"long\w* (sequence|context|input|prompt)s?",
+    "evaluation": r"eval\w*|validation",
+    "start": r"(before|at|from|in) (\w+ )?(start|begin|first (run|import))\w*|start ?up|"
+    r"before (the )?(first step|(any )?train\w*)|at (the )?(very )?begin\w*|beginning|"
+    r"(at|in|during|on|after) (deepspeed )?init\w*",
+    "torch_extensions": r"torch[_ ]extensions?|(build|compil|load)\w* (\w+ )?(ops?|operators?|"
+    r"extensions?|kernels?|cpu_adam|fused_adam)|(jit|ninja)( build| compil\w*)?",
+}
+
+#: What says nothing by itself.
+_COMMON = """
+a about after again all also always am an and any anyone are as at be because been bug but by can
+cannot code come could deepspeed did do does doesn't doing don don't ds engine even ever every fine
+finetune finetuning for from full get gets getting give gives go goes got had has have help how i
+if im in into is isn't issue it its just kind know like look loss make me mean mine model much my
+need no not now of on one only or other our out please problem question run running runs same say
+script see seem should so some stage stage1 stage2 stage3 step steps still than that the their them
+then there these they thing this though to too train trained trainer training trains try tuning
+under up use used using value values very via want was we well were what when where which while who
+why will with without work would you your zero zero1 zero2 zero3
+"""
+
+#: With one of these, a question is of something else, unless the row speaks of it, too.
+_ELSEWHERE = """
+batch_size bitsandbytes conda cuda cudnn dataloader dataloaders docker download downloading driver
+elsewhere ethernet flash flash-attn gguf hyperparameter inference inferencing infiniband install
+installation installing jax keras kubernetes mac megatron nccl network ollama onnx oom pip quantize
+ray serving sglang slurm ssh tensorflow tokenize tokenizer tokenizers tpu vllm window
+"""
+COMMON, ELSEWHERE = frozenset(_COMMON.split()), frozenset(_ELSEWHERE.split())
