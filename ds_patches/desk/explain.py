@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from packaging.version import Version
 
 from ds_patches.core import columns, files, release
-from ds_patches.desk import cured, given, pasted, questions
+from ds_patches.desk import cured, given, messages, pasted, questions
 from ds_patches.desk.known import KNOWN
-from ds_patches.desk.pasted import Error, Pasted
+from ds_patches.desk.pasted import Pasted
 from ds_patches.desk.row import Symptom, plain
 from ds_patches.desk.symptoms import OLDEST, TESTED
 
@@ -28,11 +27,9 @@ from ds_patches.desk.symptoms import OLDEST, TESTED
 FOUND, UNKNOWN, PERHAPS = 0, 1, 3
 #: Answers of one section.
 _MOST = 3
-#: Bytes of a log's end that are read, and how the names of logs end.
-_LOG = 1 << 28
+#: Bytes of a log's end that are read; of a piece of a stream, and how many; how names of logs end.
+_LOG, _PIECE, _PIECES = 1 << 28, 1 << 25, 16
 _LOGS = (".log", ".txt", ".out", ".err")
-#: Of a message that was cut: letters, and the part of all, that have to be there.
-_CUT, _PART = 20, 0.65
 _SEARCH = "search DeepSpeed's issues"
 _WHICH = "say which DeepSpeed it is: --release 0.18.4"
 #: States in which the answer is most likely another.
@@ -115,6 +112,16 @@ def explain(text: str, asked: Version | None, *, verbose: bool, as_json: bool) -
     return status
 
 
+def piped(stream: BinaryIO) -> str:
+    """Return the end of what a stream has, which need not have one: /dev/zero."""
+    end = b""
+    for _ in range(_PIECES):
+        if not (more := stream.read(_PIECE)):
+            break
+        end = end[-_PIECE:] + more
+    return end.decode(errors="replace")
+
+
 def _of_file(text: str) -> str:
     """Return the content of a file that is named, or the text itself."""
     is_name = len(text.split()) == 1 and ("/" in text or text.endswith(_LOGS))
@@ -138,7 +145,7 @@ def section(anchor: str) -> str:
 
 def answers(found: Pasted, version: Version | None, by_patch: Mapping[str, str]) -> list[Answer]:
     """Return what is known; by_patch: for each patch, why it would not be applied."""
-    rows = [row for error in found.errors for row in _of_error(error)]
+    rows = [row for error in found.errors for row in messages.show(error)]
     sure = {one for one, is_sure in rows if is_sure}
     sure = {one for one in sure if one.stages} or sure
     matched = sure or {one for one, _ in rows}
@@ -164,18 +171,6 @@ def _status(found: Pasted, known: list[Answer]) -> int:
     return FOUND if ours and not known else UNKNOWN
 
 
-def _of_error(error: Error) -> Iterator[tuple[Symptom, bool]]:
-    """Yield the rows of an error's message that its traceback allows, and whether it shows them."""
-    whole = _said(error.message)
-    said = whole or _said_in_part(error.message.lstrip())
-    for one, messages in _messages().items():
-        if said & messages:
-            mark, pattern = one.shown[:1], one.shown.lstrip("?!")
-            shown = any(_has(error.evidence, way) for way in pattern.split("|"))
-            if shown or (mark not in ("?", "!") and not error.has_traceback):
-                yield one, bool(whole) and shown and mark != "?"
-
-
 def _answer(
     one: Symptom, is_sure: bool, version: Version | None, by_patch: Mapping[str, str]
 ) -> Answer:
@@ -190,58 +185,3 @@ def _answer(
     if Version(OLDEST) <= version <= Version(TESTED):
         return Answer(one, is_sure, "elsewhere", f"{here} is not known to do this", _SEARCH)
     return Answer(one, is_sure, "untested", f"{here} was not tested", _SEARCH)
-
-
-@cache
-def _messages() -> dict[Symptom, set[str]]:
-    """Return the messages of all that is known, each as `alike` has it."""
-    found = {one: re.findall("`(.+?)`", "".join((one.outcome, *one.asked))) for one in KNOWN}
-    return {one: {*map(pasted.alike, texts)} for one, texts in found.items()}
-
-
-def _has(evidence: str, pattern: str) -> bool:
-    """Whether one part of a pattern stands behind the other; each is looked for once."""
-    at = 0
-    for part in pattern.split(r"[\s\S]*"):
-        found = re.compile(part).search(evidence, at)
-        if not found:
-            return False
-        at = found.end()
-    return True
-
-
-def _said(text: str) -> set[str]:
-    """Return the messages that stand in a text; of two, one in the other, the longer."""
-    text = pasted.alike(text)
-    found = {one for one in set().union(*_messages().values()) if _stands_in(text, one)}
-    return {one for one in found if not any(one in other for other in found - {one})}
-
-
-@lru_cache
-def _said_in_part(text: str) -> set[str]:
-    """Return the messages of which a text has one part: it was cut at an end, or at "...".
-
-    The text may begin with an exception's name, and further lines may follow.
-    """
-    line = pasted.alike(text.partition("\n")[0].replace("…", "..."))
-    texts = {line, line.partition(":")[2], pasted.alike(text)}
-    messages = set().union(*_messages().values())
-    return {one for one in messages if any(_is_cut(cut, one) for cut in texts)}
-
-
-def _is_cut(text: str, message: str) -> bool:
-    least = max(_CUT, round(_PART * len(message)))
-    begin, dots, end = text.partition("...")
-    if len(text) < least or "..." in message:
-        return False
-    sizes = range(min(len(message), len(text)), 7, -1)
-    head = next((size for size in sizes if begin.endswith(message[:size])), 0)
-    last = end if dots else text
-    tail = next((size for size in sizes if last.startswith(message[-size:])), 0)
-    return least <= head + tail <= len(message) if dots else max(head, tail) >= least
-
-
-def _stands_in(text: str, message: str) -> bool:
-    if "..." not in message:
-        return message in text
-    return bool(re.search(re.escape(message).replace(r"\.\.\.", ".{1,80}?"), text))

@@ -3,7 +3,8 @@
 ledger.json is the data: under "settings", for each name where it stands in the configuration, and
 after "=" the values, a pattern; under "doings", what no configuration tells; under "raises", by a
 number or the words of a fix, what `explain` knows it by: a Symptom's `shown`, and then its `asked`;
-and the fixes, the oldest first. symptoms.py has what ordinary scripts meet, what no release fixed included.
+and the fixes, the oldest first. symptoms.py has what ordinary scripts meet, what no release fixed
+included.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ _RANKS, _QUESTION = 4096, 1000
 _NO_QUESTION = re.compile(r"[{}<>]|(?<!\w)=|=(?!\w)|\w\((?!\))|[/.](?!\d)\w+[/.]\w|::")
 #: What ds_patches itself says, as a warning or at the end of a traceback; not what is live.
 _OURS = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
+#: What stands for something that is left out.
+CUT = "…"
 _VERSION = "DeepSpeed info: version="
 
 
@@ -96,9 +98,12 @@ def said(text: str) -> tuple[str, ...]:
 
 
 def alike(text: str) -> str:
-    """Return a text without what differs from case to case: spaces, ranks, numbers but 0."""
-    text = _RANK.sub(" ", _PAINT.sub("", text.lower()))
-    return "".join(re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text).split())
+    """Return the letters of a text, without what differs from case to case: numbers but 0, ranks.
+
+    CUT stands where something is left out.
+    """
+    text = _RANK.sub(" ", _PAINT.sub("", text.lower())).replace("...", CUT)
+    return re.sub(rf"[^\w{CUT}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
 
 
 def _rank(line: str) -> str:

@@ -13,11 +13,15 @@ from ds_patches.desk.words import COMMON, ELSEWHERE, SAME
 
 _SAME = re.compile("|".join(rf"\b(?P<_{at}>{one})\b" for at, one in enumerate(SAME.values())))
 _WORD = re.compile(r"[^\W\d]\w+|\d+\.\d+(?:\.\d+)?")
-#: Letters of a question, and words of it that no row has.
-_MOST, _STRANGE = 1000, 2
+_STAGES = re.compile(
+    r"\b(?:zero|stage)(?:[ _-]?stages?)?[ _-]?[0-3](?:[\W_]+(?:and |or )?[0-3](?![.\w]))*\b",
+    re.IGNORECASE,
+)
+#: Letters of a question, and words that no row has, besides a third of all.
+_MOST, _STRANGE = 1000, 1
 #: What a row has to share with a question that no phrase is made for: words, and a part of all; it
 #: is less if one is a name, as pin_memory.
-_WORDS, _PART = 3, 0.65
+_WORDS, _PART = 3, 0.75
 _NAMED_WORDS, _NAMED_PART = 2, 0.5
 #: What asks for advice, and tells of nothing that went wrong.
 _ADVICE = re.compile(
@@ -32,10 +36,12 @@ def are_of(question: str, rows: Iterable[Symptom]) -> set[Symptom]:
     if _ADVICE.match(question):
         return set()
     said, told = _words(question[:_MOST])
-    elsewhere = told & ELSEWHERE
-    if not told or sum(not _known(word) for word in told) > _STRANGE:
+    strange = sum(not _known(word) for word in told)
+    if strange > _STRANGE + len(told) / 3:
         return set()
-    rows = [one for one in rows if elsewhere <= _bag(one)]
+    stages = {int(digit) for said in _STAGES.findall(question) for digit in re.findall(r"\d", said)}
+    rows = [one for one in rows if told & ELSEWHERE <= _bag(one)]
+    rows = [one for one in rows if not stages or not one.stages or stages & {*one.stages}]
     asked = {one for one in rows if any(_has(said, phrase) for phrase in _phrases(one))}
     return asked or _closest(told, rows)
 
@@ -45,11 +51,11 @@ def _closest(told: set[str], rows: list[Symptom]) -> set[Symptom]:
     parts = {}
     for one in rows:
         shared = [word for word in told if _stands(word, _bag(one))]
-        part = sum(weights[word] for word in shared) / sum(weights.values())
         is_named = any("_" in word.strip("_") for word in shared)
         words, least = (_NAMED_WORDS, _NAMED_PART) if is_named else (_WORDS, _PART)
-        if len(shared) >= words and part >= least:
-            parts[one] = part
+        weight = sum(weights[word] for word in shared)
+        if len(shared) >= words and weight >= least * sum(weights.values()):
+            parts[one] = weight
     return {one for one, part in parts.items() if part == max(parts.values())}
 
 

@@ -16,7 +16,7 @@ SAME = {
     r"second (loss|backward)\w*",
     "gan": r"gans?|adversarial|discriminators?|critics?|generators?|"
     r"(two|2|both|several|multiple) (deepspeed )?(models?|engines?|networks?|optimizers?)",
-    "expert": r"experts?|moes?|mixtral|deepseek[ -]?v?\d*|\w+[ -]moe|mixture of experts",
+    "expert": r"experts?|moes?|mixtral\w*|deepseek[ -]?\w*|\w+[ -]?moe|mixture of experts",
     "hang start": r"nothing (happens?|is printed)|prints? nothing|no output",
     "hang": r"hang\w*|hung|stuck|fr[eo]+z\w*|dead[ -]?lock\w*|stall\w*|blocks? for ?ever|idles?|"
     r"nccl time\w*|times? out|timed out|(keeps? |is )?waiting|waits?|no progress|"
@@ -26,7 +26,8 @@ SAME = {
     r"(not|n.t|hardly|barely) (fall|decreas|go down|drop)\w*|"
     r"(stay|remain|is|are)s? (flat|constant|frozen|the same)",
     "worse": r"wors\w*|higher|lower|larger|smaller|differ\w*|wrong\w*|diverg\w*|spik\w*|jump\w*|"
-    r"(not|n.t) (match|converg|agree|reproduc)\w*|mis-?match\w*|discrepan\w*|inconsisten\w*|"
+    r"(not|n.t) (match|converg|agree|reproduc)\w*|discrepan\w*|"
+    r"(?<!type )(?<!size )(?<!shape )(?<!device )mis-?match\w*|inconsisten\w*|"
     r"incorrect\w*|degrad\w*|explod\w*|unstable|bad|off|drop(s|ped)?|chang(es?|ed)|poor\w*|"
     r"much (more|less)|(not|n.t) the same|regress\w*|decreas(es|ed)|increas(es|ed)|goes up|"
     r"collapse[sd]?|inaccura\w*|shift(s|ed)",
@@ -41,7 +42,7 @@ SAME = {
     "memory grow": r"memory (\w+ )?(grow|increas|ris|leak|climb|go)\w*|leak\w*( memory)?|"
     r"(grow|increas|ris)\w* memory",
     "nan": r"nans?|infs?|infinite",
-    "fail": r"fail\w*|crash\w*|errors?|rais\w*|exceptions?|does(n.t| not) work|broken|assert\w*",
+    "fail": r"fail\w*|crash\w*|errors?|rais\w*|exceptions?|(not|n.t) work\w*|broken|assert\w*",
     "rank": r"processes|workers?|gpus?|ranks?|nodes?",
     "offload": r"(cpu )?offload\w*",
     "long sequence": r"long\w* (sequence|context|input|prompt)s?",
@@ -55,22 +56,34 @@ SAME = {
 
 #: What says nothing by itself.
 _COMMON = """
-a about after again all also always am an and any anyone are as at be because been bug but by can
-cannot code come could deepspeed did do does doesn't doing don don't ds engine even ever every fine
-finetune finetuning for from full get gets getting give gives go goes got had has have help how i
-if im in into is isn't issue it its just kind know like look loss make me mean mine model much my
-need no not now of on one only or other our out please problem question run running runs same say
-script see seem should so some stage stage1 stage2 stage3 step steps still than that the their them
-then there these they thing this though to too train trained trainer training trains try tuning
-under up use used using value values very via want was we well were what when where which while who
-why will with without work would you your zero zero1 zero2 zero3
+13b 70b 7b 8b 8xh100 a a100 able about accelerate actually after again all also always am an and
+any anybody anyone are as at axolotl base batch be because been behave behaves behavior behaviour
+bert big bit both bug but by can cannot case cases cause caused causes causing chat code come
+compare compared comparing correct correctly could custom data dataset day ddp deepspeed did do
+does doesn't doing don don't dpo ds each engine epoch epochs even ever every expected few find fine
+finetune finetuning first for found from fsdp full gemma get gets getting give gives go goes got
+gpt gpu gpus grpo h100 h200 had happen happened happens has have hello help hf hi hours how
+huggingface i if im in instruct into is isn't issue it iteration iterations its just keep keeps
+kept kind know less let lets lightning like llama look loss lot machine machines make many me mean
+mine minutes mistral model more most much my need new no node nodes normal normally not notice
+noticed now observe observed occur occurred occurs of old on one only or other our out own peft per
+phi please ppo problem pytorch question quite qwen really reason result resulting results right
+rlhf run running runs same sample samples say script second seconds see seem seems set setting
+settings several sft should show showing shows simply so some somebody someone sometimes stage
+stage1 stage2 stage3 step steps still suddenly test tested than thanks that the their them then
+there these they thing third this though tiny to too torch train trained trainer training trains
+transformers trl try tuning two unable under up use used using value values versus very via vs want
+was way we well were what when where which while who whole why will with without work would you
+your zero zero1 zero2 zero3
 """
 
 #: With one of these, a question is of something else, unless the row speaks of it, too.
 _ELSEWHERE = """
-batch_size bitsandbytes conda cuda cudnn dataloader dataloaders docker download downloading driver
-elsewhere ethernet flash flash-attn gguf hyperparameter inference inferencing infiniband install
-installation installing jax keras kubernetes mac megatron nccl network ollama onnx oom pip quantize
-ray serving sglang slurm ssh tensorflow tokenize tokenizer tokenizers tpu vllm window
+autotp batch_size bitsandbytes conda cuda cudnn curriculum dataloader dataloaders deepcompile
+docker download downloading driver elastic elsewhere ethernet flash flash-attn gguf hpz
+hyperparameter inference inferencing infiniband install installation installing jax keras
+kubernetes learning mac megatron muon nccl nebula network nvme ollama onebit onnx oom pip pipeline
+profiler quantization quantize quantized ray scheduler serving sglang slurm ssh superoffload
+tensorflow tokenize tokenizer tokenizers tpu ulysse universal vllm window zenflow
 """
 COMMON, ELSEWHERE = frozenset(_COMMON.split()), frozenset(_ELSEWHERE.split())

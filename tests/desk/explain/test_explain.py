@@ -197,6 +197,8 @@ LONG = {
     "frames": f'  File "{"deepspeed" * (MUCH // 9)}"\n{ERROR}',
     "a word": "why " * (MUCH // 4),
     "an error": f"{ERROR}{'x' * MUCH}",
+    "something left out": "pop from an ..." * (MUCH // 15),
+    "nothing": "\0" * MUCH,
 }
 
 
@@ -206,6 +208,12 @@ def test_long_lines_and_many_take_no_longer_than_their_length(kind: str) -> None
     found = pasted.read(explain._of_file(LONG[kind]))
     explain._status(found, explain.answers(found, Version("0.18.4"), {}))
     assert time.process_time() - begin < 2
+
+
+def test_a_stream_without_an_end_is_answered() -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        done = shell.python("-m", "ds_patches", "explain", stdin=zeros, timeout=60)
+    assert (done.returncode, done.stderr) == (explain.UNKNOWN, "")
 
 
 def test_a_log_of_50_mb_takes_less_than_a_second() -> None:
