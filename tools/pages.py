@@ -14,6 +14,7 @@ import itertools
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -29,7 +30,7 @@ from packaging.version import Version
 import ds_patches
 from ds_patches.core import flags, registry
 from ds_patches.core.patch import Dependency, Patch, Place
-from ds_patches.desk import cured, ledger
+from ds_patches.desk import cured, known, ledger
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import SYMPTOMS
 
@@ -206,17 +207,49 @@ def _symptoms(page: str = "troubleshooting.md", only: str = "") -> str:
     """A row for each symptom; of one patch, those that it cures, without the column for it."""
     titles = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
     rows = [titles, ("---",) * len(titles)]
-    rows += [_symptom(one, page) for one in SYMPTOMS if only in ("", one.patch)]
-    return "\n".join(f"|{'|'.join(row[: 5 if only else 6])}|" for row in rows)
+    if only:
+        rows += [_symptom(one, page) for one in SYMPTOMS if one.patch == only]
+        return "\n".join(f"|{'|'.join(row[:5])}|" for row in rows)
+    ids = Counter[str]()
+    for one in SYMPTOMS:
+        script, *others = _symptom(one, page)
+        rows.append((f"{_id(one.anchor, ids)} {script}{_needs(one.needs)}", *others))
+    for fix in (ledger.Fix(**line) for line in reversed(ledger.read()["fixes"])):
+        what, *others = _fix(fix)
+        rows.append((f"{_id(known.name(fix), ids)} {what}{_needs(fix.needs)}", *others))
+    return "\n".join(f"|{'|'.join(row)}|" for row in rows)
+
+
+def _id(name: str, ids: Counter[str]) -> str:
+    """A link of a row to itself."""
+    ids[name] += 1
+    name += f"-{ids[name]}" * (ids[name] > 1)
+    return f"[#](#{name}){{ #{name} }}"
 
 
 def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
-    script = f"[{one.script}]({page}#{one.anchor})"
     cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.add)))
     cure += f", on {floor} and later" if (floor := cured.floor(one)) else ""
     stages = ", ".join(map(str, one.stages))
+    script = f"[{one.script}]({page}#{one.anchor})"
     outcome = f"{one.outcome}{_measured(one)}"
     return script, outcome, stages, one.first, one.right or "none", cure
+
+
+def _fix(one: ledger.Fix) -> tuple[str, ...]:
+    """A row of what a later release fixed."""
+    links = ", ".join(f"[#{number}]({_PULL}/{number})" for number in one.numbers.split())
+    helps = f"[{one.by}]({_uri(one.by)})" if one.by else one.do or f"{one.right} or later"
+    what = f"fixed in {one.right}{f': {links}' * bool(links)}"
+    return what, one.seen, ", ".join(one.stages), one.first, one.right, helps
+
+
+def _needs(names: str) -> str:
+    """What brings it about, as the page's chooser reads it."""
+    told = ledger.read()
+    needs = [name for name in names.split() if name in told["settings"] or name in told["doings"]]
+    needs = [name for name in needs if name != "script"]
+    return f"<br><small>{', '.join(needs)}</small>" if needs else ""
 
 
 def _measured(one: Symptom) -> str:
@@ -257,26 +290,8 @@ def _patches() -> str:
     return "\n".join(rows)
 
 
-def _ledger() -> str:
-    """A section for each release, the newest first: what it was the first to have right."""
-    lines = []
-    fixes = [ledger.Fix(**line) for line in ledger.read()["fixes"]]
-    for right, some in itertools.groupby(reversed(fixes), key=lambda one: one.right):
-        lines += [f"\n## {right}\n", "|with|what a script sees|ZeRO|wrong from|upstream|helps|"]
-        lines += ["|---" * 6 + "|", *map(_fix, some)]
-    return "\n".join(lines)
-
-
-def _fix(one: ledger.Fix) -> str:
-    needs = ", ".join(name for name in one.needs.split() if name != "script")
-    stages = ", ".join(one.stages) if len(one.stages) < 4 else "any"
-    links = ", ".join(f"[#{one}]({_PULL}/{one})" for one in one.numbers.split())
-    helps = f"[{one.by}]({_uri(one.by)})" if one.by else one.do or f"{one.right} or later"
-    return f"|{needs}|{one.seen}|{stages}|{one.first}|{links}|{helps}|"
-
-
 def _words() -> str:
-    """A row for each word of the ledger's first column."""
+    """A row for each word that stands small in the first column."""
     rows = ["|word|what it is|", "|---|---|"]
     for name, places in ledger.read()["settings"].items():
         keys = " or ".join(f"`{place.partition('=')[0]}`" for place in places)
@@ -295,7 +310,6 @@ _TABLES = {
     "readme": _readme,
     "symptoms": _symptoms,
     "patches": _patches,
-    "ledger": _ledger,
     "words": _words,
 }
 
