@@ -16,15 +16,17 @@ from ds_patches.desk.symptoms import COMPILED
 #: Letters of a log's end that are looked through: what came before was survived.
 _END = 1 << 22
 _ERROR = re.compile(
-    r"""(?:^|[\s:\]])(?:\w+\.)*(?!ChildFailed|CalledProcess)
-        (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)(?::|\s*$)
+    r"""(?<![a-zA-Z0-9_.])(?:\w+\.)*(?!ChildFailed|CalledProcess)
+        (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)
+        (?:[:\uff1a]|[\s`*]*$)
     |Watchdog[ ]caught|Segmentation[ ]fault|^Killed\b
     |(?:return[ ]code[ ]=|exitcode:)[ ]-(?!15\b)""",
     re.VERBOSE,
 )
 #: Who has printed a line, as torchrun, mpirun, pdsh and others begin it.
 _RANK = re.compile(
-    r"^[ \t]{0,9}(?:(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):|(\[\d+,\d+\])<std(?:err|out)>:)",
+    r"^(?:[^\[\n]{0,60}(\[rank\d{1,9}\]):"
+    r"|[ \t]{0,9}(?:(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):|(\[\d+,\d+\])<std(?:err|out)>:))",
     re.MULTILINE,
 )
 _FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d|\.py:\d+ in ", re.MULTILINE)
@@ -108,7 +110,7 @@ def alike(text: str) -> str:
 
 def _rank(line: str) -> str:
     found = _RANK.match(line)
-    return (found[1] or found[2]) if found else ""
+    return (found[1] or found[2] or found[3]) if found else ""
 
 
 def _error(lines: list[str], ranks: list[str], at: int, shown: str) -> Error:

@@ -56,25 +56,30 @@ SAME = {
 
 #: What says nothing by itself.
 _COMMON = """
-13b 70b 7b 8b 8xh100 a a100 able about accelerate actually after again all also always am an and
-any anybody anyone are as at axolotl base batch be because been behave behaves behavior behaviour
-bert big bit both bug but by can cannot case cases cause caused causes causing chat code come
-compare compared comparing correct correctly could custom data dataset day ddp deepspeed did do
-does doesn't doing don don't dpo ds each engine epoch epochs even ever every expected few find fine
-finetune finetuning first for found from fsdp full gemma get gets getting give gives go goes got
-gpt gpu gpus grpo h100 h200 had happen happened happens has have hello help hf hi hours how
-huggingface i if im in instruct into is isn't issue it iteration iterations its just keep keeps
-kept kind know less let lets lightning like llama look loss lot machine machines make many me mean
-mine minutes mistral model more most much my need new no node nodes normal normally not notice
-noticed now observe observed occur occurred occurs of old on one only or other our out own peft per
-phi please ppo problem pytorch question quite qwen really reason result resulting results right
-rlhf run running runs same sample samples say script second seconds see seem seems set setting
-settings several sft should show showing shows simply so some somebody someone sometimes stage
-stage1 stage2 stage3 step steps still suddenly test tested than thanks that the their them then
-there these they thing third this though tiny to too torch train trained trainer training trains
-transformers trl try tuning two unable under up use used using value values versus very via vs want
-was way we well were what when where which while who whole why will with without work would you
-your zero zero1 zero2 zero3
+13b 70b 7b 8b 8xh100 a a100 able about above accelerate across actually add added after again
+against all almost along already also although always am an and any anybody anyone anything appear
+appears are around as at away axolotl base batch be because been behave behaves behavior behaviour
+believe below bert between big bit both bug but by call called calling can cannot case cases cause
+caused causes causing chat code come compare compared comparing correct correctly could custom data
+dataset day ddp deepspeed did do does doesn't doing don don't down dpo ds during each earlier early
+engine enough epoch epochs even ever every everything expected few find fine finetune finetuning
+first fix fixed for found from fsdp full gemma get gets getting give gives go goes got gpt gpu gpus
+grpo guess h100 h200 had happen happened happens has have hello help here hf hi hours how however
+huggingface i if im impossible in instruct into is isn't issue it iteration iterations its just
+keep keeps kept kind know late later left less let lets lightning like llama look loss lot machine
+machines made make makes many maybe me mean mine minutes mistral model more most much my nearly
+need new next no node nodes normal normally not notice noticed now observe observed occur occurred
+occurs odd of off old on one only or other our out over own past peft per perhaps phi please
+possible ppo pretty previous probably problem put pytorch question quite qwen rather read reads
+really reason report reported reports result resulting results right rlhf run running runs same
+sample samples say script second seconds see seem seems set setting settings several sft should
+show showing shows simply since so solve solved some somebody somehow someone something sometimes
+somewhere soon stage stage1 stage2 stage3 started step steps still strange suddenly sure take taken
+takes test tested than thanks that the their them then there these they thing think third this
+though thought through tiny to too torch train trained trainer training trains transformers trl try
+tuning two unable under unless unsure until up use used using value values versus very via vs want
+was way we weird well were what when where which while who whole why will with within without work
+worked works would write writes written yet you your zero zero1 zero2 zero3
 """
 
 #: With one of these, a question is of something else, unless the row speaks of it, too.
