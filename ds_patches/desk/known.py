@@ -36,8 +36,8 @@ _NOTES = (
           "if it takes longer, and no other run is building, remove the file `lock` under "
           "~/.cache/torch_extensions or $TORCH_EXTENSIONS_DIR",
           asked=("`as PyTorch extensions root`", "`KeyboardInterrupt`", "`file_baton.py`",
-                 "hang start", "hang cpu start", "hang torch_extensions"),
-          shown=r"!file_baton\.py|extensions root\.\.\.\s*\Z"),
+                 "hang outset", "hang torch_extensions"),
+          shown=r"!file_baton\.py|extensions root[.…]*\s*\Z"),
     _note("patches that are not applied where they should be",
           "no message, and nothing is applied", "nothing-applied",
           "run `ds-patches doctor` in the place of your command: it looks for the start-up hook",

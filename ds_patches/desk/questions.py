@@ -20,9 +20,9 @@ _STAGES = re.compile(
 #: Letters of a question, and words that no row has, besides a third of all.
 _MOST, _STRANGE = 1000, 1
 #: What a row has to share with a question that no phrase is made for: words, and a part of all; it
-#: is less if one is a name, as pin_memory.
+#: is less if one is a name, as pin_memory, and least if few rows have it.
 _WORDS, _PART = 3, 0.75
-_NAMED_WORDS, _NAMED_PART = 2, 0.5
+_NAMED_WORDS, _NAMED_PART, _RARE = 2, 0.5, 2
 #: What asks for advice, and tells of nothing that went wrong.
 _ADVICE = re.compile(
     r"\W*(how (do|to|can|should|could|many|much|long)\b(?! (i |we )?(fix|solve|avoid|stop|prevent))"
@@ -51,8 +51,9 @@ def _closest(told: set[str], rows: list[Symptom]) -> set[Symptom]:
     parts = {}
     for one in rows:
         shared = [word for word in told if _stands(word, _bag(one))]
-        is_named = any("_" in word.strip("_") for word in shared)
-        words, least = (_NAMED_WORDS, _NAMED_PART) if is_named else (_WORDS, _PART)
+        names = [_known(word) for word in shared if "_" in word.strip("_")]
+        words, least = (_NAMED_WORDS, _NAMED_PART) if names else (_WORDS, _PART)
+        words -= bool(names) and min(names) <= _RARE and len(told) > 1
         weight = sum(weights[word] for word in shared)
         if len(shared) >= words and weight >= least * sum(weights.values()):
             parts[one] = weight
@@ -94,8 +95,9 @@ def _phrases(one: Symptom) -> list[set[str]]:
 
 @cache
 def _bag(one: Symptom) -> frozenset[str]:
-    """The words of a row."""
-    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *one.asked)))[1])
+    """The words of a row, but for messages that stand for it besides."""
+    phrases = (phrase for phrase in one.asked if phrase[0] != "`")
+    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *phrases)))[1])
 
 
 @cache

@@ -32,10 +32,9 @@ _GONE = ("`The size of tensor a (64) must match the size of tensor b (0)`",
          "`but got weight of shape [0] and normalized_shape = [64]`",
          "`Expected !gamma.defined() || gamma.numel() == C to be true, but got false`",
          "`weight should have at least three dimensions`")
-_LOSSES = ("two loss last", "two loss first", "two loss only", "two loss worse", "two loss lost",
-           "two loss ignored")
+_LOSSES = ("two loss last", "two loss first", "two loss only", "two loss worse", "two loss lost")
 _WORSE = ("accumulation worse", "accumulation grad_norm", "accumulation not train")
-_DROPPED = ("accumulation lost", "accumulation ignored", *_WORSE)
+_DROPPED = ("accumulation lost", *_WORSE)
 _NO_SECTION = "`DeepSpeedConfigError: ... has been removed`"
 CURED = (
     Symptom("two backwards over one forward",

@@ -6,6 +6,9 @@ words, and the first that fits counts: "gradient checkpointing" is no checkpoint
 
 from __future__ import annotations
 
+_NOT = (
+    r"((do|does|did|is|are|was|were|has|have|will|would|ca|could|wo)n.?t|not|never|hardly|barely)"
+)
 #: The words of the tables, each with what else is said for it.
 SAME = {
     "recomputation": r"(activation|gradient)[ _-]checkpoint\w*",
@@ -17,19 +20,22 @@ SAME = {
     "gan": r"gans?|adversarial|discriminators?|critics?|generators?|"
     r"(two|2|both|several|multiple) (deepspeed )?(models?|engines?|networks?|optimizers?)",
     "expert": r"experts?|moes?|mixtral\w*|deepseek[ -]?\w*|\w+[ -]?moe|mixture of experts",
-    "hang start": r"nothing (happens?|is printed)|prints? nothing|no output",
-    "hang": r"hang\w*|hung|stuck|fr[eo]+z\w*|dead[ -]?lock\w*|stall\w*|blocks? for ?ever|idles?|"
+    "hang outset": r"nothing (happens?|is printed)|prints? nothing|no output",
+    "hang": r"hang\w*|hung|stuck|freez(e|es|ing)|froze|(is|gets?|got|training) frozen|"
+    r"dead[ -]?lock\w*|stall\w*|blocks? for ?ever|idles?|"
     r"nccl time\w*|times? out|timed out|(keeps? |is )?waiting|waits?|no progress|"
-    r"(never|not|n.t) (return|finish|end|start|proceed|continue|respond|progress)\w*|"
-    r"not (doing|do) anything|stops? respond\w*",
-    "not train": r"(not|n.t|hardly|barely|never) (train|learn|updat|chang|mov|improv)\w*|"
-    r"(not|n.t|hardly|barely) (fall|decreas|go down|drop)\w*|"
-    r"(stay|remain|is|are)s? (flat|constant|frozen|the same)",
-    "worse": r"wors\w*|higher|lower|larger|smaller|differ\w*|wrong\w*|diverg\w*|spik\w*|jump\w*|"
-    r"(not|n.t) (match|converg|agree|reproduc)\w*|discrepan\w*|"
+    rf"{_NOT} (return|finish|end|start|proceed|continue|respond|progress)\w*|"
+    rf"{_NOT} (doing|do) anything|stops? respond\w*",
+    "not train": rf"{_NOT} (train|learn|updat|chang|mov|improv|fall|decreas|go down|drop)\w*|"
+    r"(stay|remain|is|are)s? (flat|constant|the same)",
+    "lost": r"lost|disappear\w*|vanish\w*|missing|overwrit\w*|ignored?|discarded|no effect|"
+    rf"{_NOT} (used|counted|applied|seen)",
+    "worse": r"wors\w*|too (small|large|big|high|low|weak|strong)|"
+    r"higher|lower|larger|smaller|differ\w*|wrong\w*|diverg\w*|spik\w*|jump\w*|"
+    rf"{_NOT} (match|converg|agree|reproduc)\w*|discrepan\w*|"
     r"(?<!type )(?<!size )(?<!shape )(?<!device )mis-?match\w*|inconsisten\w*|"
-    r"incorrect\w*|degrad\w*|explod\w*|unstable|bad|off|drop(s|ped)?|chang(es?|ed)|poor\w*|"
-    r"much (more|less)|(not|n.t) the same|regress\w*|decreas(es|ed)|increas(es|ed)|goes up|"
+    r"incorrect\w*|degrad\w*|explod\w*|unstable|bad|off|drop(s|ped)?|(?<!i )(?<!we )chang(es?|ed)|"
+    rf"poor\w*|much (more|less)|{_NOT} the same|regress\w*|decreas(es|ed)|increas(es|ed)|goes up|"
     r"collapse[sd]?|inaccura\w*|shift(s|ed)",
     "elsewhere": r"(upgrad|updat|migrat|mov)\w* (\w+ ){0,3}?"
     r"(transformers|accelerate|trl|peft|py?torch|torch|cuda|python|drivers?)",
@@ -42,12 +48,12 @@ SAME = {
     "memory grow": r"memory (\w+ )?(grow|increas|ris|leak|climb|go)\w*|leak\w*( memory)?|"
     r"(grow|increas|ris)\w* memory",
     "nan": r"nans?|infs?|infinite",
-    "fail": r"fail\w*|crash\w*|errors?|rais\w*|exceptions?|(not|n.t) work\w*|broken|assert\w*",
+    "fail": rf"fail\w*|crash\w*|errors?|rais\w*|exceptions?|{_NOT} work\w*|broken|assert\w*",
     "rank": r"processes|workers?|gpus?|ranks?|nodes?",
     "offload": r"(cpu )?offload\w*",
     "long sequence": r"long\w* (sequence|context|input|prompt)s?",
     "evaluation": r"eval\w*|validation",
-    "start": r"(before|at|from|in) (\w+ )?(start|begin|first (run|import))\w*|start ?up|"
+    "outset": r"(before|at|from|in) (\w+ )?(start|begin|first (run|import))\w*|start ?up|"
     r"before (the )?(first step|(any )?train\w*)|at (the )?(very )?begin\w*|beginning|"
     r"(at|in|during|on|after) (deepspeed )?init\w*",
     "torch_extensions": r"torch[_ ]extensions?|(build|compil|load)\w* (\w+ )?(ops?|operators?|"
@@ -84,11 +90,11 @@ worked works would write writes written yet you your zero zero1 zero2 zero3
 
 #: With one of these, a question is of something else, unless the row speaks of it, too.
 _ELSEWHERE = """
-autotp batch_size bitsandbytes conda cuda cudnn curriculum dataloader dataloaders deepcompile
+autotp batch_size bitsandbytes conda cuda cudnn curriculum dataloader dataloaders deepcompile disk
 docker download downloading driver elastic elsewhere ethernet flash flash-attn gguf hpz
 hyperparameter inference inferencing infiniband install installation installing jax keras
-kubernetes learning mac megatron muon nccl nebula network nvme ollama onebit onnx oom pip pipeline
-profiler quantization quantize quantized ray scheduler serving sglang slurm ssh superoffload
-tensorflow tokenize tokenizer tokenizers tpu ulysse universal vllm window zenflow
+kubernetes learning mac megatron memory muon nccl nebula network nvme ollama onebit onnx oom pip
+pipeline profiler quantization quantize quantized ray scheduler serving sglang slow slurm ssh
+superoffload tensorflow tokenize tokenizer tokenizers tpu ulysse universal vllm window zenflow
 """
 COMMON, ELSEWHERE = frozenset(_COMMON.split()), frozenset(_ELSEWHERE.split())
