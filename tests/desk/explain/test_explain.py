@@ -33,11 +33,6 @@ class Case(NamedTuple):
     source: str
     text: str
 
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody has taught `explain` to answer it yet."""
-        return self.source.startswith("open:")
-
 
 def corpus() -> Iterator[Case]:
     for block in re.split(r"^=== ", CORPUS, flags=re.MULTILINE)[1:]:
@@ -60,14 +55,7 @@ def claimed(text: str, release: str) -> set[str]:
 @pytest.mark.parametrize("case", [*corpus()], ids=lambda case: f"{case.answer} {case.source}")
 def test_no_claim_is_false(case: Case) -> None:
     for release in RELEASES if case.release == "-" else (case.release,):
-        said = claimed(case.text, release)
-        assert said <= {*case.answer.split("|")} or (said == {"-"} and case.is_open), release
-
-
-def test_four_fifths_of_what_can_be_answered_are() -> None:
-    known = [case for case in corpus() if case.answer != "-"]
-    assert sum(case.is_open for case in known) <= len(known) / 5
-    assert sum(case.answer == "-" for case in corpus()) >= len(known) / 2
+        assert claimed(case.text, release) <= {*case.answer.split("|")}, release
 
 
 def evidence(one: Any) -> str:
