@@ -14,6 +14,7 @@ import itertools
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -29,7 +30,7 @@ from packaging.version import Version
 import ds_patches
 from ds_patches.core import registry
 from ds_patches.core.patch import Patch, Place, Target
-from ds_patches.desk import cured, ledger
+from ds_patches.desk import cured, known, ledger
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import SYMPTOMS
 
@@ -204,17 +205,53 @@ def _symptoms(page: str = "troubleshooting.md", only: str = "") -> str:
     """A row for each symptom; of one patch, those that it cures, without the column for it."""
     titles = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
     rows = [titles, ("---",) * len(titles)]
-    rows += [_symptom(one, page) for one in SYMPTOMS if only in ("", one.patch)]
-    return "\n".join(f"|{'|'.join(row[: 5 if only else 6])}|" for row in rows)
+    if only:
+        rows += [_symptom(one, page) for one in SYMPTOMS if one.patch == only]
+        return "\n".join(f"|{'|'.join(row[:5])}|" for row in rows)
+    ids = Counter[str]()
+    for one in SYMPTOMS:
+        script, *others = _symptom(one, page)
+        rows.append((f"{_id(one.anchor, ids)} {script}{_links(one)}{_needs(one.needs)}", *others))
+    for fix in reversed(ledger.fixes()):
+        what, *others = _fix(fix)
+        rows.append((f"{_id(known.name(fix), ids)} {what}{_needs(fix.needs)}", *others))
+    return "\n".join(f"|{'|'.join(row)}|" for row in rows)
+
+
+def _id(name: str, ids: Counter[str]) -> str:
+    """A link of a row to itself."""
+    ids[name] += 1
+    name += f"-{ids[name]}" * (ids[name] > 1)
+    return f"[#](#{name}){{ #{name} }}"
 
 
 def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
-    script = f"[{one.script}]({page}#{one.anchor})"
     cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.add)))
     cure += f", on {floor} and later" if (floor := cured.floor(one)) else ""
     stages = ", ".join(map(str, one.stages))
+    script = f"[{one.script}]({page}#{one.anchor})"
     outcome = f"{one.outcome}{_measured(one)}"
     return script, outcome, stages, one.first, one.right or "none", cure
+
+
+def _fix(one: Symptom) -> tuple[str, ...]:
+    """A row of what a later release fixed."""
+    helps = f"[{one.patch}]({_uri(one.patch)})" if one.patch else one.add or f"{one.right} or later"
+    what = f"fixed in {one.right}{_links(one)}"
+    return what, one.outcome, ", ".join(map(str, one.stages)), one.first, one.right or "", helps
+
+
+def _links(one: Symptom) -> str:
+    links = ", ".join(f"[#{number}]({_PULL}/{number})" for number in one.numbers.split())
+    return f"{': ' * bool(links)}{links}"
+
+
+def _needs(names: str) -> str:
+    """What brings it about, as the page's chooser reads it."""
+    told = ledger.read()
+    needs = [name for name in names.split() if name in told["settings"] or name in told["doings"]]
+    needs = [name for name in needs if name != "script"]
+    return f"<br><small>{', '.join(needs)}</small>" if needs else ""
 
 
 def _measured(one: Symptom) -> str:
@@ -255,34 +292,10 @@ def _patches() -> str:
     return "\n".join(rows)
 
 
-def _fixed() -> list[Symptom]:
-    """What a release was the first to have right, the newest first."""
-    fixed = [one for one in (*SYMPTOMS, *ledger.fixes()) if one.right]
-    return sorted(fixed, key=lambda one: (Version(one.right or ""), one.numbers), reverse=True)
-
-
-def _ledger() -> str:
-    """A section for each release."""
-    lines = []
-    for right, some in itertools.groupby(_fixed(), key=lambda one: one.right):
-        lines += [f"\n## {right}\n", "|with|what a script sees|ZeRO|wrong from|upstream|helps|"]
-        lines += ["|---" * 6 + "|", *map(_fix, some)]
-    return "\n".join(lines)
-
-
-def _fix(one: Symptom) -> str:
-    needs = ", ".join(name for name in one.needs.split() if name != "script")
-    seen = f"[{one.script}](troubleshooting.md#{one.anchor}): {one.outcome}"
-    stages = ", ".join(map(str, one.stages)) if len(one.stages) < 4 else "any"
-    links = ", ".join(f"[#{one}]({_PULL}/{one})" for one in one.numbers.split())
-    helps = f"[{one.patch}]({_uri(one.patch)})" if one.patch else one.add or f"{one.right} or later"
-    return f"|{needs}|{seen if one.anchor else one.outcome}|{stages}|{one.first}|{links}|{helps}|"
-
-
 def _words() -> str:
-    """A row for each word of the ledger's first column."""
+    """A row for each word that stands small in the first column."""
     rows = ["|word|what it is|", "|---|---|"]
-    used = {name for one in _fixed() for name in one.needs.split()}
+    used = {name for one in (*SYMPTOMS, *ledger.fixes()) for name in one.needs.split()}
     for name, places in ledger.read()["settings"].items():
         keys = " or ".join(f"`{place.partition('=')[0]}`" for place in places)
         rows += [f"|{name}|{keys}|"] * (name in used)
@@ -300,7 +313,6 @@ _TABLES = {
     "readme": _readme,
     "symptoms": _symptoms,
     "patches": _patches,
-    "ledger": _ledger,
     "words": _words,
 }
 

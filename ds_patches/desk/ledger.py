@@ -1,9 +1,10 @@
 """Every fix of training that DeepSpeed's releases after 0.16.0 brought, and whom its lack concerns.
 
 ledger.json is the data: under "settings", for each name where it stands in the configuration, and
-after "=" the values, a pattern; under "doings", what no configuration tells; and the fixes, the
-oldest first. What symptoms.py has, as ordinary scripts meet it or no release fixed it, is not
-written here again: a row there names upstream's numbers.
+after "=" the values, a pattern; under "doings", what no configuration tells; under "raises", by a
+number or the words of a fix, what `explain` knows it by: a Symptom's `shown`, and then its `asked`;
+and the fixes, the oldest first. What symptoms.py has, as ordinary scripts meet it or no release
+fixed it, is not written here again: a row there names upstream's numbers.
 """
 
 from __future__ import annotations

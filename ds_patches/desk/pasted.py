@@ -16,21 +16,33 @@ from ds_patches.desk.symptoms import COMPILED
 #: Letters of a log's end that are looked through: what came before was survived.
 _END = 1 << 22
 _ERROR = re.compile(
-    r"""(?:^|[\s:\]])(?:\w+\.)*(?!ChildFailed|CalledProcess)
-        (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)(?::|\s*$)
+    r"""(?<![a-zA-Z0-9_.])(?:\w+\.)*(?!ChildFailed|CalledProcess)
+        (?:[A-Z]\w*(?:Error|Exception|Interrupt)|(?<=ds_patches[.]core[.]errors[.])\w+)
+        (?:[:\uff1a]|[\s`*]*$)
     |Watchdog[ ]caught|Segmentation[ ]fault|^Killed\b
     |(?:return[ ]code[ ]=|exitcode:)[ ]-(?!15\b)""",
     re.VERBOSE,
 )
-_RANK = re.compile(r"\s{0,9}(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):")
-_FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d", re.MULTILINE)
+#: Who has printed a line, as torchrun, mpirun, pdsh and others begin it.
+_RANK = re.compile(
+    r"^(?:[^\[\n]{0,60}(\[rank\d{1,9}\]):"
+    r"|[ \t]{0,9}(?:(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):|(\[\d+,\d+\])<std(?:err|out)>:))",
+    re.MULTILINE,
+)
+_FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d|\.py:\d+ in ", re.MULTILINE)
+#: Colours, also where their first character was lost, and the frames of rich's tracebacks.
+_PAINT = re.compile("\x1b?\\[[0-9;]{1,20}m|\x1b\\[[0-9;]{0,20}[A-Za-z]|[│┃]")
 _BEGIN = "Traceback (most recent call last)"
 #: Lines of a message, and of the traceback before it, that are looked at.
 _MESSAGE, _TRACEBACK = 12, 400
 #: Ranks whose errors are looked at, and letters of a question.
 _RANKS, _QUESTION = 4096, 1000
+#: Of code and of messages: braces, calls, paths, names of several parts.
+_NO_QUESTION = re.compile(r"[{}<>]|(?<!\w)=|=(?!\w)|\w\((?!\))|[/.](?!\d)\w+[/.]\w|::")
 #: What ds_patches itself says, as a warning or at the end of a traceback; not what is live.
 _OURS = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
+#: What stands for something that is left out.
+CUT = "…"
 _VERSION = "DeepSpeed info: version="
 
 
@@ -68,7 +80,7 @@ class Pasted:
 
 def read(text: str) -> Pasted:
     """Look through a text of any length."""
-    end = text[-_END:]
+    end = _PAINT.sub("", text[-_END:])
     lines = end.splitlines()
     ranks = [*map(_rank, lines)]
     shown = next((mark for mark in COMPILED.split("|") if mark in text), "")
@@ -76,7 +88,7 @@ def read(text: str) -> Pasted:
     errors = [_error(lines, ranks, at, shown) for at in sorted(last.values())[-_RANKS:]]
     is_quiet = not errors and "\n" in text.strip()
     is_long = len(text) > _QUESTION
-    is_question = not (errors or is_quiet or is_long or re.search(r"""["'\[\]{}()<>=:]""", text))
+    is_question = not (errors or is_quiet or is_long or _NO_QUESTION.search(text))
     errors = errors or [Error(end, f"{end}\n{shown}", has_traceback=False)]
     question = text if is_question else ""
     return Pasted(tuple(errors), question, is_quiet, said(text), _release(text))
@@ -88,14 +100,17 @@ def said(text: str) -> tuple[str, ...]:
 
 
 def alike(text: str) -> str:
-    """Return a text without what differs from case to case: lines, ranks, numbers but 0."""
-    text = re.sub(r"\[rank\d+\]:", " ", text.lower())
-    return " ".join(re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text).split())
+    """Return the letters of a text, without what differs from case to case: numbers but 0, ranks.
+
+    CUT stands where something is left out.
+    """
+    text = _RANK.sub(" ", _PAINT.sub("", text.lower())).replace("...", CUT)
+    return re.sub(rf"[^\w{CUT}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
 
 
 def _rank(line: str) -> str:
     found = _RANK.match(line)
-    return found[1] if found else ""
+    return (found[1] or found[2] or found[3]) if found else ""
 
 
 def _error(lines: list[str], ranks: list[str], at: int, shown: str) -> Error:
@@ -106,7 +121,7 @@ def _error(lines: list[str], ranks: list[str], at: int, shown: str) -> Error:
     message = "\n".join([lines[at], *after])
     traceback = "\n".join(before)
     evidence = f"{traceback}\n{message}\n{shown}"
-    return Error(message, evidence, bool(_FRAME.search(traceback)))
+    return Error(message, evidence, bool(_FRAME.search(f"{traceback}\n{lines[at]}")))
 
 
 def _until_begin(lines: list[str], ranks: list[str], at: int, others: range) -> Iterator[str]:

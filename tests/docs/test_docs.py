@@ -15,7 +15,8 @@ import pytest
 
 from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, shape
-from ds_patches.desk import explain
+from ds_patches.desk import ledger
+from ds_patches.desk.known import KNOWN
 from ds_patches.desk.row import plain
 from ds_patches.desk.symptoms import SYMPTOMS
 from tests.core import fake
@@ -70,11 +71,14 @@ def test_every_symptom_has_its_row(site: Path) -> None:
     page, sections = (
         (site / f"{name}.html").read_text("utf-8") for name in ("symptoms", "troubleshooting")
     )
-    for one in explain._KNOWN:
-        assert f'id="{one.anchor}"' in sections
+    text = text_of(page)
+    for one in KNOWN:
+        assert f'id="{one.anchor}"' in (page if one.anchor.startswith("fix-") else sections)
     for one in SYMPTOMS:
         assert f'href="troubleshooting.html#{one.anchor}"' in page
-        assert plain(one.script) in text_of(page)
+        assert plain(one.script) in text
+    for fix in ledger.read()["fixes"]:
+        assert plain(fix["seen"]) in text
 
 
 def test_every_flag_is_on_the_page_of_flags() -> None:

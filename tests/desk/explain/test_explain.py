@@ -14,7 +14,8 @@ import pytest
 from packaging.version import Version
 
 from ds_patches.core import registry
-from ds_patches.desk import cured, explain, pasted
+from ds_patches.desk import cured, explain, ledger, pasted
+from ds_patches.desk.known import KNOWN
 from ds_patches.desk.row import Symptom, plain
 from ds_patches.desk.symptoms import CURED, NOT_CURED, SYMPTOMS, TESTED
 from tests import shell
@@ -25,7 +26,7 @@ RELEASES = ("0.16.0", "0.17.6", "0.18.4", TESTED)
 
 
 class Case(NamedTuple):
-    """A text of the corpus. answer: the section, with "?" where it depends; "-" for none."""
+    """A text of the corpus. answer: its sections, with "?" where it depends; "-" for none."""
 
     answer: str
     release: str
@@ -44,24 +45,23 @@ def answers(text: str, release: str = TESTED) -> list[explain.Answer]:
     return explain.answers(pasted.read(text), version, cured.of_releases(version))
 
 
-def claimed(text: str, release: str) -> str:
-    """The section that a text is said to be of, as the corpus has it."""
+def claimed(text: str, release: str) -> set[str]:
+    """The sections that a text is said to be of, as the corpus has them."""
     found = [one for one in answers(text, release) if one.state not in explain._OTHER]
     said = {one.one.anchor + "?" * (not one.is_sure) for one in found}
-    said = said or ({"messages-of-ds_patches"} if pasted.read(text).said else {"-"})
-    return " ".join(said)
+    return said or ({"messages-of-ds_patches"} if pasted.read(text).said else {"-"})
 
 
 @pytest.mark.parametrize("case", [*corpus()], ids=lambda case: f"{case.answer} {case.source}")
 def test_no_claim_is_false(case: Case) -> None:
     for release in RELEASES if case.release == "-" else (case.release,):
-        assert claimed(case.text, release) == case.answer, release
+        assert claimed(case.text, release) <= {*case.answer.split("|")}, release
 
 
 def evidence(one: Any) -> str:
     """A line that shows it."""
     shown = one.shown.lstrip("?!").partition("|")[0]
-    return shown.replace(r"[\s\S]*", " ").replace("\\", "")
+    return re.sub(r"\[\\s\\S\]\*|\.\*", " ", shown).replace("\\", "")
 
 
 @pytest.mark.parametrize("one", SYMPTOMS, ids=lambda one: f"{one.script}: {one.outcome}")
@@ -74,7 +74,7 @@ def test_every_row_is_found_by_its_words(one: Symptom) -> None:
         assert f"wrong from {one.first}, right {right}" in str(said[0])
 
 
-@pytest.mark.parametrize("one", explain._KNOWN, ids=lambda one: one.anchor)
+@pytest.mark.parametrize("one", KNOWN, ids=lambda one: one.anchor)
 def test_every_phrase_leads_to_its_section(one: Any) -> None:
     for phrase in one.asked:
         text = phrase.strip("`").replace("...", "coalesce")
@@ -123,7 +123,7 @@ def run(*words: str, text: str = "") -> Any:
 
 def test_it_answers_a_text_a_log_and_in_json() -> None:
     done = run("--release", "0.18.4", "GatheredParameters: Cannot partition a param in flight")
-    assert (done.returncode, done.stderr) == (explain.KNOWN, "")
+    assert (done.returncode, done.stderr) == (explain.FOUND, "")
     whole = run("-v", "--release", "0.18.4", "Cannot partition a param in flight").stdout
     assert "A parameter is in flight at ZeRO-3 while it is gathered." in whole
     log = "[Rank 0] DeepSpeed info: version=0.18.4+abc, git-hash=abc\nError: mat2 must be a matrix"
@@ -185,6 +185,8 @@ LONG = {
     "frames": f'  File "{"deepspeed" * (MUCH // 9)}"\n{ERROR}',
     "a word": "why " * (MUCH // 4),
     "an error": f"{ERROR}{'x' * MUCH}",
+    "something left out": "pop from an ..." * (MUCH // 15),
+    "nothing": "\0" * MUCH,
 }
 
 
@@ -196,6 +198,12 @@ def test_long_lines_and_many_take_no_longer_than_their_length(kind: str) -> None
     assert time.process_time() - begin < 2
 
 
+def test_a_stream_without_an_end_is_answered() -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        done = shell.python("-m", "ds_patches", "explain", stdin=zeros, timeout=60)
+    assert (done.returncode, done.stderr) == (explain.UNKNOWN, "")
+
+
 def test_a_log_of_50_mb_takes_less_than_a_second() -> None:
     lines = "[2026-11-20 10:00:00,000] [INFO] [Rank 0] step=7, skipped=0, loss 2.31\n" * 740_000
     error = "AssertionError: Cannot partition a param in flight\n"
@@ -203,3 +211,9 @@ def test_a_log_of_50_mb_takes_less_than_a_second() -> None:
     found = pasted.read(lines + error)
     assert time.process_time() - begin < 1
     assert error.strip() in found.errors[-1].message
+
+
+def test_what_raises_is_a_fix() -> None:
+    told = ledger.read()
+    names = {key for fix in told["fixes"] for key in (*fix.get("numbers", "").split(), fix["seen"])}
+    assert {*told["raises"]} <= names

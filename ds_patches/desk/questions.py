@@ -1,0 +1,106 @@
+"""Questions: what the tables' words have to do with those of a question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from math import log
+
+from ds_patches.desk.known import KNOWN
+from ds_patches.desk.row import Symptom
+from ds_patches.desk.words import COMMON, ELSEWHERE, SAME
+
+_SAME = re.compile("|".join(rf"\b(?P<_{at}>{one})\b" for at, one in enumerate(SAME.values())))
+_WORD = re.compile(r"[^\W\d]\w+|\d+\.\d+(?:\.\d+)?")
+_STAGES = re.compile(
+    r"\b(?:zero|stage)(?:[ _-]?stages?)?[ _-]?[0-3](?:[\W_]+(?:and |or )?[0-3](?![.\w]))*\b",
+    re.IGNORECASE,
+)
+#: Letters of a question, and words that no row has, besides a third of all.
+_MOST, _STRANGE = 1000, 1
+#: What a row has to share with a question that no phrase is made for: words, and a part of all; it
+#: is less if one is a name, as pin_memory, and least if few rows have it.
+_WORDS, _PART = 3, 0.75
+_NAMED_WORDS, _NAMED_PART, _RARE = 2, 0.5, 2
+#: What asks for advice, and tells of nothing that went wrong.
+_ADVICE = re.compile(
+    r"\W*(how (do|to|can|should|could|many|much|long)\b(?! (i |we )?(fix|solve|avoid|stop|prevent))"
+    r"|what (is|are|does|do)\b|which\b|where\b|can\b|could\b|should\b|is (it|there|deepspeed)\b)",
+    re.IGNORECASE,
+)
+
+
+def are_of(question: str, rows: Iterable[Symptom]) -> set[Symptom]:
+    """Return the rows that a question is about: those with a phrase in it, or most of its words."""
+    if _ADVICE.match(question):
+        return set()
+    said, told = _words(question[:_MOST])
+    strange = sum(not _known(word) for word in told)
+    if strange > _STRANGE + len(told) / 3:
+        return set()
+    stages = {int(digit) for said in _STAGES.findall(question) for digit in re.findall(r"\d", said)}
+    rows = [one for one in rows if told & ELSEWHERE <= _bag(one)]
+    rows = [one for one in rows if not stages or not one.stages or stages & {*one.stages}]
+    asked = {one for one in rows if any(_has(said, phrase) for phrase in _phrases(one))}
+    return asked or _closest(told, rows)
+
+
+def _closest(told: set[str], rows: list[Symptom]) -> set[Symptom]:
+    weights = {word: log(1 + len(KNOWN) / (1 + _known(word))) for word in told}
+    parts = {}
+    for one in rows:
+        shared = [word for word in told if _stands(word, _bag(one))]
+        names = [_known(word) for word in shared if "_" in word.strip("_")]
+        words, least = (_NAMED_WORDS, _NAMED_PART) if names else (_WORDS, _PART)
+        words -= bool(names) and min(names) <= _RARE and len(told) > 1
+        weight = sum(weights[word] for word in shared)
+        if len(shared) >= words and weight >= least * sum(weights.values()):
+            parts[one] = weight
+    return {one for one, part in parts.items() if part == max(parts.values())}
+
+
+def _words(text: str) -> tuple[set[str], set[str]]:
+    """Return the words of a text as the tables have them: all, and those that say something."""
+    names = list(SAME)
+    text = _SAME.sub(lambda found: f" {names[int((found.lastgroup or '')[1:])]} ", text.lower())
+    words = _WORD.findall(text)
+    return {*map(_stem, words)}, {_stem(word) for word in words if word not in COMMON}
+
+
+def _stem(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word[-1] == "s" and word[-2] != "s" else word
+
+
+def _has(said: set[str], phrase: set[str]) -> bool:
+    """Whether all words of a phrase, or longer ones, are said."""
+    return all(any(one.startswith(word) for one in said) for word in phrase)
+
+
+def _stands(word: str, words: Iterable[str]) -> bool:
+    """Whether one of the words is this one, or one begins like the other: "warmuplr", "warmup"."""
+    return any(
+        word == one or (min(len(word), len(one)) > 4 and _begin_alike(word, one)) for one in words
+    )
+
+
+def _begin_alike(word: str, other: str) -> bool:
+    return word.startswith(other) or other.startswith(word)
+
+
+@cache
+def _phrases(one: Symptom) -> list[set[str]]:
+    return [_words(phrase)[0] for phrase in one.asked if phrase[0] != "`"]
+
+
+@cache
+def _bag(one: Symptom) -> frozenset[str]:
+    """The words of a row, but for messages that stand for it besides."""
+    phrases = (phrase for phrase in one.asked if phrase[0] != "`")
+    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *phrases)))[1])
+
+
+@cache
+def _known(word: str) -> int:
+    """How many rows have a word."""
+    return sum(_stands(word, _bag(one)) for one in KNOWN)
