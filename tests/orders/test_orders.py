@@ -62,7 +62,7 @@ OF_ENGINES_THAT_NEVER_TRAINED = [
 ]
 WITHOUT_A_BACKWARD_AT_THE_BOUNDARY = [
     *(f"zero{stage} : forward backward step step" for stage in (1, 2, 3)),
-    "zero1 bf16 micro2 : forward backward step step",
+    *(["zero1 bf16 micro2 : forward backward step step"] if str(RELEASE) >= "0.18.5" else []),
     "zero1 offloaded micro2 : forward backward step raise{ forward backward } step",
     "zero2 micro2 : forward backward step raise{ forward backward } step",
 ]
