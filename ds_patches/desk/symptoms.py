@@ -247,6 +247,17 @@ CURED = (
             "it reads momentum, or another optimizer state; setting weights changes that", _12,
             "0.16.0", "0.19.7", "universal_checkpoint", anchor="universal-checkpoint",
             needs="universal script", asked=("universal checkpoint", "safe_get_full_fp32_param")),
+    *(Symptom(f"weights that {which} changes after `initialize`: `load_state_dict`, `nn.init`, "
+              "a clamp or copy under `torch.no_grad()`", "the next step undoes it", stages,
+              "0.16.0", None, "weights_by_hand", anchor="weights-by-hand", needs=needs,
+              asked=("load_state_dict ignored", "load_state_dict undone", "load_state_dict no eff",
+                     "clamp weight", "weights reset", "weight change undone", "nn.init no effect",
+                     "wgan"), proof=proof)
+      for which, stages, needs, proof in (
+          ("a script", _12, "script", "weights-by-hand"),
+          ("a `GatheredParameters(modifier_rank=0)`", _3, "script", "weights-gathered"),
+          ("a script in bf16", (0,), "bf16 script", ""),
+          ("a script in fp16", (0,), "fp16 script", ""))),
     Symptom("a parameter of no dimensions, as `logit_scale` of CLIP, BLIP, ALIGN and OWL-ViT; or "
             "one in channels_last, or transposed in memory",
             "`self.dim() cannot be 0 to view Float as Byte`, or "

@@ -75,6 +75,8 @@ PROOFS = {
     "unused": Proof("unused_parameter"),
     "unused-offload": Proof("unused_parameter", _OFFLOADED, _HOST),
     "warmup": Proof("warmup", stage=2),
+    "weights-by-hand": Proof("by_hand"),
+    "weights-gathered": Proof("by_hand"),
 }
 
 
