@@ -6,6 +6,10 @@ Use
     clamp or copy under ``torch.no_grad()`` made of the weights: with ZeRO 1 and 2, without ZeRO in
     bf16 and fp16, and with ZeRO-3 in a ``GatheredParameters(..., modifier_rank=...)``.
 
+    A parameter that is frozen or unfrozen after ``initialize`` is named in one warning, at the
+    first step that does with it what stock does: it does not train, or goes on moving by momentum
+    and weight decay.
+
 Risks
     - **All ranks.** At ZeRO 1 and 2 each rank has to make the same change, as in PyTorch.
     - **There and back.** SAM adds to the weights, and subtracts that again before its step. What is
@@ -16,7 +20,8 @@ Risks
       ``safe_set_full_fp32_param`` in the same step gets the first, if the two differ.
 
 Cost
-    In each step a sum over the version counters of a rank's parameters: 4 µs for 32, 97 for 1000.
+    In each step a look at the version counter of each of a rank's parameters, and at
+    ``requires_grad``: 4 µs each for 100 of them.
     After a change, a comparison of what was changed; at ZeRO-3 a copy of its partition until then.
 
 Not covered
@@ -32,6 +37,7 @@ operations or at ZeRO-3 | undone, as on stock. Use ``safe_set_full_fp32_param`` 
 Why
     ZeRO, bf16 and fp16 step a copy of the weights in fp32, made in ``initialize``, and then write
     it over the weights. What was done to these alone is lost, in every release, without a word.
+    There is no copy of what is frozen in ``initialize``.
 
 How
     PyTorch counts the writes to each tensor. Where they are more than after the last step, elements
@@ -45,11 +51,12 @@ Upstream
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ds_patches.core import handles
+from ds_patches.core import handles, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.engines import built
 from ds_patches.core.patch import Patch
@@ -68,6 +75,7 @@ PATCH = Patch(
     supported=">=0.16.0,<=0.19.8",
     targets=(
         ENGINE.target("_configure_optimizer", "around_configure"),
+        ENGINE.target("_do_optimizer_sanity_check", "around_wrapping"),
         ENGINE.target("_take_model_step", "around_step"),
         GATHERED.target("__exit__", "around_exit"),
         *(
@@ -80,6 +88,22 @@ PATCH = Patch(
 )
 
 apply, unapply, is_applied = handles.of(__name__)
+
+logger = logging.getLogger("ds_patches.cures.weights_by_hand")
+
+_UNFROZEN = (
+    "These parameters were frozen in deepspeed.initialize and are not now, but no step trains "
+    "them: %s. Call initialize again after unfreezing them; or leave them unfrozen before it, and "
+    "give their group a learning rate of 0 until they are to train."
+)
+_FROZEN = (
+    "These parameters were frozen after deepspeed.initialize, and steps without their gradient go "
+    "on moving them, by momentum and weight decay: %s. Set the learning rate of their group to 0, "
+    "or call initialize again."
+)
+_NAMED = 3
+#: Settings of a group by which an optimizer moves what has a gradient of zeros.
+_MOVING = ("betas", "momentum", "weight_decay")
 
 #: Writes to a parameter at ZeRO-3: those of a block are not counted.
 _SEVERAL = 2
@@ -140,6 +164,41 @@ def _same(one: Tensor, other: Tensor, writes: int = 1) -> Tensor:
     return torch.isclose(one, other, rtol=step, atol=0.0, equal_nan=True)
 
 
+class _Frozen:
+    """Of an engine: which of the parameters that its optimizer was given were frozen then."""
+
+    def __init__(self, engine: Any) -> None:
+        groups = engine.basic_optimizer.param_groups
+        self._given = [(param, group) for group in groups for param in group["params"]]
+        self._params = [param for param, _ in self._given]
+        self._trained = [param.requires_grad for param in self._params]
+        self._said: set[str] = set()
+
+    def look(self, engine: Any) -> None:
+        """Say once what is frozen now and was not, and the other way round."""
+        if [param.requires_grad for param in self._params] == self._trained:
+            return
+        here = {id(param): name for name, param in engine.module.named_parameters()}
+        found: dict[str, list[str]] = {_UNFROZEN: [], _FROZEN: []}
+        for (param, group), trained in zip(self._given, self._trained, strict=True):
+            moves = group["lr"] and any(map(group.get, _MOVING))
+            if param.requires_grad != trained and (moves or not trained):
+                found[_FROZEN if trained else _UNFROZEN].append(here.get(id(param), "one outside"))
+        for message, names in found.items():
+            if names and message not in self._said:
+                self._said.add(message)
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                logger.log(log.for_the_job(), message, ", ".join(names[:_NAMED]) + more)
+
+
+@cache
+def _frozen() -> Attached[_Frozen]:
+    """Return what is known of each engine that was built since."""
+    from ds_patches.steps.attached import Attached
+
+    return Attached(f"{PATCH.name}_frozen", _Frozen)
+
+
 @cache
 def _weights() -> Attached[_Weights]:
     """Return what is known of each optimizer."""
@@ -177,6 +236,7 @@ def activate() -> Sequence[str]:
 def deactivate() -> None:
     """Leave every optimizer to stock."""
     _weights().detach_all()
+    _frozen().detach_all()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -186,11 +246,20 @@ def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
     return result
 
 
+def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """It says how the optimizer, which is whole until then, is to be wrapped."""
+    result = wrapped(*args, **kwargs)
+    _frozen()(engine)
+    return result
+
+
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """It has the optimizer step its copy, and write that over the weights."""
     weights = _weights().get(engine.optimizer)
     if weights is None:
         return wrapped(*args, **kwargs)
+    if (frozen := _frozen().get(engine)) is not None:
+        frozen.look(engine)
     weights.take(engine.optimizer)
     result = wrapped(*args, **kwargs)
     weights.read()
