@@ -178,11 +178,16 @@ class _Frozen:
         """Say once what is frozen now and was not, and the other way round."""
         if [param.requires_grad for param in self._params] == self._trained:
             return
+        from ds_patches.upstream import kinds, stepped
+
         here = {id(param): name for name, param in engine.module.named_parameters()}
+        # To 0.18 these copy what is frozen, too.
+        is_half = kinds.is_half(engine.optimizer)
+        copied = stepped.slices(engine.optimizer) if is_half else {}
         found: dict[str, list[str]] = {_UNFROZEN: [], _FROZEN: []}
         for (param, group), trained in zip(self._given, self._trained, strict=True):
             moves = group["lr"] and any(map(group.get, _MOVING))
-            if param.requires_grad != trained and (moves or not trained):
+            if param.requires_grad != trained and (moves if trained else id(param) not in copied):
                 found[_FROZEN if trained else _UNFROZEN].append(here.get(id(param), "one outside"))
         for message, names in found.items():
             if names and message not in self._said:

@@ -21,7 +21,7 @@ from tests.world import on_ranks
 EVERYWHERE = pytest.mark.parametrize(
     "options",
     [
-        pytest.param(options, id=str(at), marks=pytest.mark.core_case)
+        pytest.param(options, id=str(at))
         for at, options in enumerate(
             [
                 Options(0, **BF16),
@@ -84,11 +84,14 @@ def says(said: list[str], *words: str) -> bool:
 
 
 @on_ranks
+@pytest.mark.core_case
 @EVERYWHERE
 def test_unfrozen(options: Options) -> None:
     said, moved = told(options, unfrozen, frozen)
-    assert not moved, "stock trains it: say nothing"
-    assert says(said, "rebuild.weight, rebuild.bias", "Call initialize again"), said
+    if moved:  # to 0.18 without ZeRO
+        assert not said
+    else:
+        assert says(said, "rebuild.weight, rebuild.bias", "Call initialize again"), said
 
 
 @on_ranks
