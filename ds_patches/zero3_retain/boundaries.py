@@ -258,3 +258,8 @@ class _TransformedBoundary(_Boundary):
 _TransformedBoundary.forward.__signature__ = signature(  # type: ignore[attr-defined]
     _TransformedBoundary.forward
 )
+
+
+def is_boundary(node: Any) -> bool:
+    """Whether a node of a graph is an edge of a module."""
+    return issubclass(getattr(node, "_forward_cls", object), _Boundary)
