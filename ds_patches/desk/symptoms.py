@@ -50,6 +50,15 @@ CURED = (
             "memory grows with each backward that retains its graph", (0, *_ALL), "0.16.0", None,
             "activation_checkpointing", anchor="own-checkpointing",
             asked=("memory grow backward", "memory grow retain_graph")),
+    Symptom("a function of the weights in the loss, computed in a `GatheredParameters`: weight "
+            "decay, orthogonality, EWC",
+            "`Function PowBackward0 returned an invalid gradient at index 0 - got [0] but expected "
+            "shape compatible with [64]`, or `The size of tensor a (64) must match the size of "
+            "tensor b (0)`", _3, "0.16.0", None, "zero3_retain", anchor="function-of-weights",
+            asked=("`Backward0 returned an invalid gradient at index 0 - got [0] but expected`",
+                   "gatheredparameters loss", "gatheredparameters penalty",
+                   "weight decay gatheredparameters", "l2 gatheredparameters"),
+            shown="run_backward", proof="penalty"),
     Symptom("DeepSpeed's `non_reentrant_checkpoint`, if a layer that trains comes last in it",
             "`The size of tensor a (0) must match the size of tensor b (32)`",
             _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor", asked=_GONE,
@@ -369,6 +378,14 @@ NOT_CURED = (
     Symptom("Muon with `offload_optimizer`", "Muon is plain SGD", _12, "0.17.6", "0.19.8", "",
             add="the optimizer on the device", anchor="muon", needs="muon offload",
             asked=("muon sgd",)),
+    Symptom("bf16 or fp16 with a `communication_data_type` of fp32, also by sequence parallelism, "
+            "once a reduce bucket is full", "`KeyError: torch.bfloat16`", _12, "0.17.2", "0.18.1",
+            "", add="no `communication_data_type`", anchor="communication-type",
+            needs="communication", asked=("`KeyError: torch.float16`",)),
+    Symptom("`engine.load_checkpoint(..., load_module_only=True)`",
+            "returns normally, and loads no weights", _3, "0.16.0", None, "",
+            add="`load_optimizer_states=False` instead", anchor="module-only",
+            asked=("load_module_only",)),
     Symptom("a parameter that is unfrozen after `initialize`", "it does not train", _ALL, "0.16.0",
             None, "", add="`initialize` after unfreezing", anchor="frozen-later",
             asked=("unfreeze not train", "unfrozen not train", "requires_grad not train",

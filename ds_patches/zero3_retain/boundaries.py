@@ -260,6 +260,11 @@ _TransformedBoundary.forward.__signature__ = signature(  # type: ignore[attr-def
 )
 
 
+
 def is_boundary(node: Any) -> bool:
     """Whether a node of a graph is an edge of a module."""
-    return issubclass(getattr(node, "_forward_cls", object), _Boundary)
+    return type(node).__name__ in _NODES
+
+
+#: PyTorch calls the node of a Function after it.
+_NODES = {f"{one.__name__}Backward" for one in (_Boundary, _TransformedBoundary)}
