@@ -260,7 +260,6 @@ _TransformedBoundary.forward.__signature__ = signature(  # type: ignore[attr-def
 )
 
 
-
 def is_boundary(node: Any) -> bool:
     """Whether a node of a graph is an edge of a module."""
     return type(node).__name__ in _NODES
