@@ -52,6 +52,15 @@ CURED = (
             "memory grows with each backward that retains its graph", (0, *_ALL), "0.16.0", None,
             "activation_checkpointing", anchor="own-checkpointing",
             asked=("memory grow backward", "memory grow retain_graph")),
+    Symptom("a function of the weights in the loss, computed in a `GatheredParameters`: weight "
+            "decay, orthogonality, EWC",
+            "`Function PowBackward0 returned an invalid gradient at index 0 - got [0] but expected "
+            "shape compatible with [64]`, or `The size of tensor a (64) must match the size of "
+            "tensor b (0)`", _3, "0.16.0", None, "zero3_retain", anchor="function-of-weights",
+            asked=("`Backward0 returned an invalid gradient at index 0 - got [0] but expected`",
+                   "gatheredparameters loss", "gatheredparameters penalty",
+                   "weight decay gatheredparameters", "l2 gatheredparameters"),
+            shown="run_backward", proof="penalty"),
     Symptom("DeepSpeed's `non_reentrant_checkpoint`, if a layer that trains comes last in it",
             "`The size of tensor a (0) must match the size of tensor b (32)`",
             _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor", asked=_GONE,
@@ -271,6 +280,16 @@ CURED = (
             "0.16.0", "0.19.7", "universal_checkpoint",
             numbers="8474", anchor="universal-checkpoint",
             needs="universal script", asked=("universal checkpoint", "safe_get_full_fp32_param")),
+    *(Symptom(f"weights that {which} changes after `initialize`: `load_state_dict`, `nn.init`, "
+              "a clamp or copy under `torch.no_grad()`", "the next step undoes it", stages,
+              "0.16.0", None, "weights_by_hand", anchor="weights-by-hand", needs=needs,
+              asked=("load_state_dict ignored", "load_state_dict undone", "load_state_dict no eff",
+                     "clamp weight", "weights reset", "weight change undone", "nn.init no effect",
+                     "wgan"), proof=proof)
+      for which, stages, needs, proof in (
+          ("a script", _12, "script", "weights-by-hand"),
+          ("a `GatheredParameters(modifier_rank=0)`", _3, "script", "weights-gathered"),
+          ("a script in bf16 or fp16", (0,), "bf16_or_fp16 script", ""))),
     Symptom("a parameter of no dimensions, as `logit_scale` of CLIP, BLIP, ALIGN and OWL-ViT; or "
             "one in channels_last, or transposed in memory",
             "`self.dim() cannot be 0 to view Float as Byte`, or "
@@ -394,6 +413,21 @@ NOT_CURED = (
     Symptom("Muon with `offload_optimizer`", "Muon is plain SGD", _12, "0.17.6", "0.19.8", "",
             add="the optimizer on the device", numbers="8463", anchor="muon", needs="muon offload",
             asked=("muon sgd",)),
+    Symptom("bf16 or fp16 with a `communication_data_type` of fp32, also by sequence parallelism, "
+            "once a reduce bucket is full", "`KeyError: torch.bfloat16`", _12, "0.17.2", "0.18.1",
+            "", numbers="7636", add="no `communication_data_type`", anchor="communication-type",
+            needs="communication_data_type bf16_or_fp16", asked=("`KeyError: torch.float16`",)),
+    Symptom("`engine.load_checkpoint(..., load_module_only=True)`",
+            "returns normally, and loads no weights", _3, "0.16.0", None, "",
+            add="`load_optimizer_states=False` instead", anchor="module-only",
+            asked=("load_module_only",)),
+    Symptom("a parameter that is unfrozen after `initialize`", "it does not train", _ALL, "0.16.0",
+            None, "", add="`initialize` after unfreezing", anchor="frozen-later",
+            asked=("unfreeze not train", "unfrozen not train", "requires_grad not train")),
+    Symptom("a parameter that is frozen after `initialize`, and momentum or weight decay",
+            "it goes on moving", _ALL, "0.16.0", None, "", add="a group with a rate of 0",
+            anchor="frozen-later",
+            asked=("frozen mov", "freeze mov", "frozen chang", "freeze chang", "frozen update")),
     Symptom("a parameter group that is wholly frozen", "to build the engine raises", _12, "0.16.0",
             None, "", add="an optimizer without that group", anchor="frozen-group",
             asked=("frozen group", "`expected a non-empty list of Tensors`"),

@@ -15,11 +15,18 @@ from ds_patches.upstream.kinds import Kind, kind_of
 
 
 class Slice(NamedTuple):
-    """Where a parameter, or this rank's part of it, lies in a tensor that is stepped."""
+    """Where a parameter, or this rank's part of it, lies in a tensor that is stepped.
+
+    skipped: how many elements of the parameter come before, and belong to other ranks.
+    """
 
     stepped: Tensor
     start: int
     length: int
+    skipped: int = 0
+
+
+Slices = Iterator[tuple[Tensor, Slice]]
 
 
 def slices(optimizer: Any) -> dict[int, Slice]:
@@ -27,6 +34,11 @@ def slices(optimizer: Any) -> dict[int, Slice]:
 
     Raises NotChecked for an optimizer that is not known to step with these.
     """
+    return {id(param): where for param, where in located(optimizer)}
+
+
+def located(optimizer: Any) -> Slices:
+    """Return the same, each with its parameter."""
     kind = kind_of(optimizer)
     found = _flat if kind in _FLAT else {Kind.ZERO3: _stage3, Kind.FP16_UNFUSED: _unfused}.get(kind)
     if found is None and isinstance(optimizer, torch.optim.Optimizer):
@@ -35,7 +47,16 @@ def slices(optimizer: Any) -> dict[int, Slice]:
     if found is None or past:
         name = ", ".join([type(optimizer).__name__, *past])
         raise NotChecked(f"train_check() does not cover {name}")
-    return {id(param): where for param, where in found(optimizer)}
+    return found(optimizer)
+
+
+def both(param: Any, where: Slice) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a parameter as forwards use it, and as the optimizer steps it."""
+    mine = getattr(param, "ds_tensor", param).detach().reshape(-1)
+    mine, stepped = mine.narrow(0, where.skipped, where.length), where.stepped.detach()
+    if stepped.dim() != 1:  # of a parameter by itself, laid out as that is
+        return mine.view(stepped.shape), stepped
+    return mine, stepped.narrow(0, where.start, where.length)
 
 
 #: Where parameters lie flat, one behind the other: of each group the parameters, and a partition.
@@ -76,9 +97,6 @@ def kept(optimizer: Any, params: Iterable[Tensor], where: dict[int, Slice]) -> d
     return {}
 
 
-Slices = Iterator[tuple[Tensor, Slice]]
-
-
 def _stage3(optimizer: Any) -> Slices:
     for group in optimizer.fp16_groups:
         for param in group:
@@ -99,7 +117,7 @@ def _flat(optimizer: Any) -> Slices:
             start = max(int(offset), begin)
             end = min(int(offset) + param.numel(), begin + partition.numel())
             if start < end:
-                yield param, Slice(partition, start - begin, end - start)
+                yield param, Slice(partition, start - begin, end - start, start - int(offset))
 
 
 def _unfused(optimizer: Any) -> Slices:

@@ -47,10 +47,31 @@ def is_here(param: Any) -> bool:
     return bool(param.ds_status.name == "AVAILABLE")
 
 
+def optimizer_of(param: Any) -> Any:
+    """Return what steps a parameter; None for one that nothing trains."""
+    return getattr(param, "_z3_optimizer", None)
+
+
+def is_on_nvme(optimizer: Any) -> bool:
+    """Whether its partitions of the parameters are in files."""
+    return bool(getattr(optimizer, "params_in_nvme_and_cpu", False))
+
+
+def note_partitions(noted: dict[int, tuple[Any, torch.Tensor]], params: Sequence[Any]) -> None:
+    """Note a copy of this rank's partition of each that trains, by id; what is noted stays."""
+    new = [param for param in params if param.requires_grad and id(param) not in noted]
+    noted.update({id(param): (param, param.ds_tensor.detach().clone()) for param in new})
+
+
 def shape_of(param: Any) -> Sequence[int]:
     """Return the shape of the whole parameter."""
     shape: Sequence[int] = param.ds_shape
     return shape
+
+
+def give_shape(param: Any) -> None:
+    """Let a parameter have its shape, and no values."""
+    param.data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
 
 
 def group_of(param: Any) -> Any:

@@ -63,6 +63,7 @@ PROOFS = {
     "outputs": Proof("outputs"),
     "outputs-plain": Proof("outputs_plain"),
     "own-checkpointing": Proof("own_checkpointing", stage=2),
+    "penalty": Proof("penalty"),
     "pipeline": Proof("pipeline", {}, _UNPRINTED),
     "pipeline-0": Proof("pipeline", stage=0),
     "retained": Proof("two_backwards"),
@@ -75,6 +76,8 @@ PROOFS = {
     "unused": Proof("unused_parameter"),
     "unused-offload": Proof("unused_parameter", _OFFLOADED, _HOST),
     "warmup": Proof("warmup", stage=2),
+    "weights-by-hand": Proof("by_hand"),
+    "weights-gathered": Proof("by_hand"),
 }
 
 

@@ -1,0 +1,232 @@
+"""Weights that a script changes itself, between steps: they are what the next step begins with."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import Tensor, nn
+
+from ds_patches.upstream import kinds
+from tests.harness import models, stock
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import loss_of
+from tests.harness.options import (
+    ADAM,
+    BF16,
+    BF16_SUMS,
+    FP16,
+    OFFLOADED,
+    OFFLOADED_ALL,
+    PERSISTENT,
+)
+from tests.harness.run import applied, run
+from tests.harness.surroundings import build_engine
+from tests.harness.trainers import EngineTrainer
+from tests.scripts.ordinary import one_backward
+from tests.world import World, on_ranks
+
+PATCH = "weights_by_hand"
+#: Without these, some releases get the same training wrong where nothing is changed.
+OTHERS = "half_without_zero zero3_retain accumulation"
+
+
+def beside_others(*stages: int, **options: Any) -> Any:
+    return lambda patches, script: of(f"{patches} {OTHERS}", script, *stages, **options)
+
+
+ROWS = (
+    at(1, 2, 3, core={2}),
+    at(1, 2, 3, **BF16, core={3}),
+    beside_others(0, **BF16, core={0}),
+    beside_others(1, **BF16_SUMS),
+    at(2, 3, **OFFLOADED, core={2}),
+    at(3, **OFFLOADED_ALL, zero=PERSISTENT),
+    at(2, 3, **BF16, **OFFLOADED, rates=(0.1, 0.2)),
+)
+
+
+def changed(trainer: Any, module: Any = None) -> Any:
+    """A block in which the parameters of a module may be changed, or all."""
+    params = [*(module or trainer.module).parameters()]
+    if not trainer.is_engine:
+        return trainer.gathered(params)
+    from deepspeed.runtime.zero import GatheredParameters
+
+    enabled = any(hasattr(param, "ds_id") for param in params)
+    return GatheredParameters(params, modifier_rank=0, enabled=enabled)
+
+
+@trains(PATCH, *ROWS)
+def test_clamped(trainer: Any, step: int) -> None:
+    """A WGAN's, before each backward."""
+    with changed(trainer), torch.no_grad():
+        for param in trainer.module.parameters():
+            param.clamp_(-0.2, 0.2)
+    trainer.backward(loss_of(trainer, step))
+
+
+@trains(PATCH, *ROWS)
+def test_initialised_anew(trainer: Any, step: int) -> None:
+    """A head, after a backward: its step begins with that."""
+    trainer.backward(loss_of(trainer, step))
+    if step == 1:
+        with changed(trainer, head := trainer.module.rebuild):
+            for param in head.parameters():
+                nn.init.constant_(param, 0.125)
+
+
+@trains(
+    PATCH,
+    beside_others(1, 2, 3),
+    beside_others(0, 1, 2, 3, **BF16, core={0, 2, 3}),
+    beside_others(2, 3, **BF16, **OFFLOADED),
+)
+def test_perturbed(trainer: Any, step: int) -> None:
+    """Weights for a backward alone, as SAM does."""
+    for sign in (1, -1):
+        with changed(trainer), torch.no_grad():
+            for param in trainer.module.parameters():
+                param.add_(0.05, alpha=sign)
+        if sign > 0:
+            trainer.backward(loss_of(trainer, step))
+
+
+def loaded(trainer: Any) -> None:
+    """All weights, before the first step."""
+    with changed(trainer):
+        state = trainer.module.state_dict()
+        trainer.module.load_state_dict({name: one * 0.5 for name, one in state.items()})
+    one_backward(trainer)
+
+
+FP16_ROWS = beside_others(0, 1, 3, **FP16, core={0}), beside_others(0, **FP16, fused=True)
+CASES = [*chain.from_iterable(row(PATCH, loaded) for row in ROWS)]
+
+
+@cases(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
+def test_loaded(world: World, case: Case) -> None:
+    case.check(world)
+
+
+@cases(CASES)
+def test_stock_steps_from_what_was_there_before(world: World, case: Case) -> None:
+    for one in world.run(run, case.script, case.options):
+        assert not one.error
+        assert one.difference > 0.1, one
+
+
+@trains(
+    PATCH,
+    beside_others(1, 2, 3, micro_steps=2),
+    beside_others(2, 3, **BF16, micro_steps=2, **OFFLOADED),
+)
+def test_between_micro_steps(trainer: Any, step: int, micro: int) -> None:
+    if micro:
+        with changed(trainer, head := trainer.module.rebuild), torch.no_grad():
+            for param in head.parameters():
+                param.mul_(0.5)
+    trainer.backward(loss_of(trainer, step, micro))
+
+
+# --- What nobody changed stays as it is -----------------------------------------------------------
+
+
+def copies(trainer: EngineTrainer) -> list[Tensor]:
+    """In fp32, which are stepped."""
+    if kinds.is_half(optimizer := trainer.engine.optimizer):
+        groups = getattr(optimizer, "fp32_groups", None) or [optimizer.fp32_groups_flat]
+        return [one.clone() for group in groups for one in group]
+    return [safe_get_full_fp32_param(param) for param in trainer.module.parameters()]
+
+
+def swapped(trainer: EngineTrainer) -> None:
+    """Averaged weights, for an evaluation."""
+    params = [*trainer.module.parameters()]
+    with changed(trainer), torch.no_grad():
+        own = [param.clone() for param in params]
+        for param in params:
+            param.mul_(0.5)
+    with changed(trainer), torch.no_grad():
+        for param, value in zip(params, own, strict=True):
+            param.copy_(value)
+
+
+@torch.no_grad()
+def there_and_back(trainer: EngineTrainer) -> None:
+    """A perturbation that is added and subtracted, as SAM's: bf16 rounds on both ways."""
+    params = [*trainer.module.parameters()]
+    for sign in (1, -1):
+        with changed(trainer):
+            if sign > 0:
+                own = [param.clone() for param in params]
+                added = [param * 0.7 for param in params]
+            for param, value in zip(params, added, strict=True):
+                param.add_(value, alpha=sign)
+            if sign < 0 and trainer.options.dtype != "float32":
+                assert not all(map(torch.equal, own, params))
+
+
+def newer(trainer: EngineTrainer) -> None:
+    """Copies that are set: as the weight is, which is rounded; by themselves; and differently."""
+    if kinds.is_half(trainer.engine.optimizer):
+        return  # its copies cannot be set
+    both, alone, *_, last = trainer.module.parameters()
+    values = [torch.full(getattr(one, "ds_shape", one.shape), 0.3) for one in (both, alone, last)]
+    with changed(trainer), torch.no_grad():
+        both.copy_(values[0])
+        if trainer.options.stage == 3:
+            last.mul_(0.5)
+    for one, value in zip((both, alone, last), values, strict=True):
+        safe_set_full_fp32_param(one, value)
+
+
+def resumed(trainer: EngineTrainer) -> None:
+    """A checkpoint, in which a copy is newer than its weights."""
+    newer(trainer)
+    trainer.save()
+    trainer.load()
+
+
+def ordinary(trainer: EngineTrainer) -> None:
+    """Nothing."""
+
+
+BOTH = [stock.since("0.19.8", "offload_states() of ZeRO-1 and ZeRO-2 where there is no GPU")]
+OFFLOADS = of(OTHERS, EngineTrainer.offload, 1, 2, **ADAM, **BF16, marks=BOTH)
+CORE = there_and_back, resumed
+SCRIPTS = (
+    of(OTHERS, script, stage, **ADAM, **more, core={0, 1, 2, 3} if script in CORE and more else ())
+    for script in (ordinary, swapped, there_and_back, newer, resumed)
+    for stage, more in [
+        (0, BF16),
+        (1, BF16),
+        (1, BF16_SUMS),
+        (2, {}),
+        (2, {**BF16, **OFFLOADED}),
+        (3, {}),
+        (3, BF16),
+        (3, {**BF16, **OFFLOADED_ALL}),
+    ]
+    if stage or script is not newer
+)
+
+
+@on_ranks
+@cases(*SCRIPTS, OFFLOADS)
+def test_copies_stay_to_the_bit(case: Case, tmp_path: Path) -> None:
+    found = []
+    for patches in [case.patches, (PATCH, *case.patches)]:
+        with applied(*patches):
+            model = models.build("TwoHeads", case.options.torch_dtype)
+            trainer = EngineTrainer(build_engine(model, case.options.config), case.options)
+            trainer.folder = tmp_path
+            for step in range(3):
+                trainer.backward(loss_of(trainer, step))
+                trainer.step()
+                case.script(trainer)
+            trainer.backward(loss_of(trainer, 3))
+            trainer.step()
+            found.append(copies(trainer))
+    assert all(map(torch.equal, *found))
