@@ -7,7 +7,7 @@ from math import inf
 
 from tests import releases
 from tests.releases import install, shapes
-from tests.releases.measure import measure
+from tests.releases.measure import ON_GPUS, measure, measure_on_gpus
 from tests.releases.record import columns, record
 from tests.releases.run import run
 
@@ -36,6 +36,9 @@ def main() -> int:
     measuring = commands.add_parser("measure", help="run `prove`, and write docs/measured.json")
     measuring.add_argument("name", nargs="*", help="of a proof; default: all")
     measuring.set_defaults(work=lambda given: measure(given.name))
+    on_gpus = commands.add_parser("gpus", help="run `prove --all`, and write docs/compatibility.md")
+    on_gpus.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
+    on_gpus.set_defaults(work=lambda given: measure_on_gpus(given.version))
 
     shaping = commands.add_parser("shapes", help="write what the code looks like in each release")
     shaping.set_defaults(work=lambda given: shapes.record(shapes.installed()))

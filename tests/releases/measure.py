@@ -1,4 +1,4 @@
-"""What the proofs come to, on the oldest and the newest release that is wrong."""
+"""What the proofs come to: on the oldest and the newest release that is wrong, or on GPUs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from ds_patches.desk import cured
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import CURED
 from tests.releases import RELEASES, ROOT, each, install_one, say
+from tests.releases.record import stamp
 from tests.releases.run import python
 
 FILE = ROOT / "docs" / "measured.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+TABLE = re.compile(r"(?<=<!-- gpus -->\n\n).*?(?=\n\n<!-- end gpus -->)", re.DOTALL)
+#: Those that frameworks pin, and the newest.
+ON_GPUS = ("0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", "0.19.8")
 _TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
 
 
@@ -52,3 +57,27 @@ def _prove(key: str) -> dict[str, str]:
     is_shown = "stock is wrong, patched is right" in done.stdout
     say(f"{key}: {told}" if is_shown else f"{key}: not shown\n{done.stdout}")
     return told if is_shown else {}
+
+
+def measure_on_gpus(versions: Sequence[str]) -> int:
+    """Run all proofs of these releases on GPUs, and write the table; 1 if one does not show."""
+    found: dict[str, dict[str, str]] = {}
+    heads, is_bad = [], False
+    for at in versions:
+        if not install_one(at):
+            return 1
+        done = python(at, "-m", "ds_patches", "prove", "--all", "--device", "cuda")
+        say(done.stdout)
+        is_bad |= done.returncode != 0
+        heads += re.findall("^DeepSpeed .* on (.*)$", done.stdout, re.M)
+        for line in re.findall(r"^[a-z0-3-]+  +\S.*$", done.stdout, re.M):
+            name, stock, patched, *why = re.split("  +", line)
+            told = f"{stock}; {patched}".replace("off by ", "")
+            found.setdefault(name, {})[at] = f"**{told}**" if why else told
+    rows = [["proof", *versions], ["---"] * (1 + len(versions))]
+    rows += [[n, *(found[n].get(at, "-") for at in versions)] for n in sorted(found)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    ran = f"On {', '.join(dict.fromkeys(heads))}; {stamp()}."
+    text = TABLE.sub(lambda _: f"{ran}\n\n{table}", PAGE.read_text("utf-8"))
+    PAGE.write_text(text, "utf-8")
+    return int(is_bad)
