@@ -63,7 +63,7 @@ def listed() -> int:
     here = _here()
     print(f"what DeepSpeed {here} gets wrong, and `ds-patches prove NAME` shows:")
     rows = [
-        (name, f"{_told(name, row)}{' (needs a GPU)' * bool(proofs.PROOFS[name].gpu)}")
+        (name, f"{_told(name, row)}{f' ({why})' if (why := _unable(name, '')) else ''}")
         for name, row in shown(here).items()
     ]
     print(*(f"  {line}" for line in columns.aligned(rows)), sep="\n")
@@ -104,9 +104,9 @@ def prove(name: str, svg: Path | None = None, *, script: bool, device: str | Non
         return RIGHT
     if svg:
         picture.must_draw(svg)
-    device = _device(device)
-    if proof.gpu and device == "cpu":
-        raise FlagError(f"{name} needs a GPU: {proof.gpu}")
+    device = _device(device or ("cpu" if "cpu" in proof.only else None))
+    if why := _unable(name, device):
+        raise FlagError(f"{name} {why}")
     print(f"{title}\n", flush=True)
     return compare(text, title, svg, device=device)
 
@@ -119,8 +119,8 @@ def prove_all(device: str | None = None) -> int:
     print(f"DeepSpeed {here} on {_hardware(device)}", flush=True)
 
     def line(name: str) -> tuple[bool, str]:
-        if (why := proofs.PROOFS[name].gpu) and device == "cpu":
-            return True, f"needs a GPU: {why}"
+        if why := _unable(name, device):
+            return True, why
         runs = _train(proofs.compose(name, _stage(name, rows[name]), name), device)
         expected, *sides = (runs[side] for side in SIDES)
         if expected.error:
@@ -129,8 +129,8 @@ def prove_all(device: str | None = None) -> int:
         is_shown = not sides[0].is_right(expected) and sides[1].is_right(expected)
         return is_shown, f"{told}{'' if is_shown else 'not shown'}"
 
-    # A side has two processes: each computes little, and imports much.
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+    # Each has six processes.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
         found = []
         print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
         try:
@@ -175,6 +175,13 @@ def _device(given: str | None) -> str:
     if given == "cuda" and not has_gpu:
         raise FlagError("--device cuda: torch sees no GPU")
     return "cuda" if device == "cuda" and has_gpu else "cpu"
+
+
+def _unable(name: str, device: str) -> str:
+    """Return why a device does not show a proof, if it does not."""
+    if not (only := proofs.PROOFS[name].only) or device in only:
+        return ""
+    return f"needs a {'CPU' if 'cpu' in only else 'GPU'}: {only[1]}"
 
 
 def _hardware(device: str) -> str:

@@ -20,7 +20,7 @@ _REDUCED = {"reduce_scatter": False}
 _PREFETCHED = {"stage3_prefetch_bucket_size": 600, "stage3_max_live_parameters": 10**9}
 _HOST = {"zero_force_ds_cpu_optimizer": False}
 _UNPRINTED = {"steps_per_print": 1000}  # without it a pipeline fails to 0.16.4
-_FP16 = "DeepSpeed refuses fp16 on a CPU"
+_FP16 = ("cuda", "DeepSpeed refuses fp16 on a CPU")
 #: The throughput timer waits for the device in each step.
 _UNTIMED = {"timers": {"throughput": {"enabled": False, "synchronized": False}}}
 
@@ -33,15 +33,15 @@ def _fp16(**settings: Any) -> dict[str, Any]:
 class Proof:
     """A function of scripts.py, and the configuration besides.
 
-    stage: where it is not the row's. gpu: why it takes one. row: the name of the proof that its row
-    has, if that is another one.
+    stage: where it is not the row's. only: the device that shows it, and why the other does not.
+    row: the name of the proof that its row has, if that is another one.
     """
 
     script: str
     zero: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
-    gpu: str = ""
+    only: tuple[str, ...] = ()
     row: str = ""
 
 
@@ -56,20 +56,23 @@ PROOFS = {
     "cosine": Proof("cosine", stage=2),
     "experts": Proof("experts"),
     "forwards-first": Proof("forwards_first"),
-    "fp16": Proof("one_backward", {}, _fp16(loss_scale=128), gpu=_FP16),
-    "fp16-fused": Proof("fused_adam", {}, _fp16(loss_scale=128), gpu=_FP16),
+    "fp16": Proof("one_backward", {}, _fp16(loss_scale=128), only=_FP16),
+    "fp16-fused": Proof("fused_adam", {}, _fp16(loss_scale=128), only=_FP16),
     "fp16-scale": Proof(
-        "one_backward", {}, _fp16(initial_scale_power=7, loss_scale_window=2), gpu=_FP16
+        "one_backward", {}, _fp16(initial_scale_power=7, loss_scale_window=2), only=_FP16
     ),
     "gan": Proof("gan"),
     "gan-3": Proof("gan"),
     "gradient-penalty": Proof("gradient_penalty"),
     "hpz": Proof("loaded", {"zero_hpz_partition_size": 2}),
     "inference": Proof("inference_mode", _PREFETCHED),
-    "late-step": Proof("late_step", {}, _UNTIMED, gpu="a CPU has no streams"),
+    "late-step": Proof("late_step", {}, _UNTIMED, only=("cuda", "a CPU has no streams")),
     "micro-steps": Proof("micro_steps"),
     "micro-steps-cpuadam": Proof(
-        "cpu_adam", _OFFLOADED, gpu="a CPU has no pinned memory", row="micro-steps-offload"
+        "cpu_adam",
+        _OFFLOADED,
+        only=("cuda", "a CPU has no pinned memory"),
+        row="micro-steps-offload",
     ),
     "micro-steps-offload": Proof("micro_steps", _OFFLOADED, _HOST),
     "module": Proof("around_the_engine"),
@@ -88,11 +91,16 @@ PROOFS = {
     "pipeline": Proof("pipeline", {}, _UNPRINTED),
     "pipeline-0": Proof("pipeline", stage=0),
     "retained": Proof("two_backwards"),
-    "scattered": Proof("one_backward", {"contiguous_gradients": False}),
+    "scattered": Proof(
+        "one_backward", {"contiguous_gradients": False}, only=("cpu", "it averages on GPUs")
+    ),
     "second-backward": Proof("two_backwards"),
     "second-backward-offload": Proof("two_backwards", _OFFLOADED, _HOST),
     "skipped-frame": Proof(
-        "skipped_frame", {}, {"compile": {"deepcompile": True}}, gpu="DeepCompile takes one"
+        "skipped_frame",
+        {},
+        {"compile": {"deepcompile": True}},
+        only=("cuda", "DeepCompile takes one"),
     ),
     "sums": Proof("one_backward", {}, _SUMS),
     "sums-offload": Proof("one_backward", _OFFLOADED, _SUMS | _HOST),

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import traceback
 from multiprocessing import connection
@@ -20,6 +19,7 @@ from typing import Any
 
 from ds_patches.core import api
 
+HOST = "127.0.0.1"
 RANKS = 2
 
 
@@ -34,13 +34,16 @@ def main(script: Path, sides: list[str]) -> None:
     is_cpu = os.environ["DS_ACCELERATOR"] == "cpu"
     if is_cpu:
         _prepare()
+    import torch.distributed
+
     context: Any = multiprocessing.get_context("fork" if is_cpu else "spawn")
+    # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
+    dist: Any = torch.distributed
+    stores = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in sides]
     ranks = {}
-    for side in sides:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+    for side, store in zip(sides, stores, strict=True):
         for rank in range(RANKS):
-            process = context.Process(target=_be, args=(script, side, rank, port))
+            process = context.Process(target=_be, args=(script, side, rank, store.port))
             process.start()
             ranks[process] = side
     while ranks:
@@ -70,8 +73,10 @@ def _be(script: Path, side: str, rank: int, port: int) -> None:
         with log(script, side, rank).open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": RANKS}
+        world = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": RANKS}
         world |= {"RANK": rank, "LOCAL_RANK": rank, **_sharing(rank)}
+        # As of torchrun: rank 0 finds the store there and opens none.
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         os.environ.update({name: str(value) for name, value in world.items()})
         if side == "patched":
             api.apply_all()

@@ -24,7 +24,7 @@ from tests.harness.stock import RELEASE
 #: Of the rows that this release has, by name.
 HERE = shown(RELEASE)
 #: ... and a CPU shows.
-ON_CPU = [name for name in HERE if not PROOFS[name].gpu]
+ON_CPU = [name for name in HERE if "cuda" not in PROOFS[name].only]
 QUICK = ("retained", "second-backward")
 #: Why a CPU does not show what is cured: reasons, and how the rows begin.
 UNPROVED = """
