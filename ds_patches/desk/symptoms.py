@@ -315,7 +315,7 @@ CURED = (
     Symptom("Muon and micro steps", "each is orthogonalised by itself", _3, "0.18.9", "0.19.8",
             "muon", anchor="muon", needs="muon accumulation", asked=("muon micro step",),
             proof="muon-micro-steps"),
-    Symptom("Muon, and matrices of several shapes",
+    Symptom("Muon, and matrices of several shapes, ranks on CPU",
             "`invalid tensor size at index 1 (expected (16, 16), got (4, 16))`", _3, "0.18.9",
             "0.19.8", "muon", anchor="muon", needs="muon", shown="_apply_distributed_muon_update",
             proof="muon-shapes"),

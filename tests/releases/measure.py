@@ -60,24 +60,37 @@ def _prove(key: str) -> dict[str, str]:
 
 
 def measure_on_gpus(versions: Sequence[str]) -> int:
-    """Run all proofs of these releases on GPUs, and write the table; 1 if one does not show."""
-    found: dict[str, dict[str, str]] = {}
-    heads, is_bad = [], False
+    """Run all proofs of these releases on GPUs, and write their columns; 1 if one does not show."""
+    is_bad = False
     for at in versions:
         if not install_one(at):
             return 1
         done = python(at, "-m", "ds_patches", "prove", "--all", "--device", "cuda")
         say(done.stdout)
         is_bad |= done.returncode != 0
-        heads += re.findall("^DeepSpeed .* on (.*)$", done.stdout, re.M)
-        for line in re.findall(r"^[a-z0-3-]+  +\S.*$", done.stdout, re.M):
-            name, stock, patched, *why = re.split("  +", line)
-            told = f"{stock}; {patched}".replace("off by ", "")
-            found.setdefault(name, {})[at] = f"**{told}**" if why else told
-    rows = [["proof", *versions], ["---"] * (1 + len(versions))]
-    rows += [[n, *(found[n].get(at, "-") for at in versions)] for n in sorted(found)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    ran = f"On {', '.join(dict.fromkeys(heads))}; {stamp()}."
-    text = TABLE.sub(lambda _: f"{ran}\n\n{table}", PAGE.read_text("utf-8"))
-    PAGE.write_text(text, "utf-8")
+        write_column(at, done.stdout, stamp())
     return int(is_bad)
+
+
+def write_column(at: str, printed: str, when: str) -> None:
+    """Write what `prove --all` printed on a release into the page's table."""
+    text = PAGE.read_text("utf-8")
+    found = TABLE.search(text)
+    assert found, f"{PAGE} has no table between its marks"
+    lines = [line[2:-2].split(" | ") for line in found[0].splitlines() if line[:2] == "| "]
+    head, _, *rows = lines or [["proof"], ["---"]]
+    of = {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
+    for row in of.values():
+        row.pop(at, None)
+    for line in re.findall(r"^[a-z0-3-]+  +\S.*$", printed, re.M):
+        name, *told = re.split("  +", line.replace("off by ", ""))
+        cell = "; ".join(told[:2])
+        of.setdefault(name, {})[at] = f"**{cell}**" if "not shown" in told else cell
+    hardware = re.findall(f"^DeepSpeed {re.escape(at)} on (.*)$", printed, re.M)
+    of.setdefault("on", {})[at] = f"{hardware[0]}; {when}"
+    order = sorted({*head[1:], at}, key=Version)
+    names = sorted(of, key=lambda name: (name == "on", name))
+    body = [[name, *(of[name].get(one, "-") for one in order)] for name in names]
+    table = [["proof", *order], ["---"] * (1 + len(order)), *body]
+    new = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    PAGE.write_text(TABLE.sub(lambda _: new, text), "utf-8")

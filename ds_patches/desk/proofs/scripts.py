@@ -298,7 +298,8 @@ def loaded(start, net, data):
     with deepspeed.zero.Init(config_dict_or_path=CONFIG) if own else contextlib.nullcontext():
         model = nn.Linear(16, 16)
     with deepspeed.zero.GatheredParameters([*model.parameters()], 0, enabled=own):
-        nn.init.constant_(model.weight, 0.1)
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
     return train(start(model), data[:1])
 
 
