@@ -144,7 +144,7 @@ def framed(source: str, script: str, config: Mapping[str, Any], title: str) -> s
     settings = "\n    ".join(wrap(f"CONFIG = {dict(config)}".replace("'", '"'), 95))
     parts = {
         "TITLE": "\n".join(wrap(title, 99)),
-        "import sys\n\n": f"{''.join(imports)}import sys\n",
+        "import os\nimport sys\n\n": f"{''.join(imports)}import os\nimport sys\n",
         "CONFIG = {}": settings,
         'def script(start, net, data):\n    """A function of scripts.py stands here."""': body,
         "in script(": f"in {script}(",
