@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from packaging.version import Version
 
 from ds_patches.desk import cured
+from ds_patches.desk.proofs import PROOFS
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import CURED
 from tests.releases import RELEASES, ROOT, each, install_one, say
@@ -25,7 +26,8 @@ _TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re
 
 def measure(names: Sequence[str]) -> int:
     """Run `prove` for these proofs, or all; 1 if patched is not right, or stock is, in one."""
-    wanted = [f"{one.proof} {at}" for one in CURED if one.proof for at in ends(one)]
+    on_cpu = [one for one in CURED if one.proof and "cuda" not in PROOFS[one.proof].only]
+    wanted = [f"{one.proof} {at}" for one in on_cpu for at in ends(one)]
     wanted = [one for one in dict.fromkeys(wanted) if not names or one.split()[0] in names]
     found = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     is_bad = False
@@ -81,16 +83,17 @@ def write_column(at: str, printed: str, when: str) -> None:
     head, _, *rows = lines or [["proof"], ["---"]]
     of = {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
     for row in of.values():
-        row.pop(at, None)
-    for line in re.findall(r"^[a-z0-3-]+  +\S.*$", printed, re.M):
+        row[at] = "-"
+    for line in re.findall(r"^[a-z0-9-]+  +\S.*$", printed, re.M):
         name, *told = re.split("  +", line.replace("off by ", ""))
-        cell = "; ".join(told[:2])
-        of.setdefault(name, {})[at] = f"**{cell}**" if "not shown" in told else cell
+        cell = "; ".join(told[:2]).partition(":")[0]
+        is_bad = "not shown" in told or "not train" in cell
+        of.setdefault(name, {})[at] = f"**{cell}**" if is_bad else cell
     hardware = re.findall(f"^DeepSpeed {re.escape(at)} on (.*)$", printed, re.M)
     of.setdefault("on", {})[at] = f"{hardware[0]}; {when}"
     order = sorted({*head[1:], at}, key=Version)
-    names = sorted(of, key=lambda name: (name == "on", name))
-    body = [[name, *(of[name].get(one, "-") for one in order)] for name in names]
+    names = [name for name, row in sorted(of.items()) if {*row.values()} != {"-"} and name != "on"]
+    body = [[name, *(of[name].get(one, "-") for one in order)] for name in [*names, "on"]]
     table = [["proof", *order], ["---"] * (1 + len(order)), *body]
     new = "\n".join(f"| {' | '.join(row)} |" for row in table)
     PAGE.write_text(TABLE.sub(lambda _: new, text), "utf-8")

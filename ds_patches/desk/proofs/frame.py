@@ -46,7 +46,8 @@ def script(start, net, data):
 
 if __name__ == "__main__":
     deepspeed.init_distributed()
-    device = deepspeed.get_accelerator().device_name(os.environ["LOCAL_RANK"])
+    deepspeed.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    device = deepspeed.get_accelerator().current_device_name()
     for start in [globals()[side] for side in sys.argv[1:]] or [PyTorch, DeepSpeed]:
         torch.manual_seed(dist.get_rank())
         data = [(x, x.roll(1, 1)) for x in torch.randn(4, 32, 16).to(device)]

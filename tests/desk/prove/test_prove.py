@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from ds_patches.__main__ import main
+from ds_patches.desk import prove
 from ds_patches.desk.proofs import PROOFS, compose, ranks
-from ds_patches.desk.prove import shown
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import CURED
 from tests import shell
 from tests.harness.stock import RELEASE
 
 #: Of the rows that this release has, by name.
-HERE = shown(RELEASE)
+HERE = prove.shown(RELEASE)
 #: ... and a CPU shows.
 ON_CPU = [name for name in HERE if "cuda" not in PROOFS[name].only]
 QUICK = ("retained", "second-backward")
@@ -109,7 +109,7 @@ def test_a_reproducer_is_short_and_needs_deepspeed_and_torch_alone(name: str) ->
     text = compose(name, 2, "a row: what comes of it")
     compile(text, name, "exec")
     assert "ds_patches" not in text
-    assert sum(bool(line.strip()) for line in text.splitlines()) <= 67
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= 69
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -122,6 +122,18 @@ def test_every_row_is_proved_or_says_why_not() -> None:
 def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove"]) == 0
     assert re.findall(r"^  (\S+)", capsys.readouterr().out, re.M) == [*HERE]
+
+
+def test_all_in_one_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = {name: HERE[name] for name in ("retained", "fp16")}
+    monkeypatch.setattr(prove, "shown", lambda _: two)
+    assert main(["prove", "--all", "--device", "cpu"]) == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"DeepSpeed {RELEASE} on two CPU ranks")
+    assert re.fullmatch(r"retained  RuntimeError +off by \S+", lines[0])
+    assert lines[1:] == ["fp16      needs a GPU: DeepSpeed refuses fp16 on a CPU"]
 
 
 @pytest.mark.parametrize(
