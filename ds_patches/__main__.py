@@ -84,7 +84,7 @@ def _prove(chosen: Namespace) -> int:
         return prove.listed()
     # It ends what it has begun, as after an interruption.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if chosen.name is None:
+    if chosen.all:
         return prove.prove_all(chosen.device)
     return prove.prove(chosen.name, chosen.svg, script=chosen.script, device=chosen.device)
 
@@ -147,8 +147,9 @@ def _parser() -> ArgumentParser:
     prove.epilog = (
         "exit status: 0, patched is right, stock or not; 1, patched is wrong; 2, not known"
     )
-    prove.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
-    prove.add_argument("--all", action="store_true", help="all that this release gets wrong")
+    what = prove.add_mutually_exclusive_group()
+    what.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
+    what.add_argument("--all", action="store_true", help="all that this release gets wrong")
     prove.add_argument("--device", choices=("cpu", "cuda"), help="default: as DeepSpeed chooses")
     prove.add_argument("--script", action="store_true", help="print the script, for an issue")
     prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")

@@ -74,11 +74,8 @@ def shown(version: Version) -> dict[str, Symptom]:
     """Return the rows that a release has and a patch cures, by the names of their proofs."""
     found: dict[str, Symptom] = {}
     for one in CURED:
-        if (
-            one.proof
-            and one.is_wrong(version)
-            and version >= Version(cured.floor(one) or one.first)
-        ):
+        is_cured = version >= Version(cured.floor(one) or one.first)
+        if one.proof and one.is_wrong(version) and is_cured:
             found.setdefault(one.proof, one)
     for name, proof in proofs.PROOFS.items():
         if proof.row in found:
@@ -117,31 +114,34 @@ def prove_all(device: str | None = None) -> int:
     rows = shown(here)
     width = max(map(len, rows), default=0)
     print(f"DeepSpeed {here} on {_hardware(device)}", flush=True)
-
-    def line(name: str) -> tuple[bool, str]:
-        if why := _unable(name, device):
-            return True, why
-        runs = _train(proofs.compose(name, _stage(name, rows[name]), name), device)
-        expected, *sides = (runs[side] for side in SIDES)
-        if expected.error:
-            return False, f"plain PyTorch does not train: {expected.error}"
-        told = "  ".join(f"{side.brief(expected):<22}" for side in sides)
-        is_shown = not sides[0].is_right(expected) and sides[1].is_right(expected)
-        return is_shown, f"{told}{'' if is_shown else 'not shown'}"
-
+    print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
+    are_shown = True
     # Each has six processes.
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
-        found = []
-        print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
         try:
-            for name, (is_shown, told) in zip(rows, pool.map(line, rows), strict=True):
-                print(f"{name:<{width}}  {told}".rstrip(), flush=True)
-                found.append(is_shown)
+            lines = pool.map(lambda name: _line(name, rows[name], device), rows)
+            for name, (is_shown, line) in zip(rows, lines, strict=True):
+                print(f"{name:<{width}}  {line}".rstrip(), flush=True)
+                are_shown &= is_shown
         except BaseException:  # an interruption: the pool waits for what it has begun
             pool.shutdown(wait=False, cancel_futures=True)
             _end(*_running)
             raise
-    return RIGHT if all(found) else WRONG
+    return RIGHT if are_shown else WRONG
+
+
+def _line(name: str, row: Symptom, device: str) -> tuple[bool, str]:
+    """Train one of all; return whether it is shown, where it can be, and what it comes to."""
+    if why := _unable(name, device):
+        return True, why
+    runs = _train(proofs.compose(name, _stage(name, row), name), device)
+    expected, stock, patched = (runs[side] for side in SIDES)
+    if expected.error:
+        return False, f"plain PyTorch does not train: {expected.error}"
+    told = f"{stock.brief(expected):<22}  {patched.brief(expected):<22}"
+    if not stock.is_right(expected) and patched.is_right(expected):
+        return True, told
+    return False, f"{told}  not shown"
 
 
 def compare(text: str, title: str = "", svg: Path | None = None, *, device: str = "cpu") -> int:

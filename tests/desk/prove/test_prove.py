@@ -73,10 +73,20 @@ def alive(marked: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_is_left_of_a_proof_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        (QUICK[0], signal.SIGINT),
+        (QUICK[0], signal.SIGTERM),
+        (QUICK[0], signal.SIGKILL),
+        ("--all", signal.SIGTERM),
+    ],
+)
+def test_no_rank_is_left_of_a_proof_that_is_ended(
+    what: str, how: signal.Signals, tmp_path: Path
+) -> None:
     mark = str(tmp_path)
-    words = [sys.executable, "-m", "ds_patches", "prove", QUICK[0]]
+    words = [sys.executable, "-m", "ds_patches", "prove", what]
     own = shell.environment(TMPDIR=mark)
     with subprocess.Popen(words, env=own, cwd=shell.REPOSITORY, stderr=subprocess.DEVNULL) as proof:
         wait_for(lambda: len(alive(mark)) >= 2 + ranks.RANKS)
@@ -129,7 +139,7 @@ def test_all_in_one_table(
 ) -> None:
     two = {name: HERE[name] for name in ("retained", "fp16")}
     monkeypatch.setattr(prove, "shown", lambda _: two)
-    assert main(["prove", "--all", "--device", "cpu"]) == 0
+    assert prove.prove_all("cpu") == 0
     first, _, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"DeepSpeed {RELEASE} on two CPU ranks")
     assert re.fullmatch(r"retained  RuntimeError +off by \S+", lines[0])
