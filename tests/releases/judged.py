@@ -8,17 +8,48 @@ import multiprocessing
 import os
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.ops
 import torch._dynamo  # noqa: F401  # which every optimizer imports, for seconds
+from deepspeed.accelerator import get_accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 #: A file: a line for each test that began, and another one for its outcome and message.
 LOG = Path(os.environ["JUDGED_LOG"])
 SAMPLE, SALT = int(os.environ["JUDGED_SAMPLE"]), os.environ["JUDGED_SALT"]
 
-# It serves tensor parallelism in inference, and takes half a minute to compile.
+
+def _adam(_: int, flag: Any, tensors: Any, *settings: Any) -> None:
+    """What FusedAdam is."""
+    lr, beta1, beta2, eps, step, is_decoupled, corrects, decay = settings
+    one, two = (1 - beta1**step, 1 - beta2**step) if corrects else (1, 1)
+    for grad, param, mean, square in zip(*tensors, strict=True):
+        gradient = grad.float() if is_decoupled else grad.float() + decay * param.float()
+        mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
+        square.lerp_(gradient.square().to(square.dtype), 1 - beta2)
+        update = mean / one / ((square / two).sqrt() + eps)
+        param.sub_(lr * (update + decay * param if is_decoupled else update))
+
+
+def _load(builder: Any, *_: Any) -> Any:
+    if "fused" in type(builder).__name__.lower():
+        return SimpleNamespace(multi_tensor_adam=_adam)
+    raise ImportError(f"{type(builder).__name__} is not built")
+
+
+def _wrap(model: Any, *given: Any, device_ids: Any = None, output_device: Any = None) -> None:
+    """What DistributedDataParallel does on a CPU, which has no such devices."""
+    _wrapped(model, *given)
+
+
+_wrapped = DistributedDataParallel.__init__
+DistributedDataParallel.__init__ = _wrap
+# Nothing is compiled: it takes minutes, and a test that is ended meanwhile locks the others.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
+    type(get_accelerator().create_op_builder(name)).load = _load
 multiprocessing.set_forkserver_preload([__name__])
 
 
