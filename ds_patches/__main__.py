@@ -80,11 +80,13 @@ def _explain(chosen: Namespace) -> int:
 def _prove(chosen: Namespace) -> int:
     from ds_patches.desk import prove
 
-    if chosen.name is None:
+    if chosen.name is None and not chosen.all:
         return prove.listed()
     # It ends what it has begun, as after an interruption.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    return prove.prove(chosen.name, chosen.svg, script=chosen.script)
+    if chosen.all:
+        return prove.prove_all(chosen.device)
+    return prove.prove(chosen.name, chosen.svg, script=chosen.script, device=chosen.device)
 
 
 def _run(chosen: Namespace) -> None:
@@ -141,11 +143,14 @@ def _parser() -> ArgumentParser:
     doctor.add_argument(
         "--config", type=Path, metavar="FILE", help="DeepSpeed's JSON, or a framework's YAML"
     )
-    prove = add("prove", _prove, "train a defect on two CPU ranks: stock, patched, plain PyTorch")
+    prove = add("prove", _prove, "train a defect on two ranks: stock, patched, plain PyTorch")
     prove.epilog = (
         "exit status: 0, patched is right, stock or not; 1, patched is wrong; 2, not known"
     )
-    prove.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
+    what = prove.add_mutually_exclusive_group()
+    what.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
+    what.add_argument("--all", action="store_true", help="all that this release gets wrong")
+    prove.add_argument("--device", choices=("cpu", "cuda"), help="default: as DeepSpeed chooses")
     prove.add_argument("--script", action="store_true", help="print the script, for an issue")
     prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")
     run = add("run", _run, "run a command, and all that it starts, patched")

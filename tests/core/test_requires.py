@@ -30,9 +30,9 @@ def two(tmp_path: Path) -> fake.Place:
         ('apply_all(only="upper")', APPLIED, {}),
         ("apply_all()", APPLIED, {"DS_PATCHES": "upper"}),
         # the call has the last word
-        ('apply_all(only="upper")', APPLIED, {"DS_PATCHES_BASE": "0"}),
+        ('apply_all(only="upper")', APPLIED, {"DS_PATCHES_SKIP": "base"}),
         ('apply_all(skip="base")', LEFT_OUT, {}),
-        ("apply_all()", LEFT_OUT, {"DS_PATCHES_BASE": "0"}),
+        ("apply_all()", LEFT_OUT, {"DS_PATCHES_SKIP": "base"}),
         ("apply_all()", LEFT_OUT, {"DS_PATCHES_SKIP": "base", "DS_PATCHES": "upper"}),
     ],
 )

@@ -7,6 +7,8 @@
     python -m tests.releases run --whole 0.18.2        # every test of the patches
     python -m tests.releases record                    # all releases, into docs/compatibility.md
     python -m tests.releases measure                   # `prove` on old and new, docs/measured.json
+    python -m tests.releases gpus                      # all proofs on GPUs, docs/compatibility.md
+    python -m tests.releases upstream CHECKOUT         # DeepSpeed's unit tests, stock and patched
     python -m tests.releases shapes                    # into ds_patches/core/shapes.json
 
 One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. What is

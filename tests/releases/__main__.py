@@ -4,12 +4,14 @@ import argparse
 import sys
 from importlib.metadata import version
 from math import inf
+from pathlib import Path
 
 from tests import releases
 from tests.releases import install, shapes
-from tests.releases.measure import measure
+from tests.releases.measure import ON_GPUS, measure, measure_on_gpus
 from tests.releases.record import columns, record
 from tests.releases.run import run
+from tests.releases.upstream import upstream
 
 
 def main() -> int:
@@ -36,6 +38,17 @@ def main() -> int:
     measuring = commands.add_parser("measure", help="run `prove`, and write docs/measured.json")
     measuring.add_argument("name", nargs="*", help="of a proof; default: all")
     measuring.set_defaults(work=lambda given: measure(given.name))
+    on_gpus = commands.add_parser("gpus", help="run `prove --all`, and write docs/compatibility.md")
+    on_gpus.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
+    on_gpus.set_defaults(work=lambda given: measure_on_gpus(given.version))
+
+    judging = commands.add_parser("upstream", help="DeepSpeed's unit tests, stock and patched")
+    judging.add_argument("checkout", type=Path, help="of DeepSpeed's repository")
+    judging.add_argument("--only", nargs="+", default=(), metavar="PATH", help="of its tests")
+    judging.add_argument("--version", default=version("deepspeed"), help="of DeepSpeed")
+    judging.add_argument("--sample", type=int, default=0, metavar="N", help="so many of them")
+    judging.add_argument("--salt", default="", help="of the sample: another one is another")
+    judging.set_defaults(work=lambda a: upstream(a.checkout, a.version, a.sample, a.salt, a.only))
 
     shaping = commands.add_parser("shapes", help="write what the code looks like in each release")
     shaping.set_defaults(work=lambda given: shapes.record(shapes.installed()))

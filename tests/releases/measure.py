@@ -1,4 +1,4 @@
-"""What the proofs come to, on the oldest and the newest release that is wrong."""
+"""What the proofs come to: on the oldest and the newest release that is wrong, or on GPUs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from collections.abc import Iterator, Sequence
 from packaging.version import Version
 
 from ds_patches.desk import cured
+from ds_patches.desk.proofs import PROOFS
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import CURED
 from tests.releases import RELEASES, ROOT, each, install_one, say
+from tests.releases.record import stamp
 from tests.releases.run import python
 
 FILE = ROOT / "docs" / "measured.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+TABLE = re.compile(r"(?<=<!-- gpus -->\n\n).*?(?=\n\n<!-- end gpus -->)", re.DOTALL)
+#: Those that frameworks pin, and the newest.
+ON_GPUS = ("0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", "0.19.8")
 _TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
 
 
 def measure(names: Sequence[str]) -> int:
     """Run `prove` for these proofs, or all; 1 if patched is not right, or stock is, in one."""
-    wanted = [f"{one.proof} {at}" for one in CURED if one.proof for at in ends(one)]
+    on_cpu = [one for one in CURED if one.proof and "cuda" not in PROOFS[one.proof].only]
+    wanted = [f"{one.proof} {at}" for one in on_cpu for at in ends(one)]
     wanted = [one for one in dict.fromkeys(wanted) if not names or one.split()[0] in names]
     found = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     is_bad = False
@@ -52,3 +59,41 @@ def _prove(key: str) -> dict[str, str]:
     is_shown = "stock is wrong, patched is right" in done.stdout
     say(f"{key}: {told}" if is_shown else f"{key}: not shown\n{done.stdout}")
     return told if is_shown else {}
+
+
+def measure_on_gpus(versions: Sequence[str]) -> int:
+    """Run all proofs of these releases on GPUs, and write their columns; 1 if one does not show."""
+    is_bad = False
+    for at in versions:
+        if not install_one(at):
+            return 1
+        done = python(at, "-m", "ds_patches", "prove", "--all", "--device", "cuda")
+        say(done.stdout)
+        is_bad |= done.returncode != 0
+        write_column(at, done.stdout, stamp())
+    return int(is_bad)
+
+
+def write_column(at: str, printed: str, when: str) -> None:
+    """Write what `prove --all` printed on a release into the page's table."""
+    text = PAGE.read_text("utf-8")
+    found = TABLE.search(text)
+    assert found, f"{PAGE} has no table between its marks"
+    lines = [line[2:-2].split(" | ") for line in found[0].splitlines() if line[:2] == "| "]
+    head, _, *rows = lines or [["proof"], ["---"]]
+    of = {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
+    for row in of.values():
+        row[at] = "-"
+    for line in re.findall(r"^[a-z0-9-]+  +\S.*$", printed, re.M):
+        name, *told = re.split("  +", line.replace("off by ", ""))
+        cell = "; ".join(told[:2]).partition(":")[0]
+        is_bad = "not shown" in told or "not train" in cell
+        of.setdefault(name, {})[at] = f"**{cell}**" if is_bad else cell
+    hardware = re.findall(f"^DeepSpeed {re.escape(at)} on (.*)$", printed, re.M)
+    of.setdefault("on", {})[at] = f"{hardware[0]}; {when}"
+    order = sorted({*head[1:], at}, key=Version)
+    names = [name for name, row in sorted(of.items()) if {*row.values()} != {"-"} and name != "on"]
+    body = [[name, *(of[name].get(one, "-") for one in order)] for name in [*names, "on"]]
+    table = [["proof", *order], ["---"] * (1 + len(order)), *body]
+    new = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    PAGE.write_text(TABLE.sub(lambda _: new, text), "utf-8")

@@ -52,11 +52,11 @@ def record(versions: Sequence[str], only: Sequence[str] | None = None) -> int:
 
     only: of the columns; the others keep their cells.
     """
-    torch, stamp = Version(version_of("torch")).public, _stamp()
+    torch, now = Version(version_of("torch")).public, stamp()
     for version, cells in each(lambda version: measure(version, only or columns()), versions):
         rows = read()  # two releases run at a time
         before = rows.get((version, torch), {}) if only else {}
-        when = ", ".join(dict.fromkeys(filter(None, [before.get(LAST), stamp])))
+        when = ", ".join(dict.fromkeys(filter(None, [before.get(LAST), now])))
         rows[version, torch] = {**before, **(cells or {}), LAST: when}
         write(rows)
         say(f"{version}: {cells}")
@@ -120,7 +120,7 @@ def table(rows: Mapping[Key, Row]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
-def _stamp() -> str:
+def stamp() -> str:
     """Today and the commit, with a + when the patches or the tests are in another state."""
     changed = git("status", "--porcelain", "--", "ds_patches", "tests")
     return f"{date.today()} {git('rev-parse', '--short', 'HEAD')}{'+' * bool(changed)}"

@@ -1,6 +1,7 @@
 """TITLE
-DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 FILE prints the loss of each step on both sides."""
+[DS_ACCELERATOR=cpu] torchrun --nproc_per_node 2 FILE prints the loss of each step on both sides."""
 
+import os
 import sys
 
 import deepspeed
@@ -14,7 +15,8 @@ CONFIG = {}
 
 class PyTorch:  # what an engine comes to: gradients are averaged over micro steps and ranks
     def __init__(self, model, optimizer=None, gradient_accumulation_steps=1, **_):
-        self.module, self.micro_steps, self.calls = model, gradient_accumulation_steps, 0
+        self.module, self.calls = model.to(device), 0
+        self.micro_steps = gradient_accumulation_steps
         self.optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
 
     def __call__(self, *inputs):
@@ -44,12 +46,15 @@ def script(start, net, data):
 
 if __name__ == "__main__":
     deepspeed.init_distributed()
+    deepspeed.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    device = deepspeed.get_accelerator().current_device_name()
     for start in [globals()[side] for side in sys.argv[1:]] or [PyTorch, DeepSpeed]:
         torch.manual_seed(dist.get_rank())
-        data = [(x, x.roll(1, 1)) for x in torch.randn(4, 32, 16)]
+        data = [(x, x.roll(1, 1)) for x in torch.randn(4, 32, 16).to(device)]
         torch.manual_seed(7)
         net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        losses = torch.tensor([loss.item() for loss in script(start, net, data)])
+        found = [loss.item() for loss in script(start, net, data)]
+        losses = torch.tensor(found, device=device)
         dist.all_reduce(losses.div_(dist.get_world_size()))
         sys.stdout.write(f"{start.__name__} {' '.join(map(str, losses.tolist()))}\n")
     dist.destroy_process_group()

@@ -1,22 +1,25 @@
 """The ranks of a proof, two of each side: `python -m ds_patches.desk.proofs.ranks FILE SIDE ...`.
 
-They are forks of one process, which has imported DeepSpeed once for all of them. What a rank prints
-goes to a file beside the script: `SIDE.RANK`. All end when the standard input does: it is a pipe of
-`prove`, which may be killed.
+On a CPU they are forks of one process, which has imported DeepSpeed once for all of them; no fork
+can use CUDA where an import did. What a rank prints goes to a file beside the script: `SIDE.RANK`.
+All end when the standard input does: it is a pipe of `prove`, which may be killed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import traceback
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 from ds_patches.core import api
 
+HOST = "127.0.0.1"
 RANKS = 2
 
 
@@ -28,6 +31,31 @@ def main(script: Path, sides: list[str]) -> None:
     if not os.fork():
         os.read(0, 1)
         os.killpg(0, signal.SIGKILL)
+    is_cpu = os.environ["DS_ACCELERATOR"] == "cpu"
+    if is_cpu:
+        _prepare()
+    import torch.distributed
+
+    context: Any = multiprocessing.get_context("fork" if is_cpu else "spawn")
+    # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
+    dist: Any = torch.distributed
+    stores = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in sides]
+    ranks = {}
+    for side, store in zip(sides, stores, strict=True):
+        for rank in range(RANKS):
+            process = context.Process(target=_be, args=(script, side, rank, store.port))
+            process.start()
+            ranks[process] = side
+    while ranks:
+        connection.wait([process.sentinel for process in ranks])
+        for process in [one for one in ranks if one.exitcode is not None]:
+            side = ranks.pop(process)
+            for other in [one for one, its in ranks.items() if process.exitcode and its == side]:
+                other.kill()  # it would wait for the one that failed
+
+
+def _prepare() -> None:
+    """Import what ranks on a CPU share, and have it do what it does on GPUs."""
     import deepspeed.ops
     import torch._dynamo  # noqa: F401  # which every optimizer imports, for seconds
     from deepspeed.accelerator import get_accelerator
@@ -36,19 +64,6 @@ def main(script: Path, sides: list[str]) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Where memory suffices, 0.18.7 to 0.18.9 keep a graph of the parameters, at which gloo fails.
     get_accelerator().available_memory = lambda device_index=None: 0
-    ranks = {}
-    for side in sides:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        for rank in range(RANKS):
-            if not (process := os.fork()):
-                _be(script, side, rank, port)
-            ranks[process] = side
-    while ranks:
-        ended, status = os.wait()
-        side = ranks.pop(ended)
-        for other in [one for one, its in ranks.items() if status and its == side]:
-            os.kill(other, signal.SIGKILL)  # it would wait for the one that failed
 
 
 def _be(script: Path, side: str, rank: int, port: int) -> None:
@@ -58,8 +73,10 @@ def _be(script: Path, side: str, rank: int, port: int) -> None:
         with log(script, side, rank).open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": RANKS}
-        world |= {"RANK": rank, "LOCAL_RANK": rank}
+        world = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": RANKS}
+        world |= {"RANK": rank, "LOCAL_RANK": rank, **_sharing(rank)}
+        # As of torchrun: rank 0 finds the store there and opens none.
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         os.environ.update({name: str(value) for name, value in world.items()})
         if side == "patched":
             api.apply_all()
@@ -71,6 +88,19 @@ def _be(script: Path, side: str, rank: int, port: int) -> None:
     finally:
         sys.stdout.flush()
         os._exit(status)
+
+
+def _sharing(rank: int) -> dict[str, Any]:
+    """Return what lets ranks share the only GPU, if there is one.
+
+    NCCL refuses it to a second rank of a host, so each is told that it is on a host alone.
+    """
+    import torch
+
+    if os.environ["DS_ACCELERATOR"] == "cpu" or torch.cuda.device_count() != 1:
+        return {}
+    alone = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+    return {"LOCAL_RANK": 0, **alone}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import math
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from deepspeed.runtime.zero.muon import original_muon
@@ -64,6 +65,37 @@ def micro_steps(start, net, data):
     return train(start(net, gradient_accumulation_steps=4), data)
 
 
+def by_adam(start, net, data, kind, **more):
+    if start is PyTorch:
+        kind = torch.optim.Adam
+    # DeepSpeed's FP16_Optimizer takes a step of zeros first, which these betas forget; this eps is
+    # so large that rounding stays small.
+    optimizer = kind(net.parameters(), lr=0.1, betas=(0.0, 0.0), eps=0.1)
+    return train(start(net, optimizer, **more), [(x.to(net[0].weight.dtype), y) for x, y in data])
+
+
+def cpu_adam(start, net, data):
+    return by_adam(start, net, data, DeepSpeedCPUAdam, gradient_accumulation_steps=4)
+
+
+def fused_adam(start, net, data):
+    return by_adam(start, net, data[:1], FusedAdam)
+
+
+def late_step(start, net, data):
+    optimizer, (x, y) = torch.optim.SGD(net.parameters(), lr=1.0), data[0]
+    optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(50_000_000))  # on its stream
+    return [*train(start(net, optimizer), [(x, y)])]  # and the host waits for nothing meanwhile
+
+
+def skipped_frame(start, net, data):
+    eager = torch.compiler.disable(lambda net, x: net(x))
+    engine = start(Around(net, lambda net, x: net[2](eager(net[:2], x))))
+    if start is DeepSpeed:
+        engine.compile()
+    return train(engine, data[:1])
+
+
 def two_backwards(start, net, data):
     return train_by_halves(start(net), *data[0])
 
@@ -90,8 +122,9 @@ def gradient_penalty(start, net, data):
 
 
 def own_checkpointing(start, net, data):
-    device = type(deepspeed.accelerator.get_accelerator())
-    device.Stream = property(lambda _: lambda **_: None)  # which a CPU has none of
+    if data[0][0].is_cpu:  # which has no streams
+        kind = type(deepspeed.get_accelerator())
+        kind.Stream = property(lambda _: lambda **_: None)
     own = deepspeed.checkpointing.checkpoint if start is DeepSpeed else lambda run, x: run(x)
     model = Around(net, lambda net, x: net[2](own(net[:2], x.requires_grad_())))
     return train_by_halves(start(model), *data[0])
@@ -267,7 +300,8 @@ def loaded(start, net, data):
     with deepspeed.zero.Init(config_dict_or_path=CONFIG) if own else contextlib.nullcontext():
         model = nn.Linear(16, 16)
     with deepspeed.zero.GatheredParameters([*model.parameters()], 0, enabled=own):
-        nn.init.constant_(model.weight, 0.1)
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
     return train(start(model), data[:1])
 
 

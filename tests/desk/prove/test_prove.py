@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_patches.__main__ import main
+from ds_patches.desk import prove
 from ds_patches.desk.proofs import PROOFS, compose, ranks
 from ds_patches.desk.row import Symptom
 from ds_patches.desk.symptoms import CURED
@@ -21,17 +22,20 @@ from tests import shell
 from tests.harness.stock import RELEASE
 
 #: Of the rows that this release has, by name.
-HERE = {one.proof: one for one in reversed(CURED) if one.proof and one.is_wrong(RELEASE)}
+HERE = prove.shown(RELEASE)
+#: ... and a CPU shows.
+ON_CPU = [name for name in HERE if "cuda" not in PROOFS[name].only]
 QUICK = ("retained", "second-backward")
 #: Why a CPU does not show what is cured: reasons, and how the rows begin.
 UNPROVED = """
-it takes a GPU: DeepCompile; `overlap_comm` on GPUs
-DeepSpeed refuses fp16 on a CPU: fp16; Muon with fp16; a pipeline of two stages or more with
+it takes a GPU, and more than a few lines: DeepCompile, and several; Muon with fp16;
+    a pipeline of two stages or more with fp16
+it hangs: fp16, and a gradient that overflows
 it costs time or memory, and no number: a model of many; a frozen model; two backwards over
 it takes another torch: any backward, with torch
 it takes a checkpoint: bf16 without ZeRO, or; `safe_get_full_fp32_param` after
 it depends on what lies in memory: `stage3_use_all_reduce
-it takes more than a few lines: DeepSpeed's MoE layer; Ulysses; a parameter of no elements;
+it takes more than a few lines: DeepSpeed's MoE layer; weights that a script in bf16; Ulysses; a parameter of no elements;
     bf16 with fp32 sums on several ranks; bf16, `grad_accum_dtype` of fp32;
     DeepSpeed's `non_reentrant; `scale_wrt_gas=False`; `torch.autograd.grad`; two engines;
     an exception in; a trained module beside; generation with; parameters of several dtypes; Muon
@@ -40,7 +44,7 @@ it takes more than a few lines: DeepSpeed's MoE layer; Ulysses; a parameter of n
 
 @pytest.mark.parametrize(
     "name",
-    [*QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in HERE if n not in QUICK)],
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ON_CPU if n not in QUICK)],
 )
 def test_a_proof_shows_what_its_row_claims(name: str) -> None:
     done = shell.python("-m", "ds_patches", "prove", name)
@@ -69,10 +73,20 @@ def alive(marked: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_is_left_of_a_proof_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        (QUICK[0], signal.SIGINT),
+        (QUICK[0], signal.SIGTERM),
+        (QUICK[0], signal.SIGKILL),
+        ("--all", signal.SIGTERM),
+    ],
+)
+def test_no_rank_is_left_of_a_proof_that_is_ended(
+    what: str, how: signal.Signals, tmp_path: Path
+) -> None:
     mark = str(tmp_path)
-    words = [sys.executable, "-m", "ds_patches", "prove", QUICK[0]]
+    words = [sys.executable, "-m", "ds_patches", "prove", what]
     own = shell.environment(TMPDIR=mark)
     with subprocess.Popen(words, env=own, cwd=shell.REPOSITORY, stderr=subprocess.DEVNULL) as proof:
         wait_for(lambda: len(alive(mark)) >= 2 + ranks.RANKS)
@@ -105,19 +119,31 @@ def test_a_reproducer_is_short_and_needs_deepspeed_and_torch_alone(name: str) ->
     text = compose(name, 2, "a row: what comes of it")
     compile(text, name, "exec")
     assert "ds_patches" not in text
-    assert sum(bool(line.strip()) for line in text.splitlines()) <= 63
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= 69
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_every_row_is_proved_or_says_why_not() -> None:
-    assert {one.proof for one in CURED if one.proof} == {*PROOFS}
+    assert {one.proof for one in CURED if one.proof} == {one.row or n for n, one in PROOFS.items()}
     excused = tuple(filter(None, (start.strip() for start in re.split(r"[;\n]|: ", UNPROVED))))
     assert not [one.script for one in CURED if not one.proof and not one.script.startswith(excused)]
 
 
 def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove"]) == 0
-    assert re.findall(r"^  (\S+)", capsys.readouterr().out, re.M) == [*reversed(HERE)]
+    assert re.findall(r"^  (\S+)", capsys.readouterr().out, re.M) == [*HERE]
+
+
+def test_all_in_one_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = {name: HERE[name] for name in ("retained", "fp16")}
+    monkeypatch.setattr(prove, "shown", lambda _: two)
+    assert prove.prove_all("cpu") == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"DeepSpeed {RELEASE} on two CPU ranks")
+    assert re.fullmatch(r"retained  RuntimeError +off by \S+", lines[0])
+    assert lines[1:] == ["fp16      needs a GPU: DeepSpeed refuses fp16 on a CPU"]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +153,7 @@ def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) ->
         ([""], "no proof is named ''"),
         (["../retained\n"], "did you mean 'retained'"),
         (["retained", "--svg", "/"], "/ cannot be written"),
+        (["fp16", "--device", "cpu"], "fp16 needs a GPU: DeepSpeed refuses fp16 on a CPU"),
         (["retained", "--svg", "/none/of/it.svg"], "/none/of/it.svg cannot be written"),
     ],
 )
