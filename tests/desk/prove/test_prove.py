@@ -35,7 +35,8 @@ it costs time or memory, and no number: a model of many; a frozen model; two bac
 it takes another torch: any backward, with torch
 it takes a checkpoint: bf16 without ZeRO, or; `safe_get_full_fp32_param` after
 it depends on what lies in memory: `stage3_use_all_reduce
-it takes more than a few lines: DeepSpeed's MoE layer; weights that a script in bf16; Ulysses; a parameter of no elements;
+it takes more than a few lines: DeepSpeed's MoE layer; Ulysses; a parameter of no elements;
+    weights that a script in bf16;
     bf16 with fp32 sums on several ranks; bf16, `grad_accum_dtype` of fp32;
     DeepSpeed's `non_reentrant; `scale_wrt_gas=False`; `torch.autograd.grad`; two engines;
     an exception in; a trained module beside; generation with; parameters of several dtypes; Muon
