@@ -92,13 +92,16 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
     found, told = _Found(patch, installed.folder), installed.version
     known = [one for one in shape.recorded().releases if release.covers(patch.supported, one)]
-    newest = max(known, default=told or Version("0"))
+    newest = known[-1] if known else told or Version("0")
     in_range = told is None or release.covers(patch.supported, told)
     # Its source tells which release it is. Of several it is the one that it is said to be, or the
     # next before.
-    every = sorted({*known, told} if told and in_range else known)
-    before = [version for version in every if told is None or version <= told]
-    candidates = [*reversed(before), *every[len(before) :]]
+    if told in known:
+        before = known.index(told) + 1
+    else:
+        known = sorted({*known, told}) if told and in_range else known
+        before = sum(told is None or version <= told for version in known)
+    candidates = [*reversed(known[:before]), *known[before:]]
     source = next((v for v in candidates if not any(found.unlike(v, v))), None)
     version = told if told and not in_range else source or told or newest
     like = version if in_range else source or newest
