@@ -37,7 +37,12 @@ class Case:
         """Of a partial, its arguments belong to it."""
         function = getattr(self.script, "func", self.script)
         given = getattr(self.script, "keywords", {}).items()
-        return "-".join([function.__name__, *(f"{name}={value}" for name, value in given)])
+        return "-".join(
+            [
+                function.__name__,
+                *(f"{name}={getattr(value, '__name__', value)}" for name, value in given),
+            ]
+        )
 
     @property
     def shows(self) -> dict[str, Any]:
