@@ -12,7 +12,7 @@ and what must persist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from ds_patches.upstream import zero3_gathers
 from ds_patches.upstream import zero3_modules as gathered
 
 from .boundaries import ModuleBoundary, NoBoundary, OpenCalls
-from .saved import Used
 
 
 class Gathers(Listener):
@@ -36,7 +35,6 @@ class Gathers(Listener):
     def __init__(self, offload: Any, version: Callable[[], int]) -> None:
         self._offload = offload
         self._version = version
-        self.used = Used(version)
         self._calls = OpenCalls(lambda task_id: at_end_of_task(partial(self._task_ends, task_id)))
         self._retains = False  # a second backward over one forward was seen
         self._leaves: list[torch.nn.Module] = []
@@ -76,14 +74,9 @@ class Gathers(Listener):
         self._calls.taken_back = True
         for module, stock in self._stock.items():
             gathered.set_functions(module, stock)
-        zero3_gathers.let_go(self._offload.module.parameters())
         self._stock.clear()
         self._boundaries.clear()
         self._leaves.clear()
-
-    def hold(self, params: Iterable[Any]) -> None:
-        """A script has gathered these, and modules may run meanwhile."""
-        zero3_gathers.hold_in_block(self._offload, params)
 
     def recomputed(self, module: torch.nn.Module, release: Callable[[], None]) -> None:
         """A module ran in a backward, for what checkpoint() did not save; `release` its parameters.
