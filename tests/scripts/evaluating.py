@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.harness.models import VOCABULARY, batch, both_losses, loss_of
 from tests.harness.options import SMALL_PREFETCH
-from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
+from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, WRONG, raises, script
 
 #: What is gathered in an evaluation stays for the training that follows.
 KEPT = {"zero": SMALL_PREFETCH | {"stage3_max_live_parameters": 10**9}}
@@ -101,7 +101,7 @@ def without_hooks(trainer: Any) -> Iterator[None]:
     (register or offload._register_hooks_recursively)(offload.module)
 
 
-@script(ALL_RIGHT)
+@script(ALL_RIGHT, costs=LOOKED_AT)
 def generation_without_hooks(trainer: Any) -> None:
     """An inner module generates after each step; ZeRO-3's hooks are removed and added again."""
     for step in trainer.steps():
@@ -117,7 +117,7 @@ def generation_of_the_root(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step))
 
 
-@script(ALL_RIGHT, grouped=(2, 3))
+@script(ALL_RIGHT, grouped=(2, 3), costs=LOOKED_AT)
 def moving_average(trainer: Any) -> None:
     """An average of the gathered parameters, with which the model is evaluated and left alone."""
     params = list(trainer.module.parameters())

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from tests.harness.models import loss_of
-from tests.scripts.declared import ALL_RIGHT, RIGHT, raises, script
+from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, raises, script
 from tests.scripts.ordinary import one_backward
 
 
-@script(ALL_RIGHT, grouped=(2, 3))
+@script(ALL_RIGHT, grouped=(2, 3), costs=LOOKED_AT)
 def gradient_noise(trainer: Any, step: int) -> None:
     """Each gradient is read and set again, by safe_get_full_grad and safe_set_full_grad."""
     trainer.backward(loss_of(trainer, step))
