@@ -124,6 +124,7 @@ def take_in(engine: Any) -> EngineSteps | None:
     """
     if upstream_engine.is_compiled(engine) and upstream_engine.is_left(engine):
         _engines.leave(engine)
+        upstream_engine.keep_prologue_eager(engine)
     return None if waits(engine) else _engines(engine)
 
 

@@ -63,6 +63,19 @@ def trained(engine: Any) -> set[int]:
     return set()
 
 
+def keep_prologue_eager(engine: Any) -> None:
+    """Under compiled autograd, have Dynamo compile nothing of the prologue.
+
+    Past a wrapper it would compile a part that has to run in the graph task, and fail.
+    """
+    name = "_backward_prologue"
+    is_due = getattr(engine, "_is_compiled_autograd_enabled", False) and hasattr(engine, name)
+    if is_due and name not in vars(engine):
+        import torch
+
+        vars(engine)[name] = torch.compiler.disable(getattr(engine, name))  # type: ignore[no-untyped-call]
+
+
 def folds_experts(engine: Any) -> bool:
     """Whether AutoEP's tensor parallel ranks correct gradients in each backward."""
     folding = getattr(engine, "_autoep_folding_spec", None)

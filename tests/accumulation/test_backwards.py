@@ -13,7 +13,8 @@ from tests.harness import stock
 from tests.harness.cases import Case, at, cases, of, trains
 from tests.harness.models import both_losses, loss_of
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.harness.run import run
+from tests.harness.run import applied, run
+from tests.harness.trainers import engine_of
 from tests.scripts import by_hand, engines, heads, losses, nested, slopes
 from tests.world import World, on_ranks
 
@@ -153,3 +154,17 @@ def test_a_parameter_costs_the_same_beside_many(stage: int) -> None:
         calls.append(run(train, options, "accumulation", looks=["calls"]).calls)
     few, more, many, most = calls
     assert 0 < most - many < 1.05 * (more - few)
+
+
+def compiled_autograd(stage: int) -> None:
+    with applied("accumulation"):
+        engine = engine_of(stage=stage, micro_steps=2)
+        engine.compile(backend="eager", compiled_autograd_enabled=True)
+        for micro_step in range(4):
+            engine.backward(loss_of(engine, micro_step))
+            engine.step()
+
+
+@pytest.mark.skipif(str(stock.RELEASE) < "0.19.8", reason="stock raises at 0.18.9")
+def test_compiled_autograd_is_left_to_stock(fresh_world: World) -> None:
+    fresh_world.run(compiled_autograd, 1)
