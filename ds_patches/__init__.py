@@ -71,11 +71,10 @@ def __getattr__(name: str) -> Any:
                 return getattr(home, name)
     if not name.startswith("_"):
         from importlib import import_module
-        from pkgutil import iter_modules
+        from importlib.util import find_spec
 
-        cures = import_module(f"{__name__}.cures").__path__
-        if name in {one for _, one, _ in iter_modules(cures)}:
-            return import_module(f"{__name__}.cures.{name}")
+        if find_spec(cure := f"{__name__}.cures.{name}"):
+            return import_module(cure)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,7 +17,7 @@ import ds_patches
 from ds_patches.core import api, flags, registry
 from ds_patches.core.errors import DsPatchesError, FlagError
 from ds_patches.core.state import Statuses
-from ds_patches.desk.explain import page
+from ds_patches.desk.sections import page
 
 _EXAMPLES = """\
 examples:

@@ -6,6 +6,7 @@ wrapped unless the user forces it by name.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,21 +95,17 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     known = [one for one in shape.recorded().releases if release.covers(patch.supported, one)]
     newest = known[-1] if known else told or Version("0")
     in_range = told is None or release.covers(patch.supported, told)
-    # Its source tells which release it is. Of several it is the one that it is said to be, or the
-    # next before.
-    if told in known:
-        before = known.index(told) + 1
-    else:
-        known = sorted({*known, told}) if told and in_range else known
-        before = sum(told is None or version <= told for version in known)
-    candidates = [*reversed(known[:before]), *known[before:]]
-    source = next((v for v in candidates if not any(found.unlike(v, v))), None)
+    if told and in_range and told not in known:
+        known = sorted([*known, told])
+    # Its source tells which release it is.
+    every = _from_next(known, told)
+    source = next((v for v in every if not any(found.unlike(v, v))), None)
     version = told if told and not in_range else source or told or newest
     like = version if in_range else source or newest
     drifted = () if version == source else found.unlike(version, like)
     drift = {place: _drift(place, found.shape_of(place)) for place in drifted}
     wrapped = targets(patch, version)
-    if drift and wrapped and all(found.is_cured(target) for target in wrapped):
+    if drift and wrapped and all(found.is_fixed(target) for target in wrapped):
         reason = f"DeepSpeed {told or version} has later code, in which it is fixed"
         return Verdict(State.OUT_OF_RANGE, reason, version, is_fixed=True)
     lacking = [p for p in drift if isinstance(p, Target) and found.shape_of(p) == shape.ABSENT]
@@ -116,6 +113,15 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
         drift, force = {place: drift[place] for place in lacking}, False
     texts = tuple(drift.values())
     return Verdict(*_judge(patch, installed, version, texts, force), version, texts)
+
+
+def _from_next(known: Sequence[Version], told: Version | None) -> list[Version]:
+    """Order releases: the one that it is said to be, or the next before, and those before; others.
+
+    known: the oldest first.
+    """
+    before = len(known) if told is None else bisect(known, told)
+    return [*reversed(known[:before]), *known[before:]]
 
 
 class _Found:
@@ -131,7 +137,7 @@ class _Found:
             if not shape.has(like, shape.known(place).get(self.shape_of(place), "")):
                 yield place
 
-    def is_cured(self, target: Target) -> bool:
+    def is_fixed(self, target: Target) -> bool:
         """Whether its code is recorded, of releases alone in which it is not wrapped."""
         spans = shape.known(target).get(self.shape_of(target), "")
         of = [one for one in shape.recorded().releases if shape.has(one, spans)]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 ours = logging.getLogger("ds_patches")
+#: Of a list in a message.
+_NAMED = 3
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -26,6 +29,12 @@ def for_the_job() -> int:
     ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
     return logging.WARNING if rank == "0" else logging.DEBUG
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]

@@ -47,12 +47,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ds_patches.core import handles
+from ds_patches.core import handles, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.patch import Dependency, Patch, upstream
 from ds_patches.upstream.places import ENGINE, INIT, INIT_BASE
 
-logger = logging.getLogger("ds_patches.cures.fp32_buffers")
+logger = logging.getLogger("ds_patches.fp32_buffers")
 
 _TARGETS = (
     ENGINE.target("_configure_distributed_model", "around_configure"),
@@ -79,7 +79,6 @@ PATCH = Patch(
 
 apply, unapply, is_applied = handles.of(__name__)
 
-_NAMED = 3
 #: Not `empty` and `randn`, which parameters are made of: those are initialised in half precision.
 _CONSTRUCTORS = ("tensor", "zeros", "ones", "full", "arange", "eye")
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -150,11 +149,9 @@ def _floating(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _say(kept: list[str]) -> None:
-    more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
     logger.warning(
         "Buffers stay in the dtype that the model made them in, where DeepSpeed would cast them: "
-        "%s%s. The run computes other numbers than without this patch; to decline, also if a "
+        "%s. The run computes other numbers than without this patch; to decline, also if a "
         "forward fails over dtypes now: DS_PATCHES_SKIP=fp32_buffers",
-        ", ".join(kept[:_NAMED]),
-        more,
+        log.named(kept),
     )

@@ -93,7 +93,7 @@ PATCH = Patch(
 
 apply, unapply, is_applied = handles.of(__name__)
 
-logger = logging.getLogger("ds_patches.cures.muon")
+logger = logging.getLogger("ds_patches.muon")
 
 _SGD = "Muon is plain SGD %s in this DeepSpeed, and no patch cures it: take 0.19.8, or %s."
 

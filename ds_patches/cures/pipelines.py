@@ -60,7 +60,7 @@ PATCH = Patch(
 
 apply, unapply, is_applied = handles.of(__name__)
 
-logger = logging.getLogger("ds_patches.cures.pipelines")
+logger = logging.getLogger("ds_patches.pipelines")
 
 _AVERAGED = (
     "The micro steps of this pipeline are averaged, as DeepSpeed documents it, where this release "

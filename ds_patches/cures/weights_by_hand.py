@@ -89,7 +89,7 @@ PATCH = Patch(
 
 apply, unapply, is_applied = handles.of(__name__)
 
-logger = logging.getLogger("ds_patches.cures.weights_by_hand")
+logger = logging.getLogger("ds_patches.weights_by_hand")
 
 _UNFROZEN = (
     "These parameters were frozen in deepspeed.initialize and are not now, but no step trains "
@@ -101,7 +101,6 @@ _FROZEN = (
     "on moving them, by momentum and weight decay: %s. Set the learning rate of their group to 0, "
     "or call initialize again."
 )
-_NAMED = 3
 #: Settings of a group by which an optimizer moves what has a gradient of zeros.
 _MOVING = ("betas", "momentum", "weight_decay")
 
@@ -110,7 +109,7 @@ _SEVERAL = 2
 
 
 class _Weights:
-    """Of an optimizer that steps copies: what the weights were when it had last written them.
+    """The weights of an optimizer that steps copies, as they were when it had last written them.
 
     before: at ZeRO-3, partitions of parameters that were gathered since, to be changed.
     """
@@ -165,7 +164,7 @@ def _same(one: Tensor, other: Tensor, writes: int = 1) -> Tensor:
 
 
 class _Frozen:
-    """Of an engine: which of the parameters that its optimizer was given were frozen then."""
+    """Which parameters were frozen when an engine's optimizer was given them."""
 
     def __init__(self, engine: Any) -> None:
         groups = engine.basic_optimizer.param_groups
@@ -192,8 +191,7 @@ class _Frozen:
         for message, names in found.items():
             if names and message not in self._said:
                 self._said.add(message)
-                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-                logger.log(log.for_the_job(), message, ", ".join(names[:_NAMED]) + more)
+                logger.log(log.for_the_job(), message, log.named(names))
 
 
 @cache

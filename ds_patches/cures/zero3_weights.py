@@ -55,7 +55,7 @@ PATCH = Patch(
 
 apply, unapply, is_applied = handles.of(__name__)
 
-logger = logging.getLogger("ds_patches.cures.zero3_weights")
+logger = logging.getLogger("ds_patches.zero3_weights")
 
 
 def around_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:

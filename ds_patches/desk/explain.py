@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any, BinaryIO
 
 from packaging.version import Version
 
-from ds_patches.core import columns, files, release
+from ds_patches.core import columns, release
 from ds_patches.desk import cured, given, messages, pasted, questions
 from ds_patches.desk.known import KNOWN
 from ds_patches.desk.pasted import Pasted
 from ds_patches.desk.row import Symptom, plain
+from ds_patches.desk.sections import page, section
 from ds_patches.desk.symptoms import OLDEST, TESTED
 
 #: What is found, as exit statuses: it is known; it is not; it depends on the script.
@@ -128,19 +128,6 @@ def _of_file(text: str) -> str:
     if not is_name and not os.path.exists(text):
         return text
     return given.content(Path(text), _LOG, end=True).decode(errors="replace")
-
-
-def page() -> Path:
-    """Return the page of all sections: in a wheel it is in the package, in a checkout in docs."""
-    package = Path(__file__).parents[1]
-    places = (package / "troubleshooting.md", package.parent / "docs/troubleshooting.md")
-    return next((place for place in places if place.exists()), places[0])
-
-
-def section(anchor: str) -> str:
-    text = files.text(page())
-    found = re.search(rf"^####? .+{{ #{anchor} }}\n(?:(?!^##).*\n?)*", text, re.MULTILINE)
-    return found[0].replace(f" {{ #{anchor} }}", "") if found else ""
 
 
 def answers(found: Pasted, version: Version | None, by_patch: Mapping[str, str]) -> list[Answer]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,16 @@ from ds_patches.core import files
 from ds_patches.desk.row import Symptom
 
 
-@dataclass(frozen=True)
-class Fix:
-    """A line of ledger.json.
+def fixes() -> list[Symptom]:
+    """Return the lines as symptoms; none has a section in docs/troubleshooting.md."""
+    return [_fix(**line) for line in read()["fixes"]]
+
+
+def _fix(
+    first: str, right: str, seen: str, numbers: str = "", stages: str = "0123", needs: str = "",
+    by: str = "", do: str = "",
+) -> Symptom:  # fmt: skip
+    """Return a line as a symptom.
 
     first, right: the first release that is wrong, 0.16.0 if older ones are, too; the first right.
     seen: what a script sees, in Markdown.
@@ -32,27 +38,10 @@ class Fix:
     needs: what brings it about: names of settings and doings.
     by: the patch that cures it. do: what helps besides another release.
     """
-
-    first: str
-    right: str
-    seen: str
-    numbers: str = ""
-    stages: str = "0123"
-    needs: str = ""
-    by: str = ""
-    do: str = ""
-
-    def row(self) -> Symptom:
-        """Return it as a symptom, which has no section in docs/troubleshooting.md."""
-        named = (name for name in self.needs.split() if name != "script")
-        words = ", ".join(read()["doings"].get(name, name.replace("_", " ")) for name in named)
-        row = Symptom(words, self.seen, (), self.first, self.right, self.by, self.do)
-        stages = tuple(map(int, self.stages))
-        return replace(row, stages=stages, needs=self.needs, numbers=self.numbers)
-
-
-def fixes() -> list[Symptom]:
-    return [Fix(**line).row() for line in read()["fixes"]]
+    named = (name for name in needs.split() if name != "script")
+    words = ", ".join(read()["doings"].get(name, name.replace("_", " ")) for name in named)
+    where = tuple(map(int, stages))
+    return Symptom(words, seen, where, first, right, by, do, needs=needs, numbers=numbers)
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, bool | None]:

@@ -50,7 +50,7 @@ class Run:
         return self.error or f"off by {self.off(other):.2g} of what PyTorch learns"
 
     def brief(self, other: Run) -> str:
-        """The same in a word or two, for an error its name."""
+        """Return what `told` does in a word or two: for an error its name."""
         name = re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", self.error, flags=re.S)
         return name if self.error else f"off by {self.off(other):.2g}"
 

@@ -102,6 +102,8 @@ def _steps_of(engine: Any) -> EngineSteps | None:
 
 
 _engines: Attached[EngineSteps] = Attached("accumulation", _steps_of)
+#: Engines whose backwards compiled autograd compiles.
+_eager: Attached[bool] = Attached("eager_prologue", upstream_engine.keep_prologue_eager)
 #: In the `__dict__` of engines that were taken in, or left to stock.
 KEY = _engines.key
 
@@ -124,7 +126,7 @@ def take_in(engine: Any) -> EngineSteps | None:
     """
     if upstream_engine.is_compiled(engine) and upstream_engine.is_left(engine):
         _engines.leave(engine)
-        upstream_engine.keep_prologue_eager(engine)
+        _eager(engine)
     return None if waits(engine) else _engines(engine)
 
 
@@ -243,6 +245,8 @@ def detach_all() -> None:
     _sum_of = None
     _rivals.clear()
     _overtaken.clear()
+    for engine, _ in _eager.detach_all():
+        upstream_engine.give_prologue_back(engine)
     for _, shadows in _apart.detach_all():
         for shadow in shadows:
             shadow.remove()

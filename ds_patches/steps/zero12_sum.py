@@ -123,7 +123,7 @@ class Zero12Sum(GradientSum):
             return False
         if self._host is not None:  # the sum of stage 2 is there already
             return unreduced and not self.keeps_counted
-        return unreduced if self._empty else zero12.lacks_averages(self._optimizer)
+        return unreduced if self._empty else upstream_engine.lacks_averages(self._optimizer)
 
     def complete(self) -> None:
         """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""

@@ -75,7 +75,8 @@ class Zero3Sum(GradientSum):
         self._delivered |= ids
 
     def lacks(self, unreduced: bool) -> bool:
-        return zero3.lacks_averages(self._optimizer)
+        optimizer = self._optimizer
+        return not optimizer.offload_optimizer and upstream_engine.lacks_averages(optimizer)
 
     def complete(self) -> None:
         """Zero what this step has not written; hand on what no boundary backward did."""

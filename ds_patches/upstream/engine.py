@@ -63,17 +63,25 @@ def trained(engine: Any) -> set[int]:
     return set()
 
 
-def keep_prologue_eager(engine: Any) -> None:
-    """Under compiled autograd, have Dynamo compile nothing of the prologue.
+_PROLOGUE = "_backward_prologue"
+
+
+def keep_prologue_eager(engine: Any) -> bool | None:
+    """Under compiled autograd, have Dynamo compile nothing of the prologue; None elsewhere.
 
     Past a wrapper it would compile a part that has to run in the graph task, and fail.
     """
-    name = "_backward_prologue"
-    is_due = getattr(engine, "_is_compiled_autograd_enabled", False) and hasattr(engine, name)
-    if is_due and name not in vars(engine):
-        import torch
+    if is_deep_compiled(engine) or not hasattr(engine, _PROLOGUE):
+        return None
+    import torch
 
-        vars(engine)[name] = torch.compiler.disable(getattr(engine, name))  # type: ignore[no-untyped-call]
+    vars(engine)[_PROLOGUE] = torch.compiler.disable(getattr(engine, _PROLOGUE))  # type: ignore[no-untyped-call]
+    return True
+
+
+def give_prologue_back(engine: Any) -> None:
+    """Leave it to Dynamo as before."""
+    del vars(engine)[_PROLOGUE]
 
 
 def folds_experts(engine: Any) -> bool:
@@ -244,6 +252,11 @@ def methods_of_hooks(optimizer: Any) -> list[str]:
 
 
 # --- The gradient accumulation boundary -----------------------------------------------------------
+
+
+def lacks_averages(optimizer: Any) -> bool:
+    """Where no epilogue has run at the boundary: whether a step would fail."""
+    return all(slices is None for slices in optimizer.averaged_gradients.values())
 
 
 def is_at_boundary(optimizer: Any) -> bool:

@@ -144,11 +144,6 @@ def keeps_counted(optimizer: Any) -> bool:
     return bool(optimizer.partition_gradients or optimizer.use_grad_accum_attribute)
 
 
-def lacks_averages(optimizer: Any) -> bool:
-    """Where no epilogue has run at the boundary: whether a step would fail."""
-    return all(slices is None for slices in optimizer.averaged_gradients.values())
-
-
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Buckets of one dtype each, of what can be flattened into a reduce buffer."""
     buckets: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -155,12 +155,6 @@ def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     return found
 
 
-def lacks_averages(optimizer: Any) -> bool:
-    """Where no epilogue has run since the last step: whether another step would fail."""
-    averaged = optimizer.averaged_gradients.values()
-    return not optimizer.offload_optimizer and all(slices is None for slices in averaged)
-
-
 def zero_all(optimizer: Any) -> None:
     """Zero every partition of a gradient."""
     optimizer.grad_partitions_flat_buffer.zero_()
