@@ -265,7 +265,7 @@ class EngineSteps:
         step, now = self._step, self.engine.micro_steps
         if step.state is not StepState.HELD or (self.sum.keeps_counted and step.last != now):
             return
-        if step.first != now and not self._warned:
+        if step.first < step.last == now and not self._warned:  # else upstream does it, too
             self._warned = True
             logger.warning(
                 "zero_grad() in the middle of a gradient accumulation: as in PyTorch, the micro "
