@@ -51,8 +51,7 @@ Not covered
     | Muon without ``muon``, a second backward at the boundary | refused: an error with the cures |
     | ``tensor.backward()`` of what ``engine(x)`` did not return | refused, see below |
     | ZenFlow, SuperOffload and MiCS optimizers | left to stock, with a warning |
-    | DeepCompile, ``engine.compile(compiled_autograd_enabled=True)`` | left to stock |
-    | compiled autograd that a script enables itself, stages 1 and 2 | raises an AssertionError |
+    | DeepCompile; compiled autograd, from an engine's first call under it on | left to stock |
     | an optimizer on NVMe; stage 0, but for the division | left to stock |
     | pipelines; half precision without ZeRO | see ``pipelines``, ``half_without_zero`` |
     | ``safe_set_full_grad`` beside ``BF16_Optimizer`` | see ``zero12_gradients`` |

@@ -106,7 +106,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's backward of a loss: a backward of this engine, whatever the loss is made of."""
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None:
+    if steps is None or upstream_engine.is_compiled(engine):
         steps = attached.take_in(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:

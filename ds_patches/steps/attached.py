@@ -125,6 +125,8 @@ def take_in(engine: Any) -> EngineSteps | None:
     A compiler's backwards are, from the compilation on. So is a step that was begun before.
     """
     if upstream_engine.is_compiled(engine) and upstream_engine.is_left(engine):
+        if (steps := of(engine)) is not None:
+            steps.detach()
         _engines.leave(engine)
         _eager(engine)
     return None if waits(engine) else _engines(engine)

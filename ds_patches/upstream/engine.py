@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -37,8 +38,13 @@ def has_torch_style_backward(engine: Any) -> bool:
 
 
 def is_compiled(engine: Any) -> bool:
-    """Whether ``engine.compile()`` was called."""
-    return bool(engine._is_compiled)
+    """Whether ``engine.compile()`` was called, or the script has enabled compiled autograd."""
+    return bool(engine._is_compiled) or _autograd_is_compiled()
+
+
+def _autograd_is_compiled() -> bool:
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def is_deep_compiled(engine: Any) -> bool:
@@ -52,7 +58,8 @@ def is_deep_compiled(engine: Any) -> bool:
 
 def is_left(engine: Any) -> bool:
     """Whether its backwards are graphs of a compiler's, which runs no code of ours in them."""
-    return is_deep_compiled(engine) or bool(getattr(engine, "_is_compiled_autograd_enabled", False))
+    compiles = _autograd_is_compiled() or getattr(engine, "_is_compiled_autograd_enabled", False)
+    return bool(compiles) or is_deep_compiled(engine)
 
 
 def trained(engine: Any) -> set[int]:

@@ -1,12 +1,14 @@
 """What counts as a backward of a step: any that reaches its parameters, and no other; once."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch import nn
 
 from tests.harness import stock
@@ -156,23 +158,29 @@ def test_a_parameter_costs_the_same_beside_many(stage: int) -> None:
     assert 0 < most - many < 1.05 * (more - few)
 
 
-def compiled_autograd(*patches: str) -> tuple[str, bool]:
+def compiled_autograd(enabled: str, *patches: str) -> tuple[str, bool]:
     """What it raises, and whether the engine is as it was when the patches are taken back."""
     engine, said = engine_of(stage=1, micro_steps=2), ""
+    compiler = partial(torch.compile, backend="eager")
+    of_the_script = partial(torch._dynamo.compiled_autograd._enable, compiler)
     with applied(*patches):
-        engine.compile(backend="eager", compiled_autograd_enabled=True)
+        if enabled == "engine":
+            engine.compile(backend="eager", compiled_autograd_enabled=True)
         try:
             for micro_step in range(4):
-                engine.backward(loss_of(engine, micro_step))
+                loss = loss_of(engine, micro_step)
+                with of_the_script() if enabled == "script" else nullcontext():
+                    engine.backward(loss)
                 engine.step()
-        except AssertionError as error:
+        except Exception as error:
             said = str(error).partition("\n")[0]
     return said, "_backward_prologue" in vars(engine)
 
 
-def test_compiled_autograd_is_left_to_stock(fresh_world: World) -> None:
+@pytest.mark.parametrize("enabled", ["engine", "script"])
+def test_compiled_autograd_is_left_to_stock(fresh_world: World, enabled: str) -> None:
     """As stock trains, or fails, on this release."""
     with World() as other:
-        patched = other.run(compiled_autograd, "accumulation")
-    assert patched == fresh_world.run(compiled_autograd)
+        patched = other.run(compiled_autograd, enabled, "accumulation")
+    assert patched == fresh_world.run(compiled_autograd, enabled)
     assert str(stock.RELEASE) < "0.19.8" or patched == [("", False)] * 2
