@@ -177,7 +177,9 @@ def compiled_autograd(enabled: str, *patches: str) -> tuple[str, bool]:
     return said, "_backward_prologue" in vars(engine)
 
 
-@pytest.mark.parametrize("enabled", ["engine", "script"])
+@pytest.mark.parametrize(
+    "enabled", ["engine", pytest.param("script", marks=pytest.mark.exhaustive)]
+)
 def test_compiled_autograd_is_left_to_stock(fresh_world: World, enabled: str) -> None:
     """As stock trains, or fails, on this release."""
     with World() as other:

@@ -110,7 +110,7 @@ def generation_without_hooks(trainer: Any) -> None:
         unwrapped(trainer, step, trainer.module.trunk)
 
 
-@script(ALL_RIGHT)
+@script(ALL_RIGHT, costs=LOOKED_AT)
 def generation_of_the_root(trainer: Any, step: int) -> None:
     """The same by the whole model, before each step."""
     unwrapped(trainer, step, trainer.module)
