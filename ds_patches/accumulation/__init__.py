@@ -63,8 +63,8 @@ Not covered
     an error.
 
 Cost
-    With all patches an ordinary step of a Llama took 1.02 of stock's time at ZeRO 2 (stock against
-    itself: 1.04), and 0.86 and 1.00 at ZeRO 3 (docs/benchmarks.md).
+    With all patches an ordinary step of a Llama took 1.04 to 1.06 of stock's time at ZeRO 1 and 2
+    (stock against itself: 1.00 to 1.04), and 1.09 at ZeRO 3 (1.10) (docs/benchmarks.md).
 
 Why
     In PyTorch every backward before a step adds to the gradient. DeepSpeed silently keeps only the

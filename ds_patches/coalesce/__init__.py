@@ -78,7 +78,7 @@ Not covered
 Cost
     Compared with a block of DeepSpeed's own, a block takes the same time at ZeRO 1 and 2, and
     1.06 of it where the host is the limit. At ZeRO 3 it takes 0.47 to 0.58 of the time where it
-    gathers once, and 1.01 where it does not (docs/benchmarks-coalesce.md).
+    gathers once, and 1.01 where it does not (docs/benchmarks.md).
 
 Why
     DeepSpeed has the method from 0.19.1 on. If something inside raises, DeepSpeed's method reduces

@@ -44,7 +44,7 @@ Not covered
 
 Cost
     On 2 H200 a step took 0.98 of stock's time if Dynamo skips nothing (noise: 0.97), and 0.57 of
-    eager ZeRO-3's if it skips half of the model (docs/benchmarks-dc-fallback.md). Where a step has
+    eager ZeRO-3's if it skips half of the model (docs/benchmarks.md). Where a step has
     several backwards, graphs add instead of writing, with one small kernel for each parameter.
 
 Why

@@ -34,7 +34,7 @@ Not covered
 
 Cost
     A step took 1.02 of stock's time on 0.19.8, and stock against itself 1.04
-    (docs/benchmarks-stream-safety.md). From 0.19.3 on, one call of Python for each reduce bucket;
+    (docs/benchmarks.md). From 0.19.3 on, one call of Python for each reduce bucket;
     before, some for each gradient.
 
 Why

@@ -36,7 +36,7 @@ Cost
     Two backwards over one forward cost 1.42 times an ordinary step, because the second gathers the
     parameters again. Two forwards instead cost 1.66 times. Memory is that of an ordinary step and
     of the activations that a retained graph keeps. An ordinary step takes stock's
-    time, and less if many modules hold no parameters (docs/benchmarks-zero3-retain.md).
+    time, and less if many modules hold no parameters (docs/benchmarks.md).
 
 Why
     Stock ZeRO-3 gathers parameters only for the first backward over a forward. The second one

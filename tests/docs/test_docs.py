@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_every_patch_has_its_page(site: Path, name: str) -> None:
     for part in (patch.supported, *(target.qualname for target in patch.targets)):
         assert part in text_of(page), part
     assert all(f'href="{link.url}"' in page for link in patch.upstream)
+
+
+def test_what_a_patch_says_of_its_cost_was_measured() -> None:
+    """Each ratio stands on the page of benchmarks, beside its command."""
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    said = {}
+    for name, patch in registry.patches().items():
+        words = import_module(patch.hooks or f"ds_patches.{name}").__doc__ or ""
+        said[name] = re.findall(r"\d\.\d\d", words.partition("\nCost\n")[2].partition("\n\n")[0])
+    assert all(said[name] for name in ("accumulation", "coalesce")), "no costs were found"
+    unknown = {name: [one for one in ratios if one not in page] for name, ratios in said.items()}
+    assert not any(unknown.values()), unknown
 
 
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
