@@ -140,14 +140,12 @@ class HostSum:
     def _copy(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Stock's ``copy_grads_in_partition``, made to add to what is pending alone."""
         optimizer = self._optimizer
-        param = in_order(wrapped, args, kwargs)[0]
+        param = args[0] if args else in_order(wrapped, args, kwargs)[0]  # of every parameter
         param_id = optimizer.get_param_id(param)
         boundary = upstream_engine.is_at_boundary(optimizer)
         adds = param_id in self._pending
-        with (
-            meanwhile(optimizer, micro_step_id=int(adds)),
-            offload.keeping_micro_steps(optimizer, also=adds or not boundary),
-        ):
+        kept = offload.where_micro_steps_are_kept(optimizer) if adds or not boundary else {}
+        with meanwhile(optimizer, micro_step_id=int(adds), **kept):
             result = wrapped(*args, **kwargs)
         if boundary:
             self._pending.discard(param_id)

@@ -105,7 +105,9 @@ class ReduceBuckets:
 
     def _instead(self, put: Callable[[Any], bool]) -> Callable[..., None]:
         def instead(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-            param, group = in_order(wrapped, args, kwargs)
+            # Of every gradient: two in their order need no look at how the function names them.
+            plain = len(args) == 2 and not kwargs
+            param, group = args if plain else in_order(wrapped, args, kwargs)
             if zero12.is_whole(param) and put(self._keys[self._optimizer.get_param_id(param)]):
                 wrapped(param, group)
 

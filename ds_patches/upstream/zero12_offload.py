@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import islice
 from traceback import walk_stack
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.core import live
-from ds_patches.core.calls import meanwhile
 from ds_patches.upstream import zero12
 
 #: Of the optimizer's methods, the one that fills what `watch` watches, when a checkpoint is loaded.
@@ -47,14 +45,14 @@ def keeps_host_sums() -> bool:
     return "micro_step_id" in copy.__code__.co_names
 
 
-@contextmanager
-def keeping_micro_steps(optimizer: Any, *, also: bool) -> Iterator[None]:
-    """Let a micro step that the user sets apart be kept; up to 0.18.9 only counted ones are."""
-    if not also or optimizer.gradient_accumulation_steps > 1 or keeps_host_sums():
-        yield
-        return
-    with meanwhile(optimizer, gradient_accumulation_steps=2):
-        yield
+def where_micro_steps_are_kept(optimizer: Any) -> dict[str, int]:
+    """Return the attributes with which a micro step that the user sets apart is kept.
+
+    Up to 0.18.9 only counted ones are.
+    """
+    if optimizer.gradient_accumulation_steps > 1 or keeps_host_sums():
+        return {}
+    return {"gradient_accumulation_steps": 2}
 
 
 def due_at_step(optimizer: Any) -> set[int]:
