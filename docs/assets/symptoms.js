@@ -16,8 +16,9 @@
   const isCured = (row) => row.cells[CURE].querySelector('a[href*="patches/"]') !== null;
   for (const name of [...new Set(rows.flatMap(needs))].sort()) setting.add(new Option(name));
   const choose = () => {
-    const asked = release.value.trim();
-    const at = /^\d+\.\d+\.\d+$/.test(asked) && number(asked);
+    const asked = release.value.match(/^\s*v?(\d+\.\d+\.\d+)/);
+    const at = asked && number(asked[1]);
+    release.setCustomValidity(asked || !release.value.trim() ? "" : "not a release, as 0.18.4 is");
     const parts = words.value.toLowerCase().split(/\s+/);
     for (const row of rows) {
       const text = row.textContent.toLowerCase();

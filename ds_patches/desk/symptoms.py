@@ -399,6 +399,10 @@ NOT_CURED = (
             "the job hangs at the first step, or a collective does not match", _3, "0.16.0", None,
             "", add="`set_z3_leaf_modules`", anchor="experts-hang",
             asked=("hang expert",)),
+    Symptom("`set_z3_leaf_modules` for a module whose inputs need no gradient, as the first of all",
+            "`The size of tensor a (0) must match the size of tensor b (8)`", _3, "0.18.0", None,
+            "", add="leaf modules further in, or `requires_grad_()` of the input",
+            anchor="size-of-tensor", shown=_BACKWARD),
     Symptom("a parameter of no elements, alone in a module", "`AssertionError: {'id': 0, 'status': "
             "'NOT_AVAILABLE', 'numel': 0`", _3, "0.16.0", None, "",
             add="a parameter of one element, or a buffer", anchor="no-elements",

@@ -9,6 +9,7 @@
     python -m tests.releases measure                   # `prove` on old and new, docs/measured.json
     python -m tests.releases gpus                      # all proofs on GPUs, docs/compatibility.md
     python -m tests.releases upstream CHECKOUT         # DeepSpeed's unit tests, stock and patched
+    python -m tests.releases news CHECKOUT             # fixes that no known release has
     python -m tests.releases shapes                    # into ds_patches/core/shapes.json
 
 One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. What is

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests import releases
 from tests.releases import install, shapes
 from tests.releases.measure import ON_GPUS, measure, measure_on_gpus
+from tests.releases.news import news
 from tests.releases.record import columns, record
 from tests.releases.run import run
 from tests.releases.upstream import upstream
@@ -49,6 +50,10 @@ def main() -> int:
     judging.add_argument("--sample", type=int, default=0, metavar="N", help="so many of them")
     judging.add_argument("--salt", default="", help="of the sample: another one is another")
     judging.set_defaults(work=lambda a: upstream(a.checkout, a.version, a.sample, a.salt, a.only))
+
+    telling = commands.add_parser("news", help="fixes that no known release has")
+    telling.add_argument("checkout", type=Path, help="of DeepSpeed's repository; it may be bare")
+    telling.set_defaults(work=lambda given: news(given.checkout))
 
     shaping = commands.add_parser("shapes", help="write what the code looks like in each release")
     shaping.set_defaults(work=lambda given: shapes.record(shapes.installed()))

@@ -1,5 +1,6 @@
 """What the releases' page claims."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from packaging.version import Version
 
 from ds_patches.core import registry, release
 from tests.releases import RELEASES, measure, record
+from tests.releases.news import news
 
 PRINTED = """\
 DeepSpeed 0.19.5 on 2 x H100, torch 2.11.0
@@ -49,3 +51,49 @@ def test_a_column_is_written_among_the_others(
         "| retained | - | RuntimeError; 0 |",
         "| on | a GPU; then | 2 x H100, torch 2.11.0; now |",
     ]
+
+
+def test_news_are_fixes_and_what_changes_a_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the bare repository and of its checkout; a release's tag is the beginning."""
+    assert news(tmp_path) == 1
+    assert "no repository with a tag" in capsys.readouterr().out
+
+    def git(*arguments: str) -> None:
+        own = ("-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x")
+        subprocess.run(["git", *own, *arguments], check=True, capture_output=True)
+
+    def commit(subject: str, file: str, text: str = "", body: str = "") -> None:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{path.read_text() if path.exists() else ''}{text or repr(subject)}\n")
+        git("add", ".")
+        git("commit", "-m", subject, "-m", body)
+
+    engine = "deepspeed/runtime/engine.py"
+    git("init")
+    commit("Fix what 0.19.7 has (#1)", engine)
+    git("tag", "v0.19.7")
+    git("tag", "v9.9.9")
+    commit("Fix a lost gradient (#8463)", "deepspeed/runtime/zero/stage3.py")
+    commit("Improve the engine (#2)", engine, body="It hung.")
+    epilogue = "class DeepSpeedEngine:\n    def _backward_epilogue(self):\n        pass"
+    commit("Faster steps (#3)", engine, epilogue)
+    commit("A comment (#4)", engine, "        # of it")
+    commit("Fix the launcher (#5)", "deepspeed/launcher/runner.py")
+    commit("Fix with no number", "csrc/adam.cpp")
+    git("clone", "--bare", ".", "bare.git")
+    told = []
+    for checkout in (tmp_path, tmp_path / "bare.git"):
+        assert news(checkout) == 0
+        told.append(capsys.readouterr().out.splitlines())
+    assert told[0] == told[1]
+    assert [line.split(" ", 2)[2] for line in told[0][:-1]] == [
+        "NEW: Fix with no number",
+        "NEW: Faster steps (#3) | changes DeepSpeedEngine._backward_epilogue "
+        "(accumulation, dc_fallback)",
+        "NEW: Improve the engine (#2)",
+        "in the table: Fix a lost gradient (#8463)",
+    ]
+    assert told[0][-1] == "4 since v0.19.7, 3 NEW, 1 in the table; 1 change what patches touch"

@@ -1,0 +1,95 @@
+"""Fixes of training that DeepSpeed's repository has and no release: what to read before the next.
+
+A fix is told by the words of its message, so that features are listed, too. What changes a function
+that patches touch is listed whatever it says.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.version import Version
+
+from ds_patches.core import definitions, gate, registry, release
+from ds_patches.desk import ledger
+from ds_patches.desk.symptoms import SYMPTOMS
+from tests.docs.test_ledger import COMMITS
+from tests.releases import RELEASES, git, say
+
+#: What trains: the package without these folders, and its kernels.
+OTHERS = "autotuning inference launcher model_implementations"
+PATHS = ("deepspeed", "csrc", *(f":!deepspeed/{folder}" for folder in OTHERS.split()))
+A_FIX = re.compile(
+    r"\w*fix|\b(bug|crash|deadlock|dropp|error|fail|hang|hung|ignor|incorrect|leak|lost|mismatch|miss"
+    r"|nan\b|overflow|race|silent|stale|wrong)",
+    re.IGNORECASE,
+)
+#: By module and name there, the patches that touch it in the newest release.
+Touched = dict[str, dict[str, list[str]]]
+
+
+def news(checkout: Path) -> int:
+    """Print the commits since the newest release that is tagged there; 1 if none is.
+
+    checkout: of DeepSpeed's repository, or the repository itself.
+    """
+    at = ("-C", str(checkout.resolve()))
+    tags = git(*at, "tag").split()
+    since = next((f"v{one}" for one in reversed(RELEASES) if f"v{one}" in tags), None)
+    if since is None:
+        say(f"{checkout}: no repository with a tag of DeepSpeed {RELEASES[0]} or later")
+        return 1
+    named = {number for one in (*SYMPTOMS, *ledger.fixes()) for number in one.numbers.split()}
+    read = {number: f"read: {what}" for _, number, what in COMMITS}
+    read |= dict.fromkeys(named, "in the table")
+    touched = _touched()
+    log = git(
+        *at, "log", "--name-only", "--format=%x01%h%x00%as%x00%s%x00%b%x00",
+        f"{since}..HEAD", "--", *PATHS,
+    )  # fmt: skip
+    told, changing = Counter[str](), 0
+    for entry in log.split("\1")[1:]:
+        commit, day, subject, body, files = entry.split("\0")
+        number = (re.findall(r"\(#(\d+)\)$", subject) or [""])[0]
+        what = read.get(number, "NEW")
+        changed = ", ".join(sorted(_changed(at, commit, files.split(), touched)))
+        if not changed and not A_FIX.search(f"{subject} {body}"):
+            continue
+        say(f"{day} {commit} {what}: {subject}{changed and f' | changes {changed}'}")
+        told[what] += 1
+        changing += bool(changed)
+    counts = "".join(f", {count} {what}" for what, count in sorted(told.items()))
+    say(f"{told.total()} since {since}{counts}; {changing} change what patches touch")
+    return 0
+
+
+def _touched() -> Touched:
+    newest = Version(RELEASES[-1])
+    found: Touched = {}
+    for name, patch in registry.patches().items():
+        if release.covers(patch.supported, newest):
+            for place in gate.places(patch, newest):
+                found.setdefault(place.module, {}).setdefault(place.qualname, []).append(name)
+    return found
+
+
+def _changed(at: tuple[str, ...], commit: str, files: list[str], of: Touched) -> Iterator[str]:
+    """Yield the functions whose shape a commit changes, with their patches."""
+    for file in files:
+        places = of.get(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."), {})
+        before, after = (
+            ast.parse(git(*at, "show", f"{one}:{file}")).body if places else []
+            for one in (f"{commit}^", commit)
+        )
+        for qualname, patches in places.items():
+            if _digest(before, qualname) != _digest(after, qualname):
+                yield f"{qualname} ({', '.join(patches)})"
+
+
+def _digest(scope: list[ast.stmt], qualname: str) -> str | None:
+    node = definitions.by_name(scope, qualname)
+    return node and definitions.digest(node)
