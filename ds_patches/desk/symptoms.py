@@ -52,6 +52,15 @@ CURED = (
             "memory grows with each backward that retains its graph", (0, *_ALL), "0.16.0", None,
             "activation_checkpointing", anchor="own-checkpointing",
             asked=("memory grow backward", "memory grow retain_graph")),
+    Symptom("a function of the weights in the loss, computed in a `GatheredParameters`: weight "
+            "decay, orthogonality, EWC",
+            "`Function PowBackward0 returned an invalid gradient at index 0 - got [0] but expected "
+            "shape compatible with [64]`, or `The size of tensor a (64) must match the size of "
+            "tensor b (0)`", _3, "0.16.0", None, "zero3_retain", anchor="function-of-weights",
+            asked=("`Backward0 returned an invalid gradient at index 0 - got [0] but expected`",
+                   "gatheredparameters loss", "gatheredparameters penalty",
+                   "weight decay gatheredparameters", "l2 gatheredparameters"),
+            shown="run_backward", proof="penalty"),
     Symptom("DeepSpeed's `non_reentrant_checkpoint`, if a layer that trains comes last in it",
             "`The size of tensor a (0) must match the size of tensor b (32)`",
             _3, "0.16.0", None, "zero3_retain", anchor="size-of-tensor", asked=_GONE,
