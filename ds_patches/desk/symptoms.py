@@ -380,6 +380,11 @@ CURED = (
             "NaN, or other numbers in each run",
             _ALL, "0.16.0", None, "stream_safety", anchor="streams-race", needs="overlap",
             asked=("nan overlap_comm", "overlap_comm worse", "number each run"), proof="late-step"),
+    Symptom("`zero_to_fp32.py` or `get_fp32_state_dict_from_zero_checkpoint`, and frozen parameters",
+            "the frozen weights are left out", (1,), "0.16.0", None, "frozen_weights",
+            anchor="frozen-left-out",
+            asked=("zero_to_fp32 frozen", "zero_to_fp32 missing", "zero_to_fp32 lora",
+                   "`Missing key(s) in state_dict`"), shown="?zero_to_fp32"),
 )
 SETTINGS = (
     Symptom("no `gradient_clipping` in the configuration",
