@@ -69,6 +69,11 @@ def shape_of(param: Any) -> Sequence[int]:
     return shape
 
 
+def give_shape(param: Any) -> None:
+    """Let a parameter have its shape, and no values."""
+    param.data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
+
+
 def group_of(param: Any) -> Any:
     """Return the ranks that hold the partitions of `param`."""
     return param.ds_process_group

@@ -11,6 +11,9 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.shadow import Shadow
 from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
 
+#: Among the modules that use a parameter: a script's block.
+_BLOCK = "GatheredParameters"
+
 
 def why_not_once(engine: Any) -> str | None:
     """Why a block gathers as DeepSpeed does; by settings and model, so alike on all ranks."""
@@ -74,6 +77,19 @@ def hold(offload: Any) -> list[Shadow]:
         Shadow(coordinator, private_name("params_to_release"), lambda *_: set()),
         Shadow(coordinator, "release_and_reset_all", everything),
     ]
+
+
+def hold_in_block(offload: Any, params: Iterable[Any]) -> None:
+    """Let modules that run not release what a script has gathered, until `let_go`."""
+    coordinator = offload.get_param_coordinator()
+    if not getattr(coordinator, "fast_sharding_for_leaf_module", False):  # it asks nobody
+        for param in params:
+            param.ds_active_sub_modules.add(_BLOCK)
+
+
+def let_go(params: Iterable[Any]) -> None:
+    for param in params:
+        param.ds_active_sub_modules.discard(_BLOCK)
 
 
 def keep_trace(offload: Any) -> Shadow:

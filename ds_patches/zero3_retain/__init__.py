@@ -12,6 +12,10 @@ Use
     loss may be any tensor that the forward made. Gradients of gradients work as well
     (``create_graph=True``).
 
+    A loss may have a part that is computed from the weights in a ``GatheredParameters``, as weight
+    decay or orthogonality, with ``engine.backward`` in the block or after it. A forward within the
+    block leaves gathered what the block has gathered.
+
     Recomputation works, too:
 
     - ``torch.utils.checkpoint`` on a frozen model with adapters. Stock to 0.19.2 raises `Recomputed
@@ -32,6 +36,9 @@ Risks
       ``deepspeed.zero.Init``, as by ``from_pretrained`` with a ZeRO-3 configuration.
     - **Loss scalers.** DeepSpeed up to 0.18.2 ignores ``retain_graph`` with a custom loss scaler.
 
+Not covered
+    A plain ``loss.backward()`` over a function of weights raises, as on stock.
+
 Cost
     Two backwards over one forward cost 1.42 times an ordinary step, because the second gathers the
     parameters again. Two forwards instead cost 1.66 times. Memory is that of an ordinary step and
@@ -43,6 +50,9 @@ Why
     fails; after a forward under ``torch.no_grad()`` it may be silently wrong instead. No release up
     to 0.19.8 has a fix.
 
+    A function of weights keeps them in its graph, and after a ``GatheredParameters`` nothing of
+    them is there. Stock raises, in all releases.
+
 How
     Each backward gathers the parameters of a module when it reaches the module, and releases them
     after it. So nothing stays gathered between two backwards.
@@ -51,6 +61,9 @@ How
     end. So recomputed modules are released only when the backward reaches the next module.
     DeepSpeed's recomputation releases the module in whose backward it runs; that module is gathered
     again.
+
+    Before a backward over a loss, nodes that have saved parameters of a ``GatheredParameters`` are
+    told to gather them when they run.
 
 Upstream
     Issues 7352 and 3539; pull requests 8045 and 8135 (open), which keep every gathered parameter

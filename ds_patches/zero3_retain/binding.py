@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_patches.core.patch import Patch, Target, upstream
-from ds_patches.upstream.places import COORDINATOR, OFFLOAD
+from ds_patches.upstream.places import COORDINATOR, GATHERED, OFFLOAD
 
 _FETCHES = "deepspeed.runtime.zero.partitioned_param_coordinator"
 
@@ -13,6 +13,8 @@ _TARGETS = (
     OFFLOAD.target("_register_deepspeed_module", "around_register", ">=0.16.4"),
     OFFLOAD.target("post_sub_module_forward_function", "around_forward_release", "<=0.19.2"),
     Target(_FETCHES, "update_recompute_parameters", "around_attribution", ">=0.19.3"),
+    GATHERED.target("__enter__", "around_enter"),
+    GATHERED.target("__exit__", "around_exit"),
 )
 
 

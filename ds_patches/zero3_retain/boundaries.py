@@ -264,3 +264,12 @@ class _TransformedBoundary(_Boundary):
 _TransformedBoundary.forward.__signature__ = signature(  # type: ignore[attr-defined]
     _TransformedBoundary.forward
 )
+
+
+def is_boundary(node: Any) -> bool:
+    """Whether a node of a graph is an edge of a module."""
+    return type(node).__name__ in _NODES
+
+
+#: PyTorch calls the node of a Function after it.
+_NODES = {f"{one.__name__}Backward" for one in (_Boundary, _TransformedBoundary)}

@@ -12,7 +12,8 @@ and what must persist.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_patches.upstream import zero3_gathers
 from ds_patches.upstream import zero3_modules as gathered
 
 from .boundaries import ModuleBoundary, NoBoundary, OpenCalls
+from .saved import Used
 
 
 class Gathers(Listener):
@@ -35,6 +37,7 @@ class Gathers(Listener):
     def __init__(self, offload: Any, version: Callable[[], int]) -> None:
         self._offload = offload
         self._version = version
+        self.used = Used(version)
         self._calls = OpenCalls(lambda task_id: at_end_of_task(partial(self._task_ends, task_id)))
         self._retains = False  # a second backward over one forward was seen
         self._leaves: list[torch.nn.Module] = []
@@ -74,9 +77,14 @@ class Gathers(Listener):
         self._calls.taken_back = True
         for module, stock in self._stock.items():
             gathered.set_functions(module, stock)
+        zero3_gathers.let_go(self._offload.module.parameters())
         self._stock.clear()
         self._boundaries.clear()
         self._leaves.clear()
+
+    def hold(self, params: Iterable[Any]) -> None:
+        """A script has gathered these, and modules may run meanwhile."""
+        zero3_gathers.hold_in_block(self._offload, params)
 
     def recomputed(self, module: torch.nn.Module, release: Callable[[], None]) -> None:
         """A module ran in a backward, for what checkpoint() did not save; `release` its parameters.
@@ -100,6 +108,9 @@ class Gathers(Listener):
             gathered.rewind_prefetch(self._offload)
         else:
             self._leaf_inputs = gathered.leaf_inputs(self._leaves)
+
+    def backward_of(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        return self.used.whole(loss)
 
     def dropped(self, failed: bool) -> None:
         """Forget the open calls of a backward that raised; what it gathered is partitioned."""

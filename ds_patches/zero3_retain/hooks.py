@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.steps import attached
 from ds_patches.steps.attached import Attached
 from ds_patches.steps.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
+from ds_patches.upstream import zero3, zero3_gathers
 
 from .gathers import Gathers
 
@@ -69,3 +72,28 @@ def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) ->
     """
     if recomputes_for_hooks():
         wrapped(*args, **kwargs)
+
+
+def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``GatheredParameters`` begins: a forward within the block releases nothing of it."""
+    result = wrapped(*args, **kwargs)
+    for gathers in _of_block(gathered):
+        gathers.hold(gathered.params)
+    return result
+
+
+def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``GatheredParameters`` ends: a graph that was made in it may have saved parameters."""
+    for gathers in _of_block(gathered):
+        zero3_gathers.let_go(gathered.params)
+        if torch.is_grad_enabled():
+            gathers.used.note(gathered.params)
+    return wrapped(*args, **kwargs)
+
+
+def _of_block(gathered: Any) -> Iterator[Gathers]:
+    if gathered.enabled:
+        for optimizer in {*map(zero3.optimizer_of, gathered.params)} - {None}:
+            attached.of_optimizer(optimizer)  # also before the first forward
+            if (gathers := _gathers.get(optimizer.parameter_offload)) is not None:
+                yield gathers

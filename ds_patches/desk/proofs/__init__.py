@@ -88,6 +88,7 @@ PROOFS = {
     "outputs": Proof("outputs"),
     "outputs-plain": Proof("outputs_plain"),
     "own-checkpointing": Proof("own_checkpointing", stage=2),
+    "penalty": Proof("penalty"),
     "pipeline": Proof("pipeline", {}, _UNPRINTED),
     "pipeline-0": Proof("pipeline", stage=0),
     "retained": Proof("two_backwards"),

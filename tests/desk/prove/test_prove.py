@@ -33,7 +33,7 @@ it takes a GPU, and more than a few lines: DeepCompile, and several; Muon with f
 it hangs: fp16, and a gradient that overflows
 it costs time or memory, and no number: a model of many; a frozen model; two backwards over
 it takes another torch: any backward, with torch
-it takes a checkpoint: bf16 without ZeRO, or; `safe_get_full_fp32_param` after
+it takes a checkpoint: bf16 without ZeRO, or; `zero_to_fp32.py`; `safe_get_full_fp32_param` after
 it depends on what lies in memory: `stage3_use_all_reduce
 it takes more than a few lines: DeepSpeed's MoE layer; Ulysses; a parameter of no elements;
     weights that a script in bf16;
