@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -123,10 +122,9 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     steps.in_engine_backward = True
     handle = loss.register_hook(partial(steps.entered, is_backward=True))  # type: ignore[no-untyped-call]
     try:
-        with ExitStack() as stack:
-            for listener in steps.listeners:
-                stack.enter_context(listener.backward_of(loss))
-            return run(loss, *rest)
+        for listener in steps.listeners:
+            run = listener.backward_by(run)
+        return run(loss, *rest)
     except BaseException:
         if steps.begun != begun:
             steps.drop_failed_backward()

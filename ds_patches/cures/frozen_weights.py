@@ -23,7 +23,7 @@ How
     They are listed at stage 1, too. When such a checkpoint is loaded, the list is not looked at.
 
 Upstream
-    No issue is known.
+    No issue was found.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -131,9 +130,9 @@ class Listener:
     def backward_begins(self, again: bool) -> None:
         """Inside its graph task. `again`: the engine has run no forward since the one before."""
 
-    def backward_of(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Around ``engine.backward(loss)``."""
-        return nullcontext()
+    def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs ``engine.backward(loss)``: `run`, or something around it."""
+        return run
 
     def backward_nested(self) -> None:
         """One over a forward of the engine begins inside the one that is running."""

@@ -13,7 +13,6 @@ and what must persist.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -109,8 +108,8 @@ class Gathers(Listener):
         else:
             self._leaf_inputs = gathered.leaf_inputs(self._leaves)
 
-    def backward_of(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        return self.used.whole(loss)
+    def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(self.used.backward, run) if self.used else run
 
     def dropped(self, failed: bool) -> None:
         """Forget the open calls of a backward that raised; what it gathered is partitioned."""

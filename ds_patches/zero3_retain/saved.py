@@ -10,7 +10,7 @@ not looked at: the module's parameters are gathered for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch import Tensor
@@ -48,14 +48,15 @@ class Used:
             self._params.clear()
             self._at = self._version()
 
-    @contextmanager
-    def whole(self, loss: Tensor) -> Iterator[None]:
-        """While a backward over `loss` runs."""
+    def __bool__(self) -> bool:
         self._forget()
+        return bool(self._params)
+
+    def backward(self, run: Callable[..., Any], loss: Tensor, *rest: Any) -> Any:
+        """Run a backward over `loss`, which finds them whole."""
         with ExitStack() as stack:
-            if self._params:
-                self._prepare(loss.grad_fn, stack)
-            yield
+            self._prepare(loss.grad_fn, stack)
+            return run(loss, *rest)
 
     def _prepare(self, root: Any, stack: ExitStack) -> None:
         now = {key: one for key, one in self._params.items() if one[0]._version == one[1]}
