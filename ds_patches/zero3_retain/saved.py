@@ -49,6 +49,7 @@ class Used:
             self._at = self._version()
 
     def __bool__(self) -> bool:
+        """Whether there are any; those of an older step are forgotten."""
         self._forget()
         return bool(self._params)
 
