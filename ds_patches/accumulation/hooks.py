@@ -24,7 +24,8 @@ from ds_patches.steps.graph_task import (
     current_task_id,
     with_graphs,
 )
-from ds_patches.steps.step import EngineSteps, GradientSum
+from ds_patches.steps.step import EngineSteps
+from ds_patches.steps.sums import GradientSum
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.steps.zero12_sum import Zero12Sum
 from ds_patches.upstream import engine as upstream_engine

@@ -64,7 +64,7 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         upstream_engine.stop_timers(engine)
         upstream_engine.restore_boundary(engine, boundary)
         if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
-            local.sum.drop()
+            steps.sum.drop_local()
             logger.warning(_RAISED)
         if had_backward and not local.failed:
             steps.back_to(before)

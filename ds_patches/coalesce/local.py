@@ -15,8 +15,6 @@ from ds_patches.steps.step import EngineSteps, Listener
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.engine import has_torch_style_backward
 
-from .sums import LocalSum, Zero3LocalSum, Zero12LocalSum
-
 
 class LocalGradients(Listener):
     """Where the gradients of one engine's backwards stay.
@@ -28,9 +26,7 @@ class LocalGradients(Listener):
     awaits_backwards = False  # but while gradients stay
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
-        stage3 = engine.zero_optimization_partition_weights()
-        of_stage = Zero3LocalSum if stage3 else Zero12LocalSum
-        self.sum: LocalSum = of_stage(engine.optimizer, reduction_group(engine))
+        self.sum, self._group = steps.sum, reduction_group(engine)
         #: Whether a block, or ``no_sync()``, is open.
         self.in_block = self.in_no_sync = False
         #: A backward that raised since a block was opened.
@@ -73,13 +69,13 @@ class LocalGradients(Listener):
         """Add what is there to the gradients of the step, if any rank has one. A collective."""
         had_backward = self.waiting
         self.end()
-        if (lacking := self.sum.lacking()) is None:
+        if (lacking := self.sum.lacking(self._group)) is None:
             return
         if not had_backward:  # but another rank had
-            self._steps.sum.begin_backward()
+            self.sum.begin_backward()
         boundary = nullcontext() if self._finalizes else upstream_engine.at_boundary(self._engine)
         with boundary:
-            self.sum.reduce(lacking)
+            self.sum.reduce_local(lacking)
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
@@ -165,7 +161,8 @@ class LocalGradients(Listener):
                     "boundary: its gradients are not reduced. Run the last backward of the step, "
                     "and step, outside."
                 )
-            if self.waiting and not self._step_reduces and not self.sum.is_empty():
+            is_due = self.waiting and not self._step_reduces
+            if is_due and any(map(self.sum.has_local, self.sum.trained())):
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

@@ -2,7 +2,8 @@
 
 - `graph_task`: what a backward is, seen from inside it, and which outputs lead into its graph;
 - `step`: which backwards belong to a step, in what state it is, and what it asks of its gradients;
-- `zero12_sum`, `host_sum`, `bf16_sum`, `zero3_sum`: the sum of a step's gradients, by optimizer;
+- `sums`, `zero12_sum`, `host_sum`, `bf16_sum`, `zero3_sum`: the sum of a step's gradients, by
+  optimizer, and of local ones, which a block leaves on the parameters;
 - `bucket_order`: in which order ranks reduce the buckets of ZeRO 1 and 2;
 - `division`: a gradient is divided by the micro steps once, however many outputs it passes;
 - `attached`: a patch's own state of an engine or optimizer, which dies with its owner; the engines

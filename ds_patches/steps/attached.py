@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.shadow import Shadow
-from ds_patches.steps.step import EngineSteps, GradientSum
+from ds_patches.steps.step import EngineSteps
+from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")

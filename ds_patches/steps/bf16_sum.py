@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.shadow import Shadow
-from ds_patches.steps.step import GradientSum
+from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -40,6 +41,17 @@ _CANNOT_BE_FORMED = (
 )
 
 
+class Turn(Enum):
+    """How the gradients of a backward go into the buckets."""
+
+    #: As they come, as on stock.
+    AS_THEY_COME = auto()
+    #: The same, in a first backward with several buckets, which do not tell when each has come.
+    NOTED = auto()
+    #: Each waits for its turn in the order of the ranks.
+    IN_ORDER = auto()
+
+
 class BucketOrder:
     """The order in which the ranks of one optimizer reduce its parameters."""
 
@@ -48,22 +60,23 @@ class BucketOrder:
         self._order: Order | None = None  # None: no backward has reduced
         self._formed: list[Order] | None = None  # the buckets that it comes to, where known
         self._unused = buckets.params  # what is not in it
-        self._foreseen: set[Any] = set()  # of what the first backward reached
-        self._foresees = False  # that was all
+        self._foreseen: set[Any] = set()  # what the first backward was to reach
+        self._foresees = False  # nothing else came in it
         self.begin_backward()
 
     def begin_backward(self) -> None:
+        """Begin anew what is of one backward."""
         self._task = current_task_id()
         self._now: list[Order] = []  # the buckets of this backward
         self._forms_all = True  # ... are those of the whole order
-        self._came: dict[Any, None] | None = None  # in turn, where gradients wait for theirs
-        self._arrived: Order = []  # in turn, where the buckets do not tell: in a first backward
-        self._due: Order = []  # what is to be reduced next, from its end
+        self._turn = Turn.AS_THEY_COME
+        self._came: dict[Any, None] = {}  # in turn, where that is another than AS_THEY_COME
+        self._due: Order = []  # IN_ORDER: what is to be reduced next, from its end
         self._absent: set[Any] = set()  # of that, what no gradient will come to
         self._is_own = False  # what is in the buckets was put there by us, in the order
-        tells = self._order is not None or self._buckets.is_one
-        if not tells:
-            self._buckets.divert(self._arrives)
+        if self._order is None and not self._buckets.is_one:
+            self._turn = Turn.NOTED
+            self._buckets.divert(self._note)
         elif self._buckets.diversion:
             self._buckets.let_in()
 
@@ -75,7 +88,7 @@ class BucketOrder:
             return
         formed, at = self._formed, len(self._now)
         if formed is not None and at < len(formed) and formed[at] == waiting:
-            fits = self._is_own or self._came is None
+            fits = self._is_own or self._turn is not Turn.IN_ORDER
         else:
             if self._is_own and formed is not None:
                 raise Refused(_CANNOT_BE_FORMED)
@@ -89,15 +102,17 @@ class BucketOrder:
     def end_backward(self) -> None:
         """All gradients have come: leave those in the buckets that all ranks have there."""
         waiting = self._buckets.waiting()
-        if self._order is None:
-            kept = self._came is None and self._all_have([waiting, self._arrived])
+        if self._turn is Turn.IN_ORDER:
+            kept = False
+        elif self._order is None:
+            kept = self._all_have([waiting, [*self._came]])
         else:
             rest = self._formed and self._formed[len(self._now) :]
-            kept = self._came is None and rest == [waiting]
+            kept = rest == [waiting]
         if not kept:
             self._hold()
         if self._order is None:
-            came = [*(self._came or self._arrived or (*_flat(self._now), *waiting))]
+            came = [*(self._came or (*_flat(self._now), *waiting))]
             self._foresees = self._foreseen.issuperset(came)
             if kept:
                 self._set_order(came)
@@ -123,7 +138,7 @@ class BucketOrder:
         """On all ranks, in a first backward."""
         if not self._foreseen and current_task_id() == self._task:
             self._foreseen = self._reached()
-        return self._came is None and self._all_have([waiting])
+        return self._turn is not Turn.IN_ORDER and self._all_have([waiting])
 
     def _reached(self) -> set[Any]:
         """Inside a backward: what it brings gradients to, but for backwards within it.
@@ -136,8 +151,9 @@ class BucketOrder:
 
     def _hold(self) -> None:
         """Let gradients wait for their turn, also those that are in the buckets."""
-        if self._came is None:
-            self._came = dict.fromkeys(self._arrived or _flat(self._now))
+        if self._turn is not Turn.IN_ORDER:
+            self._turn = Turn.IN_ORDER
+            self._came = self._came or dict.fromkeys(_flat(self._now))
             self._due = [one for one in self._order or () if one not in self._came][::-1]
             self._came.update(dict.fromkeys(self._buckets.take_out()))
             if self._foresees and current_task_id() == self._task:
@@ -148,14 +164,13 @@ class BucketOrder:
         elif not self._is_own:
             self._came.update(dict.fromkeys(self._buckets.take_out()))
 
-    def _arrives(self, param: Any) -> bool:
-        self._arrived.append(param)
+    def _note(self, param: Any) -> bool:
+        self._came[param] = None
         return True
 
     def _wait_for_its_turn(self, param: Any) -> bool:
         """A gradient has come. One may have got into a bucket while that was taken back."""
         self._hold()
-        assert self._came is not None
         is_put_in = param in self._came and param not in self._due and param not in self._unused
         if param in self._absent or is_put_in:
             raise Refused(_REDUCED)
@@ -184,7 +199,7 @@ class BucketOrder:
 
     def _look_for_new_ones(self) -> None:
         """Reduce what no rank had used before, if one has now, and put it into the order."""
-        came = [*(self._came or ())]
+        came = [*self._came]
         is_new = not self._unused.isdisjoint(came)
         if not self._any_rank(is_new):
             return

@@ -13,7 +13,6 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core.errors import Refused
-from ds_patches.core.shadow import Shadow
 from ds_patches.steps.graph_task import (
     NO_TASK,
     Entry,
@@ -21,6 +20,7 @@ from ds_patches.steps.graph_task import (
     accumulates,
     current_task_id,
 )
+from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
@@ -72,53 +72,6 @@ class Step:
     def has_backward_in(self, micro_step: int) -> bool:
         """Whether its last backward was in this micro step."""
         return self.state is StepState.HELD and self.last == micro_step
-
-
-class GradientSum:
-    """How a ZeRO stage adds up the backwards of one step: where it says nothing, by itself.
-
-    shadows: around methods of the engine and its optimizer, until they are left to stock.
-    """
-
-    #: Whether a zero_grad() that comes now is upstream's own: nobody has asked for that.
-    upstream_zeroes = False
-    #: Whether a zero_grad() leaves what it finds right after a micro step was counted.
-    keeps_counted = True
-
-    def __init__(self) -> None:
-        self.shadows: list[Shadow] = []
-
-    def begin_backward(self) -> None:
-        """A backward begins; what it reduces is added."""
-
-    def pass_by(self) -> bool:
-        """The backward that began has brought nothing; return whether it needs no epilogue."""
-        return False
-
-    def lacks(self, unreduced: bool) -> bool:
-        """Whether a step would fail, or leave gradients: no backward has run at the boundary.
-
-        unreduced: micro steps before have brought gradients.
-        """
-        return False
-
-    def complete(self) -> None:
-        """A step is about to read the gradients."""
-
-    def drop(self) -> None:
-        """Forget the step's gradients so far."""
-
-    def abandon(self) -> None:
-        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
-        self.drop()
-
-    def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
-
-    def detach(self) -> None:
-        """Leave the optimizer to stock."""
-        for shadow in self.shadows:
-            shadow.remove()
 
 
 class Listener:

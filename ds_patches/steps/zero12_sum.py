@@ -8,7 +8,8 @@ ones are taken out before the backward and added after its epilogue: one shape f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
@@ -16,9 +17,10 @@ from ds_patches.core.errors import Refused
 from ds_patches.core.shadow import Shadow
 from ds_patches.steps.bucket_order import BucketOrder
 from ds_patches.steps.host_sum import HostSum
-from ds_patches.steps.step import GradientSum
+from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import muon, zero12
+from ds_patches.upstream.accelerator import keeps_order
 from ds_patches.upstream.kinds import is_muon
 from ds_patches.upstream.zero12_buckets import ReduceBuckets, reduce_together
 
@@ -167,6 +169,53 @@ class Zero12Sum(GradientSum):
     def _reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         with zero12.reducing_what_it_steps_with(self._optimizer):
             wrapped(*args, **kwargs)
+
+    # --- Local gradients: in `grad`, or, as fp32 sums of a low precision model, in `grad_accum` ---
+
+    def trained(self) -> Iterable[Any]:
+        return (p for p in chain(*self._optimizer.bit16_groups) if p.requires_grad)
+
+    def has_local(self, param: Any) -> bool:
+        return self._optimizer.get_param_gradient_attribute(param) is not None
+
+    def is_late(self) -> bool:
+        waiting = zero12.in_buckets(self._optimizer)
+        return bool(waiting) or any(self._optimizer.params_already_reduced)
+
+    def lacking(self, group: Any) -> set[Any] | None:
+        # The epilogue of each backward does it too, but not every backward has one: from 0.18.3
+        # the second ``loss.backward()`` over one forward has none.
+        if self._optimizer.use_grad_accum_attribute:
+            self._optimizer.fill_grad_accum_attribute()
+        return super().lacking(group)
+
+    def reduce_local(self, lacking: set[Any]) -> None:
+        """As one backward: it has micro_step_id 0 and is at the boundary.
+
+        With an offloaded optimizer, every release then copies it to the host whole.
+        """
+        optimizer = self._optimizer
+        if optimizer.overlap_comm and not keeps_order():
+            optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
+        zero12.release_buffers(optimizer)
+        with zero12.reducing_what_it_steps_with(optimizer):
+            zero12.set_up_buckets(optimizer)
+            optimizer.micro_step_id = 0
+            for group, params in enumerate(optimizer.bit16_groups):
+                for param in params:
+                    if not param.requires_grad:
+                        continue
+                    if param in lacking:
+                        zero12.give_zero_gradient(optimizer, param)
+                    if optimizer.get_gradient_for_reduction(param) is not None:
+                        optimizer.reduce_ready_partitions_and_remove_grads(param, group)
+            optimizer.overlapping_partition_gradients_reduce_epilogue()
+        zero12.clear(optimizer)
+
+    def drop_local(self) -> None:
+        zero12.clear(self._optimizer)
+        zero12.release_buffers(self._optimizer)
+        self._optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
 
 
 def _add_back(now: zero12.Gradients, before: zero12.Gradients, *, restore: bool) -> None:

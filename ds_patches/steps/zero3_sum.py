@@ -8,14 +8,16 @@ step writes it first, added to from then on, and zeroed if its step has not writ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.steps.attached import KEY
-from ds_patches.steps.step import GradientSum
+from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream import zero3
+from ds_patches.upstream import zero3, zero3_gathers
 
 
 def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -112,3 +114,27 @@ class Zero3Sum(GradientSum):
         if self._written:
             self.complete()
             self._optimizer.micro_step_id = max(1, self._optimizer.micro_step_id)
+
+    # --- Local gradients --------------------------------------------------------------------------
+
+    def trained(self) -> Iterable[Any]:
+        return (param for param in chain(*self._optimizer.fp16_groups) if param.requires_grad)
+
+    def is_late(self) -> bool:
+        return bool(zero3.in_buckets(self._optimizer))
+
+    def reduce_local(self, lacking: set[Any]) -> None:
+        for param in self.trained():
+            if param in lacking:
+                zero3.give_zero_gradient(param)
+            if param.grad is not None:
+                self._optimizer.reduce_ready_partitions_and_remove_grads(param)
+        self._optimizer.independent_gradient_partition_epilogue()
+
+    def drop_local(self) -> None:
+        zero3.clear(self._optimizer)
+        # Nothing waits there, but 0.17.2 never begins anew to count what a bucket holds. Full is
+        # when to reduce: ranks must count alike, also after one of them alone has raised.
+        zero3.empty_buckets(self._optimizer)
+        zero3.partition_parameters(self._optimizer)
+        zero3_gathers.reset(self._optimizer.parameter_offload)

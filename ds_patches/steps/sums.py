@@ -1,0 +1,101 @@
+"""What adds up the gradients of a step: the base of `zero12_sum`, `zero3_sum` and `bf16_sum`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_patches.core.shadow import Shadow
+from ds_patches.steps.ranks import on_any
+
+
+class GradientSum:
+    """How a ZeRO stage adds up the backwards of one step: where it says nothing, by itself.
+
+    A backward brings reduced gradients. In a block it brings local ones, which autograd adds up on
+    the parameters, until `reduce_local` brings the sum as one backward would.
+
+    shadows: around methods of the engine and its optimizer, until they are left to stock.
+    """
+
+    #: Whether a zero_grad() that comes now is upstream's own: nobody has asked for that.
+    upstream_zeroes = False
+    #: Whether a zero_grad() leaves what it finds right after a micro step was counted.
+    keeps_counted = True
+
+    def __init__(self) -> None:
+        self.shadows: list[Shadow] = []
+
+    def begin_backward(self) -> None:
+        """A backward begins; what it reduces is added."""
+
+    def pass_by(self) -> bool:
+        """The backward that began has brought nothing; return whether it needs no epilogue."""
+        return False
+
+    def lacks(self, unreduced: bool) -> bool:
+        """Whether a step would fail, or leave gradients: no backward has run at the boundary.
+
+        unreduced: micro steps before have brought gradients.
+        """
+        return False
+
+    def complete(self) -> None:
+        """A step is about to read the gradients."""
+
+    def drop(self) -> None:
+        """Forget the step's gradients so far."""
+
+    def abandon(self) -> None:
+        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
+        self.drop()
+
+    def step_taken(self) -> None:
+        """The optimizer has consumed the gradients."""
+
+    def detach(self) -> None:
+        """Leave the optimizer to stock."""
+        for shadow in self.shadows:
+            shadow.remove()
+
+    # --- Local gradients --------------------------------------------------------------------------
+
+    def trained(self) -> Iterable[Any]:
+        """Return the trainable parameters, in an order that is the same on all ranks."""
+        return ()
+
+    def has_local(self, param: Any) -> bool:
+        """Whether a parameter has a local gradient."""
+        return param.grad is not None
+
+    def is_late(self) -> bool:
+        """Whether the backward that runs has brought gradients that are not local any more."""
+        return False
+
+    def lacking(self, group: Any) -> set[Any] | None:
+        """Return the parameters that have a local gradient on another rank alone. A collective.
+
+        DeepSpeed's reducer leaves out what has no gradient, so ranks that differ in what they have
+        would wait for each other in different collectives. None where no rank has a gradient. A
+        rank that has all does not wait for what others tell.
+
+        group: the process group of the ranks that share the gradients.
+        """
+        params = [*self.trained()]
+        here = [self.has_local(param) for param in params]
+        alone = dist.get_world_size(group) == 1
+        told = on_any(here, group) if params and not alone else None
+        if here and all(here):
+            return set()
+        anywhere = here if told is None else told.tolist()
+        if not any(anywhere):
+            return None
+        return {p for p, one, any_ in zip(params, here, anywhere, strict=True) if any_ and not one}
+
+    def reduce_local(self, lacking: set[Any]) -> None:
+        """Add the local gradients, and zeros for `lacking`, to those of the step. A collective."""
+
+    def drop_local(self) -> None:
+        """Forget them, and leave the optimizer as it is before a backward."""
