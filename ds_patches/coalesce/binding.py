@@ -33,7 +33,6 @@ _DEPENDENCIES = (
         "is reset after a backward that raised",
         COUNTING,
     ),
-    ZERO12.needs("get_param_gradient_attribute", "says where a gradient waits"),
     ZERO12.needs("fill_grad_accum_attribute", "moves a gradient to its fp32 sum, at stage 1"),
     ZERO12.needs("backward", "allocates the reduce buffers that a flush allocates", "<=0.16.4"),
     ZERO12.needs("backward_prologue", _BEGINS, ">=0.16.5,<=0.18.2"),

@@ -162,7 +162,7 @@ class LocalGradients(Listener):
                     "and step, outside."
                 )
             is_due = self.waiting and not self._step_reduces
-            if is_due and any(map(self.sum.has_local, self.sum.trained())):
+            if is_due and any(self.sum.have_local()):
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -62,13 +61,13 @@ class GradientSum:
 
     # --- Local gradients --------------------------------------------------------------------------
 
-    def trained(self) -> Iterable[Any]:
+    def trained(self) -> list[Any]:
         """Return the trainable parameters, in an order that is the same on all ranks."""
-        return ()
+        return []
 
-    def has_local(self, param: Any) -> bool:
-        """Whether a parameter has a local gradient."""
-        return param.grad is not None
+    def have_local(self) -> list[bool]:
+        """Return of each of them whether it has a local gradient."""
+        return [param.grad is not None for param in self.trained()]
 
     def is_late(self) -> bool:
         """Whether the backward that runs has brought gradients that are not local any more."""
@@ -83,16 +82,16 @@ class GradientSum:
 
         group: the process group of the ranks that share the gradients.
         """
-        params = [*self.trained()]
-        here = [self.has_local(param) for param in params]
+        here = self.have_local()
         alone = dist.get_world_size(group) == 1
-        told = on_any(here, group) if params and not alone else None
+        told = on_any(here, group) if here and not alone else None
         if here and all(here):
             return set()
         anywhere = here if told is None else told.tolist()
         if not any(anywhere):
             return None
-        return {p for p, one, any_ in zip(params, here, anywhere, strict=True) if any_ and not one}
+        found = zip(self.trained(), here, anywhere, strict=True)
+        return {param for param, one, any_ in found if any_ and not one}
 
     def reduce_local(self, lacking: set[Any]) -> None:
         """Add the local gradients, and zeros for `lacking`, to those of the step. A collective."""

@@ -8,8 +8,7 @@ ones are taken out before the backward and added after its epilogue: one shape f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
@@ -172,11 +171,12 @@ class Zero12Sum(GradientSum):
 
     # --- Local gradients: in `grad`, or, as fp32 sums of a low precision model, in `grad_accum` ---
 
-    def trained(self) -> Iterable[Any]:
-        return (p for p in chain(*self._optimizer.bit16_groups) if p.requires_grad)
+    def trained(self) -> list[Any]:
+        return [p for group in self._optimizer.bit16_groups for p in group if p.requires_grad]
 
-    def has_local(self, param: Any) -> bool:
-        return self._optimizer.get_param_gradient_attribute(param) is not None
+    def have_local(self) -> list[bool]:
+        where = zero12.gradient_attribute(self._optimizer)
+        return [getattr(param, where) is not None for param in self.trained()]
 
     def is_late(self) -> bool:
         waiting = zero12.in_buckets(self._optimizer)
@@ -205,7 +205,7 @@ class Zero12Sum(GradientSum):
                 for param in params:
                     if not param.requires_grad:
                         continue
-                    if param in lacking:
+                    if lacking and param in lacking:
                         zero12.give_zero_gradient(optimizer, param)
                     if optimizer.get_gradient_for_reduction(param) is not None:
                         optimizer.reduce_ready_partitions_and_remove_grads(param, group)

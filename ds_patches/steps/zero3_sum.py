@@ -8,8 +8,6 @@ step writes it first, added to from then on, and zeroed if its step has not writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 from ds_patches.core import live
@@ -117,15 +115,15 @@ class Zero3Sum(GradientSum):
 
     # --- Local gradients --------------------------------------------------------------------------
 
-    def trained(self) -> Iterable[Any]:
-        return (param for param in chain(*self._optimizer.fp16_groups) if param.requires_grad)
+    def trained(self) -> list[Any]:
+        return [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
 
     def is_late(self) -> bool:
         return bool(zero3.in_buckets(self._optimizer))
 
     def reduce_local(self, lacking: set[Any]) -> None:
         for param in self.trained():
-            if param in lacking:
+            if lacking and param in lacking:
                 zero3.give_zero_gradient(param)
             if param.grad is not None:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)

@@ -37,14 +37,14 @@ def has_torch_style_backward(engine: Any) -> bool:
     return hasattr(engine, "_backward_post_hook")
 
 
+#: Nothing, until somebody has imported it.
+_compiler, _AUTOGRAD = sys.modules.get, "torch._dynamo.compiled_autograd"
+_ENABLED = "compiled_autograd_enabled"
+
+
 def is_compiled(engine: Any) -> bool:
     """Whether ``engine.compile()`` was called, or the script has enabled compiled autograd."""
-    return bool(engine._is_compiled) or _autograd_is_compiled()
-
-
-def _autograd_is_compiled() -> bool:
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.compiled_autograd_enabled)
+    return bool(engine._is_compiled or getattr(_compiler(_AUTOGRAD), _ENABLED, False))
 
 
 def is_deep_compiled(engine: Any) -> bool:
@@ -58,7 +58,8 @@ def is_deep_compiled(engine: Any) -> bool:
 
 def is_left(engine: Any) -> bool:
     """Whether its backwards are graphs of a compiler's, which runs no code of ours in them."""
-    compiles = _autograd_is_compiled() or getattr(engine, "_is_compiled_autograd_enabled", False)
+    asked = getattr(engine, "_is_compiled_autograd_enabled", False)
+    compiles = asked or getattr(_compiler(_AUTOGRAD), _ENABLED, False)
     return bool(compiles) or is_deep_compiled(engine)
 
 

@@ -51,7 +51,7 @@ def reduce_what_is_left(optimizer: Any) -> None:
     left = _left(optimizer)
     if not left:  # as in most steps, which are not to pay for each parameter
         return
-    attribute = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+    attribute = gradient_attribute(optimizer)
     for index, group in enumerate(optimizer.bit16_groups):
         for param in group:
             number = optimizer.get_param_id(param)
@@ -151,6 +151,11 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if tensor.layout == torch.strided:
             buckets.setdefault(tensor.dtype, []).append(tensor)
     return list(buckets.values())
+
+
+def gradient_attribute(optimizer: Any) -> str:
+    """Where a parameter has its gradient before it is reduced."""
+    return "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
 
 
 def clear(optimizer: Any) -> None:
