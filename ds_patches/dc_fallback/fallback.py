@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,22 @@ from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.deepcompile_graphs import Graphs, before_backward
 
-from . import dynamo, parameters
+from . import dynamo, modules
 from .reduction import Reduction
 from .uses import Uses
 
 logger = logging.getLogger("ds_patches.dc_fallback")
+
+
+class Phase(Enum):
+    """What an engine is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    #: From its prologue to its epilogue. After one that raised, until the next forward.
+    BACKWARD = auto()
+    #: After a backward that raised, and not on every rank.
+    ALONE = auto()
 
 
 class Fallback:
@@ -52,7 +64,8 @@ class Fallback:
         self._step = Step()
         self._told: set[torch.nn.Parameter] = set()
         self._looked_at: set[int] = set()  # graphs, for hooks that they do not run
-        self._records = self._in_forward = self._in_backward = self._alone = False
+        self._phase = Phase.IDLE
+        self._records = False  # whether the last forward had gradients enabled
         self._saving = dynamo.SavedTensorsHooks(
             dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
         )
@@ -86,7 +99,7 @@ class Fallback:
             (self._optimizer, "step", self._take_step),
         ):
             self._undo.callback(Shadow(owner, name, around).remove)
-        before_call, after_call = self._call_hooks()
+        before_call, after_call = modules.call_hooks(self._engine, self.uses)
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
             for handle in (
@@ -94,39 +107,12 @@ class Fallback:
                 module.register_forward_hook(after_call, always_call=True),
             ):
                 self._undo.callback(handle.remove)
-            self._undo.callback(parameters.watch(module, see))
-
-    def _call_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Hooks before and after each call of a module that eager code makes."""
-        uses, root = self.uses, self._engine.module
-        begin = dynamo.disabled(uses.calls.open)
-        end = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
-        compiles_within = deepcompile.tells_layers_apart()
-        leaves = set(deepcompile.leaves(self._engine))
-
-        def before_call(module: torch.nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            call = begin(module)
-            # Ranks compile together, and what runs in a leaf differs by rank.
-            if module in leaves or not (compiles_within or module is root):
-                call.dynamo = dynamo.switch()
-
-        def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            for call in reversed(end(module)):
-                if call.dynamo is not None:
-                    dynamo.switch(call.dynamo)
-
-        for function in (before_call, after_call, dynamo.switch):
-            dynamo.leave_alone(function)
-        return before_call, after_call
+            self._undo.callback(modules.watch(module, see))
 
     def remove(self) -> None:
         """Leave the engine as DeepCompile made it."""
         try:
-            if not self._alone:
+            if self._phase is not Phase.ALONE:
                 self._recover()
             if self._step.state is not StepState.HELD:
                 # Graphs go on adding until a backward at the boundary has ended.
@@ -138,7 +124,7 @@ class Fallback:
         if not zero3.is_partitioned(param):
             return param
         if not self.uses.calls:
-            if not (self._in_backward and torch.is_grad_enabled()):
+            if not (self._phase is Phase.BACKWARD and torch.is_grad_enabled()):
                 return param
             self.uses.recompute()
         seen = self.uses.cached(param)
@@ -150,7 +136,7 @@ class Fallback:
 
     def _forward(self, forward: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         calls = self.uses.calls
-        outermost = not self._in_forward
+        outermost = self._phase is not Phase.FORWARD
         if outermost:
             self._records = torch.is_grad_enabled()
             self.uses.close(calls.cut(0))  # of modules called by themselves, which raised
@@ -159,13 +145,14 @@ class Fallback:
         depth = len(calls)
         calls.open(None)
         saves = self._saves and self._records and outermost
-        self._in_forward = True
+        self._phase = Phase.FORWARD
         try:
             with self._saving if saves else nullcontext():
                 result = forward(*args, **kwargs)
         finally:
             self.uses.close(calls.cut(depth))
-            self._in_forward = not outermost
+            if outermost:
+                self._phase = Phase.IDLE
         if self._records and outermost:
             self._saves = self.uses.gathered_any
         return result
@@ -195,9 +182,9 @@ class Fallback:
         """Right after the engine's own prologue, which a second backward may come without."""
         prologue(*args, **kwargs)
         self._graphs.begin(self._engine.is_gradient_accumulation_boundary())
-        if self._in_backward:
+        if self._phase is Phase.BACKWARD:
             return  # it has come to another forward
-        self._in_backward = True
+        self._phase = Phase.BACKWARD
         if self._step.state is StepState.HELD:
             self._written.update(zero3.gradient_partitions(self._optimizer))
         else:
@@ -209,7 +196,7 @@ class Fallback:
         self._reduction.finish()
         self.uses.forget_backward()
         self._hand_over()
-        self._in_backward = False
+        self._phase = Phase.IDLE
         epilogue(*args, **kwargs)
 
     def _zero_grad(self, zero_grad: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
@@ -275,19 +262,19 @@ class Fallback:
         Raises OtherRankFailed if it did not raise on all ranks.
         """
         self.uses.forget_backward()
-        if not self._in_backward:
+        if self._phase not in (Phase.BACKWARD, Phase.ALONE):
             return
         # What graphs hold of the backward goes by collectives, in which all ranks take part.
         world, me = range(dist.get_world_size()), dist.get_rank()
         absent = ranks.come(agreement.meeting("dc_fallback", world, me), me, world)
-        self._alone = bool(absent)
         if absent:
+            self._phase = Phase.ALONE
             raise OtherRankFailed(
                 f"a backward raised here, and none on rank {', '.join(map(str, absent))}: what "
                 "DeepCompile's graphs hold of it can be dropped on all ranks together only. Start "
                 "the job again"
             )
-        self._in_backward = False
+        self._phase = Phase.IDLE
         logger.warning(
             "A backward raised: every gradient reduced since the last optimizer step was dropped."
         )

@@ -1,4 +1,4 @@
-"""The place where a module keeps its parameters, as ZeRO-3 replaces it."""
+"""What a module of the engine gets: hooks around its calls, and a place for its parameters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,40 @@ from typing import Any
 
 import torch
 
-from ds_patches.upstream import zero3
+from ds_patches.upstream import deepcompile, zero3
 
 from . import dynamo
+from .uses import Uses
 
 #: What a parameter is to be seen as; raw in frames that are being compiled.
 See = Callable[[torch.nn.Parameter], torch.Tensor]
+
+
+def call_hooks(engine: Any, uses: Uses) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return hooks before and after each call of a module that eager code makes."""
+    root, begin = engine.module, dynamo.disabled(uses.calls.open)
+    end = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
+    compiles_within = deepcompile.tells_layers_apart()
+    leaves = set(deepcompile.leaves(engine))
+
+    def before_call(module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = begin(module)
+        # Ranks compile together, and what runs in a leaf differs by rank.
+        if module in leaves or not (compiles_within or module is root):
+            call.dynamo = dynamo.switch()
+
+    def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for call in reversed(end(module)):
+            if call.dynamo is not None:
+                dynamo.switch(call.dynamo)
+
+    for function in (before_call, after_call, dynamo.switch):
+        dynamo.leave_alone(function)
+    return before_call, after_call
 
 
 def watch(module: torch.nn.Module, see: See) -> Callable[[], None]:
