@@ -64,9 +64,9 @@ def deactivate() -> None:
 
 
 def _sum_of(engine: Any) -> GradientSum | None:
-    """What adds up the gradients of an engine's steps; None leaves it to stock.
+    """Return what adds up the gradients of an engine's steps; None leaves the engine to stock.
 
-    Asked once, whoever takes the engine in: and it divides from then on.
+    Called once for an engine, whose plain backwards are divided rightly from then on.
     """
     divisions(engine)
     reason = upstream_engine.why_not_covered(engine)
@@ -119,7 +119,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
         return run(loss, *rest)
     if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
         loss = loss.view_as(loss)
-    begun, outer = steps.begun, steps.in_engine_backward
+    begun, outer = steps.backwards_begun, steps.in_engine_backward
     steps.in_engine_backward = True
     handle = loss.register_hook(partial(steps.entered, is_backward=True))  # type: ignore[no-untyped-call]
     try:
@@ -127,7 +127,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
             run = listener.backward_by(run)
         return run(loss, *rest)
     except BaseException:
-        if steps.begun != begun:
+        if steps.backwards_begun != begun:
             steps.drop_failed_backward()
         raise
     finally:
@@ -230,7 +230,7 @@ def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """Up to 0.19.7 it finds no gradient on a CPU: ``contiguous_gradients`` off reduces nothing."""
+    """DeepSpeed sorts gradients by dtype; up to 0.19.7 it drops those on a CPU."""
     (tensors,) = in_order(wrapped, args, kwargs)
     found = wrapped(tensors)
     return found if sum(map(len, found)) == len(tensors) else zero12.by_dtype(tensors)

@@ -95,7 +95,7 @@ def _leave(engine: Any, local: LocalGradients, gathered: GatherOnce | None) -> N
 
 
 def _gathers(engine: Any, steps: EngineSteps) -> GatherOnce | None:
-    """How a block gathers; None: as DeepSpeed does."""
+    """Return what gathers once for a block; None if it gathers as DeepSpeed does."""
     if not engine.zero_optimization_partition_weights():
         return None
     reason = gathers.why_not_once(engine)

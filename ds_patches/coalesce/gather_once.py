@@ -88,14 +88,14 @@ class GatherOnce(Listener):
 
     def _keep_outputs(self, module: Any, inputs: Any, outputs: Any) -> None:
         """No hook gathers for the backward over this forward, which may come after the block."""
-        begins = partial(self._gather_late, self._steps.count)
+        begins = partial(self._gather_late, self._steps.steps_taken)
         for tensor in chain(*with_graphs(outputs)):
             tensor.register_hook(begins)  # type: ignore[no-untyped-call]
 
     def _gather_late(self, step: int, gradient: Any) -> None:
         if not self._is_over or self._late_task == current_task_id():
             return
-        if step != self._steps.count:
+        if step != self._steps.steps_taken:
             raise Refused(_OLD_FORWARD)
         self._late_task = current_task_id()
         gathers.gather(self._offload)

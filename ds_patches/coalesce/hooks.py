@@ -99,7 +99,7 @@ def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def _refusal(engine: Any) -> Refused | None:
-    """What the native method raises for an engine that cannot have a block, if it cannot.
+    """Return what DeepSpeed's method raises for an engine that cannot have a block, or None.
 
     Misused: unmanaged gradient accumulation. NotCovered: no ZeRO, a pipeline, an optimizer or a
     backward that reduces in a way of its own.

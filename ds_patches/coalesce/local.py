@@ -44,7 +44,7 @@ class LocalGradients(Listener):
         self._divides_others = has_torch_style_backward(engine)
 
     def begin(self) -> None:
-        """From here on gradients stay on their parameters."""
+        """Keep gradients on their parameters from here on."""
         if self._shadows:
             return
         engine, optimizer = self._engine, self._engine.optimizer
@@ -59,7 +59,7 @@ class LocalGradients(Listener):
         self.awaits_backwards = True
 
     def end(self) -> None:
-        """From here on DeepSpeed reduces as ever."""
+        """Let DeepSpeed reduce as ever from here on."""
         for shadow in self._shadows:
             shadow.remove()
         self._shadows = []
@@ -130,13 +130,13 @@ class LocalGradients(Listener):
     # --- In the place of DeepSpeed's methods ------------------------------------------------------
 
     def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """What a parameter's hook calls: its gradient stays where it is."""
+        """DeepSpeed's hook of a parameter hands its gradient on; here that stays where it is."""
         watch = self._steps.watch
         if self._divides_others and watch.task_id != current_task_id() and not watch.running:
             self._steps.parameter_entered()
 
     def _backward_ends(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """Outside blocks and ``no_sync()``, at the boundary, the sum is reduced."""
+        """DeepSpeed reduces at the end of a backward; here the sum, at the boundary, or nothing."""
         if self.in_block or self.in_no_sync:  # up to 0.18.2 it is asked for there, too
             return
         if self._finalizes or self._engine.is_gradient_accumulation_boundary():
@@ -147,7 +147,11 @@ class LocalGradients(Listener):
             return wrapped(*args, **kwargs)
 
     def _step(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        """At a micro step it only counts, also inside ``no_sync()``."""
+        """DeepSpeed's step; here it only counts a micro step, also inside ``no_sync()``.
+
+        Raises Misused in a block, and at the boundary in ``no_sync()``; Refused at the boundary if
+        nothing was reduced.
+        """
         engine = self._engine
         if self.in_block:
             raise Misused(

@@ -142,7 +142,7 @@ def around_taken(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_staging(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """For each matrix it stages the whole group anew, over what those before have written."""
+    """DeepSpeed stages a whole group for each matrix, over what others have written; here once."""
     from ds_patches.upstream import muon
 
     staged = muon.staged(optimizer, in_order(wrapped, args, kwargs)[1])
@@ -227,7 +227,7 @@ def around_sub_group(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwarg
 
 
 def around_flags(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> None:
-    """Under ``zero.Init`` every parameter looks like a vector to it."""
+    """DeepSpeed sorts parameters for Muon by their dimensions; here also under ``zero.Init``."""
     from ds_patches.upstream import muon, zero3
 
     wrapped(*args, **kwargs)

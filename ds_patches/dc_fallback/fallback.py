@@ -59,8 +59,10 @@ class Fallback:
             zero3.is_here,
             [zero3.below(leaf) for leaf in deepcompile.leaves(engine)],
         )
-        self._aside: dict[int, torch.Tensor] = {}  # to be added when the graphs have ended
-        self._written: set[int] = set()  # in this step, or before the backward if there was one
+        #: By ds_id, gradients to be added when the backward's graphs have ended.
+        self._aside: dict[int, torch.Tensor] = {}
+        #: The ds_ids whose partitions hold this step's gradients; its first backward resets it.
+        self._written: set[int] = set()
         self._step = Step()
         self._told: set[torch.nn.Parameter] = set()
         self._looked_at: set[int] = set()  # graphs, for hooks that they do not run
@@ -238,7 +240,7 @@ class Fallback:
             )
 
     def _receive(self, param: Any, part: torch.Tensor) -> None:
-        """What a graph may be writing to, on a stream of its own, waits for the end."""
+        """Take this rank's part of a gradient; aside, if a graph may write to its partition."""
         target = zero3.gradient_partitions(self._optimizer)[param.ds_id]
         if self._graphs.has(param.ds_id):
             self._add_aside(param.ds_id, part, target)
@@ -257,7 +259,7 @@ class Fallback:
         self._aside.clear()
 
     def _recover(self) -> None:
-        """After a backward that raised: drop the gradients of the step that it was part of.
+        """Drop the step's gradients, if its last backward raised.
 
         Raises OtherRankFailed if it did not raise on all ranks.
         """

@@ -123,7 +123,8 @@ def of(owner: Any) -> EngineSteps | None:
 def take_in(engine: Any) -> EngineSteps | None:
     """Return what is kept of an engine, from its first forward on; None if it is left to stock.
 
-    A compiler's backwards are, from the compilation on. So is a step that was begun before.
+    An engine whose backwards a compiler compiles is left, from the compilation on. A step that
+    began before the patch is left until it ends.
     """
     if upstream_engine.is_compiled(engine) and upstream_engine.is_left(engine):
         if (steps := of(engine)) is not None:
@@ -134,12 +135,12 @@ def take_in(engine: Any) -> EngineSteps | None:
 
 
 def waits(engine: Any) -> bool:
-    """Whether stock has begun the step that runs, and is to end it: its sums are not ours."""
+    """Whether the running step began on stock, which is to end it."""
     return KEY not in vars(engine) and upstream_engine.is_in_a_step(engine)
 
 
 def of_optimizer(optimizer: Any) -> EngineSteps | None:
-    """Return the same as `of`, also where the optimizer's engine has had no forward yet."""
+    """Return what is kept of an optimizer's engine, also before its first forward."""
     if KEY not in vars(optimizer):
         _engines.leave(optimizer)  # if it has none: to look for it takes a while
         for engine in engines.built():
@@ -163,7 +164,7 @@ counted = 0
 
 
 def keep_apart() -> None:
-    """Have an engine take no gradient of a backward that is another one's alone."""
+    """Keep engines of the same parameters from taking gradients of each other's backwards."""
     global counted
     counted = engines.count
     for engine in [*engines.known]:
@@ -187,7 +188,7 @@ def _around_hook(engine: ref[Any], wrapped: Wrapped, _: Any, args: Args, kwargs:
 
 
 def _stands_by(engine: Any) -> bool:
-    """Whether a backward runs that is another engine's alone."""
+    """Whether the running backward is that of another engine alone."""
     steps = of(engine)
     if steps is None and (KEY in vars(engine) or waits(engine)):
         return False  # left to stock: nobody knows

@@ -57,23 +57,34 @@ class BucketOrder:
 
     def __init__(self, buckets: ReduceBuckets) -> None:
         self._buckets = buckets
-        self._order: Order | None = None  # None: no backward has reduced
-        self._formed: list[Order] | None = None  # the buckets that it comes to, where known
-        self._unused = buckets.params  # what is not in it
-        self._foreseen: set[Any] = set()  # what the first backward was to reach
-        self._foresees = False  # nothing else came in it
+        #: What ranks reduce, in turn; None until a first backward has reduced.
+        self._order: Order | None = None
+        #: The buckets that the order fills; None until a backward has filled them all.
+        self._known_buckets: list[Order] | None = None
+        #: Parameters that no rank has had a gradient of: the order leaves them out.
+        self._unused = buckets.params
+        #: What the graph of the first backward led to, where we looked.
+        self._reachable_in_first: set[Any] = set()
+        #: Whether nothing else came in it: then a graph tells what will not come.
+        self._first_was_predicted = False
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Begin anew what is of one backward."""
+        """Reset what is known of one backward."""
         self._task = current_task_id()
-        self._now: list[Order] = []  # the buckets of this backward
-        self._forms_all = True  # ... are those of the whole order
+        #: The buckets that were reduced, each what was in it.
+        self._reduced: list[Order] = []
+        #: Whether they are the order's, from its begin.
+        self._buckets_cover_order = True
         self._turn = Turn.AS_THEY_COME
-        self._came: dict[Any, None] = {}  # in turn, where that is another than AS_THEY_COME
-        self._due: Order = []  # IN_ORDER: what is to be reduced next, from its end
-        self._absent: set[Any] = set()  # of that, what no gradient will come to
-        self._is_own = False  # what is in the buckets was put there by us, in the order
+        #: The gradients that came, in turn; not kept AS_THEY_COME.
+        self._came: dict[Any, None] = {}
+        #: IN_ORDER: what is to be reduced, the next one last.
+        self._due: Order = []
+        #: IN_ORDER: what the graph does not lead to; it is reduced as zeros.
+        self._will_not_come: set[Any] = set()
+        #: IN_ORDER: whether what is in the buckets was put there in the order.
+        self._filled_by_us = False
         if self._order is None and not self._buckets.is_one:
             self._turn = Turn.NOTED
             self._buckets.divert(self._note)
@@ -81,20 +92,20 @@ class BucketOrder:
             self._buckets.let_in()
 
     def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """Around the reduction of what is in the buckets, which may have to wait elsewhere."""
+        """DeepSpeed reduces what is in the buckets; here that may have to wait for its turn."""
         only = self._buckets.only  # without a call for each bucket
         waiting = [*only.params] if only else self._buckets.waiting(*args, **kwargs)
         if not waiting:  # a parameter comes that is larger than a bucket
             return
-        formed, at = self._formed, len(self._now)
+        formed, at = self._known_buckets, len(self._reduced)
         if formed is not None and at < len(formed) and formed[at] == waiting:
-            fits = self._is_own or self._turn is not Turn.IN_ORDER
+            fits = self._filled_by_us or self._turn is not Turn.IN_ORDER
         else:
-            if self._is_own and formed is not None:
+            if self._filled_by_us and formed is not None:
                 raise Refused(_CANNOT_BE_FORMED)
-            fits = self._is_own or (self._order is None and self._is_the_same(waiting))
+            fits = self._filled_by_us or (self._order is None and self._is_the_same(waiting))
         if fits:
-            self._now.append(waiting)
+            self._reduced.append(waiting)
             wrapped(*args, **kwargs)
         else:
             self._hold()
@@ -107,13 +118,13 @@ class BucketOrder:
         elif self._order is None:
             kept = self._all_have([waiting, [*self._came]])
         else:
-            rest = self._formed and self._formed[len(self._now) :]
+            rest = self._known_buckets and self._known_buckets[len(self._reduced) :]
             kept = rest == [waiting]
         if not kept:
             self._hold()
         if self._order is None:
-            came = [*(self._came or (*_flat(self._now), *waiting))]
-            self._foresees = self._foreseen.issuperset(came)
+            came = [*(self._came or (*_flat(self._reduced), *waiting))]
+            self._first_was_predicted = self._reachable_in_first.issuperset(came)
             if kept:
                 self._set_order(came)
             else:
@@ -122,11 +133,11 @@ class BucketOrder:
             self._put_in(reversed(self._due))
         if self._unused:
             self._look_for_new_ones()
-        self._is_own = True  # the last bucket, which upstream reduces next
+        self._filled_by_us = True  # the last bucket, which upstream reduces next
         if self._buckets.diversion:
             self._buckets.let_in()
-        if self._forms_all and self._formed is None:
-            self._formed = [*self._now, self._buckets.waiting()]
+        if self._buckets_cover_order and self._known_buckets is None:
+            self._known_buckets = [*self._reduced, self._buckets.waiting()]
 
     def detach(self) -> None:
         """Leave the optimizer's buckets to it."""
@@ -135,15 +146,15 @@ class BucketOrder:
     # --- Of one backward --------------------------------------------------------------------------
 
     def _is_the_same(self, waiting: Order) -> bool:
-        """On all ranks, in a first backward."""
-        if not self._foreseen and current_task_id() == self._task:
-            self._foreseen = self._reached()
+        """Return whether all ranks have this in their buckets. A collective of a first backward."""
+        if not self._reachable_in_first and current_task_id() == self._task:
+            self._reachable_in_first = self._reached()
         return self._turn is not Turn.IN_ORDER and self._all_have([waiting])
 
     def _reached(self) -> set[Any]:
-        """Inside a backward: what it brings gradients to, but for backwards within it.
+        """Return the parameters that the running backward leads to; none if all have come already.
 
-        Nothing where all have come already.
+        Backwards inside it lead to others.
         """
         if self._buckets.come_late:
             return set()
@@ -153,15 +164,15 @@ class BucketOrder:
         """Let gradients wait for their turn, also those that are in the buckets."""
         if self._turn is not Turn.IN_ORDER:
             self._turn = Turn.IN_ORDER
-            self._came = self._came or dict.fromkeys(_flat(self._now))
+            self._came = self._came or dict.fromkeys(_flat(self._reduced))
             self._due = [one for one in self._order or () if one not in self._came][::-1]
             self._came.update(dict.fromkeys(self._buckets.take_out()))
-            if self._foresees and current_task_id() == self._task:
+            if self._first_was_predicted and current_task_id() == self._task:
                 reached = self._reached()
                 if reached.issuperset(self._came):
-                    self._absent = {*self._due} - reached
+                    self._will_not_come = {*self._due} - reached
             self._buckets.divert(self._wait_for_its_turn)
-        elif not self._is_own:
+        elif not self._filled_by_us:
             self._came.update(dict.fromkeys(self._buckets.take_out()))
 
     def _note(self, param: Any) -> bool:
@@ -172,15 +183,15 @@ class BucketOrder:
         """A gradient has come. One may have got into a bucket while that was taken back."""
         self._hold()
         is_put_in = param in self._came and param not in self._due and param not in self._unused
-        if param in self._absent or is_put_in:
+        if param in self._will_not_come or is_put_in:
             raise Refused(_REDUCED)
         self._came[param] = None
-        while self._due and (self._due[-1] in self._came or self._due[-1] in self._absent):
+        while self._due and (self._due[-1] in self._came or self._due[-1] in self._will_not_come):
             self._put_in([self._due.pop()])
         return False
 
     def _put_in(self, params: Iterable[Any]) -> None:
-        self._is_own = True
+        self._filled_by_us = True
         for param in params:
             self._buckets.put_in(param)
 
@@ -190,12 +201,12 @@ class BucketOrder:
         self._order, self._unused = order, self._buckets.params - {*order}
 
     def _agree(self, came: Order) -> None:
-        """After a first backward that was not the same on all ranks."""
-        reduced = {*_flat(self._now)}
+        """Make one order of what came on each rank, after a first backward in which they differ."""
+        reduced = {*_flat(self._reduced)}
         order = merged(self._everyones(came))
         self._set_order(order)
         self._due = [one for one in order if one not in reduced][::-1]
-        self._forms_all = not reduced
+        self._buckets_cover_order = not reduced
 
     def _look_for_new_ones(self) -> None:
         """Reduce what no rank had used before, if one has now, and put it into the order."""
@@ -206,12 +217,12 @@ class BucketOrder:
         assert self._order is not None
         before = {*self._order}
         order = merged([self._order, *self._everyones(came if is_new else [])])
-        self._formed, self._forms_all = None, False
+        self._known_buckets, self._buckets_cover_order = None, False
         self._put_in(one for one in order if one not in before)
         self._set_order(order)
 
     def _any_rank(self, says: bool) -> bool:
-        """Whether one of the ranks says so, in one more collective among a backward's own."""
+        """Return whether any rank says so. A collective among the backward's own."""
         return bool(on_any([says], self._buckets.group).item())
 
     def _all_have(self, orders: list[Order]) -> bool:
@@ -233,7 +244,7 @@ def _flat(buckets: Iterable[Order]) -> Order:
 
 
 def merged(orders: Sequence[Order]) -> Order:
-    """Return one order of all that is in any of them, each behind what it is behind in one."""
+    """Merge orders: what precedes a parameter in an order that has it precedes it still."""
     found, known = [*orders[0]], {*orders[0]}
     for order in orders[1:]:
         at = 0

@@ -55,7 +55,7 @@ class Division:
                 marks[_WALKED] = True
 
     def divided(self) -> None:
-        """Inside a backward: at an output, which is the node that runs, a gradient was divided."""
+        """Note that a gradient was divided at an output, the node of the graph that runs."""
         if (task := current_task_id()) not in self._tasks:
             self._tasks.add(task)
             at_end_of_task(partial(self._tasks.discard, task))
@@ -90,7 +90,7 @@ class Division:
         return undo
 
     def _undone(self, gradient: Any) -> Any:
-        """Return it undivided, but in a backward that is not divided: there may be several."""
+        """Undo the division of a gradient, unless the running backward does not divide."""
         if gradient is None or current_task_id() not in self._tasks:
             return gradient
         return gradient * self._micro_steps

@@ -36,10 +36,10 @@ retains_graph: Callable[[], bool] = getattr(
 
 
 def recomputes_for_hooks() -> bool:
-    """In a graph task: whether ``checkpoint(use_reentrant=False)`` recomputes what is running.
+    """Whether ``checkpoint(use_reentrant=False)`` is recomputing, in the running graph task.
 
-    Or DeepSpeed's ``non_reentrant_checkpoint``. To torch 2.7 nothing tells which hooks take what is
-    saved, but the call that recomputes is in the stack.
+    DeepSpeed's ``non_reentrant_checkpoint`` counts, too. Up to torch 2.7 nothing tells which hooks
+    take what is saved, but the call that recomputes is in the stack.
     """
     if top_saved_tensors_hooks is not None:
         return top_saved_tensors_hooks(True) is not None
@@ -54,7 +54,7 @@ def recomputes_for_hooks() -> bool:
 
 
 def accumulates() -> bool:
-    """In a hook of a tensor: whether this run adds to leaves beneath it, as a backward does.
+    """Whether the running graph task adds to leaves beneath the tensor whose hook this is in.
 
     ``torch.autograd.grad`` hands gradients out, and so does a backward whose `inputs` are others.
     """
@@ -62,7 +62,7 @@ def accumulates() -> bool:
 
 
 def reaches(leaf: torch.Tensor) -> bool:
-    """Inside a run: whether it adds to this leaf. A run inside it is another."""
+    """Whether the running graph task adds to this leaf. A task inside it is another."""
     if not leaf.requires_grad:
         return False
     with torch.enable_grad():
@@ -91,7 +91,7 @@ def _leaves_beneath(node: Any) -> Iterator[Any]:
 
 
 class Entry(Enum):
-    """What a call from inside a graph task has met."""
+    """What begins where a graph task is entered."""
 
     #: A backward begins here.
     BEGINS = auto()
@@ -127,7 +127,7 @@ class TaskWatch:
         return self._end is not None and self._end() is None
 
     def enter(self) -> Entry:
-        """From inside a backward that is not the one with `task_id`."""
+        """Tell what begins, inside a graph task that is not `task_id`."""
         if self._end is not None:
             return Entry.AFTER_FAILURE if self._end() is None else Entry.NESTED
 

@@ -45,9 +45,9 @@ class HostSum:
         return bool(self._given or self._aside)
 
     def _settle(self, param_id: int, is_given: bool) -> None:
-        """Before a script looks at a gradient, or gives one: let it be what this step has so far.
+        """Make a gradient what this step has so far, before a script reads or gives one.
 
-        What an older step left is zero, once this one has begun.
+        Once the step has begun, what an older one has left is zero.
         """
         begun = self._pending or self._delivered or is_given
         if begun and param_id not in self._delivered:
@@ -66,7 +66,7 @@ class HostSum:
         if self._aside or not self._delivered:
             return
         synchronize()
-        if zero12.adds_in_place(optimizer):
+        if zero12.any_sums_in_place(optimizer):
             taken = offload.take_to_device(optimizer, self._given)
             self._pending |= taken
             self._delivered -= taken
@@ -80,7 +80,7 @@ class HostSum:
             self._pending.clear()
 
     def add_back(self) -> None:
-        """After the backward's epilogue."""
+        """Add what was set aside, after the backward's epilogue."""
         if not self._aside:
             return
         synchronize()
@@ -90,7 +90,7 @@ class HostSum:
         offload.renew_norms(self._optimizer)
 
     def finalize(self, wrapped: Callable[[], Any]) -> None:
-        """A step that is its own boundary copies host sums: not over what a script has given."""
+        """DeepSpeed's step, its own boundary, copies host sums; here not over given ones."""
         self.add_back()
         due = offload.due_at_step(self._optimizer)
         due -= self._delivered
@@ -99,7 +99,7 @@ class HostSum:
         self._delivered |= due
 
     def complete(self) -> None:
-        """A step is about to read the fp32 partitions."""
+        """Make the fp32 partitions whole, as a step is about to read them."""
         optimizer = self._optimizer
         self.add_back()  # a backward that was to add to it has reached no parameter
         if self._given:
@@ -129,7 +129,7 @@ class HostSum:
         offload.watch(self._optimizer, None)
 
     def _link(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """A checkpoint was loaded: what scripts look at is there anew."""
+        """DeepSpeed makes anew what scripts read, as a checkpoint was loaded; watch that, too."""
         wrapped(*args, **kwargs)
         offload.watch(self._optimizer, self._settle)
 

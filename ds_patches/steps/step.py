@@ -75,27 +75,27 @@ class Step:
 
 
 class Listener:
-    """What a patch does at the backwards of an engine: nothing, but for what it defines."""
+    """What a patch does at an engine's backwards. A method does nothing unless overridden."""
 
-    #: Whether it is told of each that begins.
+    #: Whether `backward_begins` is to be called.
     awaits_backwards = True
 
     def backward_begins(self, again: bool) -> None:
-        """Inside its graph task. `again`: the engine has run no forward since the one before."""
+        """A backward begins; its graph task runs. `again`: no forward has run since the last."""
 
     def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs ``engine.backward(loss)``: `run`, or something around it."""
         return run
 
     def backward_nested(self) -> None:
-        """One over a forward of the engine begins inside the one that is running."""
+        """A backward over a forward of the engine begins inside the running one."""
 
     def dropped(self, failed: bool) -> None:
-        """The gradients of the step were, by the user or because a backward `failed`."""
+        """The step's gradients were dropped: by the user, or because a backward `failed`."""
 
 
 class EngineSteps:
-    """What there is to know of one engine between its backwards.
+    """The steps and backwards of one engine.
 
     engine: a DeepSpeedEngine that `upstream.engine.why_not_covered` lets pass.
     sum: of the gradients of a step, by the engine's ZeRO stage.
@@ -106,8 +106,8 @@ class EngineSteps:
         self.listeners: list[Listener] = []
         #: The backward that runs, and how the last one ended.
         self.watch = TaskWatch()
-        #: Backwards that began, and steps that changed parameters, ever.
-        self.begun = self.count = 0
+        #: Never reset. A step that overflowed was not taken.
+        self.backwards_begun = self.steps_taken = 0
         #: ``engine.backward`` runs, of a loss that has a graph.
         self.in_engine_backward = False
         #: Upstream's hooks ask for the prologue once per forward: it runs once per backward.
@@ -116,7 +116,7 @@ class EngineSteps:
         self._step = self._before = Step()  # now, and before the last backward began
         self._fresh = False  # a forward has run since the last backward began
         self._warned = False
-        # Stage 3 has no such parameters any more, and raises.
+        # At stage 3 zero3_retain raises, and needs no warning.
         self._warned_of_old = engine.zero_optimization_partition_weights()
 
     # --- Backwards ------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class EngineSteps:
         """Watch for the backwards over a forward, by its outputs that have graphs."""
         self._fresh = True
         # Who pickles an output is not to be warned of it.
-        hook = unserializable_hook(partial(self.entered, after=self.count))  # type: ignore[no-untyped-call]
+        hook = unserializable_hook(partial(self.entered, after=self.steps_taken))  # type: ignore[no-untyped-call]
         for tensor in outputs:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -139,7 +139,7 @@ class EngineSteps:
         """
         if self.engine is None:
             return
-        if after not in (None, self.count) and not self._warned_of_old and accumulates():
+        if after not in (None, self.steps_taken) and not self._warned_of_old and accumulates():
             self._warned_of_old = True
             logger.warning(_OLD_FORWARD)
         watch = self.watch
@@ -153,7 +153,7 @@ class EngineSteps:
             for listener in self.listeners:
                 listener.backward_nested()
             return
-        self.begun += 1
+        self.backwards_begun += 1
         self._before = self._step
         self._step = self._step.after_backward(self.engine.micro_steps)
         again, self._fresh = not self._fresh, False
@@ -177,9 +177,9 @@ class EngineSteps:
         self.entered(is_backward=True)
 
     def passed_by(self) -> bool:
-        """The backward that began has come to none of the parameters; whether that ends it.
+        """End a backward that has reached no parameter of this engine, but of another.
 
-        It was on its way to those of another engine.
+        Return whether to skip DeepSpeed's epilogue.
         """
         self._step = self._before
         return self.sum.pass_by()
@@ -220,7 +220,9 @@ class EngineSteps:
             return
         self.recover()
         step, now = self._step, self.engine.micro_steps
-        if step.state is not StepState.HELD or (self.sum.keeps_counted and step.last != now):
+        if step.state is not StepState.HELD or (
+            self.sum.keeps_earlier_micro_steps and step.last != now
+        ):
             return
         if step.first < step.last == now and not self._warned:  # else upstream does it, too
             self._warned = True
@@ -244,12 +246,15 @@ class EngineSteps:
         Its backwards were of this micro step: a zero_grad() that follows means to drop the rest.
         At stage 1 what was counted lies with them.
         """
-        held = before.state is StepState.HELD and self.sum.keeps_counted
+        held = before.state is StepState.HELD and self.sum.keeps_earlier_micro_steps
         micro_step = self.engine.micro_steps
         self._step = before.after_backward(micro_step) if held else Step(StepState.FAILED)
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """Around the optimizer's step, at the boundary, which `run` takes."""
+        """Take the optimizer's step at the boundary, by `run`.
+
+        Raises Refused where the step has no gradients, or lacks some.
+        """
         self.recover()
         if self._step.state is StepState.FAILED:
             raise Refused(
@@ -257,9 +262,9 @@ class EngineSteps:
                 "dropped, and none have come since. Run forward and backward again before the step."
             )
         is_new = not self._step.has_backward_in(self.engine.micro_steps)
-        if is_new and upstream_engine.was_not_entered(self.engine.optimizer):
+        if is_new and upstream_engine.missed_backward(self.engine.optimizer):
             raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
-        if self.begun:
+        if self.backwards_begun:
             if self.sum.lacks(is_new and self._step.state is StepState.HELD):
                 raise Refused(_NO_BACKWARD)
             self.sum.complete()
@@ -269,7 +274,7 @@ class EngineSteps:
         finally:
             self.sum.upstream_zeroes = False
         if not getattr(self.engine.optimizer, "overflow", False):
-            self.count += 1
+            self.steps_taken += 1
         self._step = Step()
         self.sum.step_taken()
         return result

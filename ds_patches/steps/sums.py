@@ -11,7 +11,7 @@ from ds_patches.steps.ranks import on_any
 
 
 class GradientSum:
-    """How a ZeRO stage adds up the backwards of one step: where it says nothing, by itself.
+    """How a ZeRO stage adds up the backwards of one step. A method does nothing unless overridden.
 
     A backward brings reduced gradients. In a block it brings local ones, which autograd adds up on
     the parameters, until `reduce_local` brings the sum as one backward would.
@@ -19,40 +19,40 @@ class GradientSum:
     shadows: around methods of the engine and its optimizer, until they are left to stock.
     """
 
-    #: Whether a zero_grad() that comes now is upstream's own: nobody has asked for that.
+    #: Whether DeepSpeed itself calls zero_grad() now: no user has asked for that.
     upstream_zeroes = False
-    #: Whether a zero_grad() leaves what it finds right after a micro step was counted.
-    keeps_counted = True
+    #: Whether zero_grad() right after ``engine.step()`` has counted a micro step drops nothing.
+    keeps_earlier_micro_steps = True
 
     def __init__(self) -> None:
         self.shadows: list[Shadow] = []
 
     def begin_backward(self) -> None:
-        """A backward begins; what it reduces is added."""
+        """Let the backward that begins add what it reduces."""
 
     def pass_by(self) -> bool:
-        """The backward that began has brought nothing; return whether it needs no epilogue."""
+        """End a backward that has brought nothing; return whether to skip DeepSpeed's epilogue."""
         return False
 
     def lacks(self, unreduced: bool) -> bool:
-        """Whether a step would fail, or leave gradients: no backward has run at the boundary.
+        """Return whether a step lacks gradients, as no backward has run at the boundary.
 
-        unreduced: micro steps before have brought gradients.
+        unreduced: whether earlier micro steps have brought some.
         """
         return False
 
     def complete(self) -> None:
-        """A step is about to read the gradients."""
+        """Make the gradients whole, as a step is about to read them."""
 
     def drop(self) -> None:
         """Forget the step's gradients so far."""
 
     def abandon(self) -> None:
-        """A backward raised: drop what waits in the buckets, and the step's gradients with it."""
+        """Drop the step's gradients, and those in buckets, after a backward that raised."""
         self.drop()
 
     def step_taken(self) -> None:
-        """The optimizer has consumed the gradients."""
+        """Begin a new step: the optimizer has used the gradients."""
 
     def detach(self) -> None:
         """Leave the optimizer to stock."""

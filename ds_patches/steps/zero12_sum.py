@@ -45,7 +45,7 @@ class Zero12Sum(GradientSum):
         if self._host is not None:
             self.shadows += self._host.shadows
         self._overlaps = False  # before we came
-        if zero12.steps_unreduced(optimizer):
+        if zero12.steps_with_local_sums(optimizer):
             self._overlaps = optimizer.overlap_comm
             self.shadows.append(Shadow(engine, "allreduce_gradients", self._reduce))
             optimizer.overlap_comm = False  # it would reduce before, in the backward
@@ -54,17 +54,17 @@ class Zero12Sum(GradientSum):
             self._order = BucketOrder(ReduceBuckets(optimizer))
             self.shadows.append(Shadow(optimizer, "reduce_ipg_grads", self._order.reduce))
         self._is_muon = is_muon(optimizer)
-        self.keeps_counted = zero12.keeps_counted(optimizer)
-        self._leaves = zero12.leaves_what_came_before(optimizer)
+        self.keeps_earlier_micro_steps = zero12.keeps_earlier_micro_steps(optimizer)
+        self._reduces_last_only = zero12.reduces_last_backward_only(optimizer)
         self._is_managed = upstream_engine.manages_boundary(engine)
         if not self._is_managed:
             finalize = "finalize_gradient_accumulation_boundary"
             self.shadows.append(Shadow(optimizer, finalize, self._finalize))
-        self._reduced = False  # a boundary epilogue ran in this step
-        self._empty = False  # what it left was dropped
+        self._reduced = False  # whether an epilogue ran at the boundary, in this step
+        self._empty = False  # whether what it left was dropped
 
     def begin_backward(self) -> None:
-        """What the backwards before have reduced is set aside."""
+        """Set aside what earlier backwards of the step have left on the host."""
         if self._reduced and self._is_muon and not muon.waits(self._optimizer):
             raise Refused(_SECOND_WITH_MUON)
         if self._host is not None and (self._reduced or self._host.is_due):
@@ -81,8 +81,8 @@ class Zero12Sum(GradientSum):
     def _epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Stock's reduction epilogue, made to add."""
         optimizer = self._optimizer
-        if self._leaves:
-            zero12.reduce_what_is_left(optimizer)
+        if self._reduces_last_only:
+            zero12.reduce_earlier_backwards(optimizer)
         if self._order is not None:
             self._order.end_backward()
         boundary = upstream_engine.is_at_boundary(optimizer)
@@ -112,7 +112,7 @@ class Zero12Sum(GradientSum):
             self._host.add_back()
 
     def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """A step that is its own boundary takes the gradients: zeros, where all were dropped."""
+        """DeepSpeed's step, its own boundary, takes gradients; here zeros, if all were dropped."""
         if self._host is not None:
             self._host.finalize(wrapped)
         elif not self._empty or any(zero12.pending_gradients(self._optimizer).values()):
@@ -123,11 +123,11 @@ class Zero12Sum(GradientSum):
         if self._reduced or not self._is_managed:
             return False
         if self._host is not None:  # the sum of stage 2 is there already
-            return unreduced and not self.keeps_counted
+            return unreduced and not self.keeps_earlier_micro_steps
         return unreduced if self._empty else upstream_engine.lacks_averages(self._optimizer)
 
     def complete(self) -> None:
-        """An offloaded optimizer reads more than the last epilogue left; or all was dropped."""
+        """Hand on what the last epilogue has not: sums on the host, or zeros if all was dropped."""
         if self._host is not None:
             self._host.complete()
         elif self._empty and not self._reduced:
@@ -166,7 +166,7 @@ class Zero12Sum(GradientSum):
             self._order.detach()
 
     def _reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        with zero12.reducing_what_it_steps_with(self._optimizer):
+        with zero12.averaging_local_sums(self._optimizer):
             wrapped(*args, **kwargs)
 
     # --- Local gradients: in `grad`, or, as fp32 sums of a low precision model, in `grad_accum` ---
@@ -190,15 +190,15 @@ class Zero12Sum(GradientSum):
         return super().lacking(group)
 
     def reduce_local(self, lacking: set[Any]) -> None:
-        """As one backward: it has micro_step_id 0 and is at the boundary.
+        """Reduce as one backward would, at the boundary and with micro_step_id 0.
 
-        With an offloaded optimizer, every release then copies it to the host whole.
+        Every release then copies the whole sum to the host, where the optimizer is offloaded.
         """
         optimizer = self._optimizer
         if optimizer.overlap_comm and not keeps_order():
             optimizer.reduction_stream.synchronize()  # what an earlier step left in the buckets
         zero12.release_buffers(optimizer)
-        with zero12.reducing_what_it_steps_with(optimizer):
+        with zero12.averaging_local_sums(optimizer):
             zero12.set_up_buckets(optimizer)
             optimizer.micro_step_id = 0
             for group, params in enumerate(optimizer.bit16_groups):

@@ -55,9 +55,9 @@ class Zero3Sum(GradientSum):
             return wrapped(params, gradients)
 
     def settle(self, *params: Any) -> set[int]:
-        """Before anybody looks: let what earlier steps left be zero, once this one has begun.
+        """Zero what earlier steps have left of these parameters, before a script looks.
 
-        Returns the ids of those that have gradients.
+        Returns the ids of those that train.
         """
         ids = {param.ds_id for param in params if param.requires_grad}
         if self._written and (stale := ids - self._written):
@@ -68,7 +68,7 @@ class Zero3Sum(GradientSum):
         return ids
 
     def given(self, ids: set[int]) -> None:
-        """What a script has put in their place is the gradient of this step, so far."""
+        """Take what a script has put there for the gradients of this step so far."""
         if self._optimizer.offload_optimizer:
             zero3.take_back(self._optimizer, ids)
         self._written |= ids
@@ -107,7 +107,7 @@ class Zero3Sum(GradientSum):
         self._delivered.clear()
 
     def detach(self) -> None:
-        """In the middle of a step, let stock add to its sum."""
+        """Leave the optimizer to stock, which in the middle of a step is to add to its sum."""
         super().detach()
         if self._written:
             self.complete()

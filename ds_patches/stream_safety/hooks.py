@@ -86,7 +86,7 @@ def _gradient_comes(order: Order, wrapped: Wrapped, _: Any, args: Args, kwargs: 
 def _tensor_is_reduced(
     optimizer: Any, order: Order, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """One tensor of gradients is: of a bucket, or a gradient that fits none.
+    """DeepSpeed all-reduces one tensor of gradients: a bucket, or a gradient that fits none.
 
     A step has many buckets: while all comes from one stream, this is the only call for each.
     """

@@ -57,7 +57,7 @@ def is_deep_compiled(engine: Any) -> bool:
 
 
 def is_left(engine: Any) -> bool:
-    """Whether its backwards are graphs of a compiler's, which runs no code of ours in them."""
+    """Whether a compiler runs the engine's backwards, in which no code of ours would run."""
     asked = getattr(engine, "_is_compiled_autograd_enabled", False)
     compiles = asked or getattr(_compiler(_AUTOGRAD), _ENABLED, False)
     return bool(compiles) or is_deep_compiled(engine)
@@ -102,7 +102,7 @@ def folds_experts(engine: Any) -> bool:
 
 
 def divides_gradients(engine: Any) -> bool:
-    """Whether it divides them by the micro steps at the outputs of its forwards, from 0.18.3 on."""
+    """Whether the engine divides gradients at its outputs by the micro steps: 0.18.3 and later."""
     trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
     return has_torch_style_backward(engine) and trains and not engine.pipeline_parallelism
 
@@ -163,19 +163,19 @@ def hook_state(optimizer: Any) -> Any:
     return getattr(optimizer, "_backward_hook_state", None)
 
 
-def was_not_entered(optimizer: Any) -> bool:
-    """Whether gradients have come since the last forward, and no backward that upstream knows of.
+def missed_backward(optimizer: Any) -> bool:
+    """Whether parameters got gradients, and DeepSpeed saw no backward begin.
 
-    Parameters' hooks ask for one when there was another before, over the same forward.
+    The hooks of parameters ask for one if the forward has had another before.
     """
     state = hook_state(optimizer)
     return bool(state) and state.hooks_fired_this_backward and not state.backward_seen_this_step
 
 
 def reached_no_parameter(engine: Any) -> bool:
-    """At the end of a backward that this engine has not begun: whether it was for others alone.
+    """Whether a backward that ``engine.backward`` did not begin ends without a gradient of ours.
 
-    Upstream's epilogue fails where no gradient has come.
+    DeepSpeed's epilogue fails in that case.
     """
     return not (engine._running_engine_backward or may_have_come(engine))
 
@@ -231,7 +231,7 @@ def must_scale(engine: Any) -> None:
 
 @cache
 def reduces_before_it_adds() -> bool:
-    """Whether fp32 sums are reduced before the boundary's micro step is added: 0.18.3 to 0.18.9.
+    """Whether fp32 sums are reduced before the last micro step is added: 0.18.3 to 0.18.9.
 
     PR 7985.
     """
@@ -263,7 +263,7 @@ def methods_of_hooks(optimizer: Any) -> list[str]:
 
 
 def lacks_averages(optimizer: Any) -> bool:
-    """Where no epilogue has run at the boundary: whether a step would fail."""
+    """Whether the optimizer has no averaged gradients, and a step would fail."""
     return all(slices is None for slices in optimizer.averaged_gradients.values())
 
 
@@ -274,10 +274,8 @@ def is_at_boundary(optimizer: Any) -> bool:
 
 
 def is_in_a_step(engine: Any) -> bool:
-    """Whether backwards under stock have left gradients that no step has taken yet.
+    """Whether stock's backwards have left gradients for a step to come, or its block is open."""
 
-    Or will, in an open block of its own.
-    """
     optimizer, kind = engine.optimizer, kind_of(engine.optimizer)
     if getattr(optimizer, "_coalesce_grad_reduction", False):
         return True
@@ -295,7 +293,7 @@ def steps_now(engine: Any) -> bool:
 
 
 def manages_boundary(engine: Any) -> bool:
-    """Whether it counts micro steps: always, but for a setting of 0.19.4 and later."""
+    """Whether the engine counts micro steps: always, unless a setting of 0.19.4 is off."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return managed is None or bool(managed())
 
@@ -335,11 +333,11 @@ def _tell_optimizer(optimizer: Any, boundary: bool) -> None:
 
 
 def has_no_sync(engine: Any) -> bool:
-    """Whether upstream's works: at stage 1, but for overlap_comm, which reduces inside it too."""
+    """Whether DeepSpeed's ``no_sync()`` works: at stage 1, without overlap_comm."""
     reduces = getattr(engine.optimizer, "overlap_comm", False)
     return not (engine.zero_optimization_partition_gradients() or reduces)
 
 
 def leaves_undivided(engine: Any) -> bool:
-    """Whether upstream's does not divide by the micro steps in it: up to 0.18.2."""
+    """Whether DeepSpeed's ``no_sync()`` leaves losses undivided by micro steps: up to 0.18.2."""
     return not has_torch_style_backward(engine) and engine.gradient_accumulation_steps() > 1

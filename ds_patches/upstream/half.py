@@ -14,7 +14,7 @@ from ds_patches.core.shadow import shadowed
 
 
 def is_bf16(optimizer: Any) -> bool:
-    """Whether its parameters are bf16, which needs no loss scale."""
+    """Whether an engine's parameters are bf16, which needs no loss scale."""
     params = (param for group in optimizer.fp16_groups for param in group)
     return any(str(param.dtype) == "torch.bfloat16" for param in params)
 
@@ -27,7 +27,7 @@ def unscaled(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def scales_losses(engine: Any) -> bool:
-    """Whether its optimizer divides by a scale, and not PyTorch's own GradScaler."""
+    """Whether the engine's optimizer divides by a scale, rather than PyTorch's GradScaler."""
     return bool(engine.fp16_enabled() and engine.torch_autocast_z0_gradscaler is None)
 
 

@@ -13,7 +13,7 @@ from ds_patches.upstream import places
 
 
 class Kind(Enum):
-    """Which one, by its class."""
+    """Return the kind of an optimizer, by its class."""
 
     ZERO12 = places.ZERO12
     ZERO3 = places.ZERO3
@@ -34,16 +34,16 @@ def kind_of(optimizer: Any) -> Kind:
 
 
 def is_zero12(optimizer: Any) -> bool:
-    """Whether it is of stages 1 and 2, or of a subclass that steps by their code: not ZenFlow's."""
+    """Whether an optimizer steps by the code of stages 1 and 2. ZenFlow's does not."""
     classes = (Class(one.__module__, one.__qualname__) for one in type(optimizer).__mro__)
     return places.ZERO12 in classes and not getattr(optimizer, "zenflow", False)
 
 
 def is_half(optimizer: Any) -> bool:
-    """Whether it is one of the two wrappers of fp16, which partition nothing."""
+    """Whether an optimizer is one of the two fp16 wrappers, which partition nothing."""
     return kind_of(optimizer) in (Kind.FP16, Kind.FP16_UNFUSED)
 
 
 def is_muon(optimizer: Any) -> bool:
-    """Whether it has Muon inside, which orthogonalises within the epilogue of a backward."""
+    """Whether an optimizer has Muon inside, which orthogonalises in a backward's epilogue."""
     return "muon" in type(optimizer.optimizer).__name__.lower()

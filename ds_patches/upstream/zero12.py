@@ -26,26 +26,26 @@ def pending_gradients(optimizer: Any) -> Gradients:
 
 
 def sums_in_place(optimizer: Any, group: int) -> bool:
-    """0.19.8 adds reduced gradients of a low precision model to an fp32 partition by itself."""
+    """Whether the optimizer itself adds up fp32 gradients of a low precision group: 0.19.8."""
     compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
     return compact is not None and bool(compact(group))
 
 
-def adds_in_place(optimizer: Any) -> bool:
-    """Whether any group does, so that a boundary backward delivers all of a step."""
+def any_sums_in_place(optimizer: Any) -> bool:
+    """Whether any group sums in place: a backward at the boundary then delivers the whole step."""
     return any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
 
 
-def leaves_what_came_before(optimizer: Any) -> bool:
-    """Stage 1 with overlap_comm: of a step, what the last backward names is reduced, and no more.
+def reduces_last_backward_only(optimizer: Any) -> bool:
+    """Whether gradients that the step's last backward does not reach are never reduced.
 
-    Sums that it did not add to are dropped.
+    So it is at stage 1 with overlap_comm: the sums of earlier micro steps are dropped.
     """
     return bool(optimizer.overlap_comm) and not optimizer.partition_gradients
 
 
-def reduce_what_is_left(optimizer: Any) -> None:
-    """Where it `leaves_what_came_before`, reduce that too, in the last backward of a step."""
+def reduce_earlier_backwards(optimizer: Any) -> None:
+    """Reduce what `reduces_last_backward_only` leaves out, in the last backward of a step."""
     if not is_at_boundary(optimizer):
         return
     left = _left(optimizer)
@@ -69,7 +69,7 @@ def _left(optimizer: Any) -> set[int]:
 
 
 def in_buckets(optimizer: Any) -> list[tuple[Any, ...]]:
-    """What is kept of each parameter that waits in the reduce buckets; its number comes last."""
+    """Return DeepSpeed's notes of the parameters in the reduce buckets; a number ends each."""
     buckets = getattr(optimizer, "ipg_buckets", None)  # 0.17.2
     if buckets is None:
         return [*optimizer.params_in_ipg_bucket]
@@ -77,7 +77,10 @@ def in_buckets(optimizer: Any) -> list[tuple[Any, ...]]:
 
 
 def forgets_micro_steps(optimizer: Any) -> bool:
-    """Whether this release looks for earlier micro steps where they are not: 0.17.6 to 0.18.2."""
+    """Whether each micro step of ZeRO-2 replaces the one before: 0.17.6 to 0.18.2.
+
+    Those releases look for earlier ones in the wrong place.
+    """
     return (
         hasattr(optimizer, "all_grad_tensors")
         and not hasattr(optimizer, "setup_buckets")  # 0.18.3
@@ -88,10 +91,7 @@ def forgets_micro_steps(optimizer: Any) -> bool:
 def add_to_earlier(
     collect: Callable[..., list[torch.Tensor]], optimizer: Any, params: Any, *rest: Any
 ) -> list[torch.Tensor]:
-    """Upstream's collection of what a backward reduced, on top of the micro steps before.
-
-    Where it `forgets_micro_steps`, each micro step of ZeRO-2 replaces the one before.
-    """
+    """Collect what a backward reduced, as DeepSpeed does, and add it to earlier micro steps."""
     now = collect(params, *rest)
     groups = (group for group, own in enumerate(optimizer.params_in_partition) if own is params)
     earlier = pending_gradients(optimizer).get(next(groups, -1))
@@ -102,22 +102,23 @@ def add_to_earlier(
     return earlier
 
 
-def steps_unreduced(optimizer: Any) -> bool:
-    """Up to 0.19.7 stage 1 with fp32 sums of a low precision model, and an offloaded optimizer.
+def steps_with_local_sums(optimizer: Any) -> bool:
+    """Whether a rank steps with its own fp32 sums, and reduces low precision copies for nothing.
 
-    Upstream reduces a low precision copy of each sum there, and steps with the sum itself.
+    So it is up to 0.19.7 at stage 1 with fp32 sums of a low precision model and an offloaded
+    optimizer.
     """
     return bool(
         optimizer.use_grad_accum_attribute
         and optimizer.cpu_offload
-        and not adds_in_place(optimizer)
+        and not any_sums_in_place(optimizer)
     )
 
 
 @contextmanager
-def reducing_what_it_steps_with(optimizer: Any) -> Iterator[None]:
-    """Where `steps_unreduced`, let the low precision copies be the gradients of the step."""
-    if not (steps_unreduced(optimizer) and is_at_boundary(optimizer)):
+def averaging_local_sums(optimizer: Any) -> Iterator[None]:
+    """Have the step take the averaged copies, where it `steps_with_local_sums`."""
+    if not (steps_with_local_sums(optimizer) and is_at_boundary(optimizer)):
         yield
         return
     for group in optimizer.bit16_groups:
@@ -129,17 +130,17 @@ def reducing_what_it_steps_with(optimizer: Any) -> Iterator[None]:
 
 
 def give_zeros(optimizer: Any) -> None:
-    """Let a step find zeros, where the gradients of all its backwards were dropped."""
+    """Give a step zeros for gradients."""
     for group, size in enumerate(optimizer.partition_size):
         device = optimizer.bit16_groups_flat[group].device
         dtype = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.dtype
         optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
 
 
-def keeps_counted(optimizer: Any) -> bool:
-    """Whether upstream's zero_grad() leaves what earlier micro steps have brought.
+def keeps_earlier_micro_steps(optimizer: Any) -> bool:
+    """Whether DeepSpeed's zero_grad() keeps the gradients of earlier micro steps.
 
-    Else that is the parameters' ``grad``: stage 1, without fp32 sums.
+    It drops them at stage 1 without fp32 sums, where they are the parameters' ``grad``.
     """
     return bool(optimizer.partition_gradients or optimizer.use_grad_accum_attribute)
 
@@ -154,12 +155,12 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def gradient_attribute(optimizer: Any) -> str:
-    """Where a parameter has its gradient before it is reduced."""
+    """Return the parameters' attribute that has a gradient before it is reduced."""
     return "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
 
 
 def clear(optimizer: Any) -> None:
-    """Forget what no reduction has taken from the parameters."""
+    """Drop the gradients that lie on the parameters."""
     for group in optimizer.bit16_groups:
         for param in group:
             param.grad = None
@@ -175,12 +176,12 @@ def give_zero_gradient(optimizer: Any, param: Any) -> None:
 
 
 def is_whole(param: Any) -> bool:
-    """Whether a gradient that comes is all of it: a tiled computation brings it in pieces."""
+    """Whether a parameter's gradient is complete: a tiled computation brings it in pieces."""
     return bool(getattr(param, "ds_grad_is_ready", True))
 
 
 def only_whole(optimizer: Any) -> Shadow:
-    """Let a gradient that is not ready take no place in a bucket, as in 0.18.6; from 0.17.0 on."""
+    """Keep incomplete gradients out of the buckets, as 0.18.6 does. They exist from 0.17.0 on."""
 
     def put(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         param, *_ = in_order(wrapped, args, kwargs)

@@ -16,7 +16,7 @@ from ds_patches.upstream.kinds import Kind, kind_of
 
 
 def reduce_together(optimizer: Any) -> bool:
-    """Whether several ranks fill its buckets with the same parameters, as a rule."""
+    """Whether several ranks share the optimizer's reduce buckets, and it has no experts."""
     several = dist.get_world_size(optimizer.dp_process_group) > 1
     experts = optimizer.has_moe_layers  # which reduce over other ranks
     return kind_of(optimizer) is Kind.ZERO12 and several and not experts
@@ -49,7 +49,7 @@ class ReduceBuckets:
         self.diversion: Shadow | None = None
 
     def waiting(self, comm_dtype: torch.dtype | None = None) -> list[Any]:
-        """What is in the buckets and not reduced yet; from 0.18.5 also in the one of a dtype."""
+        """Return what is in the buckets, or in the one of a dtype (0.18.5 and later)."""
         if self.only is not None:
             return [*self.only.params]
         if self._own is not None and comm_dtype is not None:

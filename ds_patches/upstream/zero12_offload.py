@@ -139,7 +139,7 @@ def take_to_device(optimizer: Any, param_ids: Iterable[int]) -> set[int]:
 
 
 def _on_device(optimizer: Any, param_id: int) -> torch.Tensor | None:
-    """The sum of a step's gradients, where micro steps add in place and not on the host."""
+    """Return a parameter's sum on the device, where micro steps add up there; else None."""
     group, _, _, numel = optimizer.grad_position[param_id]
     if not zero12.sums_in_place(optimizer, group):
         return None
@@ -149,7 +149,7 @@ def _on_device(optimizer: Any, param_id: int) -> torch.Tensor | None:
 
 
 def _on_host(optimizer: Any, param_id: int) -> torch.Tensor:
-    """Where the step reads this rank's part of a parameter's gradient."""
+    """Return the fp32 memory from which the step reads this rank's part of a gradient."""
     group, _, offset, numel = optimizer.grad_position[param_id]
     gradient: torch.Tensor = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
     return gradient.narrow(0, offset, numel)

@@ -53,7 +53,7 @@ def optimizer_of(param: Any) -> Any:
 
 
 def is_on_nvme(optimizer: Any) -> bool:
-    """Whether its partitions of the parameters are in files."""
+    """Whether parameters are partitioned into files."""
     return bool(getattr(optimizer, "params_in_nvme_and_cpu", False))
 
 

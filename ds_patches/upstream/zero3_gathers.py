@@ -189,6 +189,6 @@ def renumbered(coordinator: Any) -> Iterator[None]:
 
 
 def _number(module: Any) -> int:
-    """In 0.16.3 and before it is called otherwise."""
+    """Return the number of a module, which 0.16.4 renamed."""
     number: int = vars(module)["ds_id" if "ds_id" in vars(module) else "id"]
     return number

@@ -22,7 +22,7 @@ def _take_in(engine: Any) -> Gathers | None:
     if steps is None or not engine.zero_optimization_partition_weights():
         return None
     offload = engine.optimizer.parameter_offload
-    gathers = Gathers(offload, version=lambda: steps.count)
+    gathers = Gathers(offload, version=lambda: steps.steps_taken)
     gathers.install()
     _gathers.share(offload, gathers)
     return gathers
