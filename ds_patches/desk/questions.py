@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from math import log
 
-from ds_patches.desk.known import KNOWN
-from ds_patches.desk.row import Symptom
+from ds_patches.desk.defects import KNOWN, Defect
 from ds_patches.desk.words import COMMON, ELSEWHERE, SAME
 
 _SAME = re.compile("|".join(rf"\b(?P<_{at}>{one})\b" for at, one in enumerate(SAME.values())))
@@ -31,7 +30,7 @@ _ADVICE = re.compile(
 )
 
 
-def are_of(question: str, rows: Iterable[Symptom]) -> set[Symptom]:
+def are_of(question: str, rows: Iterable[Defect]) -> set[Defect]:
     """Return the rows that a question is about: those with a phrase in it, or most of its words."""
     if _ADVICE.match(question):
         return set()
@@ -46,7 +45,7 @@ def are_of(question: str, rows: Iterable[Symptom]) -> set[Symptom]:
     return asked or _closest(told, rows)
 
 
-def _closest(told: set[str], rows: list[Symptom]) -> set[Symptom]:
+def _closest(told: set[str], rows: list[Defect]) -> set[Defect]:
     weights = {word: log(1 + len(KNOWN) / (1 + _known(word))) for word in told}
     parts = {}
     for one in rows:
@@ -89,15 +88,14 @@ def _begin_alike(word: str, other: str) -> bool:
 
 
 @cache
-def _phrases(one: Symptom) -> list[set[str]]:
-    return [_words(phrase)[0] for phrase in one.asked if phrase[0] != "`"]
+def _phrases(one: Defect) -> list[set[str]]:
+    return [_words(phrase)[0] for phrase in one.phrases]
 
 
 @cache
-def _bag(one: Symptom) -> frozenset[str]:
+def _bag(one: Defect) -> frozenset[str]:
     """The words of a row, but for messages that stand for it besides."""
-    phrases = (phrase for phrase in one.asked if phrase[0] != "`")
-    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *phrases)))[1])
+    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *one.phrases)))[1])
 
 
 @cache
