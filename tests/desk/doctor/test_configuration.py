@@ -69,10 +69,8 @@ def rows(config: Path, release: str) -> list[doctor.Row]:
 
 def met(config: Path, release: str) -> dict[str, tuple[str, ...]]:
     """Which symptoms show whatever the script does, with the open settings they depend on."""
-    found = [
-        row for row in rows(config, release) if row.one.section and "script" not in row.depends
-    ]
-    return {row.one.outcome: row.depends for row in found}
+    mine = (row for row in rows(config, release) if "script" not in row.depends)
+    return {row.one.outcome: row.depends for row in mine if row.one.section}
 
 
 def test_micro_steps_of_a_plain_configuration(tmp_path: Path) -> None:
