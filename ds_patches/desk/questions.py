@@ -1,16 +1,32 @@
-"""Questions: what the tables' words have to do with those of a question."""
+"""Questions: what the table's words have to do with those of a question.
+
+words.json has what people say. "same": before each word of the table what means the same, regular
+expressions of whole words, in which NOT stands for "not"; the first that fits counts: "gradient
+checkpointing" is no checkpoint. "common": what says nothing by itself. "elsewhere": with one of
+these, a question is of something else, unless the row speaks of it, too.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from functools import cache
 from math import log
+from pathlib import Path
 
+from ds_patches.core import files
 from ds_patches.desk.defects import KNOWN, Defect
-from ds_patches.desk.words import COMMON, ELSEWHERE, SAME
 
-_SAME = re.compile("|".join(rf"\b(?P<_{at}>{one})\b" for at, one in enumerate(SAME.values())))
+_DATA = json.loads(files.text(Path(__file__).with_name("words.json")))
+_NAMES = [*_DATA["same"]]
+_SAME = re.compile(
+    "|".join(
+        rf"\b(?P<_{at}>{'|'.join(ways).replace('NOT', _DATA['not'])})\b"
+        for at, ways in enumerate(_DATA["same"].values())
+    )
+)
+_COMMON, _ELSEWHERE = ({*" ".join(_DATA[kind]).split()} for kind in ("common", "elsewhere"))
 _WORD = re.compile(r"[^\W\d]\w+|\d+\.\d+(?:\.\d+)?")
 _STAGES = re.compile(
     r"\b(?:zero|stage)(?:[ _-]?stages?)?[ _-]?[0-3](?:[\W_]+(?:and |or )?[0-3](?![.\w]))*\b",
@@ -39,7 +55,7 @@ def are_of(question: str, rows: Iterable[Defect]) -> set[Defect]:
     if strange > _STRANGE + len(told) / 3:
         return set()
     stages = {int(digit) for said in _STAGES.findall(question) for digit in re.findall(r"\d", said)}
-    rows = [one for one in rows if told & ELSEWHERE <= _bag(one)]
+    rows = [one for one in rows if told & _ELSEWHERE <= _bag(one)]
     rows = [one for one in rows if not stages or not one.stages or stages & {*one.stages}]
     asked = {one for one in rows if any(_has(said, phrase) for phrase in _phrases(one))}
     return asked or _closest(told, rows)
@@ -60,11 +76,10 @@ def _closest(told: set[str], rows: list[Defect]) -> set[Defect]:
 
 
 def _words(text: str) -> tuple[set[str], set[str]]:
-    """Return the words of a text as the tables have them: all, and those that say something."""
-    names = list(SAME)
-    text = _SAME.sub(lambda found: f" {names[int((found.lastgroup or '')[1:])]} ", text.lower())
+    """Return the words of a text as the table has them: all, and those that say something."""
+    text = _SAME.sub(lambda found: f" {_NAMES[int((found.lastgroup or '')[1:])]} ", text.lower())
     words = _WORD.findall(text)
-    return {*map(_stem, words)}, {_stem(word) for word in words if word not in COMMON}
+    return {*map(_stem, words)}, {_stem(word) for word in words if word not in _COMMON}
 
 
 def _stem(word: str) -> str:

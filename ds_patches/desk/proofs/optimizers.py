@@ -1,4 +1,4 @@
-"""What is trained where an optimizer, its schedule or a pipeline is what matters, as in scripts.py."""
+"""What is trained where optimizers, schedules or a pipeline are what matters; as in scripts.py."""
 
 import math
 
