@@ -14,7 +14,7 @@ from typing import Any
 from ds_patches.core import files
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("scripts.py", "optimizers.py")
+_SCRIPTS = ("scripts.py", "parameters.py", "optimizers.py")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def framed(source: str, script: str, config: Mapping[str, Any], title: str) -> s
     settings = "\n    ".join(wrap(f"CONFIG = {dict(config)}".replace("'", '"'), 95))
     parts = {
         "TITLE": "\n".join(wrap(title, 99)),
-        "import os\nimport sys\n\n": f"{''.join(imports)}import os\nimport sys\n",
+        "import os\nimport sys\n\n": f"{''.join(dict.fromkeys(imports))}import os\nimport sys\n",
         "CONFIG = {}": settings,
         'def script(start, net, data):\n    """A function of the scripts stands here."""': body,
         "in script(": f"in {script}(",
