@@ -71,9 +71,8 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     facts = configuration.read(config) if config else {}
     verdicts, disabled = _verdicts(look=not asked)
     here = asked or next((one.release for one in verdicts.values() if one.release), None)
-    refused = {name: cured.refusal(verdict) for name, verdict in verdicts.items()}
-    if asked:
-        refused = cured.of_releases(asked)
+    seen = {name: cured.refusal(verdict) for name, verdict in verdicts.items()}
+    refused = cured.of_releases(asked) if asked else seen
     answers = {name: disabled[name] or why for name, why in refused.items()}
     armed = not asked and diagnosis.is_armed()
     rows = _rows(here, facts, answers, armed) if here else []
@@ -99,28 +98,24 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         newest = min(here, Version(TESTED))
         told = f"{newest}, the newest that was tested," if here > newest else f"{here}"
         with_these = f" with {config}" if config else ""
-        print(f"what DeepSpeed {told} gets wrong{with_these}")
-        _print(_wrong(rows, whole=verbose, alone=not config))
+        wrong = _wrong(rows, whole=verbose, alone=not config)
+        _print(f"what DeepSpeed {told} gets wrong{with_these}", wrong)
     if verbose or not config or odd:
-        print("patches")
-        _print(_answers(found["patches"]))
+        _print("patches", _answers(found["patches"]))
     if verbose:
-        print("drift")
-        seen = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
-        _print(text for verdict in seen for text in verdict.drift)
+        near = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
+        _print("drift", (text for verdict in near for text in verdict.drift))
     for warning in found["warnings"]:
         print(f"warning: {warning}")
-    print("start-up")
-    _print(found["start-up"])
+    _print("start-up", found["start-up"])
     if verbose or not config:
-        print("environment")
-        _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
+        its = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
+        _print("environment", [its])
     return status
 
 
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"  {line}")
+def _print(title: str, lines: Iterable[str]) -> None:
+    print(title, *(f"  {line}" for line in lines), sep="\n")
 
 
 def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
