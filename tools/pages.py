@@ -201,7 +201,7 @@ def _table(name: str) -> str:
 
 
 def _symptoms(page: str = "troubleshooting.md", only: str = "") -> str:
-    """A row for each symptom; of one patch, those that it cures, without the column for it."""
+    """A row for each defect; of one patch, those that it cures, without the column for it."""
     titles = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
     rows = [titles, ("---",) * len(titles)]
     if only:

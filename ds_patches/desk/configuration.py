@@ -1,4 +1,4 @@
-"""A training's configuration, read for what decides which symptoms can show."""
+"""A training's configuration, read for what decides which defects can show."""
 
 from __future__ import annotations
 

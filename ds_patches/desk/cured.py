@@ -1,4 +1,4 @@
-"""What helps against a symptom in one release."""
+"""What helps against a defect in one release."""
 
 from __future__ import annotations
 

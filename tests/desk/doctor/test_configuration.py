@@ -68,7 +68,7 @@ def rows(config: Path, release: str) -> list[doctor.Row]:
 
 
 def met(config: Path, release: str) -> dict[str, tuple[str, ...]]:
-    """Which symptoms show whatever the script does, with the open settings they depend on."""
+    """Which defects show whatever the script does, with the open settings they depend on."""
     mine = (row for row in rows(config, release) if "script" not in row.depends)
     return {row.one.outcome: row.depends for row in mine if row.one.section}
 
