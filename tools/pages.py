@@ -30,9 +30,8 @@ from packaging.version import Version
 import ds_patches
 from ds_patches.core import registry
 from ds_patches.core.patch import Patch, Place, Target
-from ds_patches.desk import cured, known, ledger
-from ds_patches.desk.row import Symptom
-from ds_patches.desk.symptoms import SYMPTOMS
+from ds_patches.desk import cured
+from ds_patches.desk.defects import DEFECTS, DOINGS, FIXES, SETTINGS, TOLD, Defect
 
 _ROOT = Path(__file__).parents[1]
 _FOLDER = "patches"
@@ -123,7 +122,7 @@ def _with_line(step: re.Match[str]) -> str:
 def page_of(patch: Patch) -> str:
     """Return the page of one patch."""
     summary, sections = _docstring(patch)
-    if any(one.patch == patch.name for one in SYMPTOMS):
+    if any(one.patch == patch.name for one in TOLD):
         table = _symptoms("../troubleshooting.md", only=patch.name)
         sections[_CURES] = f'<div class="symptoms" markdown>\n\n{table}\n\n</div>'
     if patch.remove_when:
@@ -202,19 +201,16 @@ def _table(name: str) -> str:
 
 
 def _symptoms(page: str = "troubleshooting.md", only: str = "") -> str:
-    """A row for each symptom; of one patch, those that it cures, without the column for it."""
+    """A row for each defect; of one patch, those that it cures, without the column for it."""
     titles = ("what you run", "what happens", "ZeRO", "wrong from", "right from", "cure")
     rows = [titles, ("---",) * len(titles)]
     if only:
-        rows += [_symptom(one, page) for one in SYMPTOMS if one.patch == only]
+        rows += [_row(one, page) for one in TOLD if one.patch == only]
         return "\n".join(f"|{'|'.join(row[:5])}|" for row in rows)
     ids = Counter[str]()
-    for one in SYMPTOMS:
-        script, *others = _symptom(one, page)
-        rows.append((f"{_id(one.anchor, ids)} {script}{_links(one)}{_needs(one.needs)}", *others))
-    for fix in reversed(ledger.fixes()):
-        what, *others = _fix(fix)
-        rows.append((f"{_id(known.name(fix), ids)} {what}{_needs(fix.needs)}", *others))
+    for one in (*TOLD, *reversed(FIXES)):
+        what, *others = _row(one, page)
+        rows.append((f"{_id(one.anchor, ids)} {what}{_links(one)}{_needs(one.needs)}", *others))
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
@@ -225,36 +221,27 @@ def _id(name: str, ids: Counter[str]) -> str:
     return f"[#](#{name}){{ #{name} }}"
 
 
-def _symptom(one: Symptom, page: str) -> tuple[str, ...]:
-    cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.add)))
+def _row(one: Defect, page: str) -> tuple[str, ...]:
+    cure = " and ".join(filter(None, (one.patch and f"[{one.patch}]({_uri(one.patch)})", one.do)))
     cure += f", on {floor} and later" if (floor := cured.floor(one)) else ""
     stages = ", ".join(map(str, one.stages))
-    script = f"[{one.script}]({page}#{one.anchor})"
+    what = f"[{one.script}]({page}#{one.section})" if one.section else f"fixed in {one.right}"
     outcome = f"{one.outcome}{_measured(one)}"
-    return script, outcome, stages, one.first, one.right or "none", cure
+    return what, outcome, stages, one.first, one.right or "none", cure or f"{one.right} or later"
 
 
-def _fix(one: Symptom) -> tuple[str, ...]:
-    """A row of what a later release fixed."""
-    helps = f"[{one.patch}]({_uri(one.patch)})" if one.patch else one.add or f"{one.right} or later"
-    what = f"fixed in {one.right}{_links(one)}"
-    return what, one.outcome, ", ".join(map(str, one.stages)), one.first, one.right or "", helps
-
-
-def _links(one: Symptom) -> str:
+def _links(one: Defect) -> str:
     links = ", ".join(f"[#{number}]({_PULL}/{number})" for number in one.numbers.split())
     return f"{': ' * bool(links)}{links}"
 
 
 def _needs(names: str) -> str:
     """What brings it about, as the page's chooser reads it."""
-    told = ledger.read()
-    needs = [name for name in names.split() if name in told["settings"] or name in told["doings"]]
-    needs = [name for name in needs if name != "script"]
+    needs = [name for name in names.split() if name in {*SETTINGS, *DOINGS} - {"script"}]
     return f"<br><small>{', '.join(needs)}</small>" if needs else ""
 
 
-def _measured(one: Symptom) -> str:
+def _measured(one: Defect) -> str:
     """What its proof comes to, as `python -m tests.releases measure` has written."""
     of = _proofs().get(one.proof, {})
     releases = sorted((at for at in of if one.is_wrong(Version(at))), key=Version)
@@ -295,11 +282,11 @@ def _patches() -> str:
 def _words() -> str:
     """A row for each word that stands small in the first column."""
     rows = ["|word|what it is|", "|---|---|"]
-    used = {name for one in (*SYMPTOMS, *ledger.fixes()) for name in one.needs.split()}
-    for name, places in ledger.read()["settings"].items():
+    used = {name for one in DEFECTS for name in one.needs.split()}
+    for name, places in SETTINGS.items():
         keys = " or ".join(f"`{place.partition('=')[0]}`" for place in places)
         rows += [f"|{name}|{keys}|"] * (name in used)
-    rows += [f"|{name}|{what}|" for name, what in ledger.read()["doings"].items()]
+    rows += [f"|{name}|{what}|" for name, what in DOINGS.items()]
     return "\n".join(rows)
 
 

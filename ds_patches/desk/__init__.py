@@ -1,1 +1,1 @@
-"""What answers: tables of defects and upstream's fixes, doctor, explain, prove, train_check."""
+"""What answers: the table of defects, doctor, explain, prove, train_check."""

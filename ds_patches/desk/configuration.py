@@ -1,4 +1,4 @@
-"""A training's configuration, read for what decides which symptoms can show."""
+"""A training's configuration, read for what decides which defects can show."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_patches.core.errors import FlagError
-from ds_patches.desk import given, ledger
-from ds_patches.desk.row import Symptom
+from ds_patches.desk import given
+from ds_patches.desk.defects import SETTINGS, Defect
 
 #: Whether something is so; where that is open, by which setting, or "script".
 Facts = Mapping[str, bool | str | int]
@@ -56,7 +56,7 @@ def read(file: Path) -> Facts:
         raise FlagError(f"{file} has a setting of a wrong type: {error}") from error
 
 
-def conditions(one: Symptom, facts: Facts) -> tuple[str, ...] | None:
+def conditions(one: Defect, facts: Facts) -> tuple[str, ...] | None:
     """Return on which open settings a row depends, and on the script; None if it cannot show."""
     if facts.get("stage") not in (None, *one.stages):
         return None
@@ -95,8 +95,7 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
     schedule: Settings = inner.get("scheduler", {})
     halves = {name: _half(name, inner, outer) for name in _HALVES}
     half = next((one for one in (True in halves.values(), *halves.values()) if one), False)
-    found = ledger.settings({**(outer or {}), **inner})  # a trainer's `optim`, too
-    facts = {name: SCRIPT if on is None else on for name, on in found.items()}
+    facts = settings({**(outer or {}), **inner})  # a trainer's `optim`, too
     return facts | halves | {
         "stage": stage,
         "overlap": _switch(zero.get("overlap_comm", stage == 3), "overlap_comm"),
@@ -113,6 +112,23 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
         "universal": bool(inner.get("checkpoint", {}).get("load_universal")),
         SCRIPT: SCRIPT,
     }  # fmt: skip
+
+
+def settings(config: Settings) -> dict[str, bool | str | int]:
+    """Return what a configuration of DeepSpeed says of the table's settings; "auto" is open."""
+    found: dict[str, bool | str | int] = {}
+    for name, places in SETTINGS.items():
+        each = [_is_on(config, *place.split("=", 1)) for place in places]
+        found[name] = True in each or (SCRIPT if None in each else False)
+    return found
+
+
+def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+") -> bool | None:
+    for name in place.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    # Of a YAML with aliases the text of a container may be longer than any memory.
+    value = "..." if isinstance(config, (Mapping, list)) else str(config).lower()
+    return None if value == "auto" else bool(re.fullmatch(pattern, value))
 
 
 def _accumulates(inner: Settings, outer: Settings, words: bool) -> bool | str:

@@ -1,4 +1,4 @@
-"""What helps against a symptom in one release."""
+"""What helps against a defect in one release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import gate, registry, release
-from ds_patches.desk.row import Symptom
+from ds_patches.desk.defects import Defect
 
 _APPLY = (
     "add `import ds_patches.auto` above deepspeed.initialize, or start it as before with "
@@ -30,7 +30,7 @@ class Cure:
 FIXED = "not needed: what it cures is fixed here"
 
 
-def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
+def cure(one: Defect, version: Version, answers: Mapping[str, str]) -> Cure:
     """Return what helps where a release is wrong.
 
     answers: for each patch, why it would not be applied; nothing if it would.
@@ -39,7 +39,7 @@ def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
     if why == FIXED:
         return Cure("nothing", "the DeepSpeed here has the fix", "nothing is to be done")
     if one.patch and not why:
-        also = f", and {one.add}" if one.add else ""
+        also = f", and {one.do}" if one.do else ""
         return Cure("patch", f"{one.patch} would cure this", f"{_APPLY}{also}")
     ends = [end for end in (one.right, floor(one)) if end and Version(end) > version]
     better = min(ends, key=Version, default="")
@@ -47,14 +47,14 @@ def cure(one: Symptom, version: Version, answers: Mapping[str, str]) -> Cure:
     if better and better != one.right:
         upgrade += f", and apply {one.patch}"  # which is for no older one
     said = f"not cured: {one.patch} is {why}" if why else "no patch cures it"
-    if one.add and not one.patch:
-        return Cure("setting", said, " or ".join(filter(None, (one.add, upgrade))))
+    if one.do and not one.patch:
+        return Cure("setting", said, " or ".join(filter(None, (one.do, upgrade))))
     if upgrade:
         return Cure("upgrade", said, upgrade)
     return Cure("nothing", said, "no release or setting that helps is known")
 
 
-def floor(one: Symptom) -> str:
+def floor(one: Defect) -> str:
     """From when on the patch is for the releases that are wrong, if not from the first."""
     if not (patch := registry.patches().get(one.patch)):
         return ""

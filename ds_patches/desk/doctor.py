@@ -16,11 +16,10 @@ from packaging.version import Version
 from ds_patches.core import columns, flags, gate, once, registry, release
 from ds_patches.core.gate import Verdict
 from ds_patches.core.state import State
-from ds_patches.desk import configuration, cured, ledger
+from ds_patches.desk import configuration, cured
 from ds_patches.desk.configuration import SCRIPT
 from ds_patches.desk.cured import Cure
-from ds_patches.desk.row import Symptom, plain
-from ds_patches.desk.symptoms import OLDEST, SYMPTOMS, TESTED
+from ds_patches.desk.defects import DEFECTS, OLDEST, TESTED, Defect, plain
 from ds_patches.startup import diagnosis
 
 #: Exit statuses: nothing is wrong here, or all is cured; something is not; nobody can tell; a patch
@@ -39,7 +38,7 @@ class Row(NamedTuple):
     is_on: whether a setting that is on, or may be, is among what brings it about.
     """
 
-    one: Symptom
+    one: Defect
     depends: tuple[str, ...]
     cure: Cure
     is_on: bool
@@ -72,9 +71,8 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
     facts = configuration.read(config) if config else {}
     verdicts, disabled = _verdicts(look=not asked)
     here = asked or next((one.release for one in verdicts.values() if one.release), None)
-    refused = {name: cured.refusal(verdict) for name, verdict in verdicts.items()}
-    if asked:
-        refused = cured.of_releases(asked)
+    seen = {name: cured.refusal(verdict) for name, verdict in verdicts.items()}
+    refused = cured.of_releases(asked) if asked else seen
     answers = {name: disabled[name] or why for name, why in refused.items()}
     armed = not asked and diagnosis.is_armed()
     rows = _rows(here, facts, answers, armed) if here else []
@@ -100,28 +98,24 @@ def diagnose(config: Path | None, asked: Version | None, *, verbose: bool, as_js
         newest = min(here, Version(TESTED))
         told = f"{newest}, the newest that was tested," if here > newest else f"{here}"
         with_these = f" with {config}" if config else ""
-        print(f"what DeepSpeed {told} gets wrong{with_these}")
-        _print(_wrong(rows, whole=verbose, alone=not config))
+        wrong = _wrong(rows, whole=verbose, alone=not config)
+        _print(f"what DeepSpeed {told} gets wrong{with_these}", wrong)
     if verbose or not config or odd:
-        print("patches")
-        _print(_answers(found["patches"]))
+        _print("patches", _answers(found["patches"]))
     if verbose:
-        print("drift")
-        seen = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
-        _print(text for verdict in seen for text in verdict.drift)
+        near = (one for one in verdicts.values() if one.state is not State.OUT_OF_RANGE)
+        _print("drift", (text for verdict in near for text in verdict.drift))
     for warning in found["warnings"]:
         print(f"warning: {warning}")
-    print("start-up")
-    _print(found["start-up"])
+    _print("start-up", found["start-up"])
     if verbose or not config:
-        print("environment")
-        _print([", ".join(f"{name} {value}" for name, value in found["environment"].items())])
+        its = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
+        _print("environment", [its])
     return status
 
 
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"  {line}")
+def _print(title: str, lines: Iterable[str]) -> None:
+    print(title, *(f"  {line}" for line in lines), sep="\n")
 
 
 def _verdicts(*, look: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
@@ -140,7 +134,7 @@ def _rows(
 ) -> list[Row]:
     """Return what this release gets wrong with these settings."""
     found = []
-    for one in (*SYMPTOMS, *ledger.fixes()):
+    for one in DEFECTS:
         depends = configuration.conditions(one, facts)
         is_fixed = answers.get(one.patch) == cured.FIXED
         if depends is not None and one.is_wrong(here) and not is_fixed:
@@ -198,11 +192,12 @@ def _answers(patches: dict[str, str]) -> Iterator[str]:
 def _wrong(rows: list[Row], *, whole: bool, alone: bool) -> Iterator[str]:
     """alone: without a configuration. What is rare then waits for `whole`, which is all.
 
-    So do parts of what a patch cures: symptoms.py has what ordinary scripts meet of it.
+    So do parts of what a patch cures: a row with a section has what ordinary scripts meet of it.
     """
     headings: dict[str, list[Row]] = {}
     for row in rows:
-        is_usual = row.one.anchor if alone else row.is_on and (row.one.anchor or not row.one.patch)
+        is_told = bool(row.one.section)
+        is_usual = is_told if alone else row.is_on and (is_told or not row.one.patch)
         if whole or is_usual or SCRIPT not in row.depends:
             headings.setdefault(_heading(row), []).append(row)
     for heading, mine in headings.items():
@@ -228,7 +223,7 @@ def _heading(row: Row) -> str:
 def _told(row: Row) -> str:
     one = row.one
     add = f"; {plain(row.cure.do)}" * (not row.is_cured)
-    also = f"; {plain(one.add)}" * (row.is_cured and bool(one.add))
+    also = f"; {plain(one.do)}" * (row.is_cured and bool(one.do))
     proof = f" (prove {one.proof})" * bool(one.proof)
     script = f"{plain(one.script)}: " * bool(one.script)
     return f"{script}{plain(one.outcome)}{add}{also}{proof}"

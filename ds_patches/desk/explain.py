@@ -17,11 +17,9 @@ from packaging.version import Version
 
 from ds_patches.core import columns, release
 from ds_patches.desk import cured, given, messages, pasted, questions
-from ds_patches.desk.known import KNOWN
+from ds_patches.desk.defects import KNOWN, OLDEST, TESTED, Defect, plain
 from ds_patches.desk.pasted import Pasted
-from ds_patches.desk.row import Symptom, plain
 from ds_patches.desk.sections import page, section
-from ds_patches.desk.symptoms import OLDEST, TESTED
 
 #: What is found, as exit statuses: it is known; it is not; it depends on the script.
 FOUND, UNKNOWN, PERHAPS = 0, 1, 3
@@ -50,7 +48,7 @@ class Answer:
         "untested", "which" if no release is known, "note".
     """
 
-    one: Symptom
+    one: Defect
     is_sure: bool
     state: str
     here: str
@@ -61,16 +59,21 @@ class Answer:
         """What shows it on this machine, with this release."""
         return self.one.proof if self.state not in (*_OTHER, "which") else ""
 
+    @property
+    def script(self) -> str:
+        return plain(self.one.script) or "any script"
+
     def as_json(self) -> dict[str, Any]:
         found = {"sure": self.is_sure, "state": self.state, "do": self.do, "proof": self.proof}
-        return self.one.as_json() | found
+        named = {"row": self.script, "anchor": self.one.anchor}
+        return self.one.as_json() | named | found
 
     def __str__(self) -> str:
         one = self.one
         if not one.stages:
             what = "what" if self.is_sure else "perhaps"
-            return "\n".join(columns.aligned([(what, plain(one.script)), ("do", self.do)]))
-        script = f"{plain(one.script)}, ZeRO {', '.join(map(str, one.stages))}"
+            return "\n".join(columns.aligned([(what, self.script), ("do", self.do)]))
+        script = f"{self.script}, ZeRO {', '.join(map(str, one.stages))}"
         rows = [("if", f"your script does this: {script}"), ("what", plain(one.outcome))]
         if self.is_sure:
             rows = [("what", f"{script}: {plain(one.outcome)}")]
@@ -144,7 +147,7 @@ def answers(found: Pasted, version: Version | None, by_patch: Mapping[str, str])
         mine = [one for one in KNOWN if one.anchor == anchor and one in matched]
         here = [one for one in mine if version is None or one.is_wrong(version)]
         shown = here or mine
-        is_sure = bool(sure) and len({one.cures for one in shown}) == 1
+        is_sure = bool(sure) and len({(one.patch, one.do) for one in shown}) == 1
         known += [_answer(one, is_sure, version, by_patch) for one in shown[:_MOST]]
     return known
 
@@ -159,10 +162,10 @@ def _status(found: Pasted, known: list[Answer]) -> int:
 
 
 def _answer(
-    one: Symptom, is_sure: bool, version: Version | None, by_patch: Mapping[str, str]
+    one: Defect, is_sure: bool, version: Version | None, by_patch: Mapping[str, str]
 ) -> Answer:
     if not one.stages:
-        return Answer(one, is_sure, "note", "", plain(one.add))
+        return Answer(one, is_sure, "note", "", plain(one.do))
     if version is None:
         return Answer(one, is_sure, "which", "DeepSpeed is not installed", _WHICH)
     here = f"DeepSpeed {version}"

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 from ds_patches.desk import pasted
-from ds_patches.desk.known import KNOWN
+from ds_patches.desk.defects import KNOWN, Defect
 from ds_patches.desk.pasted import Error
-from ds_patches.desk.row import Symptom
 
 #: Of a message that was cut: the letters, and the part of all, that are there; letters of an end.
 _CUT, _PART, _LETTERS = 18, 0.65, 6
 _WHOLE = 1000  # letters of a text that may be such a part
 
 
-def show(error: Error) -> Iterator[tuple[Symptom, bool]]:
+def show(error: Error) -> Iterator[tuple[Defect, bool]]:
     """Yield the rows of an error's message that its traceback allows, and whether it shows them."""
     whole = _said(error.message)
     said = whole or _said_in_part(error.message.lstrip())
@@ -34,10 +33,9 @@ def show(error: Error) -> Iterator[tuple[Symptom, bool]]:
 
 
 @cache
-def _messages() -> dict[Symptom, set[str]]:
+def _messages() -> dict[Defect, set[str]]:
     """Return the messages of all that is known, each as `alike` has it."""
-    found = {one: re.findall("`(.+?)`", "".join((one.outcome, *one.asked))) for one in KNOWN}
-    return {one: {*map(pasted.alike, texts)} for one, texts in found.items()}
+    return {one: {*map(pasted.alike, one.messages)} for one in KNOWN}
 
 
 def _has(evidence: str, pattern: str) -> bool:

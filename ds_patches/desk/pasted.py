@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from ds_patches.desk.symptoms import COMPILED
-
+#: Anywhere in a log, as DeepSpeed prints its configuration; and how evidence says so.
+_COMPILED = re.compile('deepcompile=True|"deepcompile": true|deepspeed/compile/')
+_IS_COMPILED = "DeepCompile is on"
 #: Letters of a log's end that are looked through: what came before was survived.
 _END = 1 << 22
 _ERROR = re.compile(
@@ -83,7 +84,7 @@ def read(text: str) -> Pasted:
     end = _PAINT.sub("", text[-_END:])
     lines = end.splitlines()
     ranks = [*map(_rank, lines)]
-    shown = next((mark for mark in COMPILED.split("|") if mark in text), "")
+    shown = _IS_COMPILED if _COMPILED.search(text) else ""
     last = {ranks[at]: at for at, line in enumerate(lines) if _ERROR.search(line)}
     errors = [_error(lines, ranks, at, shown) for at in sorted(last.values())[-_RANKS:]]
     is_quiet = not errors and "\n" in text.strip()

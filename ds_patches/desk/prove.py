@@ -19,9 +19,8 @@ from packaging.version import Version
 from ds_patches.core import columns, flags, release
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.desk import cured, picture, proofs
+from ds_patches.desk.defects import DEFECTS, Defect, plain
 from ds_patches.desk.proofs import ranks
-from ds_patches.desk.row import Symptom, plain
-from ds_patches.desk.symptoms import CURED
 
 SIDES = ("PyTorch", "stock", "patched")
 #: Exit statuses: patched is right; it is not.
@@ -70,10 +69,10 @@ def listed() -> int:
     return RIGHT
 
 
-def shown(version: Version) -> dict[str, Symptom]:
+def shown(version: Version) -> dict[str, Defect]:
     """Return the rows that a release has and a patch cures, by the names of their proofs."""
-    found: dict[str, Symptom] = {}
-    for one in CURED:
+    found: dict[str, Defect] = {}
+    for one in DEFECTS:
         is_cured = version >= Version(cured.floor(one) or one.first)
         if one.proof and one.is_wrong(version) and is_cured:
             found.setdefault(one.proof, one)
@@ -92,7 +91,7 @@ def prove(name: str, svg: Path | None = None, *, script: bool, device: str | Non
         known = [*proofs.PROOFS]
         raise FlagError(f"no proof is named {name!r}{nearest(name, known)}: `ds-patches prove`")
     here, proof = _here(), proofs.PROOFS[name]
-    rows = [one for one in CURED if one.proof == (proof.row or name)]
+    rows = [one for one in DEFECTS if one.proof == (proof.row or name)]
     row = next((one for one in rows if one.is_wrong(here)), rows[-1])
     title = f"DeepSpeed {here}, {_told(name, row)}"
     text = proofs.compose(name, _stage(name, row), title)
@@ -130,7 +129,7 @@ def prove_all(device: str | None = None) -> int:
     return RIGHT if are_shown else WRONG
 
 
-def _line(name: str, row: Symptom, device: str) -> tuple[bool, str]:
+def _line(name: str, row: Defect, device: str) -> tuple[bool, str]:
     """Train one of all; return whether it is shown, where it can be, and what it comes to."""
     if why := _unable(name, device):
         return True, why
@@ -192,12 +191,12 @@ def _hardware(device: str) -> str:
     return f"{gpus}, torch {torch.__version__}"
 
 
-def _stage(name: str, one: Symptom) -> int:
+def _stage(name: str, one: Defect) -> int:
     stage = proofs.PROOFS[name].stage
     return one.stages[-1] if stage is None else stage
 
 
-def _told(name: str, one: Symptom) -> str:
+def _told(name: str, one: Defect) -> str:
     return f"ZeRO {_stage(name, one)}: {plain(one.script)}: {plain(one.outcome)}"
 
 

@@ -1,17 +1,32 @@
-"""Questions: what the tables' words have to do with those of a question."""
+"""Questions: what the table's words have to do with those of a question.
+
+words.json has what people say. "same": before each word of the table what means the same, regular
+expressions of whole words, in which NOT stands for "not"; the first that fits counts: "gradient
+checkpointing" is no checkpoint. "common": what says nothing by itself. "elsewhere": with one of
+these, a question is of something else, unless the row speaks of it, too.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from functools import cache
 from math import log
+from pathlib import Path
 
-from ds_patches.desk.known import KNOWN
-from ds_patches.desk.row import Symptom
-from ds_patches.desk.words import COMMON, ELSEWHERE, SAME
+from ds_patches.core import files
+from ds_patches.desk.defects import KNOWN, Defect
 
-_SAME = re.compile("|".join(rf"\b(?P<_{at}>{one})\b" for at, one in enumerate(SAME.values())))
+_DATA = json.loads(files.text(Path(__file__).with_name("words.json")))
+_NAMES = [*_DATA["same"]]
+_SAME = re.compile(
+    "|".join(
+        rf"\b(?P<_{at}>{'|'.join(ways).replace('NOT', _DATA['not'])})\b"
+        for at, ways in enumerate(_DATA["same"].values())
+    )
+)
+_COMMON, _ELSEWHERE = ({*" ".join(_DATA[kind]).split()} for kind in ("common", "elsewhere"))
 _WORD = re.compile(r"[^\W\d]\w+|\d+\.\d+(?:\.\d+)?")
 _STAGES = re.compile(
     r"\b(?:zero|stage)(?:[ _-]?stages?)?[ _-]?[0-3](?:[\W_]+(?:and |or )?[0-3](?![.\w]))*\b",
@@ -31,7 +46,7 @@ _ADVICE = re.compile(
 )
 
 
-def are_of(question: str, rows: Iterable[Symptom]) -> set[Symptom]:
+def are_of(question: str, rows: Iterable[Defect]) -> set[Defect]:
     """Return the rows that a question is about: those with a phrase in it, or most of its words."""
     if _ADVICE.match(question):
         return set()
@@ -40,13 +55,13 @@ def are_of(question: str, rows: Iterable[Symptom]) -> set[Symptom]:
     if strange > _STRANGE + len(told) / 3:
         return set()
     stages = {int(digit) for said in _STAGES.findall(question) for digit in re.findall(r"\d", said)}
-    rows = [one for one in rows if told & ELSEWHERE <= _bag(one)]
+    rows = [one for one in rows if told & _ELSEWHERE <= _bag(one)]
     rows = [one for one in rows if not stages or not one.stages or stages & {*one.stages}]
     asked = {one for one in rows if any(_has(said, phrase) for phrase in _phrases(one))}
     return asked or _closest(told, rows)
 
 
-def _closest(told: set[str], rows: list[Symptom]) -> set[Symptom]:
+def _closest(told: set[str], rows: list[Defect]) -> set[Defect]:
     weights = {word: log(1 + len(KNOWN) / (1 + _known(word))) for word in told}
     parts = {}
     for one in rows:
@@ -61,11 +76,10 @@ def _closest(told: set[str], rows: list[Symptom]) -> set[Symptom]:
 
 
 def _words(text: str) -> tuple[set[str], set[str]]:
-    """Return the words of a text as the tables have them: all, and those that say something."""
-    names = list(SAME)
-    text = _SAME.sub(lambda found: f" {names[int((found.lastgroup or '')[1:])]} ", text.lower())
+    """Return the words of a text as the table has them: all, and those that say something."""
+    text = _SAME.sub(lambda found: f" {_NAMES[int((found.lastgroup or '')[1:])]} ", text.lower())
     words = _WORD.findall(text)
-    return {*map(_stem, words)}, {_stem(word) for word in words if word not in COMMON}
+    return {*map(_stem, words)}, {_stem(word) for word in words if word not in _COMMON}
 
 
 def _stem(word: str) -> str:
@@ -89,15 +103,14 @@ def _begin_alike(word: str, other: str) -> bool:
 
 
 @cache
-def _phrases(one: Symptom) -> list[set[str]]:
-    return [_words(phrase)[0] for phrase in one.asked if phrase[0] != "`"]
+def _phrases(one: Defect) -> list[set[str]]:
+    return [_words(phrase)[0] for phrase in one.phrases]
 
 
 @cache
-def _bag(one: Symptom) -> frozenset[str]:
+def _bag(one: Defect) -> frozenset[str]:
     """The words of a row, but for messages that stand for it besides."""
-    phrases = (phrase for phrase in one.asked if phrase[0] != "`")
-    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *phrases)))[1])
+    return frozenset(_words(" ".join((one.script, one.outcome, one.needs, *one.phrases)))[1])
 
 
 @cache

@@ -52,6 +52,7 @@ def test_apply_all_reports_and_apply_raises(place: fake.Place) -> None:
             ds_patches.apply("sample")
         assert "deepspeed" not in sys.modules, "a refused patch touches nothing"
         assert ds_patches.apply_all(only="sample", force="sample")["sample"].live
+        assert "ds_patches.desk.defects" not in sys.modules, "to apply takes no table"
         ds_patches.apply("sample")
         for _ in range(2):
             ds_patches.unapply("sample")

@@ -16,10 +16,7 @@ import pytest
 
 from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, shape
-from ds_patches.desk import ledger
-from ds_patches.desk.known import KNOWN
-from ds_patches.desk.row import plain
-from ds_patches.desk.symptoms import SYMPTOMS
+from ds_patches.desk.defects import FIXES, KNOWN, TOLD, plain
 from tests.core import fake
 from tests.harness.stock import RELEASE, Version
 from tests.shell import REPOSITORY
@@ -87,11 +84,10 @@ def test_every_symptom_has_its_row(site: Path) -> None:
     text = text_of(page)
     for one in KNOWN:
         assert f'id="{one.anchor}"' in (page if one.anchor.startswith("fix-") else sections)
-    for one in SYMPTOMS:
+    for one in TOLD:
         assert f'href="troubleshooting.html#{one.anchor}"' in page
         assert plain(one.script) in text
-    for fix in ledger.read()["fixes"]:
-        assert plain(fix["seen"]) in text
+    assert all(plain(fix.outcome) in text for fix in FIXES)
 
 
 def test_every_flag_is_on_the_page_of_flags() -> None:

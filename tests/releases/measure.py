@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from packaging.version import Version
 
 from ds_patches.desk import cured
+from ds_patches.desk.defects import DEFECTS, Defect
 from ds_patches.desk.proofs import PROOFS
-from ds_patches.desk.row import Symptom
-from ds_patches.desk.symptoms import CURED
 from tests.releases import RELEASES, ROOT, each, install_one, say
 from tests.releases.record import stamp
 from tests.releases.run import python
@@ -26,7 +25,7 @@ _TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re
 
 def measure(names: Sequence[str]) -> int:
     """Run `prove` for these proofs, or all; 1 if patched is not right, or stock is, in one."""
-    on_cpu = [one for one in CURED if one.proof and "cuda" not in PROOFS[one.proof].only]
+    on_cpu = [one for one in DEFECTS if one.proof and "cuda" not in PROOFS[one.proof].only]
     wanted = [f"{one.proof} {at}" for one in on_cpu for at in ends(one)]
     wanted = [one for one in dict.fromkeys(wanted) if not names or one.split()[0] in names]
     found = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
@@ -42,7 +41,7 @@ def measure(names: Sequence[str]) -> int:
     return int(is_bad)
 
 
-def ends(one: Symptom) -> Iterator[str]:
+def ends(one: Defect) -> Iterator[str]:
     """The oldest and the newest release that has it, of those on which it is cured."""
     floor = Version(cured.floor(one) or RELEASES[0])
     wrong = [at for at in RELEASES if Version(at) >= floor and one.is_wrong(Version(at))]

@@ -15,9 +15,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches.core import definitions, gate, registry, release
-from ds_patches.desk import ledger
-from ds_patches.desk.symptoms import SYMPTOMS
-from tests.docs.test_ledger import COMMITS
+from ds_patches.desk.defects import DEFECTS
+from tests.docs.test_defects import COMMITS
 from tests.releases import RELEASES, git, say
 
 #: What trains: the package without these folders, and its kernels.
@@ -43,7 +42,7 @@ def news(checkout: Path) -> int:
     if since is None:
         say(f"{checkout}: no repository with a tag of DeepSpeed {RELEASES[0]} or later")
         return 1
-    named = {number for one in (*SYMPTOMS, *ledger.fixes()) for number in one.numbers.split()}
+    named = {number for one in DEFECTS for number in one.numbers.split()}
     read = {number: f"read: {what}" for _, number, what in COMMITS}
     read |= dict.fromkeys(named, "in the table")
     touched = _touched()

@@ -41,7 +41,7 @@ def DeepSpeed(model, optimizer=None, **more):
 
 
 def script(start, net, data):
-    """A function of scripts.py stands here."""
+    """A function of the scripts stands here."""
 
 
 if __name__ == "__main__":

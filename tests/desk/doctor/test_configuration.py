@@ -14,7 +14,7 @@ from packaging.version import Version
 from ds_patches.__main__ import main
 from ds_patches.core.errors import FlagError
 from ds_patches.desk import configuration, cured, doctor
-from ds_patches.desk.symptoms import SYMPTOMS
+from ds_patches.desk.defects import TOLD
 from tests import shell
 from tests.core import fake
 
@@ -68,9 +68,9 @@ def rows(config: Path, release: str) -> list[doctor.Row]:
 
 
 def met(config: Path, release: str) -> dict[str, tuple[str, ...]]:
-    """Which symptoms show whatever the script does, with the open settings they depend on."""
-    found = [row for row in rows(config, release) if row.one.anchor and "script" not in row.depends]
-    return {row.one.outcome: row.depends for row in found}
+    """Which defects show whatever the script does, with the open settings they depend on."""
+    mine = (row for row in rows(config, release) if "script" not in row.depends)
+    return {row.one.outcome: row.depends for row in mine if row.one.section}
 
 
 def test_micro_steps_of_a_plain_configuration(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_default_that_has_changed_is_a_setting(tmp_path: Path) -> None:
 
 def test_every_need_is_a_setting(tmp_path: Path) -> None:
     facts = configuration.read(write(tmp_path / "ds.json", FACTORY))
-    assert {name for one in SYMPTOMS for name in one.needs.split()} <= {*facts}
+    assert {name for one in TOLD for name in one.needs.split()} <= {*facts}
 
 
 def test_comments_and_last_commas_are_read(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from ds_patches.__main__ import main
-from ds_patches.desk import ledger
+from ds_patches.desk.defects import DEFECTS, SETTINGS, Defect, plain
 from ds_patches.desk.doctor import CURABLE, WRONG
-from ds_patches.desk.row import Symptom, plain
-from ds_patches.desk.symptoms import SYMPTOMS
 
 ZERO, OFFLOAD = "zero_optimization", {"device": "cpu", "pin_memory": True}
-#: What switches a word of the ledger on, where that is more than `true` at its place.
+#: What switches a setting of the table on, where that is more than `true` at its place.
 ON: dict[str, Any] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "autotp": {"tensor_parallel": {"autotp_size": 2}},
@@ -46,11 +44,7 @@ ON: dict[str, Any] = {
     "universal": {"checkpoint": {"load_universal": True}},
     "warmup": {"scheduler": {"type": "WarmupLR"}},
 }
-DECIDED = [
-    one
-    for one in (*SYMPTOMS, *ledger.fixes())
-    if {*one.needs.split()} <= {*ledger.read()["settings"], *ON}
-]
+DECIDED = [one for one in DEFECTS if {*one.needs.split()} <= {*SETTINGS, *ON}]
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,13 +52,13 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     return {**first, **second, **{name: merged(first[name], second[name]) for name in both}}
 
 
-def minimal(one: Symptom) -> dict[str, Any]:
+def minimal(one: Defect) -> dict[str, Any]:
     """A configuration with what brings a defect about, and nothing else."""
     config: dict[str, Any] = {ZERO: {"stage": one.stages[-1], "overlap_comm": False}}
     config["gradient_clipping"] = 0.0
     for name in one.needs.split():
         turned: Any = True
-        for key in reversed(ledger.read()["settings"].get(name, [""])[0].split(".")):
+        for key in reversed(SETTINGS.get(name, [""])[0].split(".")):
             turned = {key: turned}
         config = merged(config, ON.get(name, turned))
     return config
@@ -77,7 +71,7 @@ def ask(config: Mapping[str, Any], release: str, file: Path) -> int:
 
 @pytest.mark.parametrize("one", DECIDED, ids=lambda one: f"{one.first} {one.outcome[:40]}")
 def test_what_settings_decide_is_in_the_verdict(
-    one: Symptom, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    one: Defect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = ask(minimal(one), one.first, tmp_path / "ds.json")
     verdict, _, said = capsys.readouterr().out.partition("\n")

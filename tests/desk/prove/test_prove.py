@@ -15,9 +15,8 @@ import pytest
 
 from ds_patches.__main__ import main
 from ds_patches.desk import prove
+from ds_patches.desk.defects import DEFECTS, Defect
 from ds_patches.desk.proofs import PROOFS, compose, ranks
-from ds_patches.desk.row import Symptom
-from ds_patches.desk.symptoms import CURED
 from tests import shell
 from tests.harness.stock import RELEASE
 
@@ -26,21 +25,6 @@ HERE = prove.shown(RELEASE)
 #: ... and a CPU shows.
 ON_CPU = [name for name in HERE if "cuda" not in PROOFS[name].only]
 QUICK = ("retained", "second-backward")
-#: Why a CPU does not show what is cured: reasons, and how the rows begin.
-UNPROVED = """
-it takes a GPU, and more than a few lines: DeepCompile, and several; Muon with fp16;
-    a pipeline of two stages or more with fp16
-it hangs: fp16, and a gradient that overflows
-it costs time or memory, and no number: a model of many; a frozen model; two backwards over
-it takes another torch: any backward, with torch
-it takes a checkpoint: bf16 without ZeRO, or; `zero_to_fp32.py`; `safe_get_full_fp32_param` after
-it depends on what lies in memory: `stage3_use_all_reduce
-it takes more than a few lines: DeepSpeed's MoE layer; Ulysses; a parameter of no elements;
-    weights that a script in bf16;
-    bf16 with fp32 sums on several ranks; bf16, `grad_accum_dtype` of fp32;
-    DeepSpeed's `non_reentrant; `scale_wrt_gas=False`; `torch.autograd.grad`; two engines;
-    an exception in; a trained module beside; generation with; parameters of several dtypes; Muon
-"""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +39,7 @@ def test_a_proof_shows_what_its_row_claims(name: str) -> None:
     assert is_claimed(HERE[name], error), error
 
 
-def is_claimed(row: Symptom, error: str) -> bool:
+def is_claimed(row: Defect, error: str) -> bool:
     """A message of the row's, if it has any, of which numbers and names differ."""
     messages = re.findall("`([^`]+)`", row.outcome)
     if error.startswith("off by"):
@@ -124,10 +108,9 @@ def test_a_reproducer_is_short_and_needs_deepspeed_and_torch_alone(name: str) ->
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_every_row_is_proved_or_says_why_not() -> None:
-    assert {one.proof for one in CURED if one.proof} == {one.row or n for n, one in PROOFS.items()}
-    excused = tuple(filter(None, (start.strip() for start in re.split(r"[;\n]|: ", UNPROVED))))
-    assert not [one.script for one in CURED if not one.proof and not one.script.startswith(excused)]
+def test_every_proof_is_of_a_row() -> None:
+    named = {one.proof for one in DEFECTS if one.proof}
+    assert {one.row or name for name, one in PROOFS.items()} == named
 
 
 def test_what_it_lists_is_of_this_release(capsys: pytest.CaptureFixture[str]) -> None:

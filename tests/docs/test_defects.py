@@ -1,0 +1,197 @@
+"""The table of defects: its rows are sound, and it has every patch, every fix and the ledger."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from ds_patches.core import registry
+from ds_patches.desk import configuration, cured, explain, pasted
+from ds_patches.desk.defects import DEFECTS, DOINGS, FIXES, KNOWN, SETTINGS, TESTED, TOLD, Defect
+from ds_patches.desk.proofs import PROOFS
+from ds_patches.desk.sections import section
+from tests.accumulation.test_ledger import LEDGER, NOW, Entry
+from tests.core import fake
+from tests.releases import RELEASES
+
+FILE = fake.REPOSITORY / "ds_patches" / "desk" / "defects.json"
+#: Upstream's history from v0.16.0 to August 2026: each commit, its pull request, and what it is.
+#: Of the classes `fix` alone is ours; `unreleased` mends what no release had.
+COMMITS = [
+    line.split()
+    for line in Path(__file__).with_name("deepspeed_commits.txt").read_text("utf-8").splitlines()
+]
+NUMBERS = Counter(number for one in DEFECTS if one.right for number in one.numbers.split())
+README = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
+#: The rows of each entry of the ledger of accumulation, by how their scripts begin.
+ROWS = {
+    "A1": ("a second backward", "two forwards", "a parameter that a step does not use"),
+    "A2": ("three micro steps",),
+    "A3": ("a second backward", "three micro steps"),
+    "A4": ("gradient accumulation",),
+    "A5": ("a parameter that a step does not use",),
+    "A6": ("`engine(x)` and",),
+    "A7": ("`scale_wrt_gas=False`",),
+    "A8": ("bf16 with fp32 sums",),
+    "A9": ("bf16 with fp32 sums, optimizer on the CPU",),
+    "A10": ("`overlap_comm`, and a parameter",),
+    "A11": ("CPU ranks",),
+}
+
+
+def rows_of(entry: Entry) -> list[Defect]:
+    """The rows about an entry, offloaded or not as it is."""
+    offloaded = "offload" in str(entry.more)
+    return [
+        one
+        for one in TOLD
+        if one.script.startswith(ROWS[entry.id]) and entry.stage in one.stages
+        if offloaded or not one.script.endswith("optimizer on the CPU")
+    ]
+
+
+def ends(entry: Entry) -> tuple[str, str]:
+    """The first release that is wrong, and the first that is right again."""
+    if entry.last == NOW:
+        return entry.first, ""
+    return entry.first, RELEASES[RELEASES.index(entry.last) + 1]
+
+
+def spans_of(entry: Entry) -> set[tuple[str, str]]:
+    """Of these rows, what is wrong from when to when; one that another goes on with is one span."""
+    spans = {(one.first, one.right) for one in rows_of(entry)}
+    for first, right in [*spans]:
+        for begin, end in [*spans]:
+            if right == begin:
+                spans = spans - {(first, right), (begin, end)} | {(first, end)}
+    return spans
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
+def test_the_table_has_the_ledger(entry: Entry) -> None:
+    first, right = ends(entry)
+    assert any(
+        Version(begin) <= Version(first) and (not end or (right and Version(end) >= Version(right)))
+        for begin, end in spans_of(entry)
+    )
+
+
+def test_a_row_claims_no_more_than_the_ledger() -> None:
+    of_ledger = {start for starts in ROWS.values() for start in starts}
+    for one in TOLD:
+        if one.script.startswith(tuple(of_ledger)):
+            about = [entry for entry in LEDGER if one in rows_of(entry)]
+            assert {end for entry in about for end in spans_of(entry) if end == ends(entry)}, one
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python would take the last of two equal keys."""
+    assert len(dict(pairs)) == len(pairs), pairs
+    return dict(pairs)
+
+
+def test_the_data_is_as_the_class_says() -> None:
+    data = json.loads(FILE.read_text("utf-8"), object_pairs_hook=unique)
+    order = [field.name for field in fields(Defect)]
+    for row in data.pop("defects"):
+        assert [*row] == sorted(row, key=order.index), row
+        asked = row.pop("asked", ["..."])
+        assert asked, row
+        assert all(isinstance(text, str) and text.strip() for text in asked), row
+        empty = [name for name, text in row.items() if not isinstance(text, str) or not text]
+        assert empty == ["stages"] * ("first" not in row), row
+    for names in data.values():
+        assert [*names] == sorted(names)
+
+
+@pytest.mark.parametrize("one", KNOWN, ids=lambda one: f"{one.first} {one.outcome[:40]}")
+def test_a_row_is_sound(one: Defect) -> None:
+    assert [*one.stages] == sorted({*one.stages} & {0, 1, 2, 3})
+    assert {*one.needs.split()} <= {*SETTINGS, *DOINGS, "single", "unclipped"}
+    assert all(number.isdigit() for number in one.numbers.split())
+    assert not one.section or section(one.section)
+    assert not one.proof or one.proof in PROOFS
+    assert bool(one.proof or one.unproved) == bool(one.section and one.patch), "why not?"
+    assert not (one.proof and one.unproved)
+    assert one.patch or one.do or one.right, "what helps?"
+    assert all(map(re.compile, one.shown.lstrip("?!").split("|")))
+    if one.stages:
+        wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
+        after = RELEASES[RELEASES.index(wrong[-1]) + 1 :]
+        assert (one.first, one.right) == (wrong[0], after[0] if after else "")
+        supported = registry.patches()[one.patch].supported if one.patch else ""
+        assert [*SpecifierSet(supported).filter(wrong)]
+    else:
+        assert (one.right, one.needs, one.patch) == ("", "", "")
+
+
+def test_each_kind_of_row_has_its_place() -> None:
+    notes = tuple(one for one in KNOWN if not one.stages)
+    assert (*TOLD, *notes, *FIXES) == KNOWN
+    assert len({*KNOWN}) == len(KNOWN)
+    assert [*FIXES] == sorted(FIXES, key=lambda one: Version(one.right))
+    assert RELEASES[-1] == TESTED, "look at what the new release gets wrong"
+
+
+@pytest.mark.parametrize("name", registry.patches())
+def test_a_patch_is_for_the_releases_of_its_rows(name: str) -> None:
+    """Or for those of them that it can work on, which are the newest."""
+    mine = [one for one in DEFECTS if one.patch == name]
+    assert any(one.section for one in mine)
+    wrong = [at for at in RELEASES if any(one.is_wrong(Version(at)) for one in mine)]
+    supported = [*SpecifierSet(registry.patches()[name].supported).filter(RELEASES)]
+    assert wrong[-len(supported) :] == supported
+
+
+def test_every_fix_of_upstream_is_in_the_table() -> None:
+    assert {number for number, rows in NUMBERS.items() if rows > 1} == {"7636", "7665"}
+    listed = {number for _, number, what in COMMITS if what == "fix"} - {"-"}
+    others = {number for _, number, _ in COMMITS} - listed
+    assert listed <= {*NUMBERS}
+    assert not {*NUMBERS} & others
+    since = {one.right for one in DEFECTS if one.right and {*one.numbers.split()} - listed}
+    assert since <= {"0.19.6", "0.19.7", "0.19.8"}
+
+
+def test_settings_rule_out_or_decide() -> None:
+    config = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}},
+        "optimizer": {"type": "Muon"},
+        "fp16": {"enabled": "auto"},
+        "gradient_accumulation_steps": 12,
+    }
+    facts = configuration.settings(config)
+    on = {name for name, on in facts.items() if on is True}
+    assert on == {"accumulation", "muon", "no_overflow_check", "no_pin_memory"}
+    assert [name for name, on in facts.items() if on == "script"] == ["bf16_or_fp16", "fp16"]
+    facts = {**facts, "stage": 2}
+    depends = {one.numbers: configuration.conditions(one, facts) for one in DEFECTS}
+    assert depends["8441 8442"] is depends["8443 8600"] is None, "of other stages"
+    assert depends["8432 8435"] == ("script",), "it is left open"
+    assert configuration.settings(config | {"fp16": {"enabled": True}})["bf16_or_fp16"]
+
+
+def test_a_row_is_of_the_releases_that_it_names() -> None:
+    (one,) = (one for one in TOLD if one.script == "gradient accumulation")
+    wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
+    assert wrong == ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]
+
+
+def test_the_symptoms_of_the_readme_are_answered() -> None:
+    table = README.partition("|what you see|where|")[2].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 6
+    for row in table:
+        see, where, _, _, patch = row.strip("|").split("|")
+        message, anchor = re.findall(r"\[`?(.+?)`?\]\(docs/troubleshooting.md#(.+)\)", see)[0]
+        release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
+        found = explain.answers(pasted.read(message), release, cured.of_releases(release))
+        said = {one.one.anchor for one in found if one.here.endswith(f"{patch} would cure this")}
+        assert anchor in said, see
