@@ -11,12 +11,9 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch import nn
 
-from tests.harness import stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, applied, at, cases, engine_of, of, run, stock, trains
 from tests.harness.models import both_losses, loss_of
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.harness.run import applied, run
-from tests.harness.trainers import engine_of
 from tests.scripts import by_hand, engines, heads, losses, nested, slopes
 from tests.world import World, on_ranks
 

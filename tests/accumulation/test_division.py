@@ -9,15 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ds_patches.steps.graph_task import with_graphs
-from tests.harness import stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, applied, at, cases, engine_of, listening, of, run, stock, trains
 from tests.harness.models import batch, features, loss_of
 from tests.harness.models.batches import losses
 from tests.harness.models.variants import Heads
 from tests.harness.options import BF16, OFFLOADED, Options
-from tests.harness.run import applied, run
-from tests.harness.trainers import engine_of
-from tests.listening import listening
 from tests.world import World, on_ranks
 
 accumulation = partial(of, "accumulation")

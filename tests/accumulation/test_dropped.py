@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import leftovers
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, EngineTrainer, applied, at, cases, engine_of, leftovers, of, trains
 from tests.harness.models import backward_that_raises, loss_of
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.harness.run import applied
-from tests.harness.trainers import EngineTrainer, engine_of
 from tests.scripts import accumulating, ordinary
 from tests.world import World, on_ranks
 

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import models
+from tests.harness import OFFLOADED, Options, applied, build_engine, listening, models
 from tests.harness.models import loss_of
-from tests.harness.options import OFFLOADED, Options
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer, PlainTrainer, worst_difference
-from tests.listening import listening
 from tests.world import World, on_ranks
 
 #: So large that an older engine, whose hooks still fire, reduces nothing by itself.

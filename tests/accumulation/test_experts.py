@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.steps.bucket_order import merged
-from tests.harness import models
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, applied, at, cases, engine_trainer, models, of, run, trains
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP
-from tests.harness.run import applied, run
 from tests.harness.stock import since
-from tests.harness.trainers import engine_trainer
 from tests.scripts import adapters, experts, heads, losses
 from tests.world import World, on_ranks
 

@@ -4,12 +4,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.harness.run import check, run
+from tests.harness import BF16_SUMS, OFFLOADED, OVERLAP, Options, World, check, run
 from tests.harness.stock import RELEASE, Version
 from tests.scripts import accumulating, heads, losses, ordinary
 from tests.scripts.declared import Script
-from tests.world import World
 
 CLIPPED = {**OFFLOADED, "clip": 0.05}
 FOUR = {**OFFLOADED, "micro_steps": 4}

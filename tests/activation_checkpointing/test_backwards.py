@@ -13,12 +13,8 @@ from tests.activation_checkpointing.recomputing import (
     Recomputed,
     several,
 )
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
-from tests.harness.options import BF16, Options
-from tests.harness.run import run
+from tests.harness import BF16, Case, Options, World, cases, of, on_ranks, run, stock
 from tests.scripts.worlds import FRUGAL
-from tests.world import World, on_ranks
 
 PARTITIONED = {"partition_activations": True}
 IN_CPU = {"checkpoint_in_cpu": True}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import models, stock
+from tests.harness import RATE, World, applied, build_engine, check, models, on_ranks, run, stock
 from tests.harness.cases import Case, at, cases, of, trains
 from tests.harness.models import loss_of
 from tests.harness.options import (
@@ -25,11 +25,8 @@ from tests.harness.options import (
     OVERLAP,
     Options,
 )
-from tests.harness.run import applied, check, run
-from tests.harness.surroundings import RATE, build_engine
 from tests.harness.trainers import EngineTrainer, worst_difference
 from tests.scripts import nested, slopes, windows
-from tests.world import World, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 #: What ends a block: our own reductions, or DeepSpeed's in two ways.

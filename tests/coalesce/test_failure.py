@@ -12,13 +12,9 @@ import pytest
 from ds_patches.core.errors import Refused
 from ds_patches.steps import graph_task
 from tests.coalesce.test_blocks import BothWays
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
+from tests.harness import Case, applied, cases, engine_of, engine_trainer, listening, of, stock
 from tests.harness.models import Boom, RaiseInBackward, RaiseInForward, loss_of
 from tests.harness.options import ALL_REDUCED, OFFLOADED, Options
-from tests.harness.run import applied
-from tests.harness.trainers import engine_of, engine_trainer
-from tests.listening import listening
 from tests.scripts.nested import cached_loss
 from tests.world import World, on_ranks
 

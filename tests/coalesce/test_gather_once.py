@@ -16,8 +16,7 @@ import torch
 
 import ds_patches
 from ds_patches.coalesce.gather_once import suspend
-from tests.harness import models
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, World, applied, at, cases, models, of, on_ranks, trains
 from tests.harness.models import loss_of
 from tests.harness.options import (
     NO_REUSE,
@@ -27,10 +26,8 @@ from tests.harness.options import (
     SMALL_PREFETCH,
     Options,
 )
-from tests.harness.run import applied
 from tests.harness.trainers import Parameters, engine_trainer, worst_difference
-from tests.scripts.windows import several_backwards
-from tests.world import World, on_ranks
+from tests.scripts.windows import window
 
 Given = dict[str, Any]
 GRANULAR = "stage3_module_granularity_threshold"
@@ -171,12 +168,12 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
 
 
 @cases(
-    *(of("coalesce", several_backwards, 3, model=model) for model in ("TwoHeads", *MODELS)),
+    *(of("coalesce", window, 3, model=model) for model in ("TwoHeads", *MODELS)),
     *(
-        of("coalesce", several_backwards, 3, **more)
+        of("coalesce", window, 3, **more)
         for more in (OFFLOADED_ALL, OFFLOADED, {"zero": PERSISTENT}, {"zero": SMALL_PREFETCH})
     ),
-    *(of("coalesce zero3_retain", several_backwards, 3, style=s) for s in ("engine", "torch")),
+    *(of("coalesce zero3_retain", window, 3, style=s) for s in ("engine", "torch")),
 )
 def test_options(world: World, case: Case) -> None:
     case.check(world)

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import stock
+from tests.harness import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, Options, stock
 from tests.harness.cases import Case, cases, of
 from tests.harness.models import Boom, RaiseInBackward, loss_of
-from tests.harness.options import (
-    ALL_REDUCED,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OVERLAP,
-    Options,
-)
 from tests.harness.run import check, run
 from tests.harness.trainers import gathered
 from tests.scripts import unsynced

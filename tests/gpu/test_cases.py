@@ -9,10 +9,7 @@ import pytest
 from tests.accumulation import test_division
 from tests.accumulation import test_experts as of_experts
 from tests.coalesce import test_blocks, test_failure, test_gather_once, test_no_sync
-from tests.harness.cases import Case
-from tests.harness.options import OVERLAP, ROUNDING
-from tests.harness.run import run
-from tests.world import World
+from tests.harness import OVERLAP, ROUNDING, Case, World, run
 from tests.zero3_retain import test_gradients
 
 #: float32 on a GPU: other kernels for other shapes, sums in another order.

@@ -10,8 +10,7 @@ import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.test_training import CASES, PATTERNS
 from tests.gpu.held import WIDTH, Held, deep_compiled, hold, in_a_row, repeated
-from tests.harness.options import BF16, Options
-from tests.world import World
+from tests.harness import BF16, Options, World
 
 AGAIN = 6  # DeepCompile compiles again in the step before
 SECONDS = 300.0  # one rank may have to build DeepCompile's extension

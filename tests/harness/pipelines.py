@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_patches
-from tests.harness.options import Options
-from tests.harness.run import Outcome, applied
+from tests.harness import Options, Outcome, Parameters, applied, listening, worst_difference
 from tests.harness.surroundings import RATE, half_precision_allowed, streams
-from tests.harness.trainers import Parameters, worst_difference
-from tests.listening import listening
 
 WIDTH, ROWS = 8, 6
 

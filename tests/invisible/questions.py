@@ -19,10 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nested import as_nested_tensor
 
+from tests.harness import Options, build_engine, parameters
 from tests.harness.models import CLASSES, VOCABULARY, WIDTH, batch
-from tests.harness.options import Options
-from tests.harness.parameters import parameters
-from tests.harness.surroundings import build_engine
 
 OUTPUTS = "transformers.modeling_outputs"
 Named = namedtuple("Named", "loss logits hidden")

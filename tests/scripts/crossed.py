@@ -11,12 +11,9 @@ from dataclasses import dataclass, field, fields
 from types import FunctionType
 from typing import Any
 
-from tests.harness.options import ALL_REDUCED, Options
-from tests.harness.run import Outcome
-from tests.harness.surroundings import EAGER
+from tests.harness import ALL_REDUCED, EAGER, Options, Outcome, RankError, WorldTimeout
 from tests.scripts.declared import STEPS, Script, scripts
 from tests.scripts.worlds import Worlds
-from tests.world import RankError, WorldTimeout
 
 #: What is in a script that with more micro steps is another script, or is not plain PyTorch's: it
 #: counts them, drops or loses some, or has a backward that is not divided there.

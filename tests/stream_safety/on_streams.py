@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.options import Options, config
-from tests.harness.run import Outcome, Script, run
-from tests.harness.surroundings import STREAMS, build_engine
+from tests.harness import STREAMS, Options, Outcome, Script, build_engine, config, run
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
 

@@ -8,10 +8,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from tests.harness.run import Outcome
+from tests.harness import Outcome, World
 from tests.harness.stock import RELEASE, since
 from tests.stream_safety import on_streams
-from tests.world import World
 
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 NO_TIMER = {"timers": {"throughput": {"enabled": False, "synchronized": False}}}

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
+from tests.harness import Case, World, applied, cases, check, of, on_ranks, run, stock
 from tests.harness.models import batch, both_losses, losses
 from tests.harness.options import (
     ALL_REDUCED,
@@ -22,9 +21,7 @@ from tests.harness.options import (
     SMALL_PREFETCH,
     Options,
 )
-from tests.harness.run import applied, check, run
 from tests.scripts import slopes
-from tests.world import World, on_ranks
 
 CRASH = "The size of tensor a (0) must match the size of tensor b"
 GRAPHS = [

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
-from tests.harness.cases import Case, cases, of
+from tests.harness import Case, World, applied, cases, engine_trainer, of, on_ranks, run
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Options
-from tests.harness.run import applied, run
-from tests.harness.trainers import engine_trainer
-from tests.world import World, on_ranks
 
 
 def means(weights: list[Tensor]) -> Tensor:

@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import stock
-from tests.harness.options import Options
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine, half_precision_allowed
-from tests.listening import listening
+from tests.harness import Options, applied, build_engine, half_precision_allowed, listening, stock
 from tests.world import World, on_ranks
 
 #: The engine casts the whole module, with its buffers (pull request 8066).

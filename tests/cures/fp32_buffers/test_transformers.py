@@ -7,10 +7,7 @@ import deepspeed
 import pytest
 import torch
 
-from tests.harness.options import Options
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine, half_precision_allowed
-from tests.world import World
+from tests.harness import Options, World, applied, build_engine, half_precision_allowed
 
 pytest.importorskip("transformers", reason="transformers is not installed: `frameworks` has it")
 

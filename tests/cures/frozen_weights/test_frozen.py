@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness.options import BF16, Given, Options
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
-from tests.world import on_ranks
+from tests.harness import BF16, Given, Options, applied, build_engine, on_ranks
 
 PATCH = "frozen_weights"
 

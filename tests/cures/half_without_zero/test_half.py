@@ -7,18 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, World, applied, at, cases, engine_trainer, of, on_ranks, run, trains
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, FP16, Given, Options
 from tests.harness.pipelines import Pipeline
 from tests.harness.pipelines import run as run_pipeline
 from tests.harness.pipelines import train as train_pipeline
-from tests.harness.run import applied, run
 from tests.harness.stock import RELEASE, TORCH_STYLE, Version
 from tests.harness.surroundings import half_precision_allowed
-from tests.harness.trainers import engine_trainer
 from tests.scripts.ordinary import micro_steps as train
-from tests.world import World, on_ranks
 
 PATCH = "half_without_zero"
 PATCHES = (PATCH, *(["pipelines"] if Version("0.19.2") >= RELEASE else []))

@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import stock
+from tests.harness import EngineTrainer, Options, applied, build_engine, check, parameters, stock
 from tests.harness.models import batch
-from tests.harness.options import Options
-from tests.harness.parameters import parameters
-from tests.harness.run import applied, check
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
 from tests.world import World
 
 pytest.importorskip("transformers", reason="transformers is not installed: `test` has it")

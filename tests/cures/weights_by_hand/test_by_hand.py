@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from ds_patches.upstream import kinds
-from tests.harness import models, stock
+from tests.harness import EngineTrainer, World, applied, build_engine, models, on_ranks, run, stock
 from tests.harness.cases import Case, at, cases, of, trains
 from tests.harness.models import loss_of
 from tests.harness.options import (
@@ -21,11 +21,7 @@ from tests.harness.options import (
     OFFLOADED_ALL,
     PERSISTENT,
 )
-from tests.harness.run import applied, run
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
 from tests.scripts.ordinary import one_backward
-from tests.world import World, on_ranks
 
 PATCH = "weights_by_hand"
 #: Without these, some releases get the same training wrong where nothing is changed.

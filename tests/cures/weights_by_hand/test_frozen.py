@@ -8,14 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import models
+from tests.harness import EngineTrainer, applied, build_engine, listening, models, parameters
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, BF16_SUMS, OFFLOADED, Options
-from tests.harness.parameters import parameters
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
-from tests.listening import listening
 from tests.world import on_ranks
 
 EVERYWHERE = pytest.mark.parametrize(

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.harness import RankError, World, WorldTimeout, applied, check, engine_trainer, run
 from tests.harness.models import TwoHeads, loss_of
 from tests.harness.models.shapes import Block
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, OVERLAP, Given, Options
-from tests.harness.run import applied, check, run
 from tests.harness.stock import RELEASE, Version, up_to
-from tests.harness.trainers import engine_trainer
 from tests.scripts.ordinary import micro_steps, one_backward
-from tests.world import RankError, World, WorldTimeout
 
 PATCH = "zero12_gradients"
 IN_TILES = Version("0.17.0") <= RELEASE <= Version("0.18.5")
