@@ -1,7 +1,5 @@
 """One block is one step: the sum that plain PyTorch has, whatever the ZeRO settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

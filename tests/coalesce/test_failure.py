@@ -1,7 +1,5 @@
 """A block that raises reduces nothing, and the next step is as if it had not been."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any

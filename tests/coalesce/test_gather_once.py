@@ -1,7 +1,5 @@
 """A block that gathers each parameter once: how often, how much lives, and what scripts may do."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a block refuses, and that applying and unapplying leave nothing behind."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """A step costs one reduction, and at stages 1 and 2 half of the bytes, left as upstream does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """coalesce alone, without stream_safety, on streams: it adds no race to those that stock has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Questions of a script, each to an engine that has trained, and answered by a plain value."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Each question is asked on stock and with every patch applied: the same answers."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One launch: a line of docs/launchers.md, its output, what its ranks reported, and its end."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

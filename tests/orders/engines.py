@@ -1,7 +1,5 @@
 """DeepSpeed's engines go through an order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

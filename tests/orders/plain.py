@@ -1,7 +1,5 @@
 """Plain PyTorch goes through an order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

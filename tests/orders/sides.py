@@ -1,7 +1,5 @@
 """What plain PyTorch and DeepSpeed's engines have in common, as they go through an order."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Fixtures of the start-up tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

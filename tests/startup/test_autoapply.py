@@ -3,8 +3,6 @@
 `tests/core/test_lifecycle.py` has every ordering of the hook, imports and calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

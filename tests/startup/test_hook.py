@@ -1,7 +1,5 @@
 """The start-up hooks: what else Python does at its start, it still does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
