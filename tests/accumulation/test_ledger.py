@@ -94,8 +94,7 @@ def entries(*core: str) -> pytest.MarkDecorator:
     """The ledger; `core`: ids of those that are run on every release, if they are to be."""
     marks = {True: [pytest.mark.core_case], False: []}
     return pytest.mark.parametrize(
-        "entry",
-        [pytest.param(e, id=e.name, marks=marks[e.core and e.id in core]) for e in LEDGER],
+        "entry", [pytest.param(e, id=e.name, marks=marks[e.core and e.id in core]) for e in LEDGER]
     )
 
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RATE, World, applied, build_engine, check, models, on_ranks, run, stock
-from tests.harness.cases import Case, at, cases, of, trains
-from tests.harness.models import loss_of
-from tests.harness.options import (
+from tests.harness import (
     ALL_REDUCED,
     BF16,
     BF16_SUMS,
@@ -21,12 +18,24 @@ from tests.harness.options import (
     OFFLOADED,
     OFFLOADED_ALL,
     OVERLAP,
+    RATE,
+    STAGES,
     Options,
+    World,
+    applied,
+    build_engine,
+    check,
+    checked,
+    models,
+    on_ranks,
+    run,
+    stock,
 )
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import loss_of
 from tests.harness.trainers import EngineTrainer, worst_difference
-from tests.scripts import nested, slopes, windows
+from tests.scripts import nested, windows
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 #: What ends a block: our own reductions, or DeepSpeed's in two ways.
 REDUCERS: tuple[dict[str, Any], ...] = ({}, ALL_REDUCED, OFFLOADED)
 TWO_GROUPS, FIVE_GROUPS = {"rates": (0.1,) * 2}, {"rates": (0.1,) * 5}
@@ -45,7 +54,7 @@ coalesce = partial(of, "coalesce")
 window = partial(coalesce, windows.window)
 
 
-@cases(
+test_a_block_is_a_sum = checked(
     *(window(1, 2, 3, core={2}, **more) for more in REDUCERS),
     window(3, **OFFLOADED_ALL),
     window(1, 2, 3, core={1, 2, 3}, **OVERLAP),
@@ -63,8 +72,6 @@ window = partial(coalesce, windows.window)
     *(window(1, 2, **FIVE_GROUPS, **more) for more in ({}, ROUND_ROBIN, bucket(1), bucket(24))),
     window(1, 2, marks=[SINCE_0_19_7], **ALIGNED),
 )
-def test_a_block_is_a_sum(world: World, case: Case) -> None:
-    case.check(world)
 
 
 SCRIPTS = windows.uneven_windows, windows.two_windows, windows.window_among_micro_steps
@@ -73,7 +80,8 @@ NESTED = nested.cached, nested.cached_in_a_window, nested.cached_after_another
 retained = partial(of, "coalesce zero3_retain")
 
 
-@cases(
+# Parameters that rest count as zeros; a block adds to what its step has reduced.
+test_scripts = checked(
     *(coalesce(script, 1, 2, 3, core={2}, steps=4, **m) for script in SCRIPTS for m in REDUCERS),
     *(coalesce(windows.two_windows_before_one_step, 1, 2, 3, **more) for more in REDUCERS),
     coalesce(nested.cached, 1, 2, 3, core={1, 2, 3}),
@@ -82,9 +90,6 @@ retained = partial(of, "coalesce zero3_retain")
     retained(windows.window_over_one_forward, 1, 2, 3, style="torch"),
     retained(windows.window_over_an_auxiliary_tensor, 1, 2, 3),
 )
-def test_scripts(world: World, case: Case) -> None:
-    """Parameters that rest count as zeros; a block adds to what its step has reduced."""
-    case.check(world)
 
 
 @pytest.mark.core_case(stage=2)
@@ -128,19 +133,6 @@ def test_boundaries_inside_a_block(world: World, stage: int) -> None:
     check(world, windows.window, Options(stage), "coalesce", engine=BothWays)
 
 
-@trains("coalesce", at(1, 2, 3, micro_steps=2))
-def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
-    """At a boundary that is set, one step ends what plain PyTorch counts as two micro steps."""
-    for step in trainer.steps():
-        if trainer.is_engine:
-            trainer.boundary(True)
-        with trainer.window():
-            for micro in range(3):
-                trainer.backward(loss_of(trainer, step, micro))
-        for _ in range(1 if trainer.is_engine else 2):
-            trainer.step()
-
-
 @trains("coalesce", at(2, **FP16))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
     for step in trainer.steps():
@@ -151,42 +143,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
                 bad = step == micro == dist.get_rank() == 1
                 trainer.backward(loss_of(trainer, step, micro) * (float("inf") if bad else 1))
         trainer.step()
-
-
-@trains("coalesce", at(1, 3))
-def test_gradients_of_other_tensors(trainer: Any, step: int) -> None:
-    """A backward that reaches no parameter, as for a gradient penalty, is none of the block's."""
-    with trainer.window():
-        slope, first, second = slopes.slope_and_losses(trainer, step)
-        trainer.backward(first * slope + second)
-
-
-@trains("coalesce", at(1, 2, 3, core={2, 3}), at(1, 2, 3, **OFFLOADED), at(2, micro_steps=2))
-def test_a_block_without_a_backward(trainer: Any, step: int, micro: int) -> None:
-    """It reduces nothing, whatever it runs; a rank that alone has none reduces zeros.
-
-    At ZeRO 3 ranks gather together: they all need the same forwards and backwards.
-    """
-    with trainer.window():
-        pass
-    with trainer.window():
-        first = loss_of(trainer, step, micro)
-    if step == 1:
-        trainer.backward(first)  # over a forward of a block that has ended
-    with trainer.window():
-        if step or dist.get_rank() or trainer.options.stage == 3:
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.backward(loss_of(trainer, step, 7))
-    trainer.backward(loss_of(trainer, step, micro + 3))
-
-
-@trains("coalesce", at(3, steps=2))
-def test_a_backward_after_its_block(trainer: Any, step: int) -> None:
-    """Over the second forward of a block, for which no module hook has gathered."""
-    with trainer.window():
-        trainer.backward(loss_of(trainer, step))
-        later = loss_of(trainer, step, 1)
-    trainer.backward(later)
 
 
 @cases(*(window(2, **more) for more in (bucket(24), bucket(10**6), FIVE_GROUPS, {"clip": 0.05})))

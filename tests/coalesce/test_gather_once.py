@@ -14,7 +14,7 @@ import torch
 
 import ds_patches
 from ds_patches.coalesce.gather_once import suspend
-from tests.harness import Case, World, applied, at, cases, models, of, on_ranks, trains
+from tests.harness import applied, at, checked, models, of, on_ranks, trains
 from tests.harness.models import loss_of
 from tests.harness.options import (
     NO_REUSE,
@@ -165,7 +165,7 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     assert "".join(said) == "bd" + "be" + "abce"
 
 
-@cases(
+test_options = checked(
     *(of("coalesce", window, 3, model=model) for model in ("TwoHeads", *MODELS)),
     *(
         of("coalesce", window, 3, **more)
@@ -173,32 +173,6 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     ),
     *(of("coalesce zero3_retain", window, 3, style=s) for s in ("engine", "torch")),
 )
-def test_options(world: World, case: Case) -> None:
-    case.check(world)
-
-
-in_blocks = trains("coalesce", at(3, steps=6))
-
-
-@in_blocks
-def test_by_turns(trainer: Any, step: int) -> None:
-    """Blocks, and steps without any."""
-    in_block = step % 3 < 2
-    with trainer.window() if in_block else nullcontext():
-        for index in range(3 if in_block else 1):
-            trainer.backward(loss_of(trainer, step, index))
-
-
-@in_blocks
-def test_backwards_after_all_forwards(trainer: Any, step: int) -> None:
-    """Some of which come before the block."""
-    losses = [loss_of(trainer, step, micro) for micro in range(2)]
-    with trainer.window():
-        for part in range(2):
-            for loss in losses:
-                trainer.backward(loss)
-            losses = [loss_of(trainer, step, 2 + micro) for micro in range(2 - part)]
-        trainer.backward(losses[0])
 
 
 def interrupted(trainer: Any, do: Callable[[], object]) -> None:
@@ -221,19 +195,6 @@ def test_parameters_are_read_inside(trainer: Any) -> None:
             assert all(param.numel() for param in trainer.module.blocks.parameters())
 
     interrupted(trainer, read)
-
-
-@in_blocks
-def test_an_evaluation_inside(trainer: Any) -> None:
-    """As GradCache's first pass is without gradients."""
-
-    def evaluate() -> None:
-        trainer.module.eval()
-        with torch.no_grad():
-            loss_of(trainer, 0)
-        trainer.module.train()
-
-    interrupted(trainer, evaluate)
 
 
 @trains("coalesce", at(3, steps=2))

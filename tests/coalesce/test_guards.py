@@ -8,11 +8,9 @@ import pytest
 
 import ds_patches
 from ds_patches.core.errors import Misused, NotCovered, Refused
-from tests.harness import BF16, BF16_SUMS, applied, engine_of, leftovers, on_ranks, stock
+from tests.harness import BF16, BF16_SUMS, STAGES, applied, engine_of, leftovers, on_ranks, stock
 from tests.harness.models import loss_of
 from tests.scripts.nested import cached_loss
-
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def enter(context: Any) -> None:

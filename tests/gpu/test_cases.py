@@ -19,11 +19,8 @@ TABLES: tuple[Any, ...] = (
     test_gradients.test_options,
     test_gradients.test_graphs,
     test_division.test_outputs_that_lead_to_one_another,
-    test_division.test_engines_in_a_chain,
     test_division.test_outputs_in_a_plain_dataclass,
     test_blocks.test_a_block_is_a_sum,
-    test_blocks.test_a_block_without_a_backward,
-    test_blocks.test_a_backward_after_its_block,
     test_gather_once.test_options,
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
@@ -39,9 +36,7 @@ def cases() -> Iterator[Any]:
             zero = {**OVERLAP["zero"], **case.options.zero}
             given = replace(case, options=replace(case.options, zero=zero))
             skips = [mark for mark in param.marks if mark.name == "skipif"]
-            yield pytest.param(
-                given, id=f"{case.patches[-1]}-{test.__name__}-{param.id}", marks=skips
-            )
+            yield pytest.param(given, id=f"{case.patches[-1]}-{param.id}", marks=skips)
 
 
 @pytest.mark.exhaustive

@@ -155,8 +155,10 @@ class Side:
         self.forward(self.now, self.now)
 
     def evaluate(self) -> None:
+        self.now.eval()
         with torch.no_grad():
             self.see(self.now(self.batch()[0]))
+        self.now.train()
 
     def grad(self) -> None:
         if self.losses:

@@ -89,10 +89,7 @@ WHOLE_BLOCKS = {"stage3_module_granularity_threshold": 129}
 FACTORS: Mapping[str, tuple[Choice, ...]] = {
     "stage": tuple(Choice(f"zero{n}", {"stage": n}, stages=(n,)) for n in ANY),
     "overlap": (PLAIN, Choice("overlap", zero={"overlap_comm": True})),
-    "contiguous": (
-        PLAIN,
-        Choice("scattered", zero={"contiguous_gradients": False}, stages=(1, 2)),
-    ),
+    "contiguous": (PLAIN, Choice("scattered", zero={"contiguous_gradients": False}, stages=(1, 2))),
     "bucket": (
         Choice("tiny_bucket", zero={"reduce_bucket_size": 40}),
         Choice("large_bucket", zero={"reduce_bucket_size": 10**6}),

@@ -10,7 +10,17 @@ from torch import Tensor
 
 import ds_patches
 from ds_patches.core.errors import Refused
-from tests.harness import OFFLOADED, Options, World, check, leftovers, models, on_ranks, stock
+from tests.harness import (
+    OFFLOADED,
+    Options,
+    World,
+    check,
+    checked,
+    leftovers,
+    models,
+    on_ranks,
+    stock,
+)
 from tests.harness.cases import Case, at, cases, of, trains
 from tests.harness.models import backward_that_raises, both_losses, loss_of
 from tests.harness.trainers import engine_of, engine_trainer
@@ -48,14 +58,13 @@ def test_engines_of_all_ages(world: World, late: bool) -> None:
         assert any("built before" in text for text in outcome.said) == late
 
 
-@cases(
+test_steps_of_every_kind = checked(
     retained(heads.parts_then_whole, 1, 2, 3, core={1, 2, 3}, steps=6),
     retained(heads.parts_then_whole, 1, 2, 3, steps=6, **OFFLOADED),
     retained(heads.one_head_rests, 1, 2, 3, steps=6),
     retained(heads.one_head_rests, 1, 2, 3, core={1, 2, 3}, steps=6, **OFFLOADED),
+    says=None,
 )
-def test_steps_of_every_kind(world: World, case: Case) -> None:
-    case.check(world, says=None)
 
 
 @trains("zero3_retain", at(3))
@@ -130,7 +139,7 @@ def fail_and_go_on(trainer: Any, step: int, *, failing: int, zero: bool) -> None
         for failing in (1, 2)
         for zero in (False, True)
         for style in ("engine", "torch")
-    ),
+    )
 )
 def test_the_next_step_is_as_if_it_had_not_happened(world: World, case: Case) -> None:
     for outcome in case.check(world, says=None):

@@ -37,7 +37,7 @@ around = {False: nullcontext, True: patched}
         )
         for style in ("engine", "torch")
         for settings in ({}, SMALL_PREFETCH, PREFETCH)
-    ),
+    )
 )
 def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
     world: World, case: Case

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
-from tests.harness import Case, World, applied, cases, engine_trainer, of, on_ranks, run
+from tests.harness import World, applied, checked, engine_trainer, of, on_ranks, run
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Options
 
@@ -86,7 +86,7 @@ def rows(**options: Any) -> Any:
 SQUARES = [partial(penalised, where=where) for where in PLACES]
 
 
-@cases(
+test_penalties = checked(
     *rows(),
     *(
         of("zero3_retain", script, 3, core={3} if more == BF16 else (), **more)
@@ -102,8 +102,6 @@ SQUARES = [partial(penalised, where=where) for where in PLACES]
         )
     ),
 )
-def test_penalties(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @pytest.mark.core_case

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Case, World, applied, at, cases, engine_trainer, of, on_ranks, run, trains
+from tests.harness import applied, at, checked, engine_trainer, of, on_ranks, run, trains
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, FP16, Given, Options
 from tests.harness.pipelines import Pipeline
@@ -64,7 +64,7 @@ def trained(core: bool = False, **options: Any) -> list[Any]:
     return of(PATCH, train, 0, core={0} if core else (), **OPTIONS | options)
 
 
-@cases(
+test_patched = checked(
     *(
         trained(core=not clip, **BF16, micro_steps=count, clip=clip)
         for count in (1, 4)
@@ -86,8 +86,6 @@ def trained(core: bool = False, **options: Any) -> list[Any]:
     trained(marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
     of(f"accumulation {PATCH}", train, 0, **OPTIONS | FP16 | {"micro_steps": 2}),
 )
-def test_patched(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @trains(PATCH, *(at(0, core={0}, rates=(0.2,), **FP16 | HIGH | fused) for fused in EITHER))

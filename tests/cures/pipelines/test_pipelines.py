@@ -4,13 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.pipelines import (
-    Pipeline,
-    run,
-    train,
-    train_and_evaluate,
-    train_and_unapply,
-)
+from tests.harness.pipelines import Pipeline, run, train, train_and_evaluate, train_and_unapply
 from tests.harness.stock import RELEASE, Version
 from tests.world import World, on_ranks
 

@@ -9,10 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from ds_patches.upstream import kinds
-from tests.harness import EngineTrainer, World, applied, build_engine, models, on_ranks, run, stock
-from tests.harness.cases import Case, at, cases, of, trains
-from tests.harness.models import loss_of
-from tests.harness.options import (
+from tests.harness import (
     ADAM,
     BF16,
     BF16_SUMS,
@@ -20,7 +17,18 @@ from tests.harness.options import (
     OFFLOADED,
     OFFLOADED_ALL,
     PERSISTENT,
+    EngineTrainer,
+    World,
+    applied,
+    build_engine,
+    checked,
+    models,
+    on_ranks,
+    run,
+    stock,
 )
+from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness.models import loss_of
 from tests.scripts.ordinary import one_backward
 
 PATCH = "weights_by_hand"
@@ -101,9 +109,7 @@ FP16_ROWS = beside_others(0, 1, 3, **FP16, core={0}), beside_others(0, **FP16, f
 CASES = [*chain.from_iterable(row(PATCH, loaded) for row in ROWS)]
 
 
-@cases(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
-def test_loaded(world: World, case: Case) -> None:
-    case.check(world)
+test_loaded = checked(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
 
 
 @cases(CASES)

@@ -78,11 +78,7 @@ def overflows(trainer: Any) -> None:
 
 @pytest.mark.skipif(not IN_TILES, reason="stock is right")
 @pytest.mark.core_case(more={})
-@pytest.mark.parametrize(
-    "more",
-    [{}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}}],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [{}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}}], ids=str)
 class TestTiles:
     @pytest.mark.parametrize("stage", [1, 2])
     def test_stock(self, world: World, stage: int, more: Given) -> None:
@@ -142,8 +138,7 @@ def set_sums(trainer: Any, step: int) -> None:
 @pytest.mark.core_case(immediate=False)
 @pytest.mark.parametrize("immediate", [False, True])
 @pytest.mark.parametrize(
-    ("script", "micro_steps"),
-    [pytest.param(read_sums, 2, marks=up_to("0.19.7")), (set_sums, 1)],
+    ("script", "micro_steps"), [pytest.param(read_sums, 2, marks=up_to("0.19.7")), (set_sums, 1)]
 )
 def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> None:
     halves = {"bf16": {"enabled": True, "immediate_grad_update": immediate}}
