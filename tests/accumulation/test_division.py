@@ -123,7 +123,6 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
 
 
 def resized(trainer: Any, counts: tuple[int, ...]) -> None:
-    """Each step has another number of micro steps."""
     for step in trainer.steps():
         if step and counts[step] != counts[step - 1]:
             trainer.resize(counts[step])

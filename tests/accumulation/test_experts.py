@@ -70,7 +70,6 @@ def test_taken_back_before_a_backward() -> None:
 
 @trains("accumulation", at(1, 2, steps=5))
 def test_one_rank_has_another_order(trainer: Any, step: int) -> None:
-    """Its second backward comes first."""
     first, second = models.both_losses(trainer, step)
     if dist.get_rank() and step:
         first, second = second, first

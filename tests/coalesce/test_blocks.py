@@ -18,7 +18,9 @@ from tests.harness import (
     OFFLOADED,
     OFFLOADED_ALL,
     OVERLAP,
+    PERSISTENT,
     RATE,
+    SMALL_PREFETCH,
     STAGES,
     Options,
     World,
@@ -65,6 +67,9 @@ test_a_block_is_a_sum = checked(
     window(2, **BF16_SUMS, settings={"communication_data_type": "fp32"}),
     *(window(1, 2, 3, style=style) for style in ("scale", "torch")),
     *(window(1, 2, 3, model=m) for m in ("SharedBlock", "Reentrant", "NonReentrant", "LeafModule")),
+    *(window(3, model=model) for model in ("FrozenTrunk", "TiedEmbedding")),
+    *(window(3, zero=zero) for zero in (PERSISTENT, SMALL_PREFETCH)),
+    *(of("coalesce zero3_retain", windows.window, 3, style=style) for style in ("engine", "torch")),
     *(
         window(1, 2, core={2}, **more)
         for more in ({"model": "Unused"}, {"clip": 0.05, **TWO_GROUPS})
@@ -151,8 +156,6 @@ def test_three_ranks(three: World, case: Case) -> None:
 
 
 class Mixture(torch.nn.Module):
-    """Two of DeepSpeed's experts; each token goes to one of them."""
-
     def __init__(self, ep_size: int) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE

@@ -14,18 +14,15 @@ import torch
 
 import ds_patches
 from ds_patches.coalesce.gather_once import suspend
-from tests.harness import applied, at, checked, models, of, on_ranks, trains
+from tests.harness import applied, at, models, on_ranks, trains
 from tests.harness.models import loss_of
 from tests.harness.options import (
     NO_REUSE,
-    OFFLOADED,
-    OFFLOADED_ALL,
     PERSISTENT,
     SMALL_PREFETCH,
     Options,
 )
 from tests.harness.trainers import Parameters, engine_trainer, worst_difference
-from tests.scripts.windows import window
 
 Given = dict[str, Any]
 GRANULAR = "stage3_module_granularity_threshold"
@@ -163,16 +160,6 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     restore()
     module(torch.ones(1))
     assert "".join(said) == "bd" + "be" + "abce"
-
-
-test_options = checked(
-    *(of("coalesce", window, 3, model=model) for model in ("TwoHeads", *MODELS)),
-    *(
-        of("coalesce", window, 3, **more)
-        for more in (OFFLOADED_ALL, OFFLOADED, {"zero": PERSISTENT}, {"zero": SMALL_PREFETCH})
-    ),
-    *(of("coalesce zero3_retain", window, 3, style=s) for s in ("engine", "torch")),
-)
 
 
 def interrupted(trainer: Any, do: Callable[[], object]) -> None:

@@ -10,7 +10,6 @@ from tests.world import World
 
 
 def unsynced(trainer: Any, micro_steps: int = 1) -> None:
-    """Three backwards without a reduction, and one that reduces them all."""
     for step in range(3):
         with trainer.no_sync():
             on_streams.three_backwards(trainer, step)

@@ -119,7 +119,6 @@ def test_parameters_that_others_gather(world: World) -> None:
 
 
 def forwards_first(trainer: Any, step: int) -> None:
-    """Two backwards at the boundary, when both forwards have run."""
     for loss in [trainer(*inputs(step, part)) for part in range(2)]:
         trainer.backward(loss)
 

@@ -39,7 +39,6 @@ class Held:
 
     @property
     def wrong(self) -> dict[str, tuple[float, float]]:
-        """Parameters whose update norms are apart."""
         return {
             name: (eager, ours)
             for name, (eager, ours) in self.norms.items()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.accumulation import test_division
 from tests.accumulation import test_experts as of_experts
-from tests.coalesce import test_blocks, test_failure, test_gather_once, test_no_sync
+from tests.coalesce import test_blocks, test_failure, test_no_sync
 from tests.harness import OVERLAP, ROUNDING, Case, World, run
 from tests.zero3_retain import test_gradients
 
@@ -21,7 +21,6 @@ TABLES: tuple[Any, ...] = (
     test_division.test_outputs_that_lead_to_one_another,
     test_division.test_outputs_in_a_plain_dataclass,
     test_blocks.test_a_block_is_a_sum,
-    test_gather_once.test_options,
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
     of_experts.test_batches_of_one_to_three_experts,

@@ -23,7 +23,6 @@ SKIPPED = {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.we
 
 
 def first(gpus: World, act: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """What it comes to on the first rank."""
     found = gpus.within(SECONDS).run(act, *args, **more)[0]
     # To stderr, which pytest-xdist passes on at once with --capture=no.
     print(act.__name__, args, more, found, file=sys.stderr)

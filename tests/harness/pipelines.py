@@ -74,7 +74,6 @@ def loss_of(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def batch(step: int, rank: int, micro: int, dtype: Any) -> tuple[Tensor, Tensor]:
-    """Of one data parallel rank."""
     generator = torch.Generator().manual_seed(10000 * step + 100 * rank + micro)
     inputs, labels = torch.randn(2, ROWS, WIDTH, generator=generator)
     return inputs.to(dtype), labels.to(dtype)
@@ -117,7 +116,6 @@ def named(layers: Sequence[nn.Module], tied: bool) -> Parameters:
 
 
 def build(one: Pipeline) -> Any:
-    """The engine of this rank's stage."""
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
@@ -161,7 +159,6 @@ def train(one: Pipeline, engine: Any, steps: Sequence[int] | None = None) -> lis
 
 
 def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
-    """An evaluation before each step."""
     losses = []
     for step in range(one.steps):
         engine.eval_batch(batches(one, engine, step + 7))
@@ -170,7 +167,6 @@ def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
 
 
 def train_and_unapply(one: Pipeline, engine: Any) -> list[float]:
-    """The last step is stock's."""
     losses = train(one, engine, range(one.steps - 1))
     ds_patches.unapply_all()
     engine.eval_batch(batches(one, engine, 9))

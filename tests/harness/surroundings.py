@@ -68,7 +68,6 @@ def build_optimizer(model: nn.Module, options: Options, sharded: bool = False) -
 
 
 def trained(model: nn.Module, options: Options) -> list[dict[str, Any]]:
-    """A group of parameters for each rate of learning."""
     params, count = [p for p in model.parameters() if p.requires_grad], len(options.rates)
     return [{"params": params[at::count], "lr": rate} for at, rate in enumerate(options.rates)]
 
@@ -99,7 +98,6 @@ def build_engine(
 
 
 def compile_engine(model: nn.Module, config: dict[str, Any], backend: str = "eager") -> Any:
-    """An engine under DeepCompile."""
     engine = build_engine(model, {**config, "compile": {"deepcompile": True}})
     engine.compile(backend=backend)
     return engine

@@ -62,8 +62,6 @@ class Model(nn.Module):
 
 
 class Trained:
-    """An engine after a step."""
-
     def __init__(self, options: Options, pack: str = "dict", compiled: bool = False) -> None:
         self.module = Model(pack)
         if compiled:

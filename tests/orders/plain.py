@@ -84,8 +84,6 @@ class Plain(Side):
 
 
 class _Own(nn.Module):
-    """One of several over the same module."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

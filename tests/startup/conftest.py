@@ -17,7 +17,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture
 def own(environment: Environment, tmp_path: Path) -> Environment:
-    """An environment that belongs to this test."""
     return environment.copy(tmp_path / "own")
 
 

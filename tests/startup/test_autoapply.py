@@ -24,7 +24,6 @@ def is_marked():
 
 
 def start(here: Environment, code: str, wanted: str = "sample", **more: str) -> Done:
-    """Run a program under the hook."""
     return here.start("-c", START + code, path=(here.hook,), DS_PATCHES=wanted, **more)
 
 

@@ -54,13 +54,11 @@ def three_backwards(trainer: Any, step: int) -> None:
 
 
 def coalesced(trainer: Any, step: int) -> None:
-    """Three backwards and one reduction in each step."""
     with trainer.window():
         three_backwards(trainer, step)
 
 
 def retained(trainer: Any, step: int) -> None:
-    """Two backwards over one forward in each step."""
     out = trainer(batch(step))
     trainer.backward(out.square().mean(), retain_graph=True)
     trainer.backward(out.abs().mean())
@@ -72,7 +70,6 @@ def unmanaged(trainer: Any, step: int) -> None:
 
 
 def on_a_side_stream(device: Device, engine: Any) -> Any:
-    """The program computes on a stream of its own."""
     side = Stream(name="side")
     side.wait_stream(device.default)
     return device.on(side)

@@ -71,7 +71,6 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> lis
 
 
 def trained(model: nn.Module, options: Options) -> Any:
-    """The engine of a model that has taken a step."""
     engine = build_engine(model, options.config)
     engine.backward(engine(torch.ones(6, WIDTH, dtype=options.torch_dtype)).float().pow(2).mean())
     engine.step()

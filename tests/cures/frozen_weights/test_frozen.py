@@ -30,7 +30,6 @@ def saved(engine: Any, folder: Path, **how: Any) -> None:
 
 
 def missing_in(folder: Path, engine: Any) -> set[str]:
-    """Of what ``zero_to_fp32`` makes of a checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return missing(engine, get_fp32_state_dict_from_zero_checkpoint(str(folder), "here"))

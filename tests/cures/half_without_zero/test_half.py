@@ -109,7 +109,6 @@ def test_an_overflow_is_seen(trainer: Any) -> None:
     at(0, rates=(0.2,), marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
 )
 def test_an_overflow_on_one_rank(trainer: Any) -> None:
-    """In the second step."""
     for step in trainer.steps():
         if step == 1 and not trainer.is_engine:
             continue
@@ -128,7 +127,6 @@ def test_an_engine_that_was_there_before(trainer: Any) -> None:
 @on_ranks
 @pytest.mark.parametrize(("fused", "more"), SCALED)
 def test_what_the_engine_tells(fused: bool, more: Given) -> None:
-    """The norm, and the loss."""
     with half_precision_allowed(), applied(PATCH):
         trainer = engine_trainer(stage=0, fused=fused, **FP16 | more)
         loss = loss_of(trainer, 0)

@@ -185,7 +185,6 @@ def newer(trainer: EngineTrainer) -> None:
 
 
 def resumed(trainer: EngineTrainer) -> None:
-    """A checkpoint, in which a copy is newer than its weights."""
     newer(trainer)
     trainer.save()
     trainer.load()

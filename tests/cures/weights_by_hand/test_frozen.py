@@ -15,18 +15,7 @@ from tests.world import on_ranks
 
 EVERYWHERE = pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(options, id=str(at))
-        for at, options in enumerate(
-            [
-                Options(0, **BF16),
-                Options(1),
-                Options(1, **BF16_SUMS),
-                Options(2, **OFFLOADED),
-                Options(3),
-            ]
-        )
-    ],
+    [Options(0, **BF16), Options(1), Options(1, **BF16_SUMS), Options(2, **OFFLOADED), Options(3)],
 )
 
 
@@ -74,7 +63,6 @@ def unfrozen(head: nn.Module, step: int) -> None:
 
 
 def says(said: list[str], *words: str) -> bool:
-    """One warning of rank 0 has these words."""
     return dist.get_rank() > 0 or (len(said) == 1 and all(word in said[0] for word in words))
 
 
