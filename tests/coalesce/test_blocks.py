@@ -10,33 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import (
+from tests.harness import BF16, RATE, Case, World, at, cases, check, models, of, run, stock, trains
+from tests.harness.cases import STAGES, checked
+from tests.harness.models import loss_of
+from tests.harness.options import (
     ALL_REDUCED,
-    BF16,
     BF16_SUMS,
     FP16,
     OFFLOADED,
     OFFLOADED_ALL,
     OVERLAP,
     PERSISTENT,
-    RATE,
     SMALL_PREFETCH,
-    STAGES,
     Options,
-    World,
-    applied,
-    build_engine,
-    check,
-    checked,
-    models,
-    on_ranks,
-    run,
-    stock,
 )
-from tests.harness.cases import Case, at, cases, of, trains
-from tests.harness.models import loss_of
+from tests.harness.run import applied
+from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer, worst_difference
 from tests.scripts import nested, windows
+from tests.world import on_ranks
 
 #: What ends a block: our own reductions, or DeepSpeed's in two ways.
 REDUCERS: tuple[dict[str, Any], ...] = ({}, ALL_REDUCED, OFFLOADED)

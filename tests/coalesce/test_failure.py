@@ -10,21 +10,11 @@ import pytest
 from ds_patches.core.errors import Refused
 from ds_patches.steps import graph_task
 from tests.coalesce.test_blocks import BothWays
-from tests.harness import (
-    STAGES,
-    Case,
-    applied,
-    cases,
-    engine_of,
-    engine_trainer,
-    listening,
-    of,
-    stock,
-)
+from tests.harness import STAGES, Case, World, applied, cases, listening, of, on_ranks, stock
 from tests.harness.models import Boom, RaiseInBackward, RaiseInForward, loss_of
 from tests.harness.options import ALL_REDUCED, OFFLOADED, Options
+from tests.harness.trainers import engine_of, engine_trainer
 from tests.scripts.nested import cached_loss
-from tests.world import World, on_ranks
 
 MIDDLE = "middle backward"
 OTHERS = ["forward", "first backward", "last backward", "between", "after"]

@@ -16,12 +16,7 @@ import ds_patches
 from ds_patches.coalesce.gather_once import suspend
 from tests.harness import applied, at, models, on_ranks, trains
 from tests.harness.models import loss_of
-from tests.harness.options import (
-    NO_REUSE,
-    PERSISTENT,
-    SMALL_PREFETCH,
-    Options,
-)
+from tests.harness.options import NO_REUSE, PERSISTENT, SMALL_PREFETCH, Options
 from tests.harness.trainers import Parameters, engine_trainer, worst_difference
 
 Given = dict[str, Any]

@@ -6,24 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import (
-    ALL_REDUCED,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OVERLAP,
-    STAGES,
-    Options,
-    checked,
-    stock,
-)
-from tests.harness.cases import of
+from tests.harness import STAGES, World, check, checked, gathered, of, run, stock
 from tests.harness.models import Boom, RaiseInBackward, loss_of
-from tests.harness.run import check, run
-from tests.harness.trainers import gathered
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, Options
 from tests.scripts import unsynced
-from tests.world import World
 
 coalesce = partial(of, "coalesce")
 SINCE_0_18_3 = stock.since("0.18.3", "at stage 1 a division of stock's own in no_sync()")

@@ -10,21 +10,13 @@ from torch import Tensor
 
 import ds_patches
 from ds_patches.core.errors import Refused
-from tests.harness import (
-    OFFLOADED,
-    Options,
-    World,
-    check,
-    checked,
-    leftovers,
-    models,
-    on_ranks,
-    stock,
-)
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, World, at, cases, check, leftovers, models, of, stock, trains
+from tests.harness.cases import checked
 from tests.harness.models import backward_that_raises, both_losses, loss_of
+from tests.harness.options import OFFLOADED, Options
 from tests.harness.trainers import engine_of, engine_trainer
 from tests.scripts import evaluating, heads
+from tests.world import on_ranks
 from tests.zero3_retain.test_gradients import patched, several_backwards
 
 retained = partial(of, "zero3_retain")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Case, World, applied, cases, of, run, stock
+from tests.harness import OFFLOADED_ALL, SMALL_PREFETCH, Case, World, applied, cases, of, run, stock
 from tests.harness.models import both_losses
 from tests.harness.options import (
     ALL_REDUCED,
@@ -14,10 +14,8 @@ from tests.harness.options import (
     FP16,
     NO_REUSE,
     OFFLOADED,
-    OFFLOADED_ALL,
     OVERLAP,
     PERSISTENT,
-    SMALL_PREFETCH,
 )
 from tests.scripts import slopes
 

@@ -9,27 +9,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from ds_patches.upstream import kinds
-from tests.harness import (
-    ADAM,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OFFLOADED_ALL,
-    PERSISTENT,
-    EngineTrainer,
-    World,
-    applied,
-    build_engine,
-    checked,
-    models,
-    on_ranks,
-    run,
-    stock,
-)
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, World, applied, at, cases, checked, models, of, run, stock, trains
 from tests.harness.models import loss_of
+from tests.harness.options import ADAM, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, PERSISTENT
+from tests.harness.surroundings import build_engine
+from tests.harness.trainers import EngineTrainer
 from tests.scripts.ordinary import one_backward
+from tests.world import on_ranks
 
 PATCH = "weights_by_hand"
 #: Without these, some releases get the same training wrong where nothing is changed.
