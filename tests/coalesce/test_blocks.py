@@ -10,21 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import BF16, RATE, Case, World, at, cases, check, models, of, run, stock, trains
-from tests.harness.cases import STAGES, checked
+from tests.harness import OVERLAP, PERSISTENT, RATE, SMALL_PREFETCH, Options, World, models, stock
+from tests.harness.cases import STAGES, Case, at, cases, checked, of, trains
 from tests.harness.models import loss_of
-from tests.harness.options import (
-    ALL_REDUCED,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OFFLOADED_ALL,
-    OVERLAP,
-    PERSISTENT,
-    SMALL_PREFETCH,
-    Options,
-)
-from tests.harness.run import applied
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL
+from tests.harness.run import applied, check, run
 from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer, worst_difference
 from tests.scripts import nested, windows

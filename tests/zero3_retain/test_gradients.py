@@ -5,30 +5,15 @@ from typing import Any
 
 import pytest
 
-from tests.harness import OFFLOADED_ALL, SMALL_PREFETCH, Case, World, applied, cases, of, run, stock
+from tests.harness import NO_REUSE, OFFLOADED_ALL, PERSISTENT, SMALL_PREFETCH, Case, World, stock
+from tests.harness.cases import cases, of
 from tests.harness.models import both_losses
-from tests.harness.options import (
-    ALL_REDUCED,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    NO_REUSE,
-    OFFLOADED,
-    OVERLAP,
-    PERSISTENT,
-)
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP
+from tests.harness.run import applied, run
 from tests.scripts import slopes
 
-GRAPHS = [
-    "DictOutput",
-    "SharedBlock",
-    "TiedEmbedding",
-    "FrozenTrunk",
-    "Reentrant",
-    "NonReentrant",
-    "NamedArguments",
-    "LeafModule",
-]
+GRAPHS = ["DictOutput", "SharedBlock", "TiedEmbedding", "FrozenTrunk", "Reentrant", "NonReentrant"]
+GRAPHS += ["NamedArguments", "LeafModule"]
 PREFETCH = SMALL_PREFETCH | NO_REUSE
 SCATTERED = {"zero": {"contiguous_gradients": False}}
 MICRO_STEPS, CLIPPED = {"micro_steps": 2}, {"clip": 0.05}
