@@ -73,11 +73,3 @@ class Engines(Side):
             build_engine(self.model(), self.options.config, optimizer="none", options=self.options)
         except Exception as error:
             self.kept.append(error)
-
-    def see_parameters(self) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        for module in self.modules:
-            params = list(module.parameters())
-            with GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
-                self.see(torch.cat([p.detach().float().flatten() for p in params]))

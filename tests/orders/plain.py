@@ -78,10 +78,6 @@ class Plain(Side):
 
     destroy = fails = patch
 
-    def see_parameters(self) -> None:
-        for module in self.modules:
-            self.see(torch.cat([p.detach().flatten() for p in module.parameters()]))
-
 
 class _Own(nn.Module):
     def __init__(self, module: nn.Module) -> None:
