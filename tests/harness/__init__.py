@@ -16,7 +16,6 @@ from tests.harness.cases import *
 from tests.harness.collectives import *
 from tests.harness.groups import *
 from tests.harness.options import *
-from tests.harness.parameters import *
 from tests.harness.run import *
 from tests.harness.surroundings import *
 from tests.harness.trainers import *

@@ -17,9 +17,8 @@ import ds_patches
 from tests.harness import models, stock, surroundings
 from tests.harness.groups import grid
 from tests.harness.options import Options
-from tests.harness.parameters import Parameters
 from tests.harness.surroundings import DEEPCOMPILE, EAGER, around, build_engine, compile_engine
-from tests.harness.trainers import EngineTrainer, PlainTrainer, Trainer, worst_difference
+from tests.harness.trainers import EngineTrainer, Parameters, PlainTrainer, worst_difference
 from tests.listening import listening
 from tests.world import World
 
@@ -175,7 +174,11 @@ def _plainly(
     return trainer.parameters()
 
 
-def _untrained(ends: Parameters, expected: Parameters, origin: Parameters) -> list[str]:
+def _untrained(
+    ends: Parameters,
+    expected: Parameters,
+    origin: Parameters,
+) -> list[str]:
     """Names of parameters that should have moved and did not, or only by rounding."""
     return [
         name
@@ -184,7 +187,7 @@ def _untrained(ends: Parameters, expected: Parameters, origin: Parameters) -> li
     ]
 
 
-def _counting(trainer: Trainer, found: Outcome) -> Callable[[int], Any]:
+def _counting(trainer: EngineTrainer, found: Outcome) -> Callable[[int], Any]:
     """Count the calls of Python functions in the last step, which is warm."""
 
     def count(frame: Any, event: str, argument: Any) -> None:
