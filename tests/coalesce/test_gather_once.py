@@ -2,10 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -14,7 +12,7 @@ import torch
 
 import ds_patches
 from ds_patches.coalesce.gather_once import suspend
-from tests.harness import applied, at, models, on_ranks, trains
+from tests.harness import applied, models, on_ranks
 from tests.harness.models import loss_of
 from tests.harness.options import NO_REUSE, PERSISTENT, SMALL_PREFETCH, Options
 from tests.harness.trainers import Parameters, engine_trainer, worst_difference
@@ -155,35 +153,6 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     restore()
     module(torch.ones(1))
     assert "".join(said) == "bd" + "be" + "abce"
-
-
-def interrupted(trainer: Any, do: Callable[[], object]) -> None:
-    """Something is done before and after every forward and backward."""
-    for step in trainer.steps():
-        with trainer.window():
-            for index in range(3):
-                do()
-                loss = loss_of(trainer, step, index)
-                do()
-                trainer.backward(loss)
-            do()
-        trainer.step()
-
-
-@trains("coalesce", at(3, core={3}, steps=6))
-def test_parameters_are_read_inside(trainer: Any) -> None:
-    def read() -> None:
-        with trainer.gathered(trainer.module.blocks.parameters()):
-            assert all(param.numel() for param in trainer.module.blocks.parameters())
-
-    interrupted(trainer, read)
-
-
-@trains("coalesce", at(3, steps=2))
-def test_saving_inside(trainer: Any) -> None:
-    """To save a checkpoint all is partitioned."""
-    with TemporaryDirectory() as folder:
-        interrupted(trainer, lambda: trainer.is_engine and trainer.engine.save_checkpoint(folder))
 
 
 def written_inside(by: float, **options: Any) -> Parameters:

@@ -76,7 +76,7 @@ class Plain(Side):
     def patch(self, *_: str) -> None:
         """Nothing, and so do others that are of engines alone."""
 
-    destroy = fails = patch
+    destroy = fails = save = patch
 
 
 class _Own(nn.Module):

@@ -45,19 +45,23 @@ BACKWARDS_AFTER_THEIR_BLOCK = [
     "zero3 : block{ forward backward forward } backward step",
 ]
 BLOCK = "block{ forward backward forward backward } step"
-LONE = "block{ } block{ forward } backward block{ lone forward backward }"
+NO_BACKWARD = "block{ } block{ forward } backward"
 AFTER_ALL_FORWARDS = "forward forward block{ backward backward forward forward backward }"
-EVALUATED = 3 * "evaluate forward evaluate backward "
+BETWEEN = f"block{{ {3 * '% forward % backward '} % }} step "
 IN_BLOCKS = [
     *(
-        f"zero{stage}{more} : {LONE} {TRAIN} {BLOCK}"
-        for stage in (1, 2, 3)
+        f"zero{stage}{more} coalesce : {NO_BACKWARD} block{{ {some} }} {TRAIN} {BLOCK}"
+        for stage, some in ((1, "lone"), (2, "lone"), (3, "forward backward"))
         for more in ("", " offloaded")
     ),
-    *(f"zero{stage} : block{{ forward grad backward }} step" for stage in (1, 3)),
-    f"zero3 : {BLOCK} {BLOCK} {TRAIN} {BLOCK} {BLOCK} {TRAIN}",
-    f"zero3 : {AFTER_ALL_FORWARDS} backward step {BLOCK}",
-    f"zero3 : block{{ {EVALUATED} evaluate }} step block{{ {EVALUATED} evaluate }} step",
+    *(f"zero{stage} coalesce : block{{ forward grad backward }} step" for stage in (1, 3)),
+    f"zero3 coalesce : {BLOCK} {BLOCK} {TRAIN} {BLOCK} {BLOCK} {TRAIN}",
+    f"zero3 coalesce : {AFTER_ALL_FORWARDS} backward step {BLOCK}",
+    *(
+        f"zero3 coalesce : {2 * BETWEEN.replace('%', word)}"
+        for word in ("evaluate", "see_parameters", "save")
+    ),
+    "zero3 coalesce : block{ forward backward forward } backward step",
 ]
 UNMANAGED = [
     "zero2 unmanaged : boom zero_grad forward backward step",
