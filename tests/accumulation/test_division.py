@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from ds_patches.steps.graph_task import with_graphs
 from tests.harness import applied, at, checked, engine_of, listening, of, run, stock, trains
-from tests.harness.models import batch, loss_of
+from tests.harness.models import batch, features, loss_of
 from tests.harness.models.batches import losses
 from tests.harness.models.variants import Heads
 from tests.harness.options import BF16, OFFLOADED, Options
@@ -18,6 +18,7 @@ from tests.world import on_ranks
 
 accumulation = partial(of, "accumulation")
 leading = partial(accumulation, model="LeadingToEachOther", micro_steps=4)
+PASSES_ON = stock.since("0.18.3", "a backward of another engine's, by the outputs of this one,")
 
 
 def outputs_of(trainer: Any, step: int, micro: int) -> Any:
@@ -92,6 +93,26 @@ def test_a_model_of_transformers(stage: int, style: str) -> None:
     options = Options(stage, model="SmallLlama", style=style, micro_steps=4)
     found = run(of_transformers, options, "accumulation", strict=False)
     assert found.equal, found
+
+
+@trains(
+    "accumulation",
+    *(
+        at(1, 2, 3, core={2}, model="Linears", micro_steps=2, style=style, marks=[PASSES_ON])
+        for style in ("torch", "engine")
+    ),
+    at(2, model="Linears", micro_steps=4, style="scale"),
+)
+def test_engines_in_a_chain(trainer: Any) -> None:
+    """One after the other, and one of them twice in one graph."""
+    other = trainer.another()
+    for step in trainer.steps():
+        for micro in range(trainer.options.micro_steps):
+            x = features(step).detach() + micro
+            hidden = other(trainer(x))
+            trainer.backward(trainer(hidden).square().mean() + 0.3 * hidden.sin().mean())
+            for one in (trainer, other):
+                one.step()
 
 
 @trains(

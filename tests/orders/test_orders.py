@@ -45,15 +45,9 @@ BACKWARDS_AFTER_THEIR_BLOCK = [
     "zero3 : block{ forward backward forward } backward step",
 ]
 BLOCK = "block{ forward backward forward backward } step"
-NO_BACKWARD = "block{ } block{ forward } backward"
 AFTER_ALL_FORWARDS = "forward forward block{ backward backward forward forward backward }"
 BETWEEN = f"block{{ {3 * '% forward % backward '} % }} step "
 IN_BLOCKS = [
-    *(
-        f"zero{stage}{more} coalesce : {NO_BACKWARD} block{{ {some} }} {TRAIN} {BLOCK}"
-        for stage, some in ((1, "lone"), (2, "lone"), (3, "forward backward"))
-        for more in ("", " offloaded")
-    ),
     *(f"zero{stage} coalesce : block{{ forward grad backward }} step" for stage in (1, 3)),
     f"zero3 coalesce : {BLOCK} {BLOCK} {TRAIN} {BLOCK} {BLOCK} {TRAIN}",
     f"zero3 coalesce : {AFTER_ALL_FORWARDS} backward step {BLOCK}",
@@ -69,11 +63,7 @@ UNMANAGED = [
     "zero2 unmanaged : forward backward zero_grad step",
     *(f"zero{stage} unmanaged : cached step" for stage in (1, 2, 3)),
 ]
-CHAINS = [
-    f"zero{stage} micro2 : chain {backward} step chain {backward} step"
-    for stage in range(4)
-    for backward in ("backward", "loss.backward")
-]
+CHAINS = [f"zero{stage} micro2 : {2 * 'chain loss.backward step '}" for stage in range(4)]
 CHAINS += [f"zero{stage} micro2 : forward again loss.backward step {TRAIN}" for stage in (0, 1)]
 CHAINS.append("zero1 micro2 : twice loss.backward step twice loss.backward step")
 ONE_RANK_ALONE = [f"zero2 {size} : block{{ lone }} step" for size in ("tiny", "tinier")]
