@@ -23,19 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import (
-    DTYPE,
-    SEED,
-    Row,
-    applied,
-    config,
-    head,
-    measure,
-    options,
-    say,
-    show,
-    start,
-)
+from benchmarks import harness
+from benchmarks.harness import DTYPE, SEED, Row, applied, config, measure, options, say, start
 
 OPTIONS = {
     "modes": ["eager", "stock", "patched", "again"],
@@ -220,12 +209,12 @@ def main() -> None:
     if "LOCAL_RANK" in os.environ:
         train(of)
         return
-    head(of)
+    harness.head(of)
     for skipped in of.skipped:
         rows = [Row(mode, lambda: None) for mode in of.modes]
         for _ in range(of.lives):
             live(rows, skipped, of)
-        show(f"{skipped} skipped", rows)
+        harness.show(f"{skipped} skipped", rows)
 
 
 if __name__ == "__main__":

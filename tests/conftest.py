@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -77,28 +78,18 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"deepspeed: {version} ({found.origin})", *said]
 
 
-@pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    """Two gloo ranks that live as long as the session; see tests/world."""
-    with World() as living:
-        yield living
+def living(scope: Any, ranks: int = 2) -> Any:
+    """A fixture: ranks that live as long as its scope; see tests/world."""
+
+    @pytest.fixture(scope=scope)
+    def start() -> Iterator[World]:
+        with World(ranks) as started:
+            yield started
+
+    return start
 
 
-@pytest.fixture
-def fresh_world() -> Iterator[World]:
-    """Two ranks for this test alone: for stock behaviour, before anything was applied."""
-    with World() as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[World]:
-    """Divisors that are no power of two, partitions that end in odd places."""
-    with World(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4) as ranks:
-        yield ranks
+world = living("session")
+fresh_world = living("function")  # for stock behaviour, before anything was applied
+three = living("module", 3)  # no power of two to divide by, partitions that end in odd places
+four = living("module", 4)

@@ -11,16 +11,12 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch import nn
 
-from tests.harness import stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import STAGES, applied, at, checked, engine_of, of, run, stock, trains
 from tests.harness.models import both_losses, loss_of
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, Options
-from tests.harness.run import applied, run
-from tests.harness.trainers import engine_of
 from tests.scripts import by_hand, engines, heads, losses, nested, slopes
 from tests.world import World, on_ranks
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 PLAIN = {"style": "torch"}
 QUEUED = pytest.mark.skipif(not stock.QUEUES_EPILOGUE, reason="as on stock: KeyError, or the last")
 SINCE_0_18_6 = stock.since("0.18.6", "a BF16_Optimizer for this configuration")
@@ -29,7 +25,8 @@ accumulation = partial(of, "accumulation")
 retained = partial(of, "zero3_retain")
 
 
-@cases(
+# Also by ``module.aux.backward()``, where the release has plain backwards.
+test_a_tensor_that_is_no_output = checked(
     accumulation(losses.auxiliary_tensor_first, 1, 2, core={2}),
     accumulation(losses.auxiliary_tensor_first, 1, **PLAIN),
     *(retained(losses.auxiliary_tensor_first, 3, **more) for more in ({}, PLAIN)),
@@ -40,9 +37,6 @@ retained = partial(of, "zero3_retain")
     accumulation(losses.auxiliary_alone, 1, 2),
     retained(losses.auxiliary_alone, 3),
 )
-def test_a_tensor_that_is_no_output(world: World, case: Case) -> None:
-    """Also by ``module.aux.backward()``, where the release has plain backwards."""
-    case.check(world)
 
 
 @on_ranks
@@ -57,7 +51,7 @@ def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int
     assert re.search("call engine.backward.tensor. instead", outcome.error), outcome
 
 
-@cases(
+test_what_is_no_backward_of_the_step = checked(
     *(
         accumulation(script, 1, 2, 3, **more)
         for script in (slopes.slope_before, slopes.slope_between)
@@ -66,11 +60,9 @@ def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int
     accumulation(slopes.slope_in_each_micro_step, 1, 2, 3),  # and is not divided by them
     accumulation(engines.gan, 1, 2, zero={"reduce_bucket_size": 10**6}),
 )
-def test_what_is_no_backward_of_the_step(world: World, case: Case) -> None:
-    case.check(world)
 
 
-@cases(
+test_a_backward_inside_another_belongs_to_it = checked(
     accumulation(nested.nested, 1, 3, core={3}),  # at stage 2 it is refused, as on stock
     accumulation(nested.cached_behind_an_output, 1, 3),
     *(
@@ -80,14 +72,10 @@ def test_what_is_no_backward_of_the_step(world: World, case: Case) -> None:
     # The hook of a BF16_Optimizer, which runs it, was there before engine.backward was called.
     accumulation(nested.nested, 1, marks=[SINCE_0_18_6], **BF16_SUMS),
 )
-def test_a_backward_inside_another_belongs_to_it(world: World, case: Case) -> None:
-    case.check(world)
 
 
-@cases(accumulation(losses.two_forwards, 1, 2, 3, **PLAIN))
-def test_plain_backwards_add_up(world: World, case: Case) -> None:
-    """As GradCache has them."""
-    case.check(world)
+# As GradCache has them.
+test_plain_backwards_add_up = checked(accumulation(losses.two_forwards, 1, 2, 3, **PLAIN))
 
 
 @trains("accumulation", *(at(2, micro_steps=3, **OFFLOADED, **more) for more in ({}, BF16_SUMS)))

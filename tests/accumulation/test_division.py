@@ -9,21 +9,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ds_patches.steps.graph_task import with_graphs
-from tests.harness import stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import applied, at, checked, engine_of, listening, of, run, stock, trains
 from tests.harness.models import batch, features, loss_of
 from tests.harness.models.batches import losses
 from tests.harness.models.variants import Heads
 from tests.harness.options import BF16, OFFLOADED, Options
-from tests.harness.run import applied, run
-from tests.harness.trainers import engine_of
-from tests.listening import listening
-from tests.world import World, on_ranks
+from tests.world import on_ranks
 
 accumulation = partial(of, "accumulation")
 leading = partial(accumulation, model="LeadingToEachOther", micro_steps=4)
-
-
 PASSES_ON = stock.since("0.18.3", "a backward of another engine's, by the outputs of this one,")
 
 
@@ -63,7 +57,7 @@ def unscaled(trainer: Any, step: int, micro: int) -> None:
     trainer.unscaled_backward(loss / trainer.options.micro_steps)
 
 
-@cases(
+test_outputs_that_lead_to_one_another = checked(
     leading(of_the_model, 0, 1, 2, 3, core={2}),
     leading(of_logits, 0, 1, 2, 3),
     leading(of_several, 0, 1, 2, 3, core={0}),
@@ -77,8 +71,6 @@ def unscaled(trainer: Any, step: int, micro: int) -> None:
     leading(unscaled, 0, 1, 2, 3),
     of("coalesce", after_coalesce, 2, model="LeadingToEachOther", micro_steps=4, style="torch"),
 )
-def test_outputs_that_lead_to_one_another(world: World, case: Case) -> None:
-    case.check(world)
 
 
 def of_transformers(trainer: Any, step: int, micro: int) -> None:
@@ -151,33 +143,26 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
 # --- Another number of micro steps ----------------------------------------------------------------
 
 
-@trains(
-    "accumulation",
-    at(0, 1, 2, 3, core={2}, steps=4, micro_steps=4),
-    at(1, 2, 3, core={2}, steps=4, micro_steps=4, **OFFLOADED),
+def resized(trainer: Any, counts: tuple[int, ...]) -> None:
+    for step in trainer.steps():
+        if step and counts[step] != counts[step - 1]:
+            trainer.resize(counts[step])
+        for micro in range(counts[step]):
+            if trainer.options.model == "TwoHeads":
+                trainer.backward(loss_of(trainer, step, micro))
+            else:
+                trainer.backward(outputs_of(trainer, step, micro)["loss"])
+            trainer.step()
+
+
+smaller = partial(accumulation, partial(resized, counts=(4, 3, 1, 2)), steps=4, micro_steps=4)
+
+
+test_a_batch_of_another_size = checked(
+    smaller(0, 1, 2, 3, core={2}),
+    smaller(1, 2, 3, core={2}, **OFFLOADED),
+    accumulation(partial(resized, counts=(1, 4, 4)), 0, 2, 3, model="LeadingToEachOther"),
 )
-def test_a_batch_of_another_size(trainer: Any) -> None:
-    """From 4 micro steps a step to 3, to 1, and to 2."""
-    for step in trainer.steps():
-        count = (4, 3, 1, 2)[step]
-        if step:
-            trainer.resize(count)
-        for micro in range(count):
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
-
-
-@trains("accumulation", at(0, 2, 3, model="LeadingToEachOther"))
-def test_from_one_micro_step_to_four(trainer: Any) -> None:
-    """Of a model whose outputs lead to one another."""
-    for step in trainer.steps():
-        count = (1, 4, 4)[step]
-        if step == 1:
-            trainer.resize(count)
-        for micro in range(count):
-            tokens, classes = batch(step, micro)
-            trainer.backward(trainer(tokens, classes)["loss"])
-            trainer.step()
 
 
 @on_ranks

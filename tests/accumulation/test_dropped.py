@@ -5,26 +5,21 @@ from typing import Any
 
 import pytest
 
-from tests.harness import leftovers
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import EngineTrainer, applied, at, checked, engine_of, leftovers, of, trains
 from tests.harness.models import backward_that_raises, loss_of
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.harness.run import applied
-from tests.harness.trainers import EngineTrainer, engine_of
 from tests.scripts import accumulating, ordinary
-from tests.world import World, on_ranks
+from tests.world import on_ranks
 
 accumulation = partial(of, "accumulation")
 
 
-@cases(
+test_what_comes_before_a_step = checked(
     accumulation(accumulating.abandoned_backward, 1, 2, 3, core={3}),
     accumulation(accumulating.abandoned_backward, 1, 2, 3, micro_steps=2),
     accumulation(accumulating.abandoned_backward, 1, 2, 3, **OFFLOADED),
     accumulation(accumulating.abandoned_backward, 1, 2, 3, core={2}, micro_steps=2, **OFFLOADED),
 )
-def test_what_comes_before_a_step(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @trains(
@@ -42,34 +37,15 @@ def test_one_between_two_micro_steps(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step, 1))
 
 
-@trains("accumulation", at(2, 3, core={2}, micro_steps=2), says=None)
-def test_zeroed_at_the_top_of_each_micro_step(trainer: Any, step: int, micro: int) -> None:
-    """A loop from PyTorch, which is meant to accumulate."""
-    if trainer.is_engine:
-        accumulating.zero_grad(trainer, step)
-    trainer.backward(loss_of(trainer, step, micro))
-
-
-@trains("accumulation", at(1, 2, 3, **OFFLOADED), says=None)
-def test_a_step_without_a_backward_since_the_last_one(trainer: Any) -> None:
-    """Without offloading it fails on stock, too."""
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-        if trainer.is_engine:
-            trainer.engine.step()
-
-
-@cases(
+test_steps_with_few_gradients = checked(
     accumulation(accumulating.zeroed_in_the_middle, 1),  # where stock drops what is counted
     *(accumulation(accumulating.nothing_to_step, 1, 2, 3, **more) for more in ({}, OFFLOADED)),
     *(
         accumulation(accumulating.abandoned_between_two_losses, 1, 2, 3, style=style)
         for style in ("engine", "torch")
     ),
+    says=None,
 )
-def test_steps_with_few_gradients(world: World, case: Case) -> None:
-    case.check(world, says=None)
 
 
 @trains(

@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.steps.bucket_order import merged
-from tests.harness import models
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, applied, at, cases, checked, engine_trainer, models, of, run, trains
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP
-from tests.harness.run import applied, run
 from tests.harness.stock import since
-from tests.harness.trainers import engine_trainer
 from tests.scripts import adapters, experts, heads, losses
 from tests.world import World, on_ranks
 
@@ -25,19 +22,12 @@ MODELS = "RoutedUnevenly", "RoutedReentrant", "RoutedNonReentrant"
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
 
-@pytest.mark.core_case(stage=2)
-@STAGES
-def test_stock_adds_up_gradients_of_different_parameters(fresh_world: World, stage: int) -> None:
-    for outcome in fresh_world.run(run, experts.routed, experts.routed.at(stage, steps=3)):
-        assert outcome.difference > 0.01, outcome
-
-
 #: DeepSpeed then reduces a bucket that is empty: each of these parameters is larger, and new.
 TINY = {"reduce_bucket_size": 40, "overlap_comm": True}
 SINCE_0_16_6 = since("0.16.6", "hooks that outlive the freezing of their parameter")
 
 
-@cases(
+test_batches_of_one_to_three_experts = checked(
     uneven(1, 2, core={1, 2}),
     uneven(1, 2, core={1, 2}, **OFFLOADED),
     uneven(2, **BF16_SUMS),
@@ -55,8 +45,6 @@ SINCE_0_16_6 = since("0.16.6", "hooks that outlive the freezing of their paramet
     *(accumulation(experts.routed_losses_apart, 1, 2, model=model) for model in MODELS),
     accumulation(adapters.unfrozen_later, 1, 2, core={2}, marks=[SINCE_0_16_6], steps=4, zero=TINY),
 )
-def test_batches_of_one_to_three_experts(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @on_ranks
@@ -82,7 +70,6 @@ def test_taken_back_before_a_backward() -> None:
 
 @trains("accumulation", at(1, 2, steps=5))
 def test_one_rank_has_another_order(trainer: Any, step: int) -> None:
-    """Its second backward comes first."""
     first, second = models.both_losses(trainer, step)
     if dist.get_rank() and step:
         first, second = second, first

@@ -4,12 +4,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.harness.run import check, run
+from tests.harness import BF16_SUMS, OFFLOADED, OVERLAP, Options, World, check, run
 from tests.harness.stock import RELEASE, Version
 from tests.scripts import accumulating, heads, losses, ordinary
 from tests.scripts.declared import Script
-from tests.world import World
 
 CLIPPED = {**OFFLOADED, "clip": 0.05}
 FOUR = {**OFFLOADED, "micro_steps": 4}
@@ -96,8 +94,7 @@ def entries(*core: str) -> pytest.MarkDecorator:
     """The ledger; `core`: ids of those that are run on every release, if they are to be."""
     marks = {True: [pytest.mark.core_case], False: []}
     return pytest.mark.parametrize(
-        "entry",
-        [pytest.param(e, id=e.name, marks=marks[e.core and e.id in core]) for e in LEDGER],
+        "entry", [pytest.param(e, id=e.name, marks=marks[e.core and e.id in core]) for e in LEDGER]
     )
 
 

@@ -6,19 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.activation_checkpointing.recomputing import (
-    NON_REENTRANT,
-    REENTRANT,
-    Adapted,
-    Recomputed,
-    several,
-)
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
-from tests.harness.options import BF16, Options
-from tests.harness.run import run
+from tests.activation_checkpointing import recomputing
+from tests.activation_checkpointing.recomputing import NON_REENTRANT, REENTRANT, several
+from tests.harness import BF16, Case, Options, World, cases, of, on_ranks, run, stock
 from tests.scripts.worlds import FRUGAL
-from tests.world import World, on_ranks
 
 PARTITIONED = {"partition_activations": True}
 IN_CPU = {"checkpoint_in_cpu": True}
@@ -30,14 +21,14 @@ def rows(by: str) -> Iterator[list[Any]]:
     def row(given: dict[str, Any], *stages: int, patches: str = "", **options: Any) -> list[Any]:
         patches += " zero3_retain activation_checkpointing"
         script = partial(several, by=by, **given)
-        return of(patches, script, *stages, **{"model": Recomputed, **options})
+        return of(patches, script, *stages, **{"model": recomputing.Recomputed, **options})
 
     for count in (1, 2, 3):
         yield row({"backwards": count}, 0, 1, 2, 3, core={2, 3})
         yield row({"backwards": count}, 0, 1, 2, 3, micro_steps=2)
     for count in (1, 2):
         for zero in ({}, {"zero": FRUGAL}):
-            yield row({"backwards": count}, 3, model=Adapted, **zero)
+            yield row({"backwards": count}, 3, model=recomputing.Adapted, **zero)
         for more in (BF16, {"zero": FRUGAL}):
             yield row({"backwards": count}, 3, **more)
         yield row({"backwards": count, "block": True}, 1, 2, 3, patches="coalesce")
@@ -59,7 +50,7 @@ def test_gradients(world: World, case: Case) -> None:
 @on_ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stock_gives_up_what_it_has_saved(stage: int) -> None:
-    found = run(partial(several, by=REENTRANT), Options(stage, model=Recomputed))
+    found = run(partial(several, by=REENTRANT), Options(stage, model=recomputing.Recomputed))
     assert "'NoneType' object is not iterable" in found.error, "stock is right"
 
 
@@ -67,5 +58,5 @@ def test_stock_gives_up_what_it_has_saved(stage: int) -> None:
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_stock_recomputes_with_empty_parameters(backwards: int) -> None:
     script = partial(several, by=NON_REENTRANT, backwards=backwards)
-    found = run(script, Options(model=Recomputed))
+    found = run(script, Options(model=recomputing.Recomputed))
     assert "The size of tensor a (0)" in found.error, "stock is right"

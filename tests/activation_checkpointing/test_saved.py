@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ds_patches.steps.graph_task import top_saved_tensors_hooks
 from tests.activation_checkpointing.recomputing import NON_REENTRANT, REENTRANT, plainly
-from tests.harness import stock
-from tests.harness.run import applied
-from tests.harness.surroundings import streams
+from tests.harness import applied, stock, streams
 
 FUNCTIONS = pytest.mark.parametrize("by", [REENTRANT, NON_REENTRANT])
 SHAPE = (7, 13)

@@ -1,7 +1,5 @@
 """One block is one step: the sum that plain PyTorch has, whatever the ZeRO settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,26 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import models, stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import OVERLAP, PERSISTENT, RATE, SMALL_PREFETCH, Options, World, models, stock
+from tests.harness.cases import STAGES, Case, at, cases, checked, of, trains
 from tests.harness.models import loss_of
-from tests.harness.options import (
-    ALL_REDUCED,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OFFLOADED_ALL,
-    OVERLAP,
-    Options,
-)
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL
 from tests.harness.run import applied, check, run
-from tests.harness.surroundings import RATE, build_engine
+from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer, worst_difference
-from tests.scripts import nested, slopes, windows
-from tests.world import World, on_ranks
+from tests.scripts import nested, windows
+from tests.world import on_ranks
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 #: What ends a block: our own reductions, or DeepSpeed's in two ways.
 REDUCERS: tuple[dict[str, Any], ...] = ({}, ALL_REDUCED, OFFLOADED)
 TWO_GROUPS, FIVE_GROUPS = {"rates": (0.1,) * 2}, {"rates": (0.1,) * 5}
@@ -50,7 +38,7 @@ coalesce = partial(of, "coalesce")
 window = partial(coalesce, windows.window)
 
 
-@cases(
+test_a_block_is_a_sum = checked(
     *(window(1, 2, 3, core={2}, **more) for more in REDUCERS),
     window(3, **OFFLOADED_ALL),
     window(1, 2, 3, core={1, 2, 3}, **OVERLAP),
@@ -61,6 +49,9 @@ window = partial(coalesce, windows.window)
     window(2, **BF16_SUMS, settings={"communication_data_type": "fp32"}),
     *(window(1, 2, 3, style=style) for style in ("scale", "torch")),
     *(window(1, 2, 3, model=m) for m in ("SharedBlock", "Reentrant", "NonReentrant", "LeafModule")),
+    *(window(3, model=model) for model in ("FrozenTrunk", "TiedEmbedding")),
+    *(window(3, zero=zero) for zero in (PERSISTENT, SMALL_PREFETCH)),
+    *(of("coalesce zero3_retain", windows.window, 3, style=style) for style in ("engine", "torch")),
     *(
         window(1, 2, core={2}, **more)
         for more in ({"model": "Unused"}, {"clip": 0.05, **TWO_GROUPS})
@@ -68,8 +59,6 @@ window = partial(coalesce, windows.window)
     *(window(1, 2, **FIVE_GROUPS, **more) for more in ({}, ROUND_ROBIN, bucket(1), bucket(24))),
     window(1, 2, marks=[SINCE_0_19_7], **ALIGNED),
 )
-def test_a_block_is_a_sum(world: World, case: Case) -> None:
-    case.check(world)
 
 
 SCRIPTS = windows.uneven_windows, windows.two_windows, windows.window_among_micro_steps
@@ -78,7 +67,8 @@ NESTED = nested.cached, nested.cached_in_a_window, nested.cached_after_another
 retained = partial(of, "coalesce zero3_retain")
 
 
-@cases(
+# Parameters that rest count as zeros; a block adds to what its step has reduced.
+test_scripts = checked(
     *(coalesce(script, 1, 2, 3, core={2}, steps=4, **m) for script in SCRIPTS for m in REDUCERS),
     *(coalesce(windows.two_windows_before_one_step, 1, 2, 3, **more) for more in REDUCERS),
     coalesce(nested.cached, 1, 2, 3, core={1, 2, 3}),
@@ -87,9 +77,6 @@ retained = partial(of, "coalesce zero3_retain")
     retained(windows.window_over_one_forward, 1, 2, 3, style="torch"),
     retained(windows.window_over_an_auxiliary_tensor, 1, 2, 3),
 )
-def test_scripts(world: World, case: Case) -> None:
-    """Parameters that rest count as zeros; a block adds to what its step has reduced."""
-    case.check(world)
 
 
 @pytest.mark.core_case(stage=2)
@@ -146,26 +133,6 @@ def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
             trainer.step()
 
 
-@trains("coalesce", at(2, **FP16))
-def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
-    for step in trainer.steps():
-        if step == 1 and not trainer.is_engine:
-            continue
-        with trainer.window():
-            for micro in range(3):
-                bad = step == micro == dist.get_rank() == 1
-                trainer.backward(loss_of(trainer, step, micro) * (float("inf") if bad else 1))
-        trainer.step()
-
-
-@trains("coalesce", at(1, 3))
-def test_gradients_of_other_tensors(trainer: Any, step: int) -> None:
-    """A backward that reaches no parameter, as for a gradient penalty, is none of the block's."""
-    with trainer.window():
-        slope, first, second = slopes.slope_and_losses(trainer, step)
-        trainer.backward(first * slope + second)
-
-
 @trains("coalesce", at(1, 2, 3, core={2, 3}), at(1, 2, 3, **OFFLOADED), at(2, micro_steps=2))
 def test_a_block_without_a_backward(trainer: Any, step: int, micro: int) -> None:
     """It reduces nothing, whatever it runs; a rank that alone has none reduces zeros.
@@ -185,13 +152,16 @@ def test_a_block_without_a_backward(trainer: Any, step: int, micro: int) -> None
     trainer.backward(loss_of(trainer, step, micro + 3))
 
 
-@trains("coalesce", at(3, steps=2))
-def test_a_backward_after_its_block(trainer: Any, step: int) -> None:
-    """Over the second forward of a block, for which no module hook has gathered."""
-    with trainer.window():
-        trainer.backward(loss_of(trainer, step))
-        later = loss_of(trainer, step, 1)
-    trainer.backward(later)
+@trains("coalesce", at(2, **FP16))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
+    for step in trainer.steps():
+        if step == 1 and not trainer.is_engine:
+            continue
+        with trainer.window():
+            for micro in range(3):
+                bad = step == micro == dist.get_rank() == 1
+                trainer.backward(loss_of(trainer, step, micro) * (float("inf") if bad else 1))
+        trainer.step()
 
 
 @cases(*(window(2, **more) for more in (bucket(24), bucket(10**6), FIVE_GROUPS, {"clip": 0.05})))
@@ -200,8 +170,6 @@ def test_three_ranks(three: World, case: Case) -> None:
 
 
 class Mixture(torch.nn.Module):
-    """Two of DeepSpeed's experts; each token goes to one of them."""
-
     def __init__(self, ep_size: int) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE

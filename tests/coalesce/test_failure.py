@@ -1,7 +1,5 @@
 """A block that raises reduces nothing, and the next step is as if it had not been."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any
@@ -12,19 +10,14 @@ import pytest
 from ds_patches.core.errors import Refused
 from ds_patches.steps import graph_task
 from tests.coalesce.test_blocks import BothWays
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
+from tests.harness import STAGES, Case, World, applied, cases, listening, of, on_ranks, stock
 from tests.harness.models import Boom, RaiseInBackward, RaiseInForward, loss_of
 from tests.harness.options import ALL_REDUCED, OFFLOADED, Options
-from tests.harness.run import applied
 from tests.harness.trainers import engine_of, engine_trainer
-from tests.listening import listening
 from tests.scripts.nested import cached_loss
-from tests.world import World, on_ranks
 
 MIDDLE = "middle backward"
 OTHERS = ["forward", "first backward", "last backward", "between", "after"]
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 #: Here a device may be out of memory, when parameters are in flight already.
 GATHER = "deepspeed.runtime.zero.partition_parameters._dist_allgather_fn"
 
@@ -152,18 +145,3 @@ def test_a_backward_that_raised_spoils_its_block(stage: int, style: str, goes_on
 
         with pytest.raises(Refused, match=r"a backward inside this .* raised"):
             block()
-
-
-@on_ranks
-@pytest.mark.core_case(stage=2)
-@stock.since("0.19.1", "coalesce_grad_reduction")
-@pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
-@STAGES
-def test_stocks_own_reduces_half_a_block(stage: int, patch: bool) -> None:
-    """A block that raised left reduced gradients for the next step."""
-    with applied("coalesce") if patch else contextlib.nullcontext():
-        trainer = engine_trainer("Breakable", stage=stage)
-        with pytest.raises(Boom):
-            block_that_raises(trainer, "between", 0)
-        averaged: dict[int, Any] = trainer.engine.optimizer.averaged_gradients
-        assert any(gradient is not None for gradient in averaged.values()) != patch

@@ -1,13 +1,9 @@
 """A block that gathers each parameter once: how often, how much lives, and what scripts may do."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -16,21 +12,10 @@ import torch
 
 import ds_patches
 from ds_patches.coalesce.gather_once import suspend
-from tests.harness import models
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import applied, models, on_ranks
 from tests.harness.models import loss_of
-from tests.harness.options import (
-    NO_REUSE,
-    OFFLOADED,
-    OFFLOADED_ALL,
-    PERSISTENT,
-    SMALL_PREFETCH,
-    Options,
-)
-from tests.harness.run import applied
+from tests.harness.options import NO_REUSE, PERSISTENT, SMALL_PREFETCH, Options
 from tests.harness.trainers import Parameters, engine_trainer, worst_difference
-from tests.scripts.windows import several_backwards
-from tests.world import World, on_ranks
 
 Given = dict[str, Any]
 GRANULAR = "stage3_module_granularity_threshold"
@@ -168,84 +153,6 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     restore()
     module(torch.ones(1))
     assert "".join(said) == "bd" + "be" + "abce"
-
-
-@cases(
-    *(of("coalesce", several_backwards, 3, model=model) for model in ("TwoHeads", *MODELS)),
-    *(
-        of("coalesce", several_backwards, 3, **more)
-        for more in (OFFLOADED_ALL, OFFLOADED, {"zero": PERSISTENT}, {"zero": SMALL_PREFETCH})
-    ),
-    *(of("coalesce zero3_retain", several_backwards, 3, style=s) for s in ("engine", "torch")),
-)
-def test_options(world: World, case: Case) -> None:
-    case.check(world)
-
-
-in_blocks = trains("coalesce", at(3, steps=6))
-
-
-@in_blocks
-def test_by_turns(trainer: Any, step: int) -> None:
-    """Blocks, and steps without any."""
-    in_block = step % 3 < 2
-    with trainer.window() if in_block else nullcontext():
-        for index in range(3 if in_block else 1):
-            trainer.backward(loss_of(trainer, step, index))
-
-
-@in_blocks
-def test_backwards_after_all_forwards(trainer: Any, step: int) -> None:
-    """Some of which come before the block."""
-    losses = [loss_of(trainer, step, micro) for micro in range(2)]
-    with trainer.window():
-        for part in range(2):
-            for loss in losses:
-                trainer.backward(loss)
-            losses = [loss_of(trainer, step, 2 + micro) for micro in range(2 - part)]
-        trainer.backward(losses[0])
-
-
-def interrupted(trainer: Any, do: Callable[[], object]) -> None:
-    """Something is done before and after every forward and backward."""
-    for step in trainer.steps():
-        with trainer.window():
-            for index in range(3):
-                do()
-                loss = loss_of(trainer, step, index)
-                do()
-                trainer.backward(loss)
-            do()
-        trainer.step()
-
-
-@trains("coalesce", at(3, core={3}, steps=6))
-def test_parameters_are_read_inside(trainer: Any) -> None:
-    def read() -> None:
-        with trainer.gathered(trainer.module.blocks.parameters()):
-            assert all(param.numel() for param in trainer.module.blocks.parameters())
-
-    interrupted(trainer, read)
-
-
-@in_blocks
-def test_an_evaluation_inside(trainer: Any) -> None:
-    """As GradCache's first pass is without gradients."""
-
-    def evaluate() -> None:
-        trainer.module.eval()
-        with torch.no_grad():
-            loss_of(trainer, 0)
-        trainer.module.train()
-
-    interrupted(trainer, evaluate)
-
-
-@trains("coalesce", at(3, steps=2))
-def test_saving_inside(trainer: Any) -> None:
-    """To save a checkpoint all is partitioned."""
-    with TemporaryDirectory() as folder:
-        interrupted(trainer, lambda: trainer.is_engine and trainer.engine.save_checkpoint(folder))
 
 
 def written_inside(by: float, **options: Any) -> Parameters:

@@ -1,7 +1,5 @@
 """What a block refuses, and that applying and unapplying leave nothing behind."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
@@ -10,15 +8,9 @@ import pytest
 
 import ds_patches
 from ds_patches.core.errors import Misused, NotCovered, Refused
-from tests.harness import leftovers, stock
+from tests.harness import BF16, BF16_SUMS, STAGES, applied, engine_of, leftovers, on_ranks, stock
 from tests.harness.models import loss_of
-from tests.harness.options import BF16, BF16_SUMS
-from tests.harness.run import applied
-from tests.harness.trainers import engine_of
 from tests.scripts.nested import cached_loss
-from tests.world import on_ranks
-
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def enter(context: Any) -> None:

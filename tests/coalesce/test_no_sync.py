@@ -1,38 +1,23 @@
 """`no_sync()` at ZeRO 2 and 3 is DistributedDataParallel's, as stock's is at ZeRO 1."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
+from tests.harness import STAGES, World, check, checked, gathered, of, run, stock
 from tests.harness.models import Boom, RaiseInBackward, loss_of
-from tests.harness.options import (
-    ALL_REDUCED,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OVERLAP,
-    Options,
-)
-from tests.harness.run import check, run
-from tests.harness.trainers import gathered
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, Options
 from tests.scripts import unsynced
-from tests.world import World
 
 coalesce = partial(of, "coalesce")
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 SINCE_0_18_3 = stock.since("0.18.3", "at stage 1 a division of stock's own in no_sync()")
 PLAIN, MICRO_STEPS = unsynced.unsynced, unsynced.unsynced_among_micro_steps
 DROPPED = unsynced.beside_windows, unsynced.unsynced_and_uneven, unsynced.unsynced_and_dropped
 
 
-@cases(
+test_the_next_synced_backward_reduces_the_sum = checked(
     coalesce(PLAIN, 1, 2, 3, core={1, 2, 3}),
     coalesce(PLAIN, 2, 3, **OVERLAP),  # stock's at stage 1 dies
     *(
@@ -56,8 +41,6 @@ DROPPED = unsynced.beside_windows, unsynced.unsynced_and_uneven, unsynced.unsync
         for m in ({}, OFFLOADED)
     ),
 )
-def test_the_next_synced_backward_reduces_the_sum(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @pytest.mark.skipif(stock.TORCH_STYLE, reason="0.18.3 and later divide in it, too")

@@ -1,26 +1,21 @@
 """A step costs one reduction, and at stages 1 and 2 half of the bytes, left as upstream does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests import shell
-from tests.harness.collectives import Gradients
-from tests.harness.options import ALL_REDUCED, OFFLOADED, OVERLAP
-from tests.harness.run import applied
-from tests.harness.trainers import engine_trainer
+from tests.harness import ALL_REDUCED, OFFLOADED, OVERLAP, Gradients, applied, engine_trainer
 from tests.scripts import nested, unsynced, windows
 from tests.world import on_ranks
 
-BLOCK = windows.several_backwards
+BLOCK = windows.window
 
 
 def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> Counter[str]:
     """Of three steps, by operator."""
-    if loop is unsynced.stepped_inside:
+    if loop is unsynced.stepping_inside:
         more = more | {"micro_steps": backwards}
     with applied("coalesce"):
         trainer = engine_trainer(stage=stage, **more)
@@ -31,23 +26,23 @@ def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> C
 
 @on_ranks
 @pytest.mark.core_case(loop=BLOCK, more={}, stage=3)
-@pytest.mark.core_case(loop=unsynced.all_but_the_last, stage=2)
-@pytest.mark.core_case(loop=nested.in_parts, stage=2)
+@pytest.mark.core_case(loop=unsynced.unsynced, stage=2)
+@pytest.mark.core_case(loop=nested.cached, stage=2)
 @pytest.mark.parametrize(
     ("loop", "more", "stage"),
     [
         *((BLOCK, more, at) for more in ({}, OFFLOADED, OVERLAP, ALL_REDUCED) for at in (1, 2, 3)),
-        *((unsynced.all_but_the_last, {}, at) for at in (1, 2, 3)),
-        *((unsynced.stepped_inside, {}, at) for at in (2, 3)),  # at 1 stock's own refuses step()
-        *((nested.in_parts, {}, at) for at in (1, 2, 3)),
-        *((nested.in_parts_of_a_window, {}, at) for at in (1, 2, 3)),
+        *((unsynced.unsynced, {}, at) for at in (1, 2, 3)),
+        *((unsynced.stepping_inside, {}, at) for at in (2, 3)),  # at 1 stock's own refuses step()
+        *((nested.cached, {}, at) for at in (1, 2, 3)),
+        *((nested.cached_in_a_window, {}, at) for at in (1, 2, 3)),
     ],
 )
 def test_a_step_costs_one_reduction(stage: int, loop: Any, more: dict[str, Any]) -> None:
     few, many = (reductions(loop, stage, backwards, more) for backwards in (2, 8))
     assert few == many
     assert few.total() > 0
-    stocks = stage == 1 and loop is unsynced.all_but_the_last
+    stocks = stage == 1 and loop is unsynced.unsynced
     assert stocks or few == reductions(BLOCK, stage, 2, more), "as many as a block's"
 
 

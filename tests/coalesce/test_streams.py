@@ -1,7 +1,5 @@
 """coalesce alone, without stream_safety, on streams: it adds no race to those that stock has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from tests.world import World
 
 
 def unsynced(trainer: Any, micro_steps: int = 1) -> None:
-    """Three backwards without a reduction, and one that reduces them all."""
     for step in range(3):
         with trainer.no_sync():
             on_streams.three_backwards(trainer, step)

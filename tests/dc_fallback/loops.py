@@ -6,10 +6,7 @@ from typing import Any
 import torch
 
 from tests.dc_fallback.patterns import inputs
-from tests.harness.options import Options
-from tests.harness.run import Outcome, Script, applied, check
-from tests.harness.surroundings import DEEPCOMPILE
-from tests.world import World
+from tests.harness import DEEPCOMPILE, Options, Outcome, Script, World, applied, check
 
 EXACT = 2e-6
 patched = partial(applied, "dc_fallback")

@@ -16,10 +16,7 @@ from ds_patches.steps import ranks
 from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import patched, trains
 from tests.dc_fallback.patterns import inputs
-from tests.harness import leftovers, models
-from tests.harness.options import config
-from tests.harness.surroundings import build_engine, compile_engine
-from tests.listening import listening
+from tests.harness import build_engine, compile_engine, config, leftovers, listening, models
 from tests.world import World, on_ranks
 
 

@@ -7,13 +7,11 @@ import torch
 
 from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import loop, patched
-from tests.harness.options import Options
-from tests.harness.surroundings import build_engine, compile_engine, half_precision_allowed
+from tests.harness import Options, World, build_engine, compile_engine, half_precision_allowed
 from tests.harness.trainers import EngineTrainer
 from tests.stream_safety.clocks import Stream
 from tests.stream_safety.races import detecting
 from tests.stream_safety.test_races import NO_TIMER
-from tests.world import World
 
 
 def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:

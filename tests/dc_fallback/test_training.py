@@ -12,14 +12,8 @@ import torch
 from tests.dc_fallback import patterns, stand_in
 from tests.dc_fallback.loops import EXACT, loop, patched, trains
 from tests.dc_fallback.patterns import inputs
+from tests.harness import DEEPCOMPILE, build_engine, compile_engine, half_precision_allowed, run
 from tests.harness.options import OVERLAP, Options, config
-from tests.harness.run import run
-from tests.harness.surroundings import (
-    DEEPCOMPILE,
-    build_engine,
-    compile_engine,
-    half_precision_allowed,
-)
 from tests.harness.trainers import EngineTrainer, PlainTrainer, engine_trainer, worst_difference
 from tests.scripts import deepcompile
 from tests.scripts.declared import Script
@@ -125,7 +119,6 @@ def test_parameters_that_others_gather(world: World) -> None:
 
 
 def forwards_first(trainer: Any, step: int) -> None:
-    """Two backwards at the boundary, when both forwards have run."""
     for loss in [trainer(*inputs(step, part)) for part in range(2)]:
         trainer.backward(loss)
 

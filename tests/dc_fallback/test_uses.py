@@ -60,7 +60,6 @@ class Partitioned:
 
     @property
     def alive(self) -> int:
-        """How many gathered storages have not been freed."""
         return sum(array() is not None for array in self._memory)
 
     @contextmanager

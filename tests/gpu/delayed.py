@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.harness.options import Options
-from tests.harness.parameters import Parameters
-from tests.harness.run import Script, applied
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
+from tests.harness import EngineTrainer, Options, Parameters, Script, applied, build_engine
 from tests.stream_safety import on_streams
 
 CYCLES = 50_000_000  # about 25 ms: far more than a whole backward takes

@@ -15,10 +15,7 @@ from torch import nn
 import ds_patches
 from tests.dc_fallback import patterns, test_training
 from tests.dc_fallback.loops import loop
-from tests.harness import models
-from tests.harness.options import BF16, Options
-from tests.harness.parameters import Parameters
-from tests.harness.run import Outcome, Script
+from tests.harness import BF16, Options, Outcome, Parameters, Script, models
 from tests.harness.surroundings import build_engine, compile_engine
 from tests.harness.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.scripts import declared, deepcompile
@@ -42,7 +39,6 @@ class Held:
 
     @property
     def wrong(self) -> dict[str, tuple[float, float]]:
-        """Parameters whose update norms are apart."""
         return {
             name: (eager, ours)
             for name, (eager, ours) in self.norms.items()

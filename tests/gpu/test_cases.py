@@ -8,11 +8,8 @@ import pytest
 
 from tests.accumulation import test_division
 from tests.accumulation import test_experts as of_experts
-from tests.coalesce import test_blocks, test_failure, test_gather_once, test_no_sync
-from tests.harness.cases import Case
-from tests.harness.options import OVERLAP, ROUNDING
-from tests.harness.run import run
-from tests.world import World
+from tests.coalesce import test_blocks, test_failure, test_no_sync
+from tests.harness import OVERLAP, ROUNDING, Case, World, run
 from tests.zero3_retain import test_gradients
 
 #: float32 on a GPU: other kernels for other shapes, sums in another order.
@@ -26,8 +23,6 @@ TABLES: tuple[Any, ...] = (
     test_division.test_outputs_in_a_plain_dataclass,
     test_blocks.test_a_block_is_a_sum,
     test_blocks.test_a_block_without_a_backward,
-    test_blocks.test_a_backward_after_its_block,
-    test_gather_once.test_options,
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
     of_experts.test_batches_of_one_to_three_experts,
@@ -42,9 +37,7 @@ def cases() -> Iterator[Any]:
             zero = {**OVERLAP["zero"], **case.options.zero}
             given = replace(case, options=replace(case.options, zero=zero))
             skips = [mark for mark in param.marks if mark.name == "skipif"]
-            yield pytest.param(
-                given, id=f"{case.patches[-1]}-{test.__name__}-{param.id}", marks=skips
-            )
+            yield pytest.param(given, id=f"{case.patches[-1]}-{param.id}", marks=skips)
 
 
 @pytest.mark.exhaustive

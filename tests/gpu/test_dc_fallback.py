@@ -10,8 +10,7 @@ import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.test_training import CASES, PATTERNS
 from tests.gpu.held import WIDTH, Held, deep_compiled, hold, in_a_row, repeated
-from tests.harness.options import BF16, Options
-from tests.world import World
+from tests.harness import BF16, Options, World
 
 AGAIN = 6  # DeepCompile compiles again in the step before
 SECONDS = 300.0  # one rank may have to build DeepCompile's extension
@@ -24,7 +23,6 @@ SKIPPED = {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.we
 
 
 def first(gpus: World, act: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """What it comes to on the first rank."""
     found = gpus.within(SECONDS).run(act, *args, **more)[0]
     # To stderr, which pytest-xdist passes on at once with --capture=no.
     print(act.__name__, args, more, found, file=sys.stderr)

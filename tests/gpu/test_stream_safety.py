@@ -57,6 +57,5 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_thirty_runs_are_one(living_gpus: World, script: str, stage: int) -> None:
-    """To the bit."""
     case = {"stage": stage, "times": 30, "patched": True, **SCRIPTS[script]}
     assert not unlike(living_gpus, script, **case)

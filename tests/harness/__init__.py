@@ -10,3 +10,13 @@
 
 Scripts that say what stock comes to are in `tests/scripts`, and can be run here too.
 """
+# ruff: noqa: F403
+
+from tests.harness.cases import *
+from tests.harness.collectives import *
+from tests.harness.groups import *
+from tests.harness.options import *
+from tests.harness.run import *
+from tests.harness.surroundings import *
+from tests.harness.trainers import *
+from tests.world import *

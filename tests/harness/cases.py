@@ -1,11 +1,9 @@
 """Trainings as tests of a patch: a table of them, or one that is the test.
 
-@cases(
+test_what_a_window_comes_to = checked(
     of("coalesce", windows.two_windows, 1, 2, 3, core={2}),
     *(of("coalesce", windows.window, 1, 2, **more) for more in (BF16, OFFLOADED)),
 )
-def test_what_a_window_comes_to(world: World, case: Case) -> None:
-    case.check(world)
 
 @trains("coalesce", at(1, 2, 3, core={2}), at(1, 2, **OFFLOADED))
 def test_two_backwards_in_a_window(trainer: Any, step: int) -> None:
@@ -84,6 +82,17 @@ def cases(*rows: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [*chain.from_iterable(rows)])
 
 
+def checked(*rows: Iterable[Any], says: Sequence[str] | None = ()) -> Any:
+    """A test: each of these trainings ends where plain PyTorch does."""
+
+    @cases(*rows)
+    def test(world: World, case: Case) -> None:
+        case.check(world, says)
+
+    return test
+
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 Row = Callable[[str, Script], list[Any]]
 
 
@@ -96,12 +105,9 @@ def trains(patches: str, *rows: Row, says: Sequence[str] | None = ()) -> Callabl
     """The function below ends where plain PyTorch does, with each of these options."""
 
     def decorate(train: Script) -> Any:
-        @cases(*(row(patches, train) for row in rows))
-        def test(world: World, case: Case) -> None:
-            case.check(world, says)
-
+        test = checked(*(row(patches, train) for row in rows), says=says)
         test.__name__, test.__doc__ = train.__name__, train.__doc__
-        test.script = train  # type: ignore[attr-defined]
+        test.script = train
         train.__qualname__ += ".script"  # where ranks find it
         return test
 

@@ -16,28 +16,15 @@ import torch
 from torch import nn
 
 #: Attributes that a patch sets when it meets an engine, and takes away when it is taken back.
-WHILE_APPLIED = frozenset(
-    {
-        "_ds_patches_accumulation",
-        "_ds_patches_accumulation_division",
-        "_ds_patches_coalesce",
-        "_ds_patches_dc_fallback",
-        "_ds_patches_stream_safety",
-        "_ds_patches_zero3_retain",
-        "_ds_patches_zero12_gradients",
-        "reduce_independent_p_g_buckets_and_remove_grads",  # zero12_gradients', around stock's
-        "pre_bwd_fn",  # zero3_retain's, in place of stock's
-        "post_bwd_fn",
-        "_parameters",  # dc_fallback's, in place of ZeRO-3's
-        "launch_compile_passes",
-        "allreduce_gradients",  # accumulation's, around stock's
-        "backward_epilogue",
-        "_get_offload_gradient_dict",
-        "copy_grads_in_partition",
-        "reduce_ipg_grads",
-        "independent_gradient_partition_epilogue",
-    }
-)
+OF_PATCHES = "accumulation accumulation_division coalesce dc_fallback stream_safety zero3_retain"
+WHILE_APPLIED = frozenset(f"_ds_patches_{one}" for one in [*OF_PATCHES.split(), "zero12_gradients"])
+WHILE_APPLIED |= {
+    "reduce_independent_p_g_buckets_and_remove_grads",  # zero12_gradients', around stock's
+    *("pre_bwd_fn", "post_bwd_fn"),  # zero3_retain's, in place of stock's
+    *("_parameters", "launch_compile_passes"),  # dc_fallback's, in place of ZeRO-3's
+    *("allreduce_gradients", "backward_epilogue", "_get_offload_gradient_dict"),  # accumulation's
+    *("copy_grads_in_partition", "reduce_ipg_grads", "independent_gradient_partition_epilogue"),
+}
 
 
 def of(engine: Any) -> Counter[str]:

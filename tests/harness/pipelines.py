@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_patches
-from tests.harness.options import Options
-from tests.harness.run import Outcome, applied
+from tests.harness import Options, Outcome, Parameters, applied, listening, worst_difference
 from tests.harness.surroundings import RATE, half_precision_allowed, streams
-from tests.harness.trainers import Parameters, worst_difference
-from tests.listening import listening
 
 WIDTH, ROWS = 8, 6
 
@@ -77,7 +74,6 @@ def loss_of(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def batch(step: int, rank: int, micro: int, dtype: Any) -> tuple[Tensor, Tensor]:
-    """Of one data parallel rank."""
     generator = torch.Generator().manual_seed(10000 * step + 100 * rank + micro)
     inputs, labels = torch.randn(2, ROWS, WIDTH, generator=generator)
     return inputs.to(dtype), labels.to(dtype)
@@ -120,7 +116,6 @@ def named(layers: Sequence[nn.Module], tied: bool) -> Parameters:
 
 
 def build(one: Pipeline) -> Any:
-    """The engine of this rank's stage."""
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
@@ -164,7 +159,6 @@ def train(one: Pipeline, engine: Any, steps: Sequence[int] | None = None) -> lis
 
 
 def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
-    """An evaluation before each step."""
     losses = []
     for step in range(one.steps):
         engine.eval_batch(batches(one, engine, step + 7))
@@ -173,7 +167,6 @@ def train_and_evaluate(one: Pipeline, engine: Any) -> list[float]:
 
 
 def train_and_unapply(one: Pipeline, engine: Any) -> list[float]:
-    """The last step is stock's."""
     losses = train(one, engine, range(one.steps - 1))
     ds_patches.unapply_all()
     engine.eval_batch(batches(one, engine, 9))

@@ -14,24 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 import ds_patches
-from tests.harness import models, stock
+from tests.harness import models, stock, surroundings
 from tests.harness.groups import grid
 from tests.harness.options import Options
-from tests.harness.surroundings import (
-    DEEPCOMPILE,
-    EAGER,
-    around,
-    build_engine,
-    compile_engine,
-    half_precision_allowed,
-)
-from tests.harness.trainers import (
-    EngineTrainer,
-    Parameters,
-    PlainTrainer,
-    Trainer,
-    worst_difference,
-)
+from tests.harness.surroundings import DEEPCOMPILE, EAGER, around, build_engine, compile_engine
+from tests.harness.trainers import EngineTrainer, Parameters, PlainTrainer, worst_difference
 from tests.listening import listening
 from tests.world import World
 
@@ -126,7 +113,7 @@ def measure(
             # Its own functions are compiled, which takes longer than all scripts.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if "fp16" in options.config:
-            stack.enter_context(half_precision_allowed())
+            stack.enter_context(surroundings.half_precision_allowed())
         expected = _plainly(script, PlainTrainer(deepcopy(start), options), found, before)
         found.moved = worst_difference(expected, origin)[0]
         inside = stack.enter_context(around(on, **(compiles or {})))
@@ -187,7 +174,11 @@ def _plainly(
     return trainer.parameters()
 
 
-def _untrained(ends: Parameters, expected: Parameters, origin: Parameters) -> list[str]:
+def _untrained(
+    ends: Parameters,
+    expected: Parameters,
+    origin: Parameters,
+) -> list[str]:
     """Names of parameters that should have moved and did not, or only by rounding."""
     return [
         name
@@ -196,7 +187,7 @@ def _untrained(ends: Parameters, expected: Parameters, origin: Parameters) -> li
     ]
 
 
-def _counting(trainer: Trainer, found: Outcome) -> Callable[[int], Any]:
+def _counting(trainer: EngineTrainer, found: Outcome) -> Callable[[int], Any]:
     """Count the calls of Python functions in the last step, which is warm."""
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.harness.options import PLAIN, Options
 
 RATE = 0.1
+#: What a training comes to, by name.
+Parameters = dict[str, Tensor]
 #: How a script is run: by an engine on the CPU, under the stand-in of DeepCompile, or on the
 #: streams of the race detector.
 EAGER, DEEPCOMPILE, STREAMS = "eager", "deepcompile", "streams"
@@ -68,7 +70,6 @@ def build_optimizer(model: nn.Module, options: Options, sharded: bool = False) -
 
 
 def trained(model: nn.Module, options: Options) -> list[dict[str, Any]]:
-    """A group of parameters for each rate of learning."""
     params, count = [p for p in model.parameters() if p.requires_grad], len(options.rates)
     return [{"params": params[at::count], "lr": rate} for at, rate in enumerate(options.rates)]
 
@@ -99,7 +100,6 @@ def build_engine(
 
 
 def compile_engine(model: nn.Module, config: dict[str, Any], backend: str = "eager") -> Any:
-    """An engine under DeepCompile."""
     engine = build_engine(model, {**config, "compile": {"deepcompile": True}})
     engine.compile(backend=backend)
     return engine
@@ -124,3 +124,14 @@ def streams() -> Iterator[None]:
     none = property(lambda self: lambda **_: None)
     with mock.patch.object(type(get_accelerator()), "Stream", none):
         yield
+
+
+def parameters(module: nn.Module) -> Parameters:
+    """All of a model, which ZeRO-3 may have in parts."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    found = {}
+    for name, param in module.named_parameters():
+        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            found[name] = param.detach().float().clone()
+    return found

@@ -10,11 +10,7 @@ import ds_patches
 from ds_patches import RanksDisagree
 from tests.core.test_agreement import impatient
 from tests.desk.traincheck import checked as train_check
-from tests.harness import models
-from tests.harness.groups import Ranks, parallel
-from tests.harness.options import Options, config
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
+from tests.harness import Options, Ranks, applied, build_engine, config, models, parallel
 from tests.harness.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.scripts import windows
 from tests.world import World, on_ranks

@@ -18,8 +18,7 @@ from tests.harness import leftovers, models
 from tests.harness.groups import grid
 from tests.harness.leftovers import gathered
 from tests.harness.options import Options
-from tests.harness.parameters import Parameters, parameters
-from tests.harness.surroundings import build_engine, build_optimizer
+from tests.harness.surroundings import Parameters, build_engine, build_optimizer, parameters
 
 
 class Trainer:

@@ -1,7 +1,5 @@
 """Questions of a script, each to an engine that has trained, and answered by a plain value."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io
@@ -19,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nested import as_nested_tensor
 
+from tests.harness import Options, build_engine, parameters
 from tests.harness.models import CLASSES, VOCABULARY, WIDTH, batch
-from tests.harness.options import Options
-from tests.harness.parameters import parameters
-from tests.harness.surroundings import build_engine
 
 OUTPUTS = "transformers.modeling_outputs"
 Named = namedtuple("Named", "loss logits hidden")
@@ -66,8 +62,6 @@ class Model(nn.Module):
 
 
 class Trained:
-    """An engine after a step."""
-
     def __init__(self, options: Options, pack: str = "dict", compiled: bool = False) -> None:
         self.module = Model(pack)
         if compiled:

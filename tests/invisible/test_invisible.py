@@ -1,16 +1,13 @@
 """Each question is asked on stock and with every patch applied: the same answers."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from tests.core.test_in_company import all_patches
-from tests.harness.options import Options
+from tests.harness import Options, World
 from tests.invisible.questions import EVERY, Trained
-from tests.world import World
 
 
 def answers(options: Options, is_patched: bool) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Fixtures of the launches."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One launch: a line of docs/launchers.md, its output, what its ranks reported, and its end."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -116,7 +114,6 @@ def _is_in(folder: Path, process: psutil.Process) -> bool:
 
 
 def run(line: str, folder: Path, environment: Mapping[str, str]) -> Run:
-    """Launch a line, and wait for its end."""
     with launched(line, folder, environment) as result:
         return result()
 

@@ -1,7 +1,5 @@
 """Launches over hosts: what reaches the ranks there, and what is said where nothing does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

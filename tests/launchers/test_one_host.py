@@ -1,7 +1,5 @@
 """The launchers of one host: every rank is patched, by `run` or by an enabled environment."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import tempfile

@@ -1,7 +1,6 @@
 """DeepSpeed's engines go through an order."""
 
-from __future__ import annotations
-
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -68,6 +67,10 @@ class Engines(Side):
                 engine.destroy()
         self.engines = [self.now]
 
+    def save(self) -> None:
+        with TemporaryDirectory() as folder:
+            self.now.save_checkpoint(folder)
+
     def fails(self) -> None:
         if not self.between_steps:
             return
@@ -75,11 +78,3 @@ class Engines(Side):
             build_engine(self.model(), self.options.config, optimizer="none", options=self.options)
         except Exception as error:
             self.kept.append(error)
-
-    def see_parameters(self) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        for module in self.modules:
-            params = list(module.parameters())
-            with GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
-                self.see(torch.cat([p.detach().float().flatten() for p in params]))

@@ -1,7 +1,5 @@
 """Plain PyTorch goes through an order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,16 +76,10 @@ class Plain(Side):
     def patch(self, *_: str) -> None:
         """Nothing, and so do others that are of engines alone."""
 
-    destroy = fails = patch
-
-    def see_parameters(self) -> None:
-        for module in self.modules:
-            self.see(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    destroy = fails = save = patch
 
 
 class _Own(nn.Module):
-    """One of several over the same module."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

@@ -1,7 +1,5 @@
 """What plain PyTorch and DeepSpeed's engines have in common, as they go through an order."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_patches.core.errors import DsPatchesError
-from tests.harness import models
+from tests.harness import models, parameters
 from tests.harness.models.raising import Boom, RaiseInBackward
 from tests.orders.words import BLOCKS, Order
 
@@ -157,8 +155,10 @@ class Side:
         self.forward(self.now, self.now)
 
     def evaluate(self) -> None:
+        self.now.eval()
         with torch.no_grad():
             self.see(self.now(self.batch()[0]))
+        self.now.train()
 
     def grad(self) -> None:
         if self.losses:
@@ -254,6 +254,10 @@ class Side:
     def between_steps(self) -> bool:
         counted = self.counts.get(id(self.now), 0) % self.options.micro_steps
         return not (counted or self.held or self.open)
+
+    def see_parameters(self) -> None:
+        for module in self.modules:
+            self.see(torch.cat([one.flatten() for one in parameters(module).values()]))
 
     def see(self, value: Tensor) -> None:
         self.trail.seen.append(value.detach().float().cpu().clone())

@@ -12,6 +12,7 @@ from tests.orders.words import Order, generated
 COUNT, BATCHES = 60, 40
 #: What is to be done for a micro step, and again after the second engine was made.
 TRAIN = "forward backward step"
+TWICE = f"{TRAIN} {TRAIN}"
 
 AFTER_AN_ENGINE_THAT_WAS_LEFT = [
     *(f"{settings} : {TRAIN} second {TRAIN}" for settings in ("zero1", "zero2")),
@@ -19,6 +20,16 @@ AFTER_AN_ENGINE_THAT_WAS_LEFT = [
     *(f"zero{stage} : {TRAIN} shared {TRAIN}" for stage in (1, 2, 3)),
     *(f"zero{stage} : {TRAIN} second forget {TRAIN}" for stage in (1, 2, 3)),
     *(f"zero{stage} : {TRAIN} second {TRAIN} destroy {TRAIN}" for stage in (1, 2)),
+    *(
+        f"{settings} micro2 : {way}"
+        for settings in ("zero1", "zero2", "zero2 offloaded", "zero3")
+        for way in (
+            f"{TWICE} second {TWICE} {TWICE}",
+            f"second {TWICE} {TWICE}",
+            f"{TWICE} second {TWICE} destroy {TWICE}",
+            f"{TWICE} second forget {TWICE}",
+        )
+    ),
 ]
 APPLIED_IN_THE_MIDDLE = [
     f"{settings} micro2 : unapply_all {TRAIN} apply_all {TRAIN}"
@@ -32,6 +43,19 @@ BLOCKS_WITHOUT_A_BACKWARD = [
 BACKWARDS_AFTER_THEIR_BLOCK = [
     *(f"zero{stage} : block{{ unrelated forward }} backward step" for stage in (1, 2, 3)),
     "zero3 : block{ forward backward forward } backward step",
+]
+BLOCK = "block{ forward backward forward backward } step"
+AFTER_ALL_FORWARDS = "forward forward block{ backward backward forward forward backward }"
+BETWEEN = f"block{{ {3 * '% forward % backward '} % }} step "
+IN_BLOCKS = [
+    *(f"zero{stage} coalesce : block{{ forward grad backward }} step" for stage in (1, 3)),
+    f"zero3 coalesce : {BLOCK} {BLOCK} {TRAIN} {BLOCK} {BLOCK} {TRAIN}",
+    f"zero3 coalesce : {AFTER_ALL_FORWARDS} backward step {BLOCK}",
+    *(
+        f"zero3 coalesce : {2 * BETWEEN.replace('%', word)}"
+        for word in ("evaluate", "see_parameters", "save")
+    ),
+    "zero3 coalesce : block{ forward backward forward } backward step",
 ]
 UNMANAGED = [
     "zero2 unmanaged : boom zero_grad forward backward step",
@@ -61,7 +85,8 @@ OF_ENGINES_THAT_NEVER_TRAINED = [
     "zero1 bf16 : second forward backward step destroy shared forward backward step",
 ]
 WITHOUT_A_BACKWARD_AT_THE_BOUNDARY = [
-    *(f"zero{stage} : forward backward step step" for stage in (1, 2, 3)),
+    *(f"zero{stage} : {TRAIN} step" for stage in (1, 2, 3)),
+    *(f"zero{stage} offloaded : {TRAIN} step {TRAIN} step" for stage in (1, 2, 3)),
     *(["zero1 bf16 micro2 : forward backward step step"] if str(RELEASE) >= "0.18.5" else []),
     "zero1 offloaded micro2 : forward backward step raise{ forward backward } step",
     "zero2 micro2 : forward backward step raise{ forward backward } step",
@@ -70,11 +95,17 @@ DROPPED_AFTER_A_BLOCK = [
     "zero1 micro2 : block{ forward backward } step forward optimizer.zero_grad backward step",
     f"zero2 micro2 : {TRAIN} raise{{ forward backward }} optimizer.zero_grad {TRAIN}",
 ]
+ZEROED_AT_THE_TOP = [
+    f"zero{stage} micro2 : {zero} {TRAIN} {zero} {TRAIN}"
+    for stage in (2, 3)
+    for zero in ("zero_grad", "optimizer.zero_grad")
+]
 FIXED = [
     *AFTER_AN_ENGINE_THAT_WAS_LEFT,
     *APPLIED_IN_THE_MIDDLE,
     *BLOCKS_WITHOUT_A_BACKWARD,
     *BACKWARDS_AFTER_THEIR_BLOCK,
+    *IN_BLOCKS,
     *(UNMANAGED if str(RELEASE) >= "0.19.4" else ()),
     *(CHAINS if TORCH_STYLE else ()),
     *ONE_RANK_ALONE,
@@ -84,6 +115,7 @@ FIXED = [
     *OF_ENGINES_THAT_NEVER_TRAINED,
     *WITHOUT_A_BACKWARD_AT_THE_BOUNDARY,
     *DROPPED_AFTER_A_BLOCK,
+    *ZEROED_AT_THE_TOP,
 ]
 
 

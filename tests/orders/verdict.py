@@ -35,7 +35,9 @@ def go(texts: list[str], who: str, folder: str, seconds: int) -> None:
         for order in map(Order.of, texts):
             signal.alarm(seconds)
             if who == "patched":
-                ds_patches.apply_all()
+                if order.only:
+                    ds_patches.unapply_all()
+                ds_patches.apply_all(only=order.only)
             side = Plain(order) if who == "plain" else Engines(order, who == "patched")
             trail = side.go()
             del side

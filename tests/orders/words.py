@@ -12,6 +12,8 @@ from typing import Any
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.harness.stock import RELEASE, TORCH_STYLE
 
+#: With what it requires, in place of all patches.
+ALONE = ("coalesce", "accumulation")
 #: How an engine is set.
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"stage": stage} for stage in range(4)},
@@ -23,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": BF16_SUMS,
     "unmanaged": {"settings": {"managed_gradient_accumulation": False}},
     "sum": {"settings": {"gradient_allreduce_op": "sum"}},
+    **{patch: {} for patch in ALONE},
 }
 #: The ways out of a ``coalesce_grad_reduction()`` block; ``raise{`` loses what it holds.
 BLOCKS = ("block{", "return{", "break{", "raise{", "closed{")
@@ -64,6 +67,10 @@ class Order:
     def options(self) -> Options:
         given: dict[str, Any] = reduce(_merged, (SETTINGS[one] for one in self.settings), {})
         return Options(rates=(0.5,), **given)
+
+    @property
+    def only(self) -> list[str] | None:
+        return [patch for patch in ALONE if patch in self.settings] or None
 
     def shorter(self) -> Iterator[Order]:
         """Its beginning, a step less, a word or block less, no block around, a setting less."""

@@ -11,12 +11,9 @@ from dataclasses import dataclass, field, fields
 from types import FunctionType
 from typing import Any
 
-from tests.harness.options import ALL_REDUCED, Options
-from tests.harness.run import Outcome
-from tests.harness.surroundings import EAGER
+from tests.harness import ALL_REDUCED, EAGER, Options, Outcome, RankError, WorldTimeout
 from tests.scripts.declared import STEPS, Script, scripts
 from tests.scripts.worlds import Worlds
-from tests.world import RankError, WorldTimeout
 
 #: What is in a script that with more micro steps is another script, or is not plain PyTorch's: it
 #: counts them, drops or loses some, or has a backward that is not divided there.
@@ -92,10 +89,7 @@ WHOLE_BLOCKS = {"stage3_module_granularity_threshold": 129}
 FACTORS: Mapping[str, tuple[Choice, ...]] = {
     "stage": tuple(Choice(f"zero{n}", {"stage": n}, stages=(n,)) for n in ANY),
     "overlap": (PLAIN, Choice("overlap", zero={"overlap_comm": True})),
-    "contiguous": (
-        PLAIN,
-        Choice("scattered", zero={"contiguous_gradients": False}, stages=(1, 2)),
-    ),
+    "contiguous": (PLAIN, Choice("scattered", zero={"contiguous_gradients": False}, stages=(1, 2))),
     "bucket": (
         Choice("tiny_bucket", zero={"reduce_bucket_size": 40}),
         Choice("large_bucket", zero={"reduce_bucket_size": 10**6}),

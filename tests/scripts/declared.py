@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tests.harness.options import Options
-from tests.harness.surroundings import EAGER
+from tests.harness import EAGER, Options
 
 RIGHT, WRONG = "right", "wrong"
 RAISES = "raises"

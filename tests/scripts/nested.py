@@ -50,12 +50,8 @@ def hooked(loss: Tensor, run: Callable[[], None]) -> Tensor:
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
-def cached(trainer: Any, step: int) -> None:
+def cached(trainer: Any, step: int, backwards: int = 3) -> None:
     """A loss over three mini-batches runs their backwards inside its own."""
-    in_parts(trainer, step, 3)
-
-
-def in_parts(trainer: Any, step: int, backwards: int) -> None:
     trainer.backward(cached_loss(trainer, step, backwards))
 
 
@@ -66,12 +62,8 @@ def cached_as_a_leaf(trainer: Any, step: int) -> None:
 
 
 @script(ALL_RIGHT, at_rest=False)
-def cached_in_a_window(trainer: Any, step: int) -> None:
+def cached_in_a_window(trainer: Any, step: int, backwards: int = 3) -> None:
     """The same in a window, beside a backward that is an ordinary one."""
-    in_parts_of_a_window(trainer, step, 3)
-
-
-def in_parts_of_a_window(trainer: Any, step: int, backwards: int) -> None:
     with trainer.window():
         trainer.backward(loss_of(trainer, step, 9))
         trainer.backward(cached_loss(trainer, step, backwards))
@@ -92,11 +84,7 @@ def cached_after_another(trainer: Any, step: int) -> None:
     trainer.backward(cached_loss(trainer, step))
 
 
-@script(
-    {1: RIGHT, 2: raises(TWICE), 3: WRONG},
-    refusal=TWICE,
-    at_rest=False,
-)
+@script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, refusal=TWICE, at_rest=False)
 def cached_beside_one_of_its_own(trainer: Any, step: int) -> None:
     """A cached loss, and a loss of its own added to it."""
     outer = cached_loss(trainer, step, 2)

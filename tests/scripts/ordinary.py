@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from tests.harness import models
+from tests.harness import OFFLOADED, models
 from tests.harness.models import loss_of
-from tests.harness.options import OFFLOADED
 from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script
 
 

@@ -14,30 +14,17 @@ REFUSED = {1: RIGHT, 2: raises("no_sync"), 3: raises("no_sync")}
 
 
 @script(REFUSED, refusal="no_sync", at_rest=False)
-def unsynced(trainer: Any, step: int) -> None:
+def unsynced(trainer: Any, step: int, backwards: int = 3) -> None:
     """Three backwards, the first two in no_sync()."""
-    all_but_the_last(trainer, step, 3)
-
-
-def all_but_the_last(trainer: Any, step: int, backwards: int) -> None:
     with trainer.no_sync():
         for micro in range(backwards - 1):
             trainer.backward(loss_of(trainer, step, micro))
     trainer.backward(loss_of(trainer, step, backwards - 1))
 
 
-@script(
-    {1: raises("no_sync"), 2: raises("no_sync"), 3: raises("no_sync")},
-    refusal="no_sync",
-    micro_steps=2,
-    at_rest=False,
-)
-def stepping_inside(trainer: Any) -> None:
+@script({**REFUSED, 1: raises("no_sync")}, refusal="no_sync", micro_steps=2, at_rest=False)
+def stepping_inside(trainer: Any, backwards: int = 2) -> None:
     """``engine.step()`` in every micro step, in no_sync() too, as Accelerate up to 1.7."""
-    stepped_inside(trainer, 2)
-
-
-def stepped_inside(trainer: Any, backwards: int) -> None:
     for step in trainer.steps():
         for micro in range(backwards):
             with nullcontext() if micro == backwards - 1 else trainer.no_sync():

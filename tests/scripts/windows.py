@@ -12,12 +12,8 @@ from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 
 
 @script(ALL_RIGHT, at_rest=False, grouped=(2, 3))
-def window(trainer: Any, step: int) -> None:
+def window(trainer: Any, step: int, backwards: int = 3) -> None:
     """Three backwards and one reduction."""
-    several_backwards(trainer, step)
-
-
-def several_backwards(trainer: Any, step: int, backwards: int = 3) -> None:
     with trainer.window():
         for micro in range(backwards):
             trainer.backward(loss_of(trainer, step, micro))

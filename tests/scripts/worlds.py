@@ -5,12 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ds_patches
-from tests.harness import models, run
-from tests.harness.options import Options
-from tests.harness.run import Outcome
-from tests.harness.surroundings import DEEPCOMPILE, EAGER
+from tests.harness import DEEPCOMPILE, EAGER, Options, Outcome, World, make_trainer, measure, models
 from tests.scripts.declared import Script
-from tests.world import World
 
 STOCK, PATCHED = "stock", "patched"
 #: Where ranks that do not meet would wait for good.
@@ -54,7 +50,7 @@ class Worlds:
             if script.before is not None:
                 other = {STOCK: PATCHED, PATCHED: STOCK}[way]
                 self.world(script, other, ranks).run(prepare, script, wanted, other, folder)
-            found = self.world(script, way, ranks).run(measure, script, wanted, way, folder, looks)
+            found = self.world(script, way, ranks).run(train, script, wanted, way, folder, looks)
             return list(found)
 
     def close(self) -> None:
@@ -62,12 +58,12 @@ class Worlds:
             world.close()
 
 
-def measure(script: Script, options: Options, way: str, folder: str, looks: bool) -> Outcome:
+def train(script: Script, options: Options, way: str, folder: str, looks: bool) -> Outcome:
     _be(way)
     at = ["calls"]
     if options.stage == 3 and script.on == EAGER and script.before is None:
         at.append("memory")
-    return run.measure(
+    return measure(
         script,
         options,
         on=script.on,
@@ -84,7 +80,7 @@ def prepare(script: Script, options: Options, way: str, folder: str) -> None:
     _be(way)
     assert script.before is not None
     start = models.build(options.model, options.torch_dtype)
-    script.before(run.make_trainer(start, options, strict=False, folder=folder))
+    script.before(make_trainer(start, options, strict=False, folder=folder))
 
 
 def _be(way: str) -> None:

@@ -1,7 +1,5 @@
 """Fixtures of the start-up tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture
 def own(environment: Environment, tmp_path: Path) -> Environment:
-    """An environment that belongs to this test."""
     return environment.copy(tmp_path / "own")
 
 

@@ -39,7 +39,6 @@ class Environment:
 
     @classmethod
     def make(cls, root: Path) -> Environment:
-        """Install everything into a new venv at `root`."""
         venv.create(root, symlinks=True)
         made = cls(root)
         ours = Path(ds_patches.__file__).parent
@@ -56,7 +55,6 @@ class Environment:
         return made
 
     def add_patch(self, name: str) -> None:
-        """Install another one like the sample."""
         patches = fake.patch_folder(self.root / "patches", name)
         shutil.copytree(patches / name, self.package / name)
         shutil.copy(patches / "shapes.json", self.package / "core")
@@ -72,21 +70,17 @@ class Environment:
         return subprocess.run([*map(str, words)], env=variables(*path) | more, cwd=cwd, **whole)
 
     def start(self, *arguments: str | Path, **more: Any) -> Done:
-        """Run an interpreter of this environment."""
         return self.execute(self.python, *arguments, **more)
 
     def prints(self, *arguments: str | Path, **more: Any) -> str:
-        """What such an interpreter prints, which ends well."""
         done = self.start(*arguments, **more)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def ds_patches(self, *arguments: str | Path, **more: Any) -> Done:
-        """Run the command line."""
         return self.start("-m", "ds_patches", *arguments, **more)
 
     def doctor(self, *options: str, **more: Any) -> str:
-        """What the command line's doctor says of the start-up."""
         said = self.start(*options, "-m", "ds_patches", "doctor", **more).stdout
         return said.partition("\nstart-up\n")[2]
 

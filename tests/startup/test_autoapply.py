@@ -3,8 +3,6 @@
 `tests/core/test_lifecycle.py` has every ordering of the hook, imports and calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +24,6 @@ def is_marked():
 
 
 def start(here: Environment, code: str, wanted: str = "sample", **more: str) -> Done:
-    """Run a program under the hook."""
     return here.start("-c", START + code, path=(here.hook,), DS_PATCHES=wanted, **more)
 
 

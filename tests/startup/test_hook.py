@@ -1,7 +1,5 @@
 """The start-up hooks: what else Python does at its start, it still does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -71,7 +69,6 @@ WAIT = {"ds_patches", "ds_patches.startup", "ds_patches.core", "ds_patches.core.
 
 
 def imported(start: Callable[..., Done], **more: Any) -> set[str]:
-    """The modules that a bare start imports."""
     rows = start("-X", "importtime", "-c", "pass", **more).stderr.splitlines()
     return {row.rpartition("|")[2].strip() for row in rows} - {"sitecustomize"}
 

@@ -1,7 +1,5 @@
 """Waiting for an import: when what was awaited happens, and that nothing is left of the wait."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

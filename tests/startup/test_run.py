@@ -1,7 +1,5 @@
 """`python -m ds_patches run -- COMMAND`: the command itself, patched, and nothing around it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`enable` and `disable`: one file in site-packages; and a hook of no use to its interpreter."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

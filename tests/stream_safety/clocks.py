@@ -74,8 +74,6 @@ class Stream:
 
 
 class Device:
-    """All streams, and which is current."""
-
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.host: Clock = {}

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.options import Options, config
-from tests.harness.run import Outcome, Script, run
-from tests.harness.surroundings import STREAMS, build_engine
+from tests.harness import STREAMS, Options, Outcome, Script, build_engine, config, run
 from tests.stream_safety.clocks import Device, Stream
 from tests.stream_safety.races import detecting
 
@@ -56,13 +54,11 @@ def three_backwards(trainer: Any, step: int) -> None:
 
 
 def coalesced(trainer: Any, step: int) -> None:
-    """Three backwards and one reduction in each step."""
     with trainer.window():
         three_backwards(trainer, step)
 
 
 def retained(trainer: Any, step: int) -> None:
-    """Two backwards over one forward in each step."""
     out = trainer(batch(step))
     trainer.backward(out.square().mean(), retain_graph=True)
     trainer.backward(out.abs().mean())
@@ -74,7 +70,6 @@ def unmanaged(trainer: Any, step: int) -> None:
 
 
 def on_a_side_stream(device: Device, engine: Any) -> Any:
-    """The program computes on a stream of its own."""
     side = Stream(name="side")
     side.wait_stream(device.default)
     return device.on(side)

@@ -6,14 +6,10 @@ import pytest
 
 import ds_patches
 from ds_patches.upstream import streams
-from tests.harness.options import Options, config
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
+from tests.harness import EngineTrainer, Options, applied, build_engine, config, on_ranks
 from tests.stream_safety import on_streams
 from tests.stream_safety.on_streams import engine_on_streams
 from tests.stream_safety.test_races import RELEASE, SpecifierSet, lives
-from tests.world import on_ranks
 
 ONE_STEP = Options(steps=1)
 

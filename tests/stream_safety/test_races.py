@@ -1,17 +1,16 @@
 """Each part, on a release that lacks its fix: stock races, and with the part it does not."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from tests.harness.run import Outcome
+from tests.conftest import living
+from tests.harness import Outcome, World
 from tests.harness.stock import RELEASE, since
 from tests.stream_safety import on_streams
-from tests.world import World
 
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 NO_TIMER = {"timers": {"throughput": {"enabled": False, "synchronized": False}}}
@@ -42,7 +41,6 @@ EXACT = on_streams.EXACT
 
 
 def lives(part: str) -> bool:
-    """Whether this release lacks it."""
     return RELEASE in SpecifierSet(LACKS.get(part, ""))
 
 
@@ -56,7 +54,6 @@ def shows(part: str) -> bool:
 
 
 def races(found: list[Outcome], part: str) -> bool:
-    """Whether there is one of this part's kind on any rank."""
     return any(SHOWN[part][1] in race for one in found for race in one.races)
 
 
@@ -70,11 +67,7 @@ def clean(world: World, stage: int, **case: Any) -> list[Outcome]:
     return found
 
 
-@pytest.fixture(scope="module")
-def stock() -> Iterator[World]:
-    """Ranks to which nothing is ever applied."""
-    with World() as living:
-        yield living
+stock = living("module")  # to which nothing is ever applied
 
 
 @pytest.mark.core_case

@@ -147,7 +147,6 @@ class Rank:
                 return False, "hung up, and does not exit"
 
     def tail(self) -> str:
-        """The last lines this rank wrote since the case began."""
         # pread, as the rank shares this file's position and writes at it.
         new = os.fstat(self.output).st_size - self.seen
         lines = os.pread(self.output, new, self.seen).decode(errors="replace").splitlines()
@@ -186,7 +185,6 @@ class Ranks:
             os.close(reading)
 
     def run(self, call: tuple[Any, ...], seconds: float) -> list[Any]:
-        """The value `call` returned on each rank, in rank order."""
         try:
             for rank in self.ranks:
                 rank.send(call)
@@ -247,7 +245,6 @@ class Ranks:
             self.end()
 
     def end(self) -> None:
-        """Kill what still runs and drop what was opened."""
         for rank in self.ranks:
             rank.end()
         os.close(self.lifeline)

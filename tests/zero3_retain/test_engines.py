@@ -10,14 +10,13 @@ from torch import Tensor
 
 import ds_patches
 from ds_patches.core.errors import Refused
-from tests.harness import leftovers, models, stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, World, at, cases, check, leftovers, models, of, stock, trains
+from tests.harness.cases import checked
 from tests.harness.models import backward_that_raises, both_losses, loss_of
 from tests.harness.options import OFFLOADED, Options
-from tests.harness.run import check
 from tests.harness.trainers import engine_of, engine_trainer
 from tests.scripts import evaluating, heads
-from tests.world import World, on_ranks
+from tests.world import on_ranks
 from tests.zero3_retain.test_gradients import patched, several_backwards
 
 retained = partial(of, "zero3_retain")
@@ -51,14 +50,13 @@ def test_engines_of_all_ages(world: World, late: bool) -> None:
         assert any("built before" in text for text in outcome.said) == late
 
 
-@cases(
+test_steps_of_every_kind = checked(
     retained(heads.parts_then_whole, 1, 2, 3, core={1, 2, 3}, steps=6),
     retained(heads.parts_then_whole, 1, 2, 3, steps=6, **OFFLOADED),
     retained(heads.one_head_rests, 1, 2, 3, steps=6),
     retained(heads.one_head_rests, 1, 2, 3, core={1, 2, 3}, steps=6, **OFFLOADED),
+    says=None,
 )
-def test_steps_of_every_kind(world: World, case: Case) -> None:
-    case.check(world, says=None)
 
 
 @trains("zero3_retain", at(3))
@@ -133,7 +131,7 @@ def fail_and_go_on(trainer: Any, step: int, *, failing: int, zero: bool) -> None
         for failing in (1, 2)
         for zero in (False, True)
         for style in ("engine", "torch")
-    ),
+    )
 )
 def test_the_next_step_is_as_if_it_had_not_happened(world: World, case: Case) -> None:
     for outcome in case.check(world, says=None):

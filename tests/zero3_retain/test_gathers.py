@@ -12,11 +12,8 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
+from tests.harness import NO_REUSE, SMALL_PREFETCH, Case, Options, cases, of, run, stock
 from tests.harness.models import batch, both_losses
-from tests.harness.options import NO_REUSE, SMALL_PREFETCH, Options
-from tests.harness.run import run
 from tests.harness.trainers import EngineTrainer, Parameters, engine_of, engine_trainer
 from tests.scripts import losses
 from tests.world import World, on_ranks
@@ -40,7 +37,7 @@ around = {False: nullcontext, True: patched}
         )
         for style in ("engine", "torch")
         for settings in ({}, SMALL_PREFETCH, PREFETCH)
-    ),
+    )
 )
 def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
     world: World, case: Case

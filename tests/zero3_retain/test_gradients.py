@@ -4,39 +4,16 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from tests.harness import stock
-from tests.harness.cases import Case, cases, of
-from tests.harness.models import batch, both_losses, losses
-from tests.harness.options import (
-    ALL_REDUCED,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    NO_REUSE,
-    OFFLOADED,
-    OFFLOADED_ALL,
-    OVERLAP,
-    PERSISTENT,
-    SMALL_PREFETCH,
-    Options,
-)
-from tests.harness.run import applied, check, run
+from tests.harness import NO_REUSE, OFFLOADED_ALL, PERSISTENT, SMALL_PREFETCH, Case, World, stock
+from tests.harness.cases import cases, of
+from tests.harness.models import both_losses
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP
+from tests.harness.run import applied, run
 from tests.scripts import slopes
-from tests.world import World, on_ranks
 
-CRASH = "The size of tensor a (0) must match the size of tensor b"
-GRAPHS = [
-    "DictOutput",
-    "SharedBlock",
-    "TiedEmbedding",
-    "FrozenTrunk",
-    "Reentrant",
-    "NonReentrant",
-    "NamedArguments",
-    "LeafModule",
-]
+GRAPHS = ["DictOutput", "SharedBlock", "TiedEmbedding", "FrozenTrunk", "Reentrant", "NonReentrant"]
+GRAPHS += ["NamedArguments", "LeafModule"]
 PREFETCH = SMALL_PREFETCH | NO_REUSE
 SCATTERED = {"zero": {"contiguous_gradients": False}}
 MICRO_STEPS, CLIPPED = {"micro_steps": 2}, {"clip": 0.05}
@@ -102,50 +79,6 @@ def test_options(world: World, case: Case) -> None:
 def test_graphs(world: World, case: Case) -> None:
     for outcome in case.check(world, says=None):
         assert not any(outcome.available), outcome.available
-
-
-@on_ranks
-@pytest.mark.core_case
-@pytest.mark.parametrize("style", stock.STYLES)
-def test_stock_crashes_at_the_second_backward_of_stage_3(style: str) -> None:
-    outcome = run(several_backwards, Options(style=style))
-    assert CRASH in outcome.error
-    assert len(outcome.available) == 1, "the first backward ran"
-
-
-@on_ranks
-@pytest.mark.core_case
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stock_loses_all_but_one_loss_on_stages_1_and_2(stage: int) -> None:
-    outcome = run(several_backwards, Options(stage=stage))
-    if stock.Version("0.17.5") >= stock.RELEASE:
-        assert outcome.equal, outcome
-    elif stock.LOSES_MICRO_STEPS:
-        assert "TypeError" in outcome.error
-    else:
-        assert outcome.difference > 0.01, outcome
-
-
-def evaluation_then_two_backwards(trainer: Any) -> None:
-    """A ``no_grad`` forward leaves a gather to spend; on stock the second backward then runs."""
-    tokens, classes = batch(0)
-    for _ in range(2):
-        with torch.no_grad():
-            trainer(tokens)
-    first, second = losses(trainer(tokens), classes)
-    trainer.backward(first, retain_graph=True)
-    trainer.backward(second)
-    trainer.step()
-
-
-def test_a_forward_without_gradients_turns_stocks_crash_into_a_wrong_gradient(
-    world: World,
-) -> None:
-    if stock.Version("0.18.5") <= stock.RELEASE:  # before, the sum comes out by accident
-        for outcome in world.run(run, evaluation_then_two_backwards, Options()):
-            assert not outcome.error
-            assert outcome.difference > 0.01
-    check(world, evaluation_then_two_backwards, Options(), "zero3_retain")
 
 
 by_hand = partial(of, "zero3_retain")

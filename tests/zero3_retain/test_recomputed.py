@@ -9,14 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_patches.steps import graph_task
-from tests.harness import stock
+from tests.harness import SMALL_PREFETCH, Outcome, World, check, on_ranks, run, stock, streams
 from tests.harness.models import build
-from tests.harness.options import SMALL_PREFETCH
-from tests.harness.run import Outcome, check, run
-from tests.harness.surroundings import streams
 from tests.scripts import adapters
 from tests.scripts.worlds import FRUGAL
-from tests.world import World, on_ranks
 
 
 @pytest.mark.core_case(settings=FRUGAL)

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
-from tests.harness.cases import Case, cases, of
+from tests.harness import World, applied, checked, engine_trainer, of, on_ranks, run
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Options
-from tests.harness.run import applied, run
-from tests.harness.trainers import engine_trainer
-from tests.world import World, on_ranks
 
 
 def means(weights: list[Tensor]) -> Tensor:
@@ -89,7 +86,7 @@ def rows(**options: Any) -> Any:
 SQUARES = [partial(penalised, where=where) for where in PLACES]
 
 
-@cases(
+test_penalties = checked(
     *rows(),
     *(
         of("zero3_retain", script, 3, core={3} if more == BF16 else (), **more)
@@ -105,8 +102,6 @@ SQUARES = [partial(penalised, where=where) for where in PLACES]
         )
     ),
 )
-def test_penalties(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @pytest.mark.core_case

@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import stock
-from tests.harness.options import Options
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine, half_precision_allowed
-from tests.listening import listening
+from tests.harness import Options, applied, build_engine, half_precision_allowed, listening, stock
 from tests.world import World, on_ranks
 
 #: The engine casts the whole module, with its buffers (pull request 8066).
@@ -75,7 +71,6 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> lis
 
 
 def trained(model: nn.Module, options: Options) -> Any:
-    """The engine of a model that has taken a step."""
     engine = build_engine(model, options.config)
     engine.backward(engine(torch.ones(6, WIDTH, dtype=options.torch_dtype)).float().pow(2).mean())
     engine.step()

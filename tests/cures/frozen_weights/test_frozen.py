@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness.options import BF16, Given, Options
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
-from tests.world import on_ranks
+from tests.harness import BF16, Given, Options, applied, build_engine, on_ranks
 
 PATCH = "frozen_weights"
 
@@ -33,7 +30,6 @@ def saved(engine: Any, folder: Path, **how: Any) -> None:
 
 
 def missing_in(folder: Path, engine: Any) -> set[str]:
-    """Of what ``zero_to_fp32`` makes of a checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return missing(engine, get_fp32_state_dict_from_zero_checkpoint(str(folder), "here"))

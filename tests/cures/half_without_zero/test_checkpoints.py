@@ -10,12 +10,10 @@ import torch
 import ds_patches
 from ds_patches.core.errors import Refused
 from tests.cures.half_without_zero.test_half import EITHER, PATCH, RISING
+from tests.harness import EngineTrainer, applied, check, engine_trainer, half_precision_allowed
 from tests.harness.models import loss_of
 from tests.harness.options import ADAM, BF16, BF16_SUMS, FP16, Given, Options
-from tests.harness.run import applied, check
 from tests.harness.stock import RELEASE, Version
-from tests.harness.surroundings import half_precision_allowed
-from tests.harness.trainers import EngineTrainer, engine_trainer
 from tests.world import World, on_ranks
 
 #: Stock takes an optimizer of bf16 for one of ZeRO's.

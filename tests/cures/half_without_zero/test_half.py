@@ -7,18 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import applied, at, checked, engine_trainer, of, on_ranks, run, trains
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, FP16, Given, Options
 from tests.harness.pipelines import Pipeline
 from tests.harness.pipelines import run as run_pipeline
 from tests.harness.pipelines import train as train_pipeline
-from tests.harness.run import applied, run
 from tests.harness.stock import RELEASE, TORCH_STYLE, Version
 from tests.harness.surroundings import half_precision_allowed
-from tests.harness.trainers import engine_trainer
 from tests.scripts.ordinary import micro_steps as train
-from tests.world import World, on_ranks
 
 PATCH = "half_without_zero"
 PATCHES = (PATCH, *(["pipelines"] if Version("0.19.2") >= RELEASE else []))
@@ -67,7 +64,7 @@ def trained(core: bool = False, **options: Any) -> list[Any]:
     return of(PATCH, train, 0, core={0} if core else (), **OPTIONS | options)
 
 
-@cases(
+test_patched = checked(
     *(
         trained(core=not clip, **BF16, micro_steps=count, clip=clip)
         for count in (1, 4)
@@ -89,8 +86,6 @@ def trained(core: bool = False, **options: Any) -> list[Any]:
     trained(marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
     of(f"accumulation {PATCH}", train, 0, **OPTIONS | FP16 | {"micro_steps": 2}),
 )
-def test_patched(world: World, case: Case) -> None:
-    case.check(world)
 
 
 @trains(PATCH, *(at(0, core={0}, rates=(0.2,), **FP16 | HIGH | fused) for fused in EITHER))
@@ -114,7 +109,6 @@ def test_an_overflow_is_seen(trainer: Any) -> None:
     at(0, rates=(0.2,), marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
 )
 def test_an_overflow_on_one_rank(trainer: Any) -> None:
-    """In the second step."""
     for step in trainer.steps():
         if step == 1 and not trainer.is_engine:
             continue
@@ -133,7 +127,6 @@ def test_an_engine_that_was_there_before(trainer: Any) -> None:
 @on_ranks
 @pytest.mark.parametrize(("fused", "more"), SCALED)
 def test_what_the_engine_tells(fused: bool, more: Given) -> None:
-    """The norm, and the loss."""
     with half_precision_allowed(), applied(PATCH):
         trainer = engine_trainer(stage=0, fused=fused, **FP16 | more)
         loss = loss_of(trainer, 0)

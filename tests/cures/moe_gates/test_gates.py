@@ -8,11 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness.options import config
-from tests.harness.run import applied
+from tests.harness import applied, build_engine, config, on_ranks
 from tests.harness.stock import RELEASE, Version, up_to
-from tests.harness.surroundings import build_engine
-from tests.world import on_ranks
 
 PATCH = "moe_gates"
 WIDTH, EXPERTS, TOKENS = 8, 4, 24

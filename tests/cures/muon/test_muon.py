@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import models, stock
-from tests.harness.options import ALL_REDUCED, BF16_SUMS, OFFLOADED, Options
+from tests.harness import ALL_REDUCED, BF16_SUMS, OFFLOADED, Options, World, models, on_ranks, stock
 from tests.harness.run import Outcome, applied, run
 from tests.harness.stock import LOSES_MICRO_STEPS, RELEASE, Version, up_to
 from tests.scripts.losses import two_backwards
 from tests.scripts.ordinary import micro_steps, one_backward, skipped_step
 from tests.scripts.windows import window
-from tests.world import World, on_ranks
 
 IS_RIGHT = Version("0.19.8") <= RELEASE  # but for two backwards
 FP16 = {"settings": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}}

@@ -7,14 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness import stock
+from tests.harness import EngineTrainer, applied, build_engine, check, parameters, run, stock
 from tests.harness.models import TwoHeads, loss_of
 from tests.harness.models.shapes import WIDTH
 from tests.harness.options import BF16, FP16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Given, Options
-from tests.harness.parameters import parameters
-from tests.harness.run import applied, check, run
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
 from tests.scripts.ordinary import micro_steps
 from tests.world import World, on_ranks
 

@@ -1,16 +1,11 @@
 """Pipelines: every stage moves as plain PyTorch does over the whole batch."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.harness.pipelines import (
-    Pipeline,
-    run,
-    train,
-    train_and_evaluate,
-    train_and_unapply,
-)
+from tests.harness.pipelines import Pipeline, run, train, train_and_evaluate, train_and_unapply
 from tests.harness.stock import RELEASE, Version
 from tests.world import World, on_ranks
 
@@ -48,6 +43,10 @@ def test_stock(zero: int) -> None:
         assert found.equal, found
 
 
+KINDS: list[dict[str, Any]] = [{}, {"stages": 1}, {"micro_steps": 1}, {"dtype": "bfloat16"}]
+KINDS += [{"tied": True}, {"checkpointing": True}, {"pair": True}]
+
+
 @on_ranks
 @pytest.mark.core_case(zero=0, more={})
 @pytest.mark.core_case(zero=1, more={"stages": 1})
@@ -56,19 +55,7 @@ def test_stock(zero: int) -> None:
 @pytest.mark.parametrize(
     ("zero", "more"),
     [
-        *(
-            (zero, more)
-            for zero in (0, 1)
-            for more in (
-                {},
-                {"stages": 1},
-                {"micro_steps": 1},
-                {"dtype": "bfloat16"},
-                {"tied": True},
-                {"checkpointing": True},
-                {"pair": True},
-            )
-        ),
+        *product((0, 1), KINDS),
         (0, {"stages": 1, "micro_steps": 1}),
         (0, {"stages": 1, "dtype": "bfloat16"}),
         (1, {"dtype": "bfloat16", "sums": "fp32"}),

@@ -13,10 +13,7 @@ from tests.harness.stock import RELEASE, Version, up_to
 
 RATES = (0.1, 0.01)
 ONE_RATE = Version("0.17.2") <= RELEASE <= Version("0.19.3")
-pytestmark = [
-    pytest.mark.core_case,
-    up_to("0.19.3"),
-]
+pytestmark = [pytest.mark.core_case, up_to("0.19.3")]
 
 
 def rates(name: str, steps: int, *given: Any, **more: Any) -> list[list[float]]:

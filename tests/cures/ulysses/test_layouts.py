@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from tests.harness.run import applied
+from tests.harness import applied, on_ranks
 from tests.harness.stock import since, up_to
-from tests.world import on_ranks
 
 LENGTH, BATCH, HEADS, SIZE = 6, 3, 8, 5
 pytestmark = [up_to("0.19.6"), since("0.16.3", "the defect")]

@@ -7,11 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness import ADAM, BF16, BF16_SUMS, EngineTrainer, Given, applied, engine_trainer
 from tests.harness.models import loss_of
-from tests.harness.options import ADAM, BF16, BF16_SUMS, Given
-from tests.harness.run import applied
 from tests.harness.stock import RELEASE, Version, up_to
-from tests.harness.trainers import EngineTrainer, engine_trainer
 from tests.world import on_ranks
 
 

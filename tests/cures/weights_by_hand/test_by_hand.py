@@ -9,23 +9,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from ds_patches.upstream import kinds
-from tests.harness import models, stock
-from tests.harness.cases import Case, at, cases, of, trains
+from tests.harness import Case, World, applied, at, cases, checked, models, of, run, stock, trains
 from tests.harness.models import loss_of
-from tests.harness.options import (
-    ADAM,
-    BF16,
-    BF16_SUMS,
-    FP16,
-    OFFLOADED,
-    OFFLOADED_ALL,
-    PERSISTENT,
-)
-from tests.harness.run import applied, run
+from tests.harness.options import ADAM, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, PERSISTENT
 from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer
 from tests.scripts.ordinary import one_backward
-from tests.world import World, on_ranks
+from tests.world import on_ranks
 
 PATCH = "weights_by_hand"
 #: Without these, some releases get the same training wrong where nothing is changed.
@@ -105,9 +95,7 @@ FP16_ROWS = beside_others(0, 1, 3, **FP16, core={0}), beside_others(0, **FP16, f
 CASES = [*chain.from_iterable(row(PATCH, loaded) for row in ROWS)]
 
 
-@cases(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
-def test_loaded(world: World, case: Case) -> None:
-    case.check(world)
+test_loaded = checked(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
 
 
 @cases(CASES)
@@ -183,7 +171,6 @@ def newer(trainer: EngineTrainer) -> None:
 
 
 def resumed(trainer: EngineTrainer) -> None:
-    """A checkpoint, in which a copy is newer than its weights."""
     newer(trainer)
     trainer.save()
     trainer.load()

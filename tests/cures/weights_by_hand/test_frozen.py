@@ -8,30 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import models
+from tests.harness import EngineTrainer, applied, build_engine, listening, models, parameters
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, BF16_SUMS, OFFLOADED, Options
-from tests.harness.parameters import parameters
-from tests.harness.run import applied
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import EngineTrainer
-from tests.listening import listening
 from tests.world import on_ranks
 
 EVERYWHERE = pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(options, id=str(at))
-        for at, options in enumerate(
-            [
-                Options(0, **BF16),
-                Options(1),
-                Options(1, **BF16_SUMS),
-                Options(2, **OFFLOADED),
-                Options(3),
-            ]
-        )
-    ],
+    [Options(0, **BF16), Options(1), Options(1, **BF16_SUMS), Options(2, **OFFLOADED), Options(3)],
 )
 
 
@@ -79,7 +63,6 @@ def unfrozen(head: nn.Module, step: int) -> None:
 
 
 def says(said: list[str], *words: str) -> bool:
-    """One warning of rank 0 has these words."""
     return dist.get_rank() > 0 or (len(said) == 1 and all(word in said[0] for word in words))
 
 

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.harness import RankError, World, WorldTimeout, applied, check, engine_trainer, run
 from tests.harness.models import TwoHeads, loss_of
 from tests.harness.models.shapes import Block
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, OVERLAP, Given, Options
-from tests.harness.run import applied, check, run
 from tests.harness.stock import RELEASE, Version, up_to
-from tests.harness.trainers import engine_trainer
 from tests.scripts.ordinary import micro_steps, one_backward
-from tests.world import RankError, World, WorldTimeout
 
 PATCH = "zero12_gradients"
 IN_TILES = Version("0.17.0") <= RELEASE <= Version("0.18.5")
@@ -80,11 +78,7 @@ def overflows(trainer: Any) -> None:
 
 @pytest.mark.skipif(not IN_TILES, reason="stock is right")
 @pytest.mark.core_case(more={})
-@pytest.mark.parametrize(
-    "more",
-    [{}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}}],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [{}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}}], ids=str)
 class TestTiles:
     @pytest.mark.parametrize("stage", [1, 2])
     def test_stock(self, world: World, stage: int, more: Given) -> None:
@@ -144,8 +138,7 @@ def set_sums(trainer: Any, step: int) -> None:
 @pytest.mark.core_case(immediate=False)
 @pytest.mark.parametrize("immediate", [False, True])
 @pytest.mark.parametrize(
-    ("script", "micro_steps"),
-    [pytest.param(read_sums, 2, marks=up_to("0.19.7")), (set_sums, 1)],
+    ("script", "micro_steps"), [pytest.param(read_sums, 2, marks=up_to("0.19.7")), (set_sums, 1)]
 )
 def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> None:
     halves = {"bf16": {"enabled": True, "immediate_grad_update": immediate}}

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import models, stock
+from tests.harness import SMALL_PREFETCH, applied, build_engine, check, config, models, run, stock
 from tests.harness.models import WIDTH, batch
-from tests.harness.options import SMALL_PREFETCH, config
-from tests.harness.run import applied, check, run
-from tests.harness.surroundings import build_engine
 from tests.harness.trainers import engine_trainer
 from tests.scripts import evaluating
 from tests.scripts.worlds import FRUGAL

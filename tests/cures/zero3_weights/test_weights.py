@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import stock
-from tests.harness.options import Options
-from tests.harness.run import Outcome, applied, run
-from tests.harness.surroundings import build_engine
-from tests.harness.trainers import engine_trainer
+from tests.harness import Options, Outcome, applied, build_engine, engine_trainer, run, stock
 from tests.scripts import states
 from tests.world import World, on_ranks
 

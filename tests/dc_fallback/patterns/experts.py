@@ -25,8 +25,6 @@ class Experts(nn.Module):
 
 
 class Leaf(Compiled):
-    """Experts that are gathered together, in a frame that Dynamo cannot compile."""
-
     leaf_classes = (Experts,)
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -59,8 +57,6 @@ class Fused(nn.Module):
 
 
 class FusedExperts(Compiled):
-    """As in transformers 5."""
-
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
         self.layers[1] = Fused(width)

@@ -40,8 +40,6 @@ def backward_that_raises(trainer: Any, loss: Tensor) -> None:
 
 
 class Fragile(TwoHeads):
-    """Raises between its two blocks: half the parameters have their gradients by then."""
-
     def trunk(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         return self.blocks[1](RaiseInBackward.apply(self.blocks[0](x)))

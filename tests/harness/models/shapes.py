@@ -81,8 +81,6 @@ class SharedBlock(TwoHeads):
 
 
 class TiedEmbedding(TwoHeads):
-    """The embedding's weight is the reconstruction head's too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rebuild = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -148,8 +146,6 @@ class Experts(nn.Module):
 
 
 class LeafModule(TwoHeads):
-    """The middle of the trunk is a z3 leaf module."""
-
     leaf_classes = (Experts,)
 
     def __init__(self) -> None:

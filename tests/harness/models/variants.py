@@ -20,16 +20,12 @@ class Deep(TwoHeads):
 
 
 class TwoBranches(TwoHeads):
-    """Each head has a trunk of its own."""
-
     def forward(self, tokens: Tensor) -> Losses:
         x = self.embed(tokens)
         return Losses(self.classify(self.blocks[0](x)), self.rebuild(self.blocks[1](x)))
 
 
 class CompiledBlock(TwoHeads):
-    """One block is compiled by its owner."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].compile(backend="aot_eager")
@@ -144,8 +140,6 @@ class Routed(TwoHeads):
 
 
 class RoutedTwice(Routed):
-    """The routed layer is used twice, and so is an expert."""
-
     def route(self, x: Tensor, tokens: Tensor) -> Tensor:
         return self.router(self.router(x, tokens), tokens)
 
@@ -165,8 +159,6 @@ class RoutedReentrant(Routed):
 
 
 class RoutedNonReentrant(Routed):
-    """The routed layer runs again in the backward."""
-
     reentrant = False
 
 
