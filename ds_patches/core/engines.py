@@ -36,8 +36,9 @@ def built() -> list[Any]:
     One whose construction is under way, or has raised, is nobody's.
     """
     base = getattr(sys.modules.get(MODULE), "DeepSpeedEngine", None)
-    if base is None:
-        return []
+    dist: Any = sys.modules.get("torch.distributed")
+    if base is None or dist is None or not dist.is_initialized():
+        return []  # none is built, or trains, without a process group
     kinds: list[type] = [base]
     for kind in kinds:
         kinds += kind.__subclasses__()
