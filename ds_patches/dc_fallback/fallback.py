@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_patches.core import agreement
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import OtherRankFailed
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps import ranks
 from ds_patches.steps.step import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
@@ -85,7 +85,7 @@ class Fallback:
             (self._optimizer, "zero_grad", self._zero_grad),
             (self._optimizer, "step", self._take_step),
         ):
-            self._undo.callback(Shadow(owner, name, around).remove)
+            self._undo.callback(Layer(owner, name, around).remove)
         before_call, after_call = self._call_hooks()
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():

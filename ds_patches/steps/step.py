@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core.errors import Refused
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import (
     NO_TASK,
     Entry,
@@ -86,7 +86,7 @@ class GradientSum:
     keeps_counted = True
 
     def __init__(self) -> None:
-        self.shadows: list[Shadow] = []
+        self.shadows: list[Layer] = []
 
     def begin_backward(self) -> None:
         """A backward begins; what it reduces is added."""
@@ -209,9 +209,10 @@ class EngineSteps:
             upstream_engine.begin_backward(self.engine, again)
         finally:
             self.prologue_is_due = False
-        for shadow in self.sum.shadows:
-            if shadow.own.get(shadow.name) is not shadow.wrapper:
-                shadow.come_back()
+        for at, layer in enumerate(self.sum.shadows):
+            if layer.own.get(layer.name) is not layer.installed and not layer.comes_back():
+                layer.remove()
+                self.sum.shadows[at] = Layer(layer.owner, layer.name, layer.around)
         self.sum.begin_backward()
         for listener in self.listeners:
             if listener.awaits_backwards:
