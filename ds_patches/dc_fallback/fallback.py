@@ -279,7 +279,8 @@ class Fallback:
             return
         # What graphs hold of the backward goes by collectives, in which all ranks take part.
         world, me = range(dist.get_world_size()), dist.get_rank()
-        absent = ranks.come(agreement.meeting("dc_fallback", world, me), me, world)
+        place = agreement.meeting("dc_fallback", world, me)
+        absent = agreement.come(agreement.store(), place, world, me, ranks.patience())
         self._alone = bool(absent)
         if absent:
             raise OtherRankFailed(
