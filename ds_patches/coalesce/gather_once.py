@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from ds_patches.core.errors import Refused
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import (
     NO_TASK,
     at_end_of_task,
@@ -35,7 +35,7 @@ class GatherOnce(Listener):
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
         self._engine, self._steps = engine, steps
         self._offload = engine.optimizer.parameter_offload
-        self._held: list[Shadow] = []
+        self._held: list[Layer] = []
         self._restore: Callable[[], None] | None = None  # the module hooks, once they are away
         self._handles: list[Any] = []
         self._is_over = False

@@ -9,7 +9,7 @@ from typing import Any
 from ds_patches.core.agreement import reduction_group
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.errors import Misused, Refused
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import current_task_id
 from ds_patches.steps.step import EngineSteps, Listener
 from ds_patches.upstream import engine as upstream_engine
@@ -32,7 +32,7 @@ class LocalGradients(Listener):
         #: A backward that raised since a block was opened.
         self.failed = False
         self._engine, self._steps = engine, steps
-        self._shadows: list[Shadow] = []
+        self._shadows: list[Layer] = []
         #: A backward has begun since gradients stay.
         self.waiting = False
         #: Where a step is its own boundary: whether each backward reduces, or the step does.
@@ -51,10 +51,10 @@ class LocalGradients(Listener):
         upstream_engine.forget_last_step(engine)
         method = upstream_engine.gradient_method(optimizer)
         self._shadows = [
-            Shadow(optimizer, method, self._gradient_arrives),
-            Shadow(engine, "allreduce_gradients", self._backward_ends),
-            Shadow(engine, "backward", self._backward),
-            Shadow(engine, "step", self._step),
+            Layer(optimizer, method, self._gradient_arrives),
+            Layer(engine, "allreduce_gradients", self._backward_ends),
+            Layer(engine, "backward", self._backward),
+            Layer(engine, "step", self._step),
         ]
         self.awaits_backwards = True
 

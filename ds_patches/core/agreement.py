@@ -133,16 +133,11 @@ def exchange(store: Any, prefix: str, ranks: tuple[int, ...], me: int, mine: Hol
     store, prefix: where, and a place there that no other engine uses.
     """
     compared = {name: mine.told[name] for name in ("ds_patches", "DeepSpeed", *mine.live)}
-    alike, came, read = f"{prefix}/{compared}", f"{prefix}/came", f"{prefix}/read"
-    store.set(f"{prefix}/{me}", json.dumps(mine))
+    alike, read = f"{prefix}/{compared}", f"{prefix}/read"
     store.add(alike, 1)
-    store.add(came, 1)
-    if not mine.live:
+    silent = come(store, prefix, ranks, me, PATIENCE if mine.live else None, json.dumps(mine))
+    if not mine.live or store.add(alike, 0) >= len(ranks):
         return ""
-    _until(lambda: store.add(came, 0) >= len(ranks), PATIENCE)
-    if store.add(alike, 0) >= len(ranks):
-        return ""
-    silent = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
     heard = {
         rank: Holdings(*json.loads(store.get(f"{prefix}/{rank}")))
         for rank in ranks
@@ -159,6 +154,21 @@ def exchange(store: Any, prefix: str, ranks: tuple[int, ...], me: int, mine: Hol
         f"after {PATIENCE:.0f} s, {_named(silent)} did not say which patches are applied there: "
         "none may be (is ds_patches installed, and DS_PATCHES set, on that host?)"
     )
+
+
+def come(
+    store: Any, place: str, ranks: Sequence[int], me: int, patience: float | None, word: str = ""
+) -> list[int]:
+    """Say that this rank has come to a place, wait for the others, and return those that do not.
+
+    Not by a collective, as a rank that raised takes part in none. patience: None waits for nobody.
+    """
+    came = f"{place}/came"
+    store.set(f"{place}/{me}", word)
+    store.add(came, 1)
+    if patience is None or _until(lambda: store.add(came, 0) >= len(ranks), patience):
+        return []
+    return [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
 
 
 def _until(condition: Callable[[], bool], timeout: float) -> bool:

@@ -15,6 +15,8 @@ from ds_patches.core import live
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+#: A wrapper's function, by wrapt's signature: the second is the instance.
+Around = Callable[[Wrapped, Any, Args, Kwargs], Any]
 
 #: Of a function with ``*args`` or ``**kwargs``: another library's, by which nothing can be named.
 _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS

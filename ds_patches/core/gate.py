@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from ds_patches.core import imports, journal, live, once, registry, release, shape
+from ds_patches.core import imports, live, once, registry, release, shape
 from ds_patches.core.errors import ImportFails
 from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
@@ -156,7 +156,7 @@ def _drift(place: Place, found: str) -> str:
     where = live.site(place) if imports.is_whole(place.module) else None
     came = ""
     if where:
-        came = f", live from {live.origin(journal.beneath_ours(live.raw(*where)))}"
+        came = f", live from {live.origin(live.beneath_ours(live.raw(*where)))}"
     if releases := shape.known(place).get(found):
         return f"{place.key} is that of {releases}{came}"
     if found in (shape.ABSENT, shape.UNREADABLE):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from ds_patches.core import engines, gate, imports, registry, release
+from ds_patches.core import gate, imports, registry, release
 from ds_patches.core.errors import ImportFails, Misused
 from ds_patches.core.flags import Request, Requests
 from ds_patches.core.gate import Verdict
@@ -79,23 +79,15 @@ class Life:
     @property
     def live(self) -> bool:
         """Whether every wrapper is in the call path."""
-        return all_reached([state for state, _ in self.wrapper_states().values()])
-
-    def wrapper_states(self) -> dict[str, tuple[WrapperState, str]]:
-        """Return where each wrapper stands, and what lies over it, by the key of its target."""
-        found = self.journal.wrapper_states()
-        for wrapper in self.journal.wrappers if engines.known else ():
-            if wrapper.on and (by := engines.replacement(wrapper)):
-                found[wrapper.target.key] = (WrapperState.REPLACED, by)
-        return found
+        return all_reached([state for state, _ in self.journal.states().values()])
 
     def status(self, request: Request, verdict: Verdict | None = None) -> PatchStatus:
         """Return where the patch stands, from the live objects.
 
         verdict: the gate's answer, where it was asked already.
         """
-        wrapper_states = self.wrapper_states()
-        state, reason = self._state(wrapper_states, request, verdict)
+        states = self.journal.states()
+        state, reason = self._state(states, request, verdict)
         installed = release.installed()
         return PatchStatus(
             name=self.patch.name,
@@ -104,23 +96,23 @@ class Life:
             installed=installed.text if installed else None,
             upstream=self.patch.upstream,
             notes=self.notes,
-            targets={key: where for key, (where, _) in wrapper_states.items()},
+            targets={key: where for key, (where, _) in states.items()},
         )
 
     def _state(
         self,
-        wrapper_states: dict[str, tuple[WrapperState, str]],
+        states: dict[str, tuple[WrapperState, str]],
         request: Request,
         verdict: Verdict | None,
     ) -> tuple[State, str]:
         shadows = [
             f"{key} is {where.value} by {origin}"
-            for key, (where, origin) in wrapper_states.items()
+            for key, (where, origin) in states.items()
             if where is not WrapperState.ON_TOP
         ]
         if shadows:
             return State.SHADOWED, "; ".join(shadows)
-        if count := len(wrapper_states):
+        if count := len(states):
             return State.APPLIED, f"{count} of {count} wrappers in place"
         if isinstance(self.failure, ImportFails):
             return State.BROKEN, str(self.failure)

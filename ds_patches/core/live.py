@@ -68,10 +68,25 @@ def raw(owner: Owner, name: str) -> Any:
     return vars(owner).get(name, MISSING)
 
 
-def innermost(value: Any) -> Any:
+def ours(value: Any) -> Any:
+    """Return the `Layer` that has put this there, if it is a wrapper of ours."""
+    # Of another's around ours, the attribute would be ours: its type has none.
+    return value._self_layer if hasattr(type(value), "_self_layer") else None
+
+
+def beneath_ours(value: Any) -> Any:
+    """Return what another put there, if there are wrappers of ours upon it."""
+    while layer := ours(value):
+        value = layer.original
+    return value
+
+
+def innermost(value: Any, over: list[Any] | None = None) -> Any:
     """Return the function or class beneath all wrappers that say what they wrap.
 
     An object that answers to every name says that it wraps something without end.
+
+    over: takes the wrappers.
     """
     for _ in range(_WALK_LIMIT):
         kind = type(value)
@@ -87,6 +102,8 @@ def innermost(value: Any) -> Any:
                 beneath = _cells(value)["func"]
         if beneath is None:
             return value
+        if over is not None:
+            over.append(value)
         value = beneath
     return value
 

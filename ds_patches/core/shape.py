@@ -36,6 +36,8 @@ ABSENT = "absent"
 #: Shape of a live object whose source cannot be read.
 UNREADABLE = "unreadable"
 
+_DEF = re.compile(r"\s*(?:async\s+)?def\s+(\w+)")
+
 #: By hash or shape, the releases that have it, as spans: "0.16.0-0.16.4, 0.16.6".
 Spans = Mapping[str, str]
 #: Path, time and size: what is kept of a file is kept for this state of it.
@@ -171,7 +173,8 @@ def _begins(path: str, code: CodeType) -> bool:
     linecache.checkcache(path)
     rest = linecache.getlines(path)[code.co_firstlineno - 1 :]
     head = next((line for line in rest if not line.lstrip().startswith("@")), "")
-    return re.match(rf"\s*(async\s+)?def\s+{code.co_name}\b", head) is not None
+    found = _DEF.match(head)
+    return found is not None and found[1] == code.co_name
 
 
 def _in_file(file: Stamp, module: str, qualname: str) -> _Found:

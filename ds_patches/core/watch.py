@@ -57,7 +57,7 @@ def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
     agreement.compare(engine)
     engines.add(engine)
     for patch, life in [*lifecycle.lives.items()]:
-        for key, (state, by) in life.wrapper_states().items():
+        for key, (state, by) in life.journal.states().items():
             text = f"{patch}: {key} is replaced by {by}"
             if state is WrapperState.REPLACED and text not in _said:
                 _said.add(text)

@@ -3,24 +3,19 @@
 Where Dynamo traces a call of wrapt's own, it calls the original, without a word, or fails. Marked
 as `torch.compiler.disable` marks a function, a wrapper is a graph break and runs as it does eagerly
 (torch 2.6 to 2.15). In three places Dynamo, and libraries, need what a function has and wrapt's
-wrapper has not: see `_Bound.__func__`, and `_Method`.
+wrapper has not: see `_Bound.__func__`, and `Method`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import wrapt
 
 from ds_patches.core import live
-from ds_patches.core.calls import names_of
-from ds_patches.core.patch import Target
-
-Around = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+from ds_patches.core.calls import Around, names_of
 
 
 class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
@@ -53,6 +48,7 @@ class Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     __bound_function_wrapper__ = _Bound
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = None
+    _self_layer = None
 
     def __init__(self, wrapped: Any, around: Around, **how: Any) -> None:
         super().__init__(wrapped, _passing_on(wrapped, around), **how)
@@ -70,7 +66,7 @@ class Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self.__qualname__ if self._self_enabled else (copy.copy, (self.__wrapped__,))
 
 
-class _Method(Function):
+class Method(Function):
     """Around a method, bound as a function is: `Class.method` is the wrapper itself, every time."""
 
     def __init__(self, wrapped: Any, around: Around, **how: Any) -> None:
@@ -87,8 +83,8 @@ class _Method(Function):
 
 def _passing_on(beneath: Any, around: Around) -> Around:
     """Let keywords that only another library's wrapper beneath knows go there past `around`."""
-    function = live.innermost(beneath)
-    layers = live.path_to(beneath, function)[:-1]
+    layers: list[Any] = []
+    function = live.innermost(beneath, layers)
     if not any(map(live.is_anothers, layers)):
         return around
     known = names_of(function)
@@ -101,57 +97,3 @@ def _passing_on(beneath: Any, around: Around) -> Around:
         return around(wrapped, instance, args, kwargs)
 
     return passing_on
-
-
-@dataclass(eq=False)
-class Wrapper:
-    """One wrapper of ours at one place.
-
-    original: what the owner's `__dict__` held before, unbound, or MISSING. Kept once.
-    installed: what the owner's `__dict__` holds instead.
-    """
-
-    target: Target
-    owner: live.Owner
-    name: str
-    original: Any
-    installed: Function
-    #: Empty or not: whether a list is, wrapt sees at each call without a call of Python's.
-    _on: list[bool]
-
-    @property
-    def on(self) -> bool:
-        """Whether it takes effect; switched off, it passes every call straight through."""
-        return bool(self._on)
-
-    def switch(self, on: bool) -> None:
-        """Take effect or not, also where somebody holds the wrapper, or a method bound by it."""
-        self._on[:] = [True] * on
-
-    def rest_on(self, original: Any) -> None:
-        """Let another original lie beneath, when the wrapper that lay there is taken out."""
-        self.original = original
-        self.installed.__wrapped__ = _beneath(
-            self.owner, self.name, original, self.installed._self_wrapper
-        )
-
-
-def build(target: Target, owner: live.Owner, name: str, original: Any, around: Around) -> Wrapper:
-    """Return the wrapper, switched on and not yet in place.
-
-    Raises TypeError for anything but a function of a module or a method of instances: Dynamo goes
-    past a wrapper around a classmethod or staticmethod.
-    """
-    beneath = _beneath(owner, name, original, around)
-    if isinstance(original, (type, *live.CARRIERS)) or not callable(beneath):
-        raise TypeError(
-            f"{target.key} is a {type(original).__name__}; only functions of a module and methods "
-            "of instances are wrapped"
-        )
-    kind = _Method if isinstance(owner, type) else Function
-    on: Any = [True]
-    return Wrapper(target, owner, name, original, kind(beneath, around, enabled=on), on)
-
-
-def _beneath(owner: live.Owner, name: str, original: Any, around: Any) -> Any:
-    return live.Absent(owner, name, around) if original is live.MISSING else original

@@ -33,8 +33,8 @@ from typing import Any
 
 from ds_patches.core import handles
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.layer import layered
 from ds_patches.core.patch import Patch
-from ds_patches.core.shadow import shadowed
 from ds_patches.upstream.places import ENGINE
 
 PATCH = Patch(
@@ -64,7 +64,7 @@ def around_save(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     is_whole = engine.zero_optimization_stage() == 1 and not engine.pipeline_parallelism
     if not is_whole or all(param.requires_grad for param in engine.module.parameters()):
         return wrapped(*args, **kwargs)
-    with shadowed(
+    with layered(
         engine,
         zero_optimization_partition_gradients=lambda *_: True,
         _get_zero_frozen_param_attributes=partial(_attributes, engine),

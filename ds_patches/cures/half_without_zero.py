@@ -57,8 +57,8 @@ from typing import Any
 from ds_patches.core import handles
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.errors import Refused
+from ds_patches.core.layer import layered
 from ds_patches.core.patch import Class, Patch, upstream
-from ds_patches.core.shadow import shadowed
 from ds_patches.upstream import half
 from ds_patches.upstream.kinds import is_half
 from ds_patches.upstream.pipeline import as_engine_backward
@@ -207,7 +207,7 @@ def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     if not (is_half(engine.optimizer) and engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
     no = lambda *_: False  # noqa: E731
-    with shadowed(engine, bfloat16_enabled=no, zero_optimization=no):
+    with layered(engine, bfloat16_enabled=no, zero_optimization=no):
         return wrapped(*args, **kwargs)
 
 

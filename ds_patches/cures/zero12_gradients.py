@@ -46,7 +46,7 @@ from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.places import BF16, ENGINE, ZERO12
 
 if TYPE_CHECKING:
-    from ds_patches.core.shadow import Shadow
+    from ds_patches.core.layer import Layer
     from ds_patches.steps.attached import Attached
 
 _TILED = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -81,13 +81,13 @@ apply, unapply, is_applied = handles.of(__name__)
 
 
 @cache
-def _shadows() -> Attached[Shadow]:
+def _shadows() -> Attached[Layer]:
     """Return what keeps tiles out of the buckets of each engine."""
     from ds_patches.steps.attached import Attached
     from ds_patches.upstream.kinds import is_zero12
     from ds_patches.upstream.zero12 import only_whole
 
-    def make(engine: Any) -> Shadow | None:
+    def make(engine: Any) -> Layer | None:
         return only_whole(engine.optimizer) if is_zero12(engine.optimizer) else None
 
     return Attached(PATCH.name, make)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_patches.core import agreement
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import OtherRankFailed
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps import ranks
 from ds_patches.steps.step import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
@@ -100,7 +100,7 @@ class Fallback:
             (self._optimizer, "zero_grad", self._zero_grad),
             (self._optimizer, "step", self._take_step),
         ):
-            self._undo.callback(Shadow(owner, name, around).remove)
+            self._undo.callback(Layer(owner, name, around).remove)
         before_call, after_call = modules.call_hooks(self._engine, self.uses)
         see = dynamo.disabled(self._see)
         for module in self._engine.module.modules():
@@ -268,7 +268,8 @@ class Fallback:
             return
         # What graphs hold of the backward goes by collectives, in which all ranks take part.
         world, me = range(dist.get_world_size()), dist.get_rank()
-        absent = ranks.come(agreement.meeting("dc_fallback", world, me), me, world)
+        place = agreement.meeting("dc_fallback", world, me)
+        absent = agreement.come(agreement.store(), place, world, me, ranks.patience())
         if absent:
             self._phase = Phase.ALONE
             raise OtherRankFailed(

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
@@ -172,14 +172,14 @@ def keep_apart() -> None:
             _apart(engine)
 
 
-def _shadow_hooks(engine: Any) -> list[Shadow]:
+def _shadow_hooks(engine: Any) -> list[Layer]:
     around = partial(_around_hook, ref(engine))
     methods = upstream_engine.methods_of_hooks(engine.optimizer)
-    return [Shadow(engine.optimizer, name, around) for name in methods]
+    return [Layer(engine.optimizer, name, around) for name in methods]
 
 
 #: Of engines that have rivals: around what the hooks of their parameters call.
-_apart: Attached[list[Shadow]] = Attached("apart", _shadow_hooks)
+_apart: Attached[list[Layer]] = Attached("apart", _shadow_hooks)
 
 
 def _around_hook(engine: ref[Any], wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
@@ -23,8 +23,8 @@ class Bf16Sum(GradientSum):
         super().__init__()
         if upstream_engine.reduces_before_it_adds():
             self.shadows = [
-                Shadow(engine, "allreduce_gradients", self._reduce),
-                Shadow(engine.optimizer, "backward_epilogue", self._epilogue),
+                Layer(engine, "allreduce_gradients", self._reduce),
+                Layer(engine.optimizer, "backward_epilogue", self._epilogue),
             ]
 
     def lacks(self, unreduced: bool) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero12
 from ds_patches.upstream import zero12_offload as offload
@@ -34,8 +34,8 @@ class HostSum:
         self._delivered = set(self._given)
         #: At this one optimizer: it is called for every parameter, and only here it matters.
         self.shadows = [
-            Shadow(optimizer, "copy_grads_in_partition", self._copy),
-            Shadow(optimizer, offload.LINKING_METHOD, self._link),
+            Layer(optimizer, "copy_grads_in_partition", self._copy),
+            Layer(optimizer, offload.LINKING_METHOD, self._link),
         ]
         offload.watch(optimizer, self._settle)
 

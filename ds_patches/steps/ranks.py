@@ -1,15 +1,13 @@
-"""What ranks tell each other: flags, and without a collective that they have come."""
+"""What ranks tell each other by a collective: flags. See `core.agreement` for what needs none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_patches.core.agreement import store
 from ds_patches.upstream.accelerator import accelerator
 
 
@@ -33,17 +31,3 @@ def patience() -> float:
     device = torch.device(accelerator().device_name())
     timeout = group._get_backend(device).options._timeout
     return float(timeout.total_seconds())
-
-
-def come(key: str, rank: int, ranks: Sequence[int]) -> list[int]:
-    """Say that this rank has come to `key`, and wait for the others; return those that do not.
-
-    Not by a collective, as a rank that raised takes part in none.
-    """
-    here = store()
-    here.set(f"{key}/{rank}", "come")
-    try:
-        here.wait([f"{key}/{one}" for one in ranks], timedelta(seconds=patience()))
-    except RuntimeError:  # DistStoreError: the time is over
-        return [one for one in ranks if not here.check([f"{key}/{one}"])]
-    return []

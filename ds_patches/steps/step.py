@@ -162,9 +162,9 @@ class EngineSteps:
             upstream_engine.begin_backward(self.engine, again)
         finally:
             self.prologue_is_due = False
-        for shadow in self.sum.shadows:
-            if shadow.own.get(shadow.name) is not shadow.wrapper:
-                shadow.come_back()
+        for at, layer in enumerate(self.sum.shadows):  # without a call for each
+            if layer.own.get(layer.name) is not layer.installed:
+                self.sum.put_back(at)
         self.sum.begin_backward()
         for listener in self.listeners:
             if listener.awaits_backwards:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.ranks import on_any
 
 
@@ -25,7 +25,7 @@ class GradientSum:
     keeps_earlier_micro_steps = True
 
     def __init__(self) -> None:
-        self.shadows: list[Shadow] = []
+        self.shadows: list[Layer] = []
 
     def begin_backward(self) -> None:
         """Let the backward that begins add what it reduces."""
@@ -53,6 +53,13 @@ class GradientSum:
 
     def step_taken(self) -> None:
         """Begin a new step: the optimizer has used the gradients."""
+
+    def put_back(self, at: int) -> None:
+        """Let a layer take effect again, where another library has put back what it had found."""
+        layer = self.shadows[at]
+        if not layer.comes_back():
+            layer.remove()
+            self.shadows[at] = Layer(layer.owner, layer.name, layer.around)
 
     def detach(self) -> None:
         """Leave the optimizer to stock."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.engines import built
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.steps.attached import Attached
 from ds_patches.steps.graph_task import current_task_id
 from ds_patches.upstream import streams
@@ -39,9 +39,9 @@ def _order_of(optimizer: Any) -> Order | None:
         return None
     order = Order(accelerator(), optimizer.reduction_stream, streams.producers(optimizer))
     order.shadows += [
-        Shadow(optimizer, "average_tensor", partial(_tensor_is_reduced, optimizer, order)),
-        Shadow(optimizer, "allreduce_and_copy", partial(_gradients_are_reduced, order)),
-        Shadow(
+        Layer(optimizer, "average_tensor", partial(_tensor_is_reduced, optimizer, order)),
+        Layer(optimizer, "allreduce_and_copy", partial(_gradients_are_reduced, order)),
+        Layer(
             optimizer,
             "independent_gradient_partition_epilogue",
             partial(_backward_ends, optimizer, order),
@@ -68,7 +68,7 @@ def _watch_gradients(optimizer: Any, order: Order) -> None:
     """Look at each gradient from now on, unless somebody else is there, as a window of coalesce."""
     method = streams.GRADIENT_METHOD
     if order.gradients is None and method not in vars(optimizer):
-        order.gradients = Shadow(optimizer, method, partial(_gradient_comes, order))
+        order.gradients = Layer(optimizer, method, partial(_gradient_comes, order))
 
 
 def _leave_gradients(order: Order) -> None:

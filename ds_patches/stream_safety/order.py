@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 
 
 class Order:
@@ -31,9 +31,9 @@ class Order:
         # the current stream; and a thread's current device need not be this one.
         self._device = getattr(reduction, "device_index", None)
         #: Around the optimizer's methods.
-        self.shadows: list[Shadow] = []
+        self.shadows: list[Layer] = []
         #: Around the one that each gradient passes, until all have come from one stream.
-        self.gradients: Shadow | None = None
+        self.gradients: Layer | None = None
         self.streams: set[Any] = set()
         self._task_id: int | None = None  # the last graph task in which a gradient came
 

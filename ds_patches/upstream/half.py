@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
-from ds_patches.core.shadow import shadowed
+from ds_patches.core.layer import layered
 
 
 def is_bf16(optimizer: Any) -> bool:
@@ -45,7 +45,7 @@ def rising_last(optimizer: Any) -> Iterator[None]:
         else:
             rises.append(wrapped)
 
-    with shadowed(optimizer, _update_scale=update):
+    with layered(optimizer, _update_scale=update):
         yield
     for update_scale in rises:
         update_scale(False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.upstream.accelerator import accelerator
 from ds_patches.upstream.engine import is_at_boundary
 from ds_patches.upstream.kinds import Kind, kind_of
@@ -180,7 +180,7 @@ def is_whole(param: Any) -> bool:
     return bool(getattr(param, "ds_grad_is_ready", True))
 
 
-def only_whole(optimizer: Any) -> Shadow:
+def only_whole(optimizer: Any) -> Layer:
     """Keep incomplete gradients out of the buckets, as 0.18.6 does. They exist from 0.17.0 on."""
 
     def put(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
@@ -188,7 +188,7 @@ def only_whole(optimizer: Any) -> Shadow:
         if is_whole(param):
             wrapped(*args, **kwargs)
 
-    return Shadow(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", put)
+    return Layer(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", put)
 
 
 def set_up_buckets(optimizer: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import accelerator, keeps_order
 from ds_patches.upstream.kinds import Kind, kind_of
@@ -46,7 +46,7 @@ class ReduceBuckets:
         self.group = optimizer.dp_process_group
         self.device = torch.device(accelerator().current_device_name())
         #: Around what a gradient comes to, where it is asked whether it goes on into a bucket.
-        self.diversion: Shadow | None = None
+        self.diversion: Layer | None = None
 
     def waiting(self, comm_dtype: torch.dtype | None = None) -> list[Any]:
         """Return what is in the buckets, or in the one of a dtype (0.18.5 and later)."""
@@ -95,7 +95,7 @@ class ReduceBuckets:
         """Ask `put` whether a gradient that comes goes on, into a bucket."""
         self.let_in()
         method = "reduce_ready_partitions_and_remove_grads"
-        self.diversion = Shadow(self._optimizer, method, self._instead(put))
+        self.diversion = Layer(self._optimizer, method, self._instead(put))
 
     def let_in(self) -> None:
         """Ask nobody any more."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_patches.core import calls
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
 
 #: Among the modules that use a parameter: a script's block.
@@ -61,7 +61,7 @@ def gather(offload: Any) -> None:
     after_gathers(coordinator)
 
 
-def hold(offload: Any) -> list[Shadow]:
+def hold(offload: Any) -> list[Layer]:
     """Let nothing be released until the shadows are removed, but by who partitions everything."""
     coordinator = offload.get_param_coordinator()
     name = private_name("release_param")
@@ -72,10 +72,10 @@ def hold(offload: Any) -> list[Shadow]:
             wrapped(*args, **kwargs)
 
     return [
-        Shadow(coordinator, name, lambda *_: None),
+        Layer(coordinator, name, lambda *_: None),
         # It keeps its answers, and would answer by what a block holds.
-        Shadow(coordinator, private_name("params_to_release"), lambda *_: set()),
-        Shadow(coordinator, "release_and_reset_all", everything),
+        Layer(coordinator, private_name("params_to_release"), lambda *_: set()),
+        Layer(coordinator, "release_and_reset_all", everything),
     ]
 
 
@@ -92,9 +92,9 @@ def let_go(params: Iterable[Any]) -> None:
         param.ds_active_sub_modules.discard(_BLOCK)
 
 
-def keep_trace(offload: Any) -> Shadow:
+def keep_trace(offload: Any) -> Layer:
     """Forwards without hooks add nothing to it, and end none of its turns."""
-    return Shadow(offload.get_param_coordinator(), "reset_step", lambda *_: None)
+    return Layer(offload.get_param_coordinator(), "reset_step", lambda *_: None)
 
 
 def release(offload: Any) -> None:

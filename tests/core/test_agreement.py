@@ -278,6 +278,19 @@ def test_ranks_with_live_patches_come_to_one_verdict(
         assert re.match(verdict if mine.live else "$", verdicts[rank]), verdicts
 
 
+def test_a_rank_that_waits_leaves_the_store_open_to_other_threads() -> None:
+    store, absent = dist.TCPStore("127.0.0.1", 0, 1, True), list[int]()
+    wait = lambda: absent.extend(agreement.come(store, "here", (0, 1), 0, 1.0))  # noqa: E731
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not store.check(["here/0"]):
+        pass
+    store.set("theirs", "")
+    assert waiting.is_alive()
+    waiting.join(5)
+    assert absent == [1]
+
+
 def test_ranks_that_meet_again_meet_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes first, and in a store of a process group that is built anew from the start."""
     for store in (dist.HashStore(), dist.HashStore()):

@@ -13,8 +13,8 @@ import torch
 import wrapt
 
 from ds_patches.core import live
-from ds_patches.core.patch import Target
-from ds_patches.core.wrappers import Wrapper, build
+from ds_patches.core.layer import Layer
+from ds_patches.core.patch import Place
 
 SOURCE = """
 import torch
@@ -81,14 +81,10 @@ def sample() -> Iterator[ModuleType]:
     del sys.modules[made.__name__]
 
 
-def wrapped(sample: ModuleType, qualname: str) -> Wrapper:
+def wrapped(sample: ModuleType, qualname: str) -> Layer:
     """Put a wrapper in place that makes the result ten times as large."""
-    target = Target(sample.__name__, qualname, "")
     around = lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs) * 10  # noqa: E731
-    owner, name = live.site(target) or pytest.fail(qualname)
-    wrapper = build(target, owner, name, live.raw(owner, name), around)
-    setattr(owner, name, wrapper.installed)
-    return wrapper
+    return Layer(*live.site(Place(sample.__name__, qualname)) or pytest.fail(qualname), around)
 
 
 @pytest.mark.core_case(way="module")
@@ -101,9 +97,9 @@ def test_every_call_meets_the_wrapper(sample: ModuleType, way: str) -> None:
         assert call(sample, x)[0].item() == 20
         assert graph(x)[0].item() == 20, (
             "this torch no longer honours `_torchdynamo_disable` at the type of a callable: what "
-            "ds_patches.core.wrappers relies on to be called from compiled code"
+            "ds_patches.core.layer relies on to be called from compiled code"
         )
-    wrapper.switch(False)
+    wrapper.on.clear()
     assert call(sample, torch.ones(1)).item() == 2
     assert graph(torch.ones(1)).item() == 2, "a graph compiled before sees the switch"
 
@@ -112,7 +108,7 @@ def test_a_bound_method_that_somebody_holds_sees_the_switch(sample: ModuleType) 
     wrapper = wrapped(sample, "Layer.method")
     held = sample.layer.method
     assert held(1) == 20
-    wrapper.switch(False)
+    wrapper.on.clear()
     assert held(1) == 2
     assert held.__func__ is sample.Layer.method is wrapper.installed
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
@@ -138,7 +134,7 @@ def test_a_wrapper_costs_two_calls_of_python(sample: ModuleType) -> None:
     wrapper = wrapped(sample, "Layer.method")
     called: list[str] = []
     for on in (True, False):
-        wrapper.switch(on)
+        wrapper.on[:] = [True] * on
         sys.setprofile(
             lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None
         )

@@ -13,7 +13,6 @@ import pytest
 
 import ds_patches
 from ds_patches.core import lifecycle, live
-from ds_patches.core.shadow import Shadow
 from tests.harness import models
 from tests.harness.models import loss_of
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
@@ -36,7 +35,10 @@ def all_patches() -> Iterator[None]:
 
 
 def profile(engine: Any) -> list[tuple[Any, str, Any]]:
-    """As a profiler does, keep each wrapper of ours, and call it; return what was where."""
+    """As a profiler does, keep each wrapper of ours, and call it; return what was where.
+
+    It keeps them where nobody sees that they are called.
+    """
     owners = [engine, engine.optimizer]
     if hasattr(engine.optimizer, "parameter_offload"):
         owners.append(engine.optimizer.parameter_offload.get_param_coordinator())
@@ -44,7 +46,7 @@ def profile(engine: Any) -> list[tuple[Any, str, Any]]:
         (owner, name, value)
         for owner in owners
         for name, value in vars(owner).items()
-        if isinstance(getattr(value, "_self_shadow", None), Shadow)
+        if live.ours(value)
     ]
     for owner, name, ours in found:
         setattr(owner, name, lambda *args, ours=ours, **kwargs: ours(*args, **kwargs))
@@ -55,7 +57,7 @@ def beside_a_profiler(trainer: Any) -> None:
     """It comes over our wrappers, which go, come over it, and go again after it."""
     before: list[tuple[Any, str, Any]] = []
     for step in trainer.steps():
-        if trainer.is_engine and step in (2, 6):
+        if trainer.is_engine and step in (3, 6):
             ds_patches.unapply_all()
         if trainer.is_engine and step == 4:
             ds_patches.apply_all()
@@ -119,10 +121,10 @@ def called_by_name() -> Iterator[set[str]]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         places = {
-            (wrapper.owner, wrapper.name): wrapper.target.key
+            (layer.owner, layer.name): target.key
             for life in lifecycle.lives.values()
-            for wrapper in life.journal.wrappers
-            if wrapper.on
+            for layer, target in life.journal.layers.items()
+            if layer.on
         }
         for place, key in places.items():
             monkeypatch.setattr(*place, shim(key, live.raw(*place)))

@@ -36,7 +36,6 @@ import pytest
 import ds_patches
 from ds_patches import startup
 from ds_patches.core import gate, lifecycle, live, registry, release, watch
-from ds_patches.core.journal import beneath_ours
 from ds_patches.core.patch import Target
 from ds_patches.core.state import State, WrapperState
 from tests.core import fake
@@ -171,8 +170,8 @@ class Walk:
         self.waits = False
         self._call(event)
         if not self.originals:  # the patch imported the targets itself, nobody came before it
-            wrappers = lifecycle.lives[self.name].journal.wrappers
-            self._take_originals({w.target.key: beneath_ours(w.original) for w in wrappers})
+            layers = lifecycle.lives[self.name].journal.layers.items()
+            self._take_originals({at.key: live.beneath_ours(one.original) for one, at in layers})
         for model in self.models.values():
             model.put("ours", *model.watch)
         self.activations.append("activate")

@@ -15,7 +15,7 @@ from tests.harness.models import loss_of
 from tests.harness.run import applied
 from tests.harness.trainers import engine_of
 from tests.listening import listening
-from tests.world import World
+from tests.world import World, on_ranks
 
 ZERO_GRAD = "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad"
 
@@ -126,6 +126,7 @@ def test_engines_from_before_are_looked_at_and_it_may_go_again(world: World, nam
     assert world.run(at_an_older_engine, name) == [(False, True)] * 2
 
 
+@on_ranks
 def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> None:
     """In each call anew."""
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -18,9 +18,8 @@ import wrapt
 
 from ds_patches.core import live
 from ds_patches.core.calls import in_order
-from ds_patches.core.patch import Target
-from ds_patches.core.shadow import Shadow
-from ds_patches.core.wrappers import build
+from ds_patches.core.layer import Layer
+from ds_patches.core.patch import Place
 
 
 def scale(value: int, by: int = 1) -> int:
@@ -28,7 +27,7 @@ def scale(value: int, by: int = 1) -> int:
     return value * by
 
 
-class Layer:
+class Sheet:
     count = 0
 
     def scale(self, value: int, by: int = 1) -> int:
@@ -50,16 +49,13 @@ def changing(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def wrapped(qualname: str, *arounds: Any) -> Iterator[Any]:
     """Wrappers in place, one over the other; yields the upper one."""
-    target = Target(__name__, qualname, "")
-    owner, name = live.site(target) or pytest.fail(qualname)
-    original = live.raw(owner, name)
+    where = live.site(Place(__name__, qualname)) or pytest.fail(qualname)
+    layers = [Layer(*where, around) for around in arounds]
     try:
-        for around in arounds:
-            wrapper = build(target, owner, name, live.raw(owner, name), around)
-            setattr(owner, name, wrapper.installed)
-        yield wrapper
+        yield layers[-1]
     finally:
-        setattr(owner, name, original)
+        for layer in layers:
+            layer.remove()
 
 
 # --- What it is -----------------------------------------------------------------------------------
@@ -88,11 +84,11 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     ),
     "partial": lambda one: copy.deepcopy(functools.partial(one, 2))(by=3),
 }
-LAYER = Layer()
+SHEET = Sheet()
 FUNCTIONS = {
     "scale": lambda: scale,
-    "Layer.scale": lambda: functools.partial(Layer.scale).func,
-    "LAYER.scale": lambda: LAYER.scale,
+    "Sheet.scale": lambda: functools.partial(Sheet.scale).func,
+    "SHEET.scale": lambda: SHEET.scale,
 }
 
 
@@ -107,15 +103,14 @@ def answer(question: str, function: str) -> Any:
 @pytest.mark.parametrize("question", ASKED)
 def test_it_answers_as_its_function(question: str, function: str) -> None:
     expected = answer(question, function)
-    with wrapped(function.replace("LAYER", "Layer"), passing):
+    with wrapped(function.replace("SHEET", "Sheet"), passing):
         assert answer(question, function) == expected
 
 
 def test_a_wrapper_that_was_taken_out_is_pickled_as_its_function() -> None:
-    with wrapped("scale", passing) as wrapper:
+    with wrapped("scale", passing) as layer:
         pass
-    wrapper.switch(False)
-    assert pickle.loads(pickle.dumps(wrapper.installed)) is scale
+    assert pickle.loads(pickle.dumps(layer.installed)) is scale
 
 
 # --- What another library's wrapper beneath takes besides ----------------------------------------
@@ -139,31 +134,31 @@ def proxy(function: Any, seen: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("library", [theirs, proxy])
-@pytest.mark.parametrize("name", ["scale", "Layer.scale", "shadow"])
+@pytest.mark.parametrize("name", ["scale", "Sheet.scale", "sheet.scale"])
 def test_another_keyword_passes_and_nothing_runs_twice(
     library: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    layer = Layer()
-    if name == "shadow":
-        vars(layer)["scale"] = library(layer.scale, seen)
-        Shadow(layer, "scale", changing)
-        assert layer.scale(by=3, value=2, tag="a") == 60
+    sheet = Sheet()
+    if name == "sheet.scale":
+        vars(sheet)["scale"] = library(sheet.scale, seen)
+        Layer(sheet, "scale", changing)
+        assert sheet.scale(by=3, value=2, tag="a") == 60
     else:
         owner, _, attribute = name.rpartition(".")
-        place: Any = Layer if owner else sys.modules[__name__]
+        place: Any = Sheet if owner else sys.modules[__name__]
         monkeypatch.setattr(place, attribute, library(vars(place)[attribute], seen))
         with wrapped(name, changing, changing):
-            call = layer.scale if owner else scale
+            call = sheet.scale if owner else scale
             assert call(by=3, value=2, tag="a") == 600
             assert call(2, 3) == 600
     assert seen == ["a", ""][: len(seen)]
-    assert layer.count in (0, len(seen))
+    assert sheet.count in (0, len(seen))
 
 
 @pytest.mark.parametrize("given", [{}, {"value": 1, "tag": 1}, {"by": 2}])
 def test_a_call_that_does_not_fit_is_an_error_and_runs_nothing(given: dict[str, int]) -> None:
-    layer = Layer()
-    with wrapped("Layer.scale", changing), pytest.raises(TypeError):
-        layer.scale(**given)
-    assert not layer.count
+    sheet = Sheet()
+    with wrapped("Sheet.scale", changing), pytest.raises(TypeError):
+        sheet.scale(**given)
+    assert not sheet.count

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 from ds_patches.upstream import stepped
 
 
@@ -51,7 +51,7 @@ class Steps:
         with ExitStack() as block:
             for inner in stepped.stepping(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
-            block.callback(Shadow(self._optimizer, "step", self._step).remove)
+            block.callback(Layer(self._optimizer, "step", self._step).remove)
             for param in self._params:
                 hook = partial(self._note, id(param))
                 block.callback(param.register_hook(hook).remove)

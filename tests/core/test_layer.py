@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_patches.core import live
-from ds_patches.core.shadow import Shadow
+from ds_patches.core.layer import Layer
 
 
 class Bell:
@@ -28,14 +28,14 @@ def around(function: Any) -> Any:
 def test_beside_a_function_of_another_library() -> None:
     """Over ours, ours stays there and passes straight through; beneath ours, theirs comes back."""
     bell: Any = Bell()
-    shadow = Shadow(bell, "ring", louder)
+    layer = Layer(bell, "ring", louder)
     assert bell.ring(2) == bell.ring(times=2) == "DING DING"
     assert Bell().ring() == "ding", "it is around the method of one object"
     bell.ring = theirs = around(bell.ring)
     assert bell.ring() == "(DING)"
-    shadow.remove()
+    layer.remove()
     assert bell.ring() == "(ding)"
-    again = Shadow(bell, "ring", louder)
+    again = Layer(bell, "ring", louder)
     assert bell.ring() == "(DING)"
     ours = vars(bell)["ring"]
     bell.ring = lambda: "clang"
@@ -49,15 +49,15 @@ def test_beside_a_function_of_another_library() -> None:
 
 
 @pytest.mark.parametrize("order", [*permutations("abc")])
-def test_shadows_come_off_in_any_order(order: tuple[str, ...]) -> None:
+def test_layers_come_off_in_any_order(order: tuple[str, ...]) -> None:
     bell = Bell()
     left = {
-        mark: Shadow(bell, "ring", lambda ring, *_, mark=mark: f"{mark}{ring()}") for mark in "abc"
+        mark: Layer(bell, "ring", lambda ring, *_, mark=mark: f"{mark}{ring()}") for mark in "abc"
     }
     assert live.leads_to(bell.ring, Bell.ring), "as the look at replaced methods finds it"
     for mark in order:
         taken = left.pop(mark)
         taken.remove()
-        assert not live.leads_to(bell.ring, taken.wrapper), "calls go past it"
+        assert not live.leads_to(bell.ring, taken.installed), "calls go past it"
         assert bell.ring() == "".join(reversed(left)) + "ding"
     assert not vars(bell)
