@@ -83,6 +83,6 @@ Upstream
     7837 and 8224.
 """
 
-from ds_patches.core import handles
+from ds_patches.core import api
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)

@@ -96,6 +96,6 @@ Upstream
     Pull request 7992 (the method, 0.19.1).
 """
 
-from ds_patches.core import handles
+from ds_patches.core import api
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)

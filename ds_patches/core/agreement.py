@@ -1,9 +1,10 @@
-"""All ranks of an engine must have the same patches: they compare when the engine is built.
+"""What is looked at when an engine is built, while any patch is applied.
 
-A patch that changes which collectives run, live on some ranks only, hangs the job or trains on
-wrong gradients. So each rank puts what it has into the process group's store, and one that has such
-a patch refuses where another has not. No collective is used: a rank without any patch would not
-take part, and the others would hang.
+Whether another library has put something in the place of a wrapped function; and whether all ranks
+have the same patches. One that changes which collectives run, live on some ranks only, hangs the
+job or trains on wrong gradients. So each rank puts what it has into the process group's store, and
+one that has such a patch refuses where another has not. By no collective: a rank without any patch
+would take no part, and the others would hang.
 """
 
 from __future__ import annotations
@@ -19,39 +20,75 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_patches import __version__
-from ds_patches.core import columns, flags, lifecycle, registry, release
+from ds_patches.core import columns, engines, flags, imports, lifecycle, registry, release
 from ds_patches.core.errors import RanksDisagree
+from ds_patches.core.journal import Journal
+from ds_patches.core.patch import Target
+from ds_patches.core.state import WrapperState
 
 log = logging.getLogger("ds_patches")
 
-#: Seconds that a rank waits for others. They leave the last collective of an engine's construction
-#: together with it.
+#: Seconds that a rank waits for others, which leave an engine's last collective together with it.
 PATIENCE = 120.0
 #: Seconds that it waits, before it raises, until they have read what is wrong.
 _READING = 10.0
 #: Letters of a list of ranks, in a message that each of them prints.
 _LONG = 60
-
-#: As the flags were when patches were applied last.
-_requests = flags.Requests(strict=False, of={})
+_INIT = Target(engines.MODULE, "DeepSpeedEngine.__init__", "around_init")
+_journal = Journal()
+_NONE = flags.Requests(strict=False, of={})
+#: As the flags were when patches were applied last; `_NONE` where none is.
+_requests = _NONE
+#: Of the wrappers that are replaced, what was said: each once.
+_said: set[str] = set()
 
 
 class Holdings(NamedTuple):
-    """What one rank has.
-
-    live: the patches that change collectives and are live.
-    told: the versions of ds_patches and DeepSpeed, and where each patch stands. Of a patch that is
-        live nowhere it is to be told, not compared.
+    """What one rank has: patches that change collectives and are live; and versions, and where each
+    patch stands, which of one that is live nowhere is to be told, not compared.
     """
 
     live: list[str]
     told: dict[str, str]
 
 
-def prepare(requests: flags.Requests) -> None:
-    """Take in the flags, as they are now."""
+def start(requests: flags.Requests) -> None:
+    """Look at every engine from now on; the flags are those that patches were applied with."""
     global _requests
     _requests = requests
+    if not _journal.is_in_place and not imports.awaited([engines.MODULE]):
+        engines.add(*engines.built())
+        imports.add_post_import_hook(engines.MODULE, _wrap)
+
+
+def stop() -> None:
+    """Look at none any longer."""
+    global _requests
+    _requests = _NONE
+    _journal.remove()
+    engines.known.clear()
+    _said.clear()
+
+
+def _wrap() -> None:
+    if _requests is _NONE:
+        return
+    try:
+        _journal.install([_INIT], lambda _: around_init)
+    except AttributeError as error:
+        log.warning("engines are not looked at: %s", error)
+
+
+def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
+    wrapped(*args, **kwargs)
+    compare(engine)
+    engines.add(engine)
+    for patch, life in [*lifecycle.lives.items()]:
+        for key, (state, by) in life.journal.states().items():
+            text = f"{patch}: {key} is replaced by {by}"
+            if state is WrapperState.REPLACED and text not in _said:
+                _said.add(text)
+                log.warning("%s", text)
 
 
 def compare(engine: Any) -> None:
@@ -80,7 +117,10 @@ def compare(engine: Any) -> None:
     if trouble:
         raise RanksDisagree(f"the ranks of this engine differ: {trouble}")
     if me == 0:
-        log.info("%s", _summary(len(ranks)))
+        here = [name for name in registry.patches() if lifecycle.lives[name].journal.active]
+        what = f"{', '.join(here)} live" if here else "no patch is live"
+        where = f" on all {len(ranks)} ranks of this engine" if len(ranks) > 1 else ""
+        log.info("%s on DeepSpeed %s: %s%s", *_versions().values(), what, where)
 
 
 def reduction_group(engine: Any) -> Any:
@@ -128,9 +168,7 @@ def exchange(store: Any, prefix: str, ranks: tuple[int, ...], me: int, mine: Hol
     """Say what this rank has, and return what is wrong: "" if all ranks have the same.
 
     A rank without a live patch says so and goes on; whatever others have is for them to refuse.
-    Where all is well, each asks the store for two numbers alone.
-
-    store, prefix: where, and a place there that no other engine uses.
+    Where all is well, each asks for two numbers alone. prefix: a place that no other engine uses.
     """
     compared = {name: mine.told[name] for name in ("ds_patches", "DeepSpeed", *mine.live)}
     alike, read = f"{prefix}/{compared}", f"{prefix}/read"
@@ -191,13 +229,6 @@ def store() -> Any:
 
 def _versions() -> dict[str, str]:
     return {"ds_patches": __version__, "DeepSpeed": release.told()}
-
-
-def _summary(ranks: int) -> str:
-    here = [name for name in registry.patches() if lifecycle.lives[name].journal.active]
-    what = f"{', '.join(here)} live" if here else "no patch is live"
-    where = f" on all {ranks} ranks of this engine" if ranks > 1 else ""
-    return f"{__version__} on DeepSpeed {release.told()}: {what}{where}"
 
 
 def _leave(ranks: int, trouble: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
-from ds_patches.core import flags, log, once, registry, watch
+from ds_patches.core import agreement, flags, log, once, registry
 from ds_patches.core.errors import PatchNotApplied
 from ds_patches.core.flags import Names, Request, Requests
 from ds_patches.core.lifecycle import lives
@@ -15,7 +16,7 @@ from ds_patches.core.state import PatchStatus, State, Statuses
 _lock = threading.RLock()
 _afterwards: list[Callable[[], None]] = []
 
-#: To take a patch back, whatever the user's flags say of it.
+#: To take a patch back, whatever the flags say of it.
 _WHATEVER = Request(wanted=True, why="", force=False)
 
 
@@ -55,7 +56,7 @@ def apply_all(
 def apply_wanted(requests: Requests, due: Iterable[str]) -> Statuses:
     """Apply these patches, report on them, and return the status of every patch."""
     applied = {name: lives[name].apply(requests) for name in due}
-    watch.start(requests)  # also where all is refused: other ranks may have it
+    agreement.start(requests)  # also where all is refused: other ranks may have it
     try:
         _report([*applied.values()], strict=requests.strict)
     except Exception:
@@ -92,7 +93,7 @@ def apply(name: str, *, force: bool = False) -> PatchStatus:
         status = lives[name].apply(requests)
         if not status.live:
             raise PatchNotApplied([status]) from lives[name].failure
-        watch.start(requests)
+        agreement.start(requests)
         return status
 
 
@@ -133,6 +134,12 @@ def is_applied(name: str) -> bool:
         return lives[registry.patch(name, "is_applied").name].live
 
 
+def of(package: str) -> tuple[partial[PatchStatus], partial[PatchStatus], partial[bool]]:
+    """Return `apply`, `unapply` and `is_applied` of the patch that this package or file is."""
+    name = package.rpartition(".")[2]
+    return partial(apply, name), partial(unapply, name), partial(is_applied, name)
+
+
 def after_the_call(action: Callable[[], None]) -> None:
     """Run `action` now, or right after the call that is under way in this or another thread.
 
@@ -167,7 +174,7 @@ def _catch_up() -> None:
 def _rest_if_idle() -> None:
     """Leave nothing of ours in DeepSpeed where no patch is applied."""
     if not any(life.journal.active for life in lives.values()):
-        watch.stop()
+        agreement.stop()
 
 
 def _report(statuses: Sequence[PatchStatus], *, strict: bool) -> None:

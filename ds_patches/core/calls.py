@@ -78,13 +78,3 @@ def meanwhile(thing: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(thing, name, value)
-
-
-def private_name(owner: str, name: str) -> str:
-    """Return what `name`, written with two underscores in a class called `owner`, is outside."""
-    return f"_{owner.lstrip('_')}__{name}"
-
-
-def private(thing: Any, owner: str, name: str) -> Any:
-    """Return that attribute."""
-    return getattr(thing, private_name(owner, name))

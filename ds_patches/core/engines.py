@@ -20,7 +20,6 @@ count = 0
 
 
 def add(*engines: Any) -> None:
-    """Know these, too."""
     global count
     known.update(engines)
     count += len(engines)
@@ -34,7 +33,7 @@ def built() -> list[Any]:
     """
     base = getattr(sys.modules.get(MODULE), "DeepSpeedEngine", None)
     dist: Any = sys.modules.get("torch.distributed")
-    if base is None or dist is None or not dist.is_initialized():
+    if base is None or dist is None or not (dist.is_available() and dist.is_initialized()):
         return []  # none is built, or trains, without a process group
     kinds: list[type] = [base]
     for kind in kinds:

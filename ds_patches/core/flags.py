@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ds_patches.core import log
 from ds_patches.core.errors import FlagError, UnknownPatch, nearest
@@ -15,6 +15,8 @@ PREFIX = "DS_PATCHES"
 _SUFFIXES = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
 #: All environment variables that mean something.
 VARIABLES = tuple(PREFIX + suffix for suffix in _SUFFIXES)
+#: Of those that are meant for this package, known or not.
+_OURS = re.compile(f"{PREFIX}(_|$)").match
 #: The variables that are lists of patches, and what else may stand in them.
 _LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ()}
 
@@ -65,22 +67,21 @@ def read(
     Raises UnknownPatch or FlagError for anything that means nothing, listing what does.
     """
     env = _environment(patches)
-    only, skip, force = _listed(only), _listed(skip), _listed(force) or ()
-    for argument, names in (("only", only), ("skip", skip), ("force", force)):
-        _must_be_known(names or (), patches, argument)
+    only, skip, force = _listed(only), _listed(skip) or (), _listed(force) or ()
+    for argument, names in (("only", only or ()), ("skip", skip), ("force", force)):
+        _must_be_known(names, [*patches], argument)
     wishes = {name: _wish(name, only, skip, env) for name in patches}
     forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
     # What a wanted patch requires is wanted too. Where that is left out by name, so are both.
-    barred = {n: one for n in patches for one in patches[n].requires if wishes[one].wanted is False}
-    wanted = [name for name in patches if wishes[name].wanted and name not in barred]
+    barred = {n: one for n in patches for one in patches[n].requires if wishes[one][0] is False}
+    wanted = [name for name, (wish, _) in wishes.items() if wish and name not in barred]
     needed = {one: name for name in wanted for one in patches[name].requires if one not in wanted}
     requests = {}
-    for name in patches:
-        why = wishes[name].why
+    for name, (wish, why) in wishes.items():
         if name in needed:
             why = f"required by {needed[name]}"
-        elif wishes[name].wanted and name in barred:
-            why = f"needs {barred[name]}, which is left out: {wishes[barred[name]].why}"
+        elif wish and name in barred:
+            why = f"needs {barred[name]}, which is left out: {wishes[barred[name]][1]}"
         is_wanted = name in wanted or name in needed
         requests[name] = Request(is_wanted, why, name in forced, for_others=name in needed)
     if strict is None:
@@ -91,16 +92,11 @@ def read(
     return Requests(strict, requests, level, env.get(f"{PREFIX}_STATUS_FILE", ""))
 
 
-def is_ours(variable: str) -> bool:
-    """Whether an environment variable is meant for this package, known or not."""
-    return variable == PREFIX or variable.startswith(f"{PREFIX}_")
-
-
 def misspelt(env: Mapping[str, str]) -> list[str]:
     """Say of variables that are not ours which of ours they are meant to be: DS_PATCHS."""
     from difflib import get_close_matches  # dear, and only commands ask
 
-    others = [name for name in env if not is_ours(name)]
+    others = [name for name in env if not _OURS(name)]
     near = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.9) for name in others}
     return [f"{name} means nothing; {one[0]} does" for name, one in near.items() if one]
 
@@ -115,7 +111,7 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
 
     An empty one is left out: it means the same as an unset one.
     """
-    env = {k: v.strip() for k, v in os.environ.items() if is_ours(k) and v}
+    env = {k: v.strip() for k, v in os.environ.items() if v and _OURS(k)}
     for name in env:
         if name not in VARIABLES:
             guess = nearest(name, VARIABLES, PREFIX)
@@ -125,40 +121,29 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
             raise FlagError(f"{name} means nothing{guess}; the variables are: {known}")
     for suffix, words in _LISTS.items():
         variable = PREFIX + suffix
-        _must_be_known(_listed(env.get(variable)) or (), patches, variable, words)
+        _must_be_known(_listed(env.get(variable)) or (), [*words, *patches], variable)
     return env
 
 
-class _Wish(NamedTuple):
-    """wanted: None where nothing is said of the patch by name, and it is not on a list."""
-
-    wanted: bool | None
-    why: str
-
-
 def _wish(
-    name: str,
-    only: tuple[str, ...] | None,
-    skip: tuple[str, ...] | None,
-    env: Mapping[str, str],
-) -> _Wish:
-    if name in (skip or ()):
-        return _Wish(False, "skipped by the call")
+    name: str, only: tuple[str, ...] | None, skip: tuple[str, ...], env: Mapping[str, str]
+) -> tuple[bool | None, str]:
+    """Say whether a patch is wanted, and why; None where nothing is said of it by name."""
+    if name in skip:
+        return False, "skipped by the call"
     if only is not None:
-        return _Wish(name in only or None, "the call's choice")
+        return name in only or None, "the call's choice"
     if name in _split(env.get(f"{PREFIX}_SKIP", "")):
-        return _Wish(False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}")
+        return False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}"
     if listed := _split(env.get(PREFIX, "")):
-        return _Wish(name in listed or "all" in listed or None, f"{PREFIX}={env[PREFIX]}")
-    return _Wish(True, "on by default")
+        return name in listed or "all" in listed or None, f"{PREFIX}={env[PREFIX]}"
+    return True, "on by default"
 
 
-def _must_be_known(
-    names: Iterable[str], patches: Mapping[str, Patch], where: str, words: tuple[str, ...] = ()
-) -> None:
+def _must_be_known(names: Iterable[str], known: Sequence[str], where: str) -> None:
     for name in names:
-        if name not in patches and name not in words:
-            raise UnknownPatch(name, (*words, *patches), where)
+        if name not in known:
+            raise UnknownPatch(name, known, where)
 
 
 def _listed(names: Names | None) -> tuple[str, ...] | None:

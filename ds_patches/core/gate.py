@@ -25,8 +25,8 @@ from ds_patches.core.state import PatchStatus, State
 class Verdict:
     """The gate's answer; `state` is READY when the patch may be applied.
 
-    release: the one that DeepSpeed is treated as: by its source, where that and what it is said to
-        be differ. None if DeepSpeed is not installed, or cannot be imported.
+    release: the one that DeepSpeed is treated as, by its source rather than by what it is said to
+        be. None if it is not installed, or cannot be imported.
     drift: what of its code is not as it was recorded of the release.
     is_fixed: what the patch cures was fixed here, as in later releases.
     """
@@ -48,10 +48,10 @@ class Verdict:
 
 
 def check(patch: Patch, force: bool = False) -> Verdict:
-    """Judge a patch, and what it requires, against the installed DeepSpeed.
+    """Judge a patch, and what it requires, against the installed DeepSpeed; imports nothing of it.
 
-    Imports nothing of it, changes nothing. A call of the API looks at each patch once; and again
-    when modules of its were imported meanwhile, as somebody may have replaced a function there.
+    A call of the API looks at each patch once; and again when modules of its were imported
+    meanwhile, as somebody may have replaced a function there.
     """
     every = (*patch.targets, *patch.dependencies)
     imported = sum(imports.is_whole(module) for module in {place.module for place in every})
@@ -97,8 +97,9 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
     in_range = told is None or release.covers(patch.supported, told)
     if told and in_range and told not in known:
         known = sorted([*known, told])
-    # Its source tells which release it is.
-    every = _from_next(known, told)
+    # Its source tells which release it is: the one that it is said to be, or else the next before.
+    before = len(known) if told is None else bisect(known, told)
+    every = (*reversed(known[:before]), *known[before:])
     source = next((v for v in every if not any(found.unlike(v, v))), None)
     version = told if told and not in_range else source or told or newest
     like = version if in_range else source or newest
@@ -113,15 +114,6 @@ def _look(patch: Patch, force: bool, imported: int) -> Verdict:
         drift, force = {place: drift[place] for place in lacking}, False
     texts = tuple(drift.values())
     return Verdict(*_judge(patch, installed, version, texts, force), version, texts)
-
-
-def _from_next(known: Sequence[Version], told: Version | None) -> list[Version]:
-    """Order releases: the one that it is said to be, or the next before, and those before; others.
-
-    known: the oldest first.
-    """
-    before = len(known) if told is None else bisect(known, told)
-    return [*reversed(known[:before]), *known[before:]]
 
 
 class _Found:
@@ -153,15 +145,13 @@ class _Found:
 
 
 def _drift(place: Place, found: str) -> str:
-    where = live.site(place) if imports.is_whole(place.module) else None
-    came = ""
-    if where:
-        came = f", live from {live.origin(live.beneath_ours(live.raw(*where)))}"
+    is_named = found in (shape.ABSENT, shape.UNREADABLE)
+    text = f"{place.key} is {found}" if is_named else f"{place.key} has the unknown shape {found}"
     if releases := shape.known(place).get(found):
-        return f"{place.key} is that of {releases}{came}"
-    if found in (shape.ABSENT, shape.UNREADABLE):
-        return f"{place.key} is {found}{came}"
-    return f"{place.key} has the unknown shape {found}{came}"
+        text = f"{place.key} is that of {releases}"
+    if where := live.site(place) if imports.is_whole(place.module) else None:
+        text += f", live from {live.origin(live.beneath_ours(live.raw(*where)))}"
+    return text
 
 
 def _judge(
@@ -177,19 +167,14 @@ def _judge(
         return State.OUT_OF_RANGE, f"{name} is not in {patch.supported}"
     if not targets(patch, version):
         return State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps"
+    more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
     if drift and not force:
-        return State.SHAPE_CHANGED, _listed(drift)
+        return State.SHAPE_CHANGED, f"{drift[0]}{more}"
     if not in_range and not force:
         return State.UNKNOWN_VERSION, (
             f"{name} is newer than {patch.supported}; every shape is known, "
             f"DS_PATCHES_FORCE={patch.name} applies it"
         )
     if drift or not in_range:
-        return State.READY, "forced: " + (_listed(drift) if drift else name)
+        return State.READY, f"forced: {drift[0] if drift else name}{more}"
     return State.READY, f"{name} is in {patch.supported}, every shape is known"
-
-
-def _listed(drift: Sequence[str]) -> str:
-    """Name the first; `doctor` has room for the others."""
-    more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
-    return f"{drift[0]}{more}"

@@ -13,6 +13,9 @@ from ds_patches.core.layer import Layer
 from ds_patches.core.patch import Target
 from ds_patches.core.state import WrapperState, all_reached
 
+#: By the key of each target, where its layer stands, and what lies over it.
+States = dict[str, tuple[WrapperState, str]]
+
 
 class Journal:
     """The layers of one patch, and their targets. None is ever forgotten: another library may hold
@@ -57,11 +60,10 @@ class Journal:
             if not layer.on and (path := layer.path())
         ]
 
-    def states(self) -> dict[str, tuple[WrapperState, str]]:
-        """Read from the live objects where each active layer stands, and what lies over it.
+    def states(self) -> States:
+        """Read from the live objects where the active layers stand, also at engines.
 
-        Also at engines. Of a target that was wrapped anew, the layer of now: the others may be in
-        use still.
+        Of a target that was wrapped anew, the layer of now: the others may be in use still.
         """
         return {
             target.key: _at_an_engine(layer) or _state(layer, target)

@@ -11,7 +11,7 @@ from ds_patches.core import gate, imports, registry, release
 from ds_patches.core.errors import ImportFails, Misused
 from ds_patches.core.flags import Request, Requests
 from ds_patches.core.gate import Verdict
-from ds_patches.core.journal import Journal
+from ds_patches.core.journal import Journal, States
 from ds_patches.core.patch import Patch, Target
 from ds_patches.core.state import PatchStatus, State, WrapperState, all_reached
 
@@ -48,23 +48,20 @@ class Life:
         return self.status(request, verdict)
 
     def unapply(self) -> None:
-        """Take the patch back, after those that require it; harmless if it is not applied.
-
-        What was applied for it alone goes after it.
-        """
+        """Take the patch back, after those that require it, and before what was applied for it."""
         for user in self._live_users():
             user.unapply()
-        stays = False
         try:
             if self.journal.active:
                 self.reverted, self.notes = True, ()
                 self._deactivate()
         except Misused:  # not now: nothing was taken back
-            stays, self.reverted = True, False
+            self.reverted = False
             raise
-        finally:
-            if not stays:
-                self.journal.remove()
+        except BaseException:
+            self.journal.remove()
+            raise
+        self.journal.remove()
         self._warn(self.journal.left_behind())
         self.decline()
         for required in map(lives.__getitem__, self.patch.requires):
@@ -82,10 +79,7 @@ class Life:
         return all_reached([state for state, _ in self.journal.states().values()])
 
     def status(self, request: Request, verdict: Verdict | None = None) -> PatchStatus:
-        """Return where the patch stands, from the live objects.
-
-        verdict: the gate's answer, where it was asked already.
-        """
+        """Return where the patch stands, from the live objects; the gate is asked if it was not."""
         states = self.journal.states()
         state, reason = self._state(states, request, verdict)
         installed = release.installed()
@@ -100,10 +94,7 @@ class Life:
         )
 
     def _state(
-        self,
-        states: dict[str, tuple[WrapperState, str]],
-        request: Request,
-        verdict: Verdict | None,
+        self, states: States, request: Request, verdict: Verdict | None
     ) -> tuple[State, str]:
         shadows = [
             f"{key} is {where.value} by {origin}"

@@ -26,23 +26,18 @@ _AT_HOME = ("builtins", "contextlib", "deepspeed", "ds_patches", "functools", "t
 class Absent:
     """What lies beneath a wrapper that added its name: calling it is asking for a missing name.
 
-    stands_for: what is there now; its docstring is that of the name.
-
-    What is added is a method without arguments.
+    What is added is a method without arguments; stands_for: what is there now.
     """
 
     __signature__ = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)])
 
-    def __init__(self, owner: Owner, name: str, stands_for: Any) -> None:
-        self.owner, self.__name__ = owner, name
+    def __init__(self, owner: type, name: str, stands_for: Any) -> None:
+        self.owner, self.__name__, self.__qualname__ = owner, name, f"{owner.__qualname__}.{name}"
         self.__module__, self.__doc__ = stands_for.__module__, stands_for.__doc__
-        self.__qualname__ = f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.owner, type) and args:
-            # A base class may have what the owner has not.
-            return getattr(super(self.owner, args[0]), self.__name__)(*args[1:], **kwargs)
-        raise AttributeError(f"{self.owner.__name__!r} has no attribute {self.__name__!r}")
+    def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # A base class may have what the owner has not.
+        return getattr(super(self.owner, instance), self.__name__)(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
         return self if instance is None else MethodType(self, instance)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Look = TypeVar("Look", bound=Callable[..., Any])
 
 #: By the function that looks and its arguments, what it has found in the call under way.
 _found: dict[Any, Any] | None = None
@@ -30,17 +29,16 @@ def is_under_way() -> bool:
     return _found is not None
 
 
-def per_call(look: Callable[Given, Found]) -> Callable[Given, Found]:
+def per_call(look: Look) -> Look:
     """Have a function look once in a call; outside of calls it looks every time."""
 
     @wraps(look)
-    def kept(*args: Given.args, **kwargs: Given.kwargs) -> Any:
+    def kept(*args: Any) -> Any:
         found = _found  # read once: another thread's call may end meanwhile
         if found is None:
-            return look(*args, **kwargs)
-        asked = look, args, *kwargs.items()
-        if asked not in found:
-            found[asked] = look(*args, **kwargs)
-        return found[asked]
+            return look(*args)
+        if (look, args) not in found:
+            found[look, args] = look(*args)
+        return found[look, args]
 
-    return kept
+    return kept  # type: ignore[return-value]

@@ -1,8 +1,6 @@
-"""The patches: there is no list to keep.
+"""The patches: each folder of the package that has a `binding`, and each module of `cures`.
 
-A folder of the package that has a `binding` is one, and so is each module of `cures`. They are
-found without importing another module, and whatever the package lies in: a folder, with its sources
-or without, or a zip.
+They are found whatever the package lies in: a folder, with its sources or without, or a zip.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ def _found(path: tuple[str, ...]) -> Mapping[str, Patch]:
 
 
 def _homes(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the names of patches, and of the modules that define them."""
     for folder in _names(path):
         within = [*_names(f"{one}/{folder}" for one in path)]
         if folder == "cures":

@@ -23,7 +23,6 @@ class Release:
 
     text: the version as it is told, "0.19.8+abc1234" for a source build; "unknown" if nobody tells.
     version: the same as a number; a local build counts as its base. None if it is no number.
-    folder: the package's folder, where its sources lie.
     """
 
     text: str
@@ -35,8 +34,7 @@ class Release:
 def installed() -> Release | None:
     """Return the DeepSpeed that `import deepspeed` would load, or None.
 
-    `deepspeed.__version__` is of no use here: it would need the import, and it does not exist yet
-    while DeepSpeed's own submodules are being imported.
+    Its `__version__` does not exist yet while DeepSpeed's own submodules are being imported.
     """
     try:
         spec = find_spec(PACKAGE)
@@ -60,10 +58,7 @@ def told() -> str:
 
 @cache
 def covers(specifier: str, version: Version) -> bool:
-    """Whether `version` satisfies `specifier`; pre-releases count like any other version.
-
-    packaging's default for pre-releases differs between its versions, hence the explicit flag.
-    """
+    """Whether `version` satisfies `specifier`; pre-releases count like any other version."""
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
@@ -76,8 +71,7 @@ def is_newer(specifier: str, version: Version) -> bool:
 def _told_version(init: Path) -> str:
     """Return what the metadata beside the package says, or a checkout's own file.
 
-    All other metadata on the path belongs to other copies of DeepSpeed, or is of the day on which
-    a checkout was installed.
+    Other metadata is of other copies, or of the day on which a checkout was installed.
     """
     for one in distributions(name=PACKAGE):
         beside = str(one.locate_file(f"{PACKAGE}/__init__.py"))

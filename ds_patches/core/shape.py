@@ -1,11 +1,9 @@
 """The shape of a function or class: a digest of its source that ignores what is not behaviour.
 
-`shapes.json` has what was recorded of every release: the hash of each source file that a patch
-names in any release, and the shape of each place in it. A file with a recorded hash is not parsed:
-its places have the shapes of the release that it is of.
-
-A shape is read from the source on disk, without importing DeepSpeed, or from the live object, which
-also shows whether somebody has replaced it.
+`shapes.json` has the hash of each source file that a patch names in any release, and the shape of
+each place in it. A file with a recorded hash is not parsed: its places have the shapes of its
+release. A shape is read from the source on disk, without importing DeepSpeed, or from the live
+object, which also shows whether somebody has replaced it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ABSENT = "absent"
 #: Shape of a live object whose source cannot be read.
 UNREADABLE = "unreadable"
 
-_DEF = re.compile(r"\s*(?:async\s+)?def\s+(\w+)")
+_DEF = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)")
 
 #: By hash or shape, the releases that have it, as spans: "0.16.0-0.16.4, 0.16.6".
 Spans = Mapping[str, str]
@@ -61,7 +59,6 @@ class _Found(NamedTuple):
 
 
 def recorded() -> Record:
-    """Return what was recorded."""
     return _read(RECORD)
 
 
@@ -173,8 +170,7 @@ def _begins(path: str, code: CodeType) -> bool:
     linecache.checkcache(path)
     rest = linecache.getlines(path)[code.co_firstlineno - 1 :]
     head = next((line for line in rest if not line.lstrip().startswith("@")), "")
-    found = _DEF.match(head)
-    return found is not None and found[1] == code.co_name
+    return _DEF.findall(head) == [code.co_name]
 
 
 def _in_file(file: Stamp, module: str, qualname: str) -> _Found:
@@ -186,11 +182,10 @@ def _in_file(file: Stamp, module: str, qualname: str) -> _Found:
 def _all_in_file(file: Stamp, qualnames: frozenset[str]) -> dict[str, _Found]:
     """Return several at once, so that a tree need not be kept."""
     body = definitions.tree(Path(file[0])).body
-    found = {}
-    for qualname in qualnames:
-        node = definitions.by_name(body, qualname)
-        if node is None:
-            found[qualname] = _Found(origin=definitions.imported_from(body, qualname))
-        else:
-            found[qualname] = _Found(definitions.digest(node), definitions.first_line(node))
-    return found
+    nodes = {qualname: definitions.by_name(body, qualname) for qualname in qualnames}
+    return {
+        qualname: _Found(definitions.digest(node), definitions.first_line(node))
+        if node
+        else _Found(origin=definitions.imported_from(body, qualname))
+        for qualname, node in nodes.items()
+    }

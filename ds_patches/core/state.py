@@ -1,4 +1,4 @@
-"""States are values, not log lines."""
+"""Where patches and their wrappers stand."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def all_reached(wrappers: Collection[WrapperState]) -> bool:
 class PatchStatus:
     """The truth about one patch at the moment of the call.
 
-    installed: version of the installed DeepSpeed as its metadata spells it, or None.
-    notes: what the user should know besides, for example what a late apply cannot reach.
-    targets: live state of each target, by its key; empty while the patch is not live.
+    installed: the version of DeepSpeed as its metadata spells it, or None.
+    notes: what the user should know besides, as what a late apply cannot reach.
+    targets: by the key of each; empty while the patch is not live.
     """
 
     name: str

@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ds_patches.core import handles, log
+from ds_patches.core import api, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.patch import Dependency, Patch, upstream
 from ds_patches.upstream.places import ENGINE, INIT, INIT_BASE
@@ -77,7 +77,7 @@ PATCH = Patch(
     dependencies=_DEPENDENCIES,
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 #: Not `empty` and `randn`, which parameters are made of: those are initialised in half precision.
 _CONSTRUCTORS = ("tensor", "zeros", "ones", "full", "arange", "eye")

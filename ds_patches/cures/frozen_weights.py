@@ -31,7 +31,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import layered
 from ds_patches.core.patch import Patch
@@ -54,7 +54,7 @@ PATCH = Patch(
     collectives=False,
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 _LISTS = ("frozen_param_shapes", "frozen_param_fragments")
 

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import layered
@@ -108,7 +108,7 @@ PATCH = Patch(
     requires=("accumulation",),
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 _NO_STATE = (
     "This checkpoint has no optimizer state: DeepSpeed 0.17.6 to 0.18.4 saves none of bf16 without "

@@ -55,7 +55,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Class, Patch, Target, upstream
 from ds_patches.upstream.kinds import is_muon
@@ -91,7 +91,7 @@ PATCH = Patch(
     dependencies=(ZERO3.needs("_partitioned_buffers_all_gather", "gathers gradients", _ZERO3),),
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 logger = logging.getLogger("ds_patches.muon")
 

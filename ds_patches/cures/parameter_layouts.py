@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch
 from ds_patches.upstream.places import ENGINE, GATHERED, INIT, INIT_BASE
@@ -55,7 +55,7 @@ PATCH = Patch(
     collectives=False,
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 
 def around_broadcast(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

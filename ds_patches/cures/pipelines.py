@@ -38,7 +38,7 @@ import logging
 from typing import Any
 from weakref import WeakSet
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream import pipeline
@@ -58,7 +58,7 @@ PATCH = Patch(
     ),
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 logger = logging.getLogger("ds_patches.pipelines")
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, Target, upstream
 
@@ -42,7 +42,7 @@ PATCH = Patch(
     collectives=False,
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 
 def around_layout(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:

@@ -56,7 +56,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ds_patches.core import handles, log
+from ds_patches.core import api, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.engines import built
 from ds_patches.core.patch import Patch
@@ -87,7 +87,7 @@ PATCH = Patch(
     deactivate="deactivate",
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 logger = logging.getLogger("ds_patches.weights_by_hand")
 

@@ -40,7 +40,7 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.places import BF16, ENGINE, ZERO12
@@ -77,7 +77,7 @@ PATCH = Patch(
     deactivate="deactivate",
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 
 @cache

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.places import COORDINATOR, GATHERED, INIT, OFFLOAD
@@ -66,7 +66,7 @@ PATCH = Patch(
     ),
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 
 def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> Any:

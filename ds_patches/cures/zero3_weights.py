@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.places import GATHERED, INIT, ZERO3
@@ -53,7 +53,7 @@ PATCH = Patch(
     ),
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 logger = logging.getLogger("ds_patches.zero3_weights")
 

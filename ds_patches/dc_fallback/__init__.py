@@ -75,6 +75,6 @@ Upstream
     Issue 7942; pull requests 8059 and 8157 (merged; they gather, and reduce nothing).
 """
 
-from ds_patches.core import handles
+from ds_patches.core import api
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)

@@ -54,6 +54,6 @@ Upstream
     Pull requests 7805, 7371, 7898, 7965, 8080 (merged), issue 8364 (open), PyTorch issue 33909.
 """
 
-from ds_patches.core import handles
+from ds_patches.core import api
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)

@@ -1,6 +1,8 @@
-"""DeepSpeed's classes that bindings name methods of, by the modules that define them. Data only."""
+"""DeepSpeed's classes that bindings name methods of, where they are defined; private names."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ds_patches.core.patch import Class
 
@@ -30,3 +32,13 @@ GATHERED = Class(INIT.module, "GatheredParameters")
 #: Releases that have ``loss.backward()`` without the engine, and those that have `HOOK_STATE`.
 TORCH_STYLE = ">=0.18.3"
 COUNTING = ">=0.18.5"
+
+
+def private_name(owner: str, name: str) -> str:
+    """Return what `name`, written with two underscores in a class called `owner`, is outside."""
+    return f"_{owner.lstrip('_')}__{name}"
+
+
+def private(thing: Any, owner: str, name: str) -> Any:
+    """Return that attribute."""
+    return getattr(thing, private_name(owner, name))

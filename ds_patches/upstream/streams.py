@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_patches.core.calls import private
 from ds_patches.upstream.accelerator import keeps_order, wait_for_current
 from ds_patches.upstream.kinds import is_zero12
+from ds_patches.upstream.places import private
 
 # --- Stages 1 and 2 -------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_patches.core.calls import private
 from ds_patches.upstream.accelerator import wait_for_current
+from ds_patches.upstream.places import private
 from ds_patches.upstream.zero3_gathers import in_flight
 
 _CONTEXTS = "_ds_patches_dc_fallback_contexts"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_patches.core import calls
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.layer import Layer
+from ds_patches.upstream import places
 from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
 
 #: Among the modules that use a parameter: a script's block.
@@ -147,7 +147,7 @@ def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
 
 def private_name(name: str) -> str:
     """Return what `name`, written with two underscores in the class, is called outside."""
-    return calls.private_name("PartitionedParameterCoordinator", name)
+    return places.private_name("PartitionedParameterCoordinator", name)
 
 
 def private(coordinator: Any, name: str) -> Any:

@@ -71,6 +71,6 @@ Upstream
     (``modules_to_save``), in 0.19.3. Issue 4595 (open) is about ``non_reentrant_checkpoint``.
 """
 
-from ds_patches.core import handles
+from ds_patches.core import api
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)

@@ -114,7 +114,7 @@ def test_to_import_auto_is_to_apply(place: fake.Place) -> None:
 CURE = '''
 """The engine's forward is marked."""
 
-from ds_patches.core import handles
+from ds_patches.core import api
 from ds_patches.core.patch import Class, Patch
 
 PATCH = Patch(
@@ -125,7 +125,7 @@ PATCH = Patch(
     targets=(Class("deepspeed.runtime.engine", "Engine").target("forward", "mark"),),
 )
 
-apply, unapply, is_applied = handles.of(__name__)
+apply, unapply, is_applied = api.of(__name__)
 
 
 def mark(wrapped, engine, args, kwargs):

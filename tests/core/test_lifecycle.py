@@ -35,7 +35,7 @@ import pytest
 
 import ds_patches
 from ds_patches import startup
-from ds_patches.core import gate, lifecycle, live, registry, release, watch
+from ds_patches.core import agreement, gate, lifecycle, live, registry, release
 from ds_patches.core.patch import Target
 from ds_patches.core.state import State, WrapperState
 from tests.core import fake
@@ -212,7 +212,7 @@ class Walk:
         if not self.originals:
             self.originals = raws
             self.models = {
-                key: Model(raw is not live.MISSING, watched=key == watch._INIT.key)
+                key: Model(raw is not live.MISSING, watched=key == agreement._INIT.key)
                 for key, raw in raws.items()
             }
 
