@@ -49,6 +49,7 @@ PROOFS = {
     "adapters": Proof("adapters"),
     "batch-size": Proof("batch_size", stage=2),
     "bf16": Proof("one_backward", {}, _BF16),
+    "bf16-first": Proof("decayed", {}, _BF16),
     "block": Proof("block"),
     "buffers": Proof("fp32_buffers", {}, _BF16),
     "buffers-init": Proof("buffers_in_init", {}, _BF16),
@@ -57,6 +58,7 @@ PROOFS = {
     "experts": Proof("experts"),
     "forwards-first": Proof("forwards_first"),
     "fp16": Proof("one_backward", {}, _fp16(loss_scale=128), only=_FP16),
+    "fp16-first": Proof("decayed", {}, _fp16(loss_scale=128), only=_FP16),
     "fp16-fused": Proof("fused_adam", {}, _fp16(loss_scale=128), only=_FP16),
     "fp16-scale": Proof(
         "one_backward", {}, _fp16(initial_scale_power=7, loss_scale_window=2), only=_FP16
