@@ -7,6 +7,7 @@ Use
       clipping uses the right norm, and all ranks skip a step that overflows on one;
     - ``PipelineModule`` with fp16, of one stage or more;
     - bf16 with an optimizer of PyTorch's (0.17.6 to 0.18.5);
+    - Adam, and weight decay: the first step is the first one;
     - checkpoints of bf16, also at stage 1 with fp32 sums (0.17.6 to 0.18.4), which now hold the
       optimizer.
 
@@ -32,18 +33,21 @@ Not covered
     | a scale that rises at ZeRO 1 to 3 | left to stock |
 
 Cost
-    Two Python functions a step.
+    Two Python functions a step. Memory of the optimizer's states is taken by the first step, not
+    by ``initialize``.
 
 Why
     Without ZeRO, the optimizer of fp16 divides gradients by a loss scale. Up to 0.18.2 it also
     multiplies the loss by that scale; from 0.18.3 on nobody does. In every release the scale rises
     in the middle of a step, so that the step's gradients are divided by twice their scale. From
     0.17.6 on bf16 gets the same optimizer, and up to 0.18.4 checkpoints take it for one of ZeRO's.
+    In every release ``initialize`` steps with gradients of zeros, to have the states: weights decay
+    once more, and Adam's first update is smaller by a quarter, as of a second step.
 
 How
     The engine scales losses as it does for ``torch.autocast``, with the optimizer's scale instead
-    of PyTorch's GradScaler. The scale rises at the end of a step. Checkpoints of bf16 are written
-    like those of fp16, as in later releases.
+    of PyTorch's GradScaler. The scale rises at the end of a step. The step of zeros is left out.
+    Checkpoints of bf16 are written like those of fp16, as in later releases.
 
 Upstream
     Issue 8393 (fp16, open); pull requests 7645 (FusedAdam, 0.18.2), 7839 (bf16, 0.18.6),
@@ -83,6 +87,8 @@ _TARGETS = (
     FP16_UNFUSED.target("state_dict", "around_unscaled", _UNFUSED_BF16),
     ENGINE.target("_save_checkpoint", "around_checkpoint", _TAKEN_FOR_ZERO),
     ENGINE.target("load_checkpoint", "around_checkpoint", _TAKEN_FOR_ZERO),
+    FP16.target("initialize_optimizer_states", "around_states"),
+    FP16_UNFUSED.target("initialize_optimizer_states", "around_states"),
     FP16.target("load_state_dict", "around_load_state", ">=0.17.6"),
     FP16_UNFUSED.target("load_state_dict", "around_load_state", ">=0.17.6"),
 )
@@ -149,6 +155,14 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
         return wrapped(*args, **kwargs)
     with as_engine_backward(engine):
         return wrapped(*args, **kwargs)
+
+
+# --- the optimizer's states are made by the first step --------------------------------------------
+
+
+def around_states(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed has the optimizer make its states by a step, which is one; 1-bit ones expect it."""
+    return wrapped(*args, **kwargs) if hasattr(optimizer.optimizer, "initialize") else None
 
 
 # --- fp16: a scale that rises does so at the end of its step --------------------------------------

@@ -25,6 +25,11 @@ def by_adam(start, net, data, kind, **more):
     return train(start(net, optimizer, **more), [(x.to(net[0].weight.dtype), y) for x, y in data])
 
 
+def decayed(start, net, data):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=2.0)
+    return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data])
+
+
 def cpu_adam(start, net, data):
     return by_adam(start, net, data, DeepSpeedCPUAdam, gradient_accumulation_steps=4)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.harness import applied, at, checked, engine_trainer, of, on_ranks, run, trains
 from tests.harness.models import loss_of
-from tests.harness.options import BF16, FP16, Given, Options
+from tests.harness.options import ADAMW, BF16, FP16, Given, Options
 from tests.harness.pipelines import Pipeline
 from tests.harness.pipelines import run as run_pipeline
 from tests.harness.pipelines import train as train_pipeline
@@ -24,6 +24,8 @@ UNSCALED = TORCH_STYLE
 STANDS_STILL = Version("0.17.6") <= RELEASE <= Version("0.18.1")
 #: bf16: DeepSpeed takes its fp16 optimizer for it there, whose loss scale it does not need.
 TAKES_FP16S = Version("0.17.6") <= RELEASE <= Version("0.18.5")
+
+IS_FP16S = pytest.mark.skipif(Version("0.17.6") > RELEASE, reason="bf16 has its own optimizer")
 
 OPTIONS: Given = {"steps": 4, "model": "TwoHeads", "micro_steps": 1, "rates": (0.2,)}
 RISING: Given = {"settings": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
@@ -86,6 +88,28 @@ test_patched = checked(
     trained(marks=[HAS_TIMERS], **FP16 | STATIC, fused=True),
     of(f"accumulation {PATCH}", train, 0, **OPTIONS | FP16 | {"micro_steps": 2}),
 )
+
+
+@on_ranks
+@pytest.mark.core_case(half=FP16)
+@pytest.mark.parametrize("half", [FP16, pytest.param(BF16, marks=IS_FP16S)], ids=str)
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_first_step_is_the_first(half: Given, patched: bool) -> None:
+    """Of Adam with weight decay; stock takes one of zeros before it."""
+    params = ADAMW["params"] | {"weight_decay": 0.5}
+    settings = {"optimizer": ADAMW | {"params": params}}
+    with half_precision_allowed(), applied(*[PATCH] * patched):
+        trainer = engine_trainer(stage=0, rates=(params["lr"],), settings=settings, **half)
+        weights = [torch.nn.Parameter(one.detach().float()) for one in trainer.module.parameters()]
+        trainer.backward(loss_of(trainer, 0))
+        scale = trainer.engine.optimizer.loss_scale if half == FP16 else 1.0
+        for mine, its in zip(weights, trainer.module.parameters(), strict=True):
+            mine.grad = its.grad.float() / scale
+        trainer.step()
+    torch.optim.AdamW(weights, lr=params["lr"], weight_decay=0.5).step()
+    stepped = [one for group in trainer.engine.optimizer.fp32_groups for one in group]
+    furthest = max((a - b).abs().max() for a, b in zip(weights, stepped, strict=True))
+    assert (furthest < params["lr"] / 100) == patched
 
 
 @trains(PATCH, *(at(0, core={0}, rates=(0.2,), **FP16 | HIGH | fused) for fused in EITHER))
