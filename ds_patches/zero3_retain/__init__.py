@@ -37,7 +37,10 @@ Risks
     - **Loss scalers.** DeepSpeed up to 0.18.2 ignores ``retain_graph`` with a custom loss scaler.
 
 Not covered
-    A plain ``loss.backward()`` over a function of weights raises, as on stock.
+    A plain ``loss.backward()`` over a function of weights raises, as on stock. So does, from 0.18.0
+    on, a backward over ``aux_loss`` alone of Mixtral and the MoE of Qwen2 and Qwen3: it is made of
+    what lies inside modules that DeepSpeed gathers as a whole, and is no output of theirs. Set
+    ``leaf_module: {"classes": []}`` in ``zero_optimization``, or add it to the other loss.
 
 Cost
     Two backwards over one forward cost 1.42 times an ordinary step, because the second gathers the

@@ -67,8 +67,8 @@ class PlainTrainer(Trainer):
         self.forwards: list[None] = []
         module.register_forward_pre_hook(lambda *_: self.forwards.append(None))
 
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self.module(*inputs)
+    def __call__(self, *inputs: Tensor, **named: Any) -> Any:
+        return self.module(*inputs, **named)
 
     around_the_engine = __call__
 
@@ -177,8 +177,8 @@ class EngineTrainer(Trainer):
     def module(self) -> Any:
         return self.engine.module
 
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self.engine(*inputs)
+    def __call__(self, *inputs: Tensor, **named: Any) -> Any:
+        return self.engine(*inputs, **named)
 
     def around_the_engine(self, *inputs: Tensor) -> Any:
         """A forward that the engine does not see."""

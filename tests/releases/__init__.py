@@ -8,6 +8,7 @@
     python -m tests.releases record                    # all releases, into docs/compatibility.md
     python -m tests.releases measure                   # `prove` on old and new, docs/measured.json
     python -m tests.releases gpus                      # all proofs on GPUs, docs/compatibility.md
+    python -m tests.releases models                    # of transformers, docs/models.md
     python -m tests.releases upstream CHECKOUT         # DeepSpeed's unit tests, stock and patched
     python -m tests.releases news CHECKOUT             # fixes that no known release has
     python -m tests.releases shapes                    # into ds_patches/core/shapes.json

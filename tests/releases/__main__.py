@@ -43,6 +43,10 @@ def main() -> int:
     on_gpus.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
     on_gpus.set_defaults(work=lambda given: measure_on_gpus(given.version))
 
+    training = commands.add_parser("models", help="models of transformers, into docs/models.md")
+    training.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
+    training.set_defaults(work=_models)
+
     judging = commands.add_parser("upstream", help="DeepSpeed's unit tests, stock and patched")
     judging.add_argument("checkout", type=Path, help="of DeepSpeed's repository")
     judging.add_argument("--only", nargs="+", default=(), metavar="PATH", help="of its tests")
@@ -69,6 +73,12 @@ def _run(given: argparse.Namespace) -> int:
         older = [one for one in reversed(releases.RELEASES) if one != version("deepspeed")]
         wanted += older[releases.this_turn(given.turn_of) :: given.turn_of]
     return run(list(dict.fromkeys(wanted)), given.whole, given.within)
+
+
+def _models(given: argparse.Namespace) -> int:
+    from tests.releases.models import models  # imports torch, for which nobody else waits
+
+    return models(given.version)
 
 
 if __name__ == "__main__":

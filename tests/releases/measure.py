@@ -11,13 +11,12 @@ from packaging.version import Version
 from ds_patches.desk import cured
 from ds_patches.desk.defects import DEFECTS, Defect
 from ds_patches.desk.proofs import PROOFS
-from tests.releases import RELEASES, ROOT, each, install_one, say
+from tests.releases import RELEASES, ROOT, each, install_one, page, say
 from tests.releases.record import stamp
 from tests.releases.run import python
 
 FILE = ROOT / "docs" / "measured.json"
 PAGE = ROOT / "docs" / "compatibility.md"
-TABLE = re.compile(r"(?<=<!-- gpus -->\n\n).*?(?=\n\n<!-- end gpus -->)", re.DOTALL)
 #: Those that frameworks pin, and the newest.
 ON_GPUS = ("0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", "0.19.8")
 _TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
@@ -75,24 +74,11 @@ def measure_on_gpus(versions: Sequence[str]) -> int:
 
 def write_column(at: str, printed: str, when: str) -> None:
     """Write what `prove --all` printed on a release into the page's table."""
-    text = PAGE.read_text("utf-8")
-    found = TABLE.search(text)
-    assert found, f"{PAGE} has no table between its marks"
-    lines = [line[2:-2].split(" | ") for line in found[0].splitlines() if line[:2] == "| "]
-    head, _, *rows = lines or [["proof"], ["---"]]
-    of = {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
-    for row in of.values():
-        row[at] = "-"
+    cells = {}
     for line in re.findall(r"^[a-z0-9-]+  +\S.*$", printed, re.M):
         name, *told = re.split("  +", line.replace("off by ", ""))
         cell = "; ".join(told[:2]).partition(":")[0]
         is_bad = "not shown" in told or "not train" in cell
-        of.setdefault(name, {})[at] = f"**{cell}**" if is_bad else cell
+        cells[name] = f"**{cell}**" if is_bad else cell
     hardware = re.findall(f"^DeepSpeed {re.escape(at)} on (.*)$", printed, re.M)
-    of.setdefault("on", {})[at] = f"{hardware[0]}; {when}"
-    order = sorted({*head[1:], at}, key=Version)
-    names = [name for name, row in sorted(of.items()) if {*row.values()} != {"-"} and name != "on"]
-    body = [[name, *(of[name].get(one, "-") for one in order)] for name in [*names, "on"]]
-    table = [["proof", *order], ["---"] * (1 + len(order)), *body]
-    new = "\n".join(f"| {' | '.join(row)} |" for row in table)
-    PAGE.write_text(TABLE.sub(lambda _: new, text), "utf-8")
+    page.write_column(PAGE, "gpus", at, {**cells, page.ON: f"{hardware[0]}; {when}"})

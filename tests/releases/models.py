@@ -1,0 +1,82 @@
+"""docs/models.md: what models of `transformers` come to on a release, stock and patched."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version as version_of
+
+from tests.models.trained import WORK, is_right, told
+from tests.models.zoo import MODELS
+from tests.releases import ROOT, install_one, page, say
+from tests.releases.record import stamp
+from tests.releases.run import environment
+from tests.world import World
+
+PAGE = ROOT / "docs" / "models.md"
+CASES = [(work, stage) for work, (_, stages) in WORK.items() for stage in stages]
+#: Stock and patched.
+SIDES = (False, True)
+#: By model, work, stage and side: how far off, or an error.
+Found = Mapping[tuple[str, str, int, bool], str | float]
+
+
+def models(versions: Sequence[str]) -> int:
+    """Train all of them on these releases, and write their columns; 1 if patched is not right."""
+    bad = False
+    for at in versions:
+        if not install_one(at):
+            return 1
+        found = measured(at)
+        for (*case, patched), what in found.items():
+            if patched and not is_right(what):
+                bad = True
+                say(f"{at}: {case}: {what}")
+        packages = " ".join(f"{name} {version_of(name)}," for name in ("transformers", "torch"))
+        on = {page.ON: f"{packages} {stamp()}"}
+        of_models = {name: of_model(found, name) for name in MODELS}
+        page.write_column(PAGE, "models", at, of_models | on, [*MODELS])
+        of_work = {f"{work}, ZeRO {stage}": of_case(found, work, stage) for work, stage in CASES}
+        page.write_column(PAGE, "ways", at, of_work, [*of_work])
+    return int(bad)
+
+
+def measured(at: str) -> Found:
+    found = {}
+    for side in SIDES:
+        with World(variables=environment(at)) as ranks:
+            for name in MODELS:
+                for work, stage in CASES:
+                    case = (name, work, stage, side)
+                    found[case] = told(ranks, *case)
+                say(f"{at} {'patched' if side else 'stock'}: {name}")
+    return found
+
+
+def of_model(found: Found, name: str) -> str:
+    """For stock and patched: what goes wrong, and at which stages."""
+    sides = []
+    for side in SIDES:
+        wrong = defaultdict(list)
+        for work, stage in CASES:
+            if not is_right(found[name, work, stage, side]):
+                wrong[work].append(str(stage))
+        sides.append(", ".join(f"{work} {' '.join(at)}" for work, at in wrong.items()) or "right")
+    return two(sides)
+
+
+def of_case(found: Found, work: str, stage: int) -> str:
+    """For stock and patched: how far the models are off that are, and who raises what."""
+    sides = []
+    for side in SIDES:
+        of = [found[name, work, stage, side] for name in MODELS]
+        errors = [what.partition(":")[0] for what in of if isinstance(what, str)]
+        off = [what for what in of if not isinstance(what, str) and not is_right(what)]
+        said = [f"off by {min(off):.1g} to {max(off):.1g} ({len(off)})"] if off else []
+        said += [f"{one} ({errors.count(one)})" for one in dict.fromkeys(errors)]
+        sides.append(", ".join(said) or "right")
+    return two(sides)
+
+
+def two(sides: Iterable[str]) -> str:
+    """What is not right on the patched side is in bold."""
+    stock, patched = sides
+    return f"{stock}; {patched if patched == 'right' else f'**{patched}**'}"
