@@ -16,14 +16,12 @@ _TARGETS = (
 
 
 _DEPENDENCIES = (
-    ENGINE.needs("step", "reads what is reduced; shadowed as allreduce_gradients"),
+    ENGINE.needs("step", "reads what is reduced; wrapped at one engine, as allreduce_gradients"),
     ENGINE.needs(
         "allreduce_gradients",
-        "ends a backward; shadowed at an engine whose gradients stay on its parameters",
+        "ends a backward; wrapped at an engine whose gradients stay on its parameters",
     ),
-    ENGINE.needs(
-        "backward", "leaves out a division under no_sync, up to 0.18.2; shadowed likewise"
-    ),
+    ENGINE.needs("backward", "leaves out a division under no_sync, up to 0.18.2; wrapped likewise"),
     ENGINE.needs(
         "is_gradient_accumulation_boundary", "goes by the flag that a flush raises and puts back"
     ),
@@ -47,15 +45,15 @@ _DEPENDENCIES = (
     ZERO3.needs("independent_gradient_partition_epilogue", "hands the partitions to the step"),
     ZERO3.needs("clear_backward_seen_flag", "moves micro_step_id", COUNTING),
     COORDINATOR.needs("__all_gather_params", "gathers what is partitioned, on its own stream"),
-    COORDINATOR.needs("__release_param", "releases one; shadowed while a block holds all"),
-    COORDINATOR.needs("__params_to_release", "says what a module may release; shadowed likewise"),
+    COORDINATOR.needs("__release_param", "releases one; wrapped while a block holds all"),
+    COORDINATOR.needs("__params_to_release", "says what a module may release; wrapped likewise"),
     COORDINATOR.needs("release_sub_module", "leaves every release to __release_param"),
     Dependency(
         "deepspeed.runtime.zero.parameter_offload",
         "DeepSpeedZeRoOffload._remove_module_hooks",
         "knows the handles of all hooks that gather",
     ),
-    COORDINATOR.needs("release_and_reset_all", "partitions everything, also in a block; shadowed"),
+    COORDINATOR.needs("release_and_reset_all", "partitions everything, also in a block; wrapped"),
     COORDINATOR.needs("_invalidate_trace", "starts a trace again that an exception cut short"),
     COORDINATOR.needs("reset_step", "compares the traces of all ranks at the next forward"),
     COORDINATOR.needs(

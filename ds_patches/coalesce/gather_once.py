@@ -56,8 +56,8 @@ class GatherOnce(Listener):
             handle.remove()
         if self._restore is not None:
             self._restore()
-        for shadow in self._held:
-            shadow.remove()
+        for layer in self._held:
+            layer.remove()
 
     def release(self) -> None:
         """Partition what the block had gathered."""

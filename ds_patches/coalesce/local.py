@@ -20,7 +20,7 @@ class LocalGradients(Listener):
     """Where the gradients of one engine's backwards stay.
 
     While they stay on the parameters, autograd adds up, and nothing is reduced: the methods that
-    would do so are shadowed at this one engine. At all other times nothing of ours is there.
+    would do so are wrapped at this one engine. At all other times nothing of ours is there.
     """
 
     awaits_backwards = False  # but while gradients stay
@@ -32,7 +32,7 @@ class LocalGradients(Listener):
         #: A backward that raised since a block was opened.
         self.failed = False
         self._engine, self._steps = engine, steps
-        self._shadows: list[Layer] = []
+        self._layers: list[Layer] = []
         #: A backward has begun since gradients stay.
         self.waiting = False
         #: Where a step is its own boundary: whether each backward reduces, or the step does.
@@ -45,12 +45,12 @@ class LocalGradients(Listener):
 
     def begin(self) -> None:
         """Keep gradients on their parameters from here on."""
-        if self._shadows:
+        if self._layers:
             return
         engine, optimizer = self._engine, self._engine.optimizer
         upstream_engine.forget_last_step(engine)
         method = upstream_engine.gradient_method(optimizer)
-        self._shadows = [
+        self._layers = [
             Layer(optimizer, method, self._gradient_arrives),
             Layer(engine, "allreduce_gradients", self._backward_ends),
             Layer(engine, "backward", self._backward),
@@ -60,9 +60,9 @@ class LocalGradients(Listener):
 
     def end(self) -> None:
         """Let DeepSpeed reduce as ever from here on."""
-        for shadow in self._shadows:
-            shadow.remove()
-        self._shadows = []
+        for layer in self._layers:
+            layer.remove()
+        self._layers = []
         self.waiting = self.awaits_backwards = False
 
     def reduce(self) -> None:
@@ -89,7 +89,7 @@ class LocalGradients(Listener):
 
         Raises Refused where some of its gradients are on their way already.
         """
-        if not self._shadows and self.sum.is_late():
+        if not self._layers and self.sum.is_late():
             raise Refused(
                 "a backward begins inside another, of which a gradient has already been reduced, "
                 "or put into a bucket: put the outer one into "

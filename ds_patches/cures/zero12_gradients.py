@@ -81,7 +81,7 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 @cache
-def _shadows() -> Attached[Layer]:
+def _layers() -> Attached[Layer]:
     """Return what keeps tiles out of the buckets of each engine."""
     from ds_patches.steps.attached import Attached
     from ds_patches.upstream.kinds import is_zero12
@@ -95,8 +95,8 @@ def _shadows() -> Attached[Layer]:
 
 def deactivate() -> None:
     """Let stock put all gradients into its buckets."""
-    for _, shadow in _shadows().detach_all():
-        shadow.remove()
+    for _, layer in _layers().detach_all():
+        layer.remove()
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
@@ -113,7 +113,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
     """A tiled computation has no function to wrap: it lies in the backward of an autograd node."""
     outputs = wrapped(*args, **kwargs)
     if _TILED in sys.modules:  # a forward may import it
-        _shadows()(engine)
+        _layers()(engine)
     return outputs
 
 

@@ -172,14 +172,14 @@ def keep_apart() -> None:
             _apart(engine)
 
 
-def _shadow_hooks(engine: Any) -> list[Layer]:
+def _layers_at_hooks(engine: Any) -> list[Layer]:
     around = partial(_around_hook, ref(engine))
     methods = upstream_engine.methods_of_hooks(engine.optimizer)
     return [Layer(engine.optimizer, name, around) for name in methods]
 
 
 #: Of engines that have rivals: around what the hooks of their parameters call.
-_apart: Attached[list[Layer]] = Attached("apart", _shadow_hooks)
+_apart: Attached[list[Layer]] = Attached("apart", _layers_at_hooks)
 
 
 def _around_hook(engine: ref[Any], wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -251,8 +251,8 @@ def detach_all() -> None:
     _overtaken.clear()
     for engine, _ in _eager.detach_all():
         upstream_engine.give_prologue_back(engine)
-    for _, shadows in _apart.detach_all():
-        for shadow in shadows:
-            shadow.remove()
+    for _, layers in _apart.detach_all():
+        for layer in layers:
+            layer.remove()
     for _, steps in _engines.detach_all():
         steps.detach()

@@ -22,7 +22,7 @@ class Bf16Sum(GradientSum):
         self._added = False  # the running backward's, before its epilogue
         super().__init__()
         if upstream_engine.reduces_before_it_adds():
-            self.shadows = [
+            self.layers = [
                 Layer(engine, "allreduce_gradients", self._reduce),
                 Layer(engine.optimizer, "backward_epilogue", self._epilogue),
             ]

@@ -33,7 +33,7 @@ class HostSum:
         self._given = offload.filled(optimizer) if is_new else set[int]()
         self._delivered = set(self._given)
         #: At this one optimizer: it is called for every parameter, and only here it matters.
-        self.shadows = [
+        self.layers = [
             Layer(optimizer, "copy_grads_in_partition", self._copy),
             Layer(optimizer, offload.LINKING_METHOD, self._link),
         ]

@@ -162,7 +162,7 @@ class EngineSteps:
             upstream_engine.begin_backward(self.engine, again)
         finally:
             self.prologue_is_due = False
-        for at, layer in enumerate(self.sum.shadows):  # without a call for each
+        for at, layer in enumerate(self.sum.layers):  # without a call for each
             if layer.own.get(layer.name) is not layer.installed:
                 self.sum.put_back(at)
         self.sum.begin_backward()

@@ -16,7 +16,7 @@ class GradientSum:
     A backward brings reduced gradients. In a block it brings local ones, which autograd adds up on
     the parameters, until `reduce_local` brings the sum as one backward would.
 
-    shadows: around methods of the engine and its optimizer, until they are left to stock.
+    layers: around methods of the engine and its optimizer, until they are left to stock.
     """
 
     #: Whether DeepSpeed itself calls zero_grad() now: no user has asked for that.
@@ -25,7 +25,7 @@ class GradientSum:
     keeps_earlier_micro_steps = True
 
     def __init__(self) -> None:
-        self.shadows: list[Layer] = []
+        self.layers: list[Layer] = []
 
     def begin_backward(self) -> None:
         """Let the backward that begins add what it reduces."""
@@ -56,15 +56,15 @@ class GradientSum:
 
     def put_back(self, at: int) -> None:
         """Let a layer take effect again, where another library has put back what it had found."""
-        layer = self.shadows[at]
+        layer = self.layers[at]
         if not layer.comes_back():
             layer.remove()
-            self.shadows[at] = Layer(layer.owner, layer.name, layer.around)
+            self.layers[at] = Layer(layer.owner, layer.name, layer.around)
 
     def detach(self) -> None:
         """Leave the optimizer to stock."""
-        for shadow in self.shadows:
-            shadow.remove()
+        for layer in self.layers:
+            layer.remove()
 
     # --- Local gradients --------------------------------------------------------------------------
 

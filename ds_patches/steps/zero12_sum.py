@@ -40,26 +40,26 @@ class Zero12Sum(GradientSum):
         super().__init__()
         self._optimizer = optimizer = engine.optimizer
         epilogue = "independent_gradient_partition_epilogue"
-        self.shadows.append(Layer(optimizer, epilogue, self._epilogue))
+        self.layers.append(Layer(optimizer, epilogue, self._epilogue))
         self._host = HostSum(optimizer, engine.global_steps == 0) if optimizer.cpu_offload else None
         if self._host is not None:
-            self.shadows += self._host.shadows
+            self.layers += self._host.layers
         self._overlaps = False  # before we came
         if zero12.steps_with_local_sums(optimizer):
             self._overlaps = optimizer.overlap_comm
-            self.shadows.append(Layer(engine, "allreduce_gradients", self._reduce))
+            self.layers.append(Layer(engine, "allreduce_gradients", self._reduce))
             optimizer.overlap_comm = False  # it would reduce before, in the backward
         self._order: BucketOrder | None = None
         if reduce_together(optimizer):
             self._order = BucketOrder(ReduceBuckets(optimizer))
-            self.shadows.append(Layer(optimizer, "reduce_ipg_grads", self._order.reduce))
+            self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._order.reduce))
         self._is_muon = is_muon(optimizer)
         self.keeps_earlier_micro_steps = zero12.keeps_earlier_micro_steps(optimizer)
         self._reduces_last_only = zero12.reduces_last_backward_only(optimizer)
         self._is_managed = upstream_engine.manages_boundary(engine)
         if not self._is_managed:
             finalize = "finalize_gradient_accumulation_boundary"
-            self.shadows.append(Layer(optimizer, finalize, self._finalize))
+            self.layers.append(Layer(optimizer, finalize, self._finalize))
         self._reduced = False  # whether an epilogue ran at the boundary, in this step
         self._empty = False  # whether what it left was dropped
 

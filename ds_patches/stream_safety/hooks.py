@@ -29,8 +29,8 @@ def deactivate() -> None:
     """Leave every optimizer as DeepSpeed made it."""
     for _, order in _orders.detach_all():
         _leave_gradients(order)
-        for shadow in order.shadows:
-            shadow.remove()
+        for layer in order.layers:
+            layer.remove()
 
 
 def _order_of(optimizer: Any) -> Order | None:
@@ -38,7 +38,7 @@ def _order_of(optimizer: Any) -> Order | None:
     if not streams.overlap(optimizer):
         return None
     order = Order(accelerator(), optimizer.reduction_stream, streams.producers(optimizer))
-    order.shadows += [
+    order.layers += [
         Layer(optimizer, "average_tensor", partial(_tensor_is_reduced, optimizer, order)),
         Layer(optimizer, "allreduce_and_copy", partial(_gradients_are_reduced, order)),
         Layer(

@@ -31,7 +31,7 @@ class Order:
         # the current stream; and a thread's current device need not be this one.
         self._device = getattr(reduction, "device_index", None)
         #: Around the optimizer's methods.
-        self.shadows: list[Layer] = []
+        self.layers: list[Layer] = []
         #: Around the one that each gradient passes, until all have come from one stream.
         self.gradients: Layer | None = None
         self.streams: set[Any] = set()

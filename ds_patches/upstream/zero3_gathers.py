@@ -62,7 +62,7 @@ def gather(offload: Any) -> None:
 
 
 def hold(offload: Any) -> list[Layer]:
-    """Let nothing be released until the shadows are removed, but by who partitions everything."""
+    """Let nothing be released until the layers are removed, but by who partitions everything."""
     coordinator = offload.get_param_coordinator()
     name = private_name("release_param")
     release = getattr(coordinator, name)
