@@ -152,7 +152,7 @@ def _hook(node: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> bo
     names = [name for name in dir(node) if name.startswith("_raw_saved_")]
     try:
         for name in names:
-            getattr(node, name.removeprefix("_raw"), None)
+            getattr(node, name.replace("raw_", "", 1), None)
         node.metadata[_HOOKED] = True
         for name in names:
             found = getattr(node, name)
