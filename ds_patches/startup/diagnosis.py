@@ -23,7 +23,8 @@ def lines() -> list[str]:
     }
     here = [hook for hook, is_there in hooks.items() if is_there]
     found = [f"hook: {', '.join(here) or 'none (ds-patches enable, or run)'}"]
-    found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
+    if wanted or here:
+        found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
     if wanted and here:
         found.append(f"this interpreter: {'armed' if is_armed() else _why_not_armed()}")
     return found
