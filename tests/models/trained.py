@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_patches
-from tests.harness import run
 from tests.harness.options import Options
+from tests.harness.run import measure
 from tests.models import zoo
 from tests.world import RankError, World, WorldTimeout
 
@@ -74,7 +74,7 @@ def far(name: str, work: str, stage: int, patched: bool) -> tuple[float, str]:
     model: Any = partial(zoo.build, name)
     options = Options(stage=stage, steps=2, micro_steps=micro, model=model)
     # Not strict: transformers leaves hooks of its own at the first forward.
-    found = run.measure(partial(script, name=name), options, strict=False)
+    found = measure(partial(script, name=name), options, strict=False)
     assert found.moved > 1e-3
     said = f"warning: {found.said[0]}" if patched and found.said else ""
     return found.difference / found.moved, found.error or said
