@@ -22,9 +22,9 @@ Risks
     - **zero_grad().** Many PyTorch loops begin each micro step with ``zero_grad()``. So right after
       ``engine.step()`` has counted a micro step at stages 2 and 3, ``zero_grad()`` of the engine or
       its optimizer changes nothing, as on stock. After another backward it drops all gradients of
-      the step, as in PyTorch. Stage 1 clears everything but fp32 sums, as on stock. Both are a
-      warning in the middle of an accumulation. ``module.zero_grad()`` has no effect under ZeRO,
-      patched or not.
+      the step, as in PyTorch. Stage 1 clears everything but fp32 sums, as on stock. What drops
+      counted micro steps is a warning. ``module.zero_grad()`` has no effect under ZeRO, patched or
+      not.
     - **Errors.** If a backward raises, every gradient since the last step is dropped, with a
       warning, because part of it may have been reduced. ``engine.step()`` without another backward
       is refused, and so is one at the boundary that would find no reduced gradient.

@@ -87,8 +87,8 @@ def _coalesce(engine: Any) -> AbstractContextManager[None]:
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's ``no_sync()``: here also where it refuses, or fails."""
-    if upstream_engine.has_no_sync(engine):
+    """DeepSpeed's ``no_sync()``; here also at stages 2 and 3, and at stage 1 with overlap_comm."""
+    if upstream_engine.own_no_sync_works(engine):
         if upstream_engine.leaves_undivided(engine) and engine not in _said_of:
             _said_of.add(engine)
             logger.warning(_UNDIVIDED)

@@ -1,1 +1,1 @@
-"""The contract every patch meets: gate, journal, states, flags. Knows no patch by name."""
+"""What every patch meets: gate, layers, states, flags, the ranks' comparison. Names no patch."""

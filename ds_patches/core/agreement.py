@@ -44,8 +44,10 @@ _said: set[str] = set()
 
 
 class Holdings(NamedTuple):
-    """What one rank has: patches that change collectives and are live; and versions, and where each
-    patch stands, which of one that is live nowhere is to be told, not compared.
+    """What one rank has.
+
+    live: its live patches that change collectives.
+    told: versions, and where each patch stands; compared only if the patch is live on some rank.
     """
 
     live: list[str]
@@ -94,7 +96,8 @@ def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
 def compare(engine: Any) -> None:
     """Compare the ranks of an engine that was just built: they leave its construction together.
 
-    Raises RanksDisagree where this rank has live patches that another has not, or has otherwise.
+    Raises RanksDisagree if this rank has a live patch, and another rank lacks it, has other
+    versions, or says nothing for PATIENCE seconds. A rank without a live patch goes on.
     """
     import torch.distributed as dist
 

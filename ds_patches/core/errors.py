@@ -27,7 +27,7 @@ class FlagError(DsPatchesError, ValueError):
 
 
 class UnknownPatch(FlagError):
-    """A patch name that no folder has."""
+    """A patch name that no patch has."""
 
     def __init__(self, name: str, known: Iterable[str], where: str) -> None:
         names = tuple(known)

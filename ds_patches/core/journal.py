@@ -18,8 +18,10 @@ States = dict[str, tuple[WrapperState, str]]
 
 
 class Journal:
-    """The layers of one patch, and their targets. None is ever forgotten: another library may hold
-    one and put it back long after it was taken out, and the next `remove` takes it out again.
+    """The layers of one patch, and their targets.
+
+    A layer stays listed after `remove`: another library may put it back, switched off, and the
+    next `remove` takes it out.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class Journal:
             raise
 
     def remove(self) -> None:
-        """Take every layer out; one that another library buries is switched off instead."""
+        """Take every layer out; one that another library has wrapped over is switched off."""
         for layer in reversed(self.layers):
             layer.remove()
 

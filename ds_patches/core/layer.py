@@ -21,7 +21,7 @@ class Layer:
         with names.
     own, original: the owner's `__dict__`, and what that held before, or MISSING.
     installed: what it holds instead, unless another wrapper has come over it.
-    on: empty or not: a list, which wrapt looks at without a call of Python's.
+    on: the wrapper takes effect while this list, which wrapt looks at in C, is not empty.
 
     Raises TypeError for anything but a function of a module or a method of instances: Dynamo goes
     past a wrapper around a classmethod or staticmethod.
@@ -51,7 +51,7 @@ class Layer:
         return live.path_to(self.own.get(self.name, live.MISSING), self.installed)
 
     def comes_back(self) -> bool:
-        """Take effect again, but where somebody has replaced it; whether it does."""
+        """Switch on again, unless another library has replaced it; return whether it is on."""
         if self.own.get(self.name, live.MISSING) is self.original:
             self._put(self.installed)
         elif not self.path():

@@ -19,7 +19,7 @@ MISSING: Final[Any] = type("Missing", (), {"__repr__": lambda self: "MISSING"})(
 CARRIERS = (classmethod, staticmethod)
 _NVTX = "instrument_w_nvtx.<locals>.wrapped_fn"
 _WALK_LIMIT = 256
-#: Packages whose layers know no keyword that the function beneath does not.
+#: Packages whose wrappers add no keyword to those of the function beneath.
 _AT_HOME = ("builtins", "contextlib", "deepspeed", "ds_patches", "functools", "torch")
 
 

@@ -1,1 +1,1 @@
-"""What answers: the table of defects, doctor, explain, prove, train_check."""
+"""What answers: the table of defects, doctor, explain, prove, train_check, status."""

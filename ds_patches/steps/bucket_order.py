@@ -46,7 +46,7 @@ class Turn(Enum):
 
     #: As they come, as on stock.
     AS_THEY_COME = auto()
-    #: The same, in a first backward with several buckets, which do not tell when each has come.
+    #: The same, and noted: between several buckets, as a first backward may have, no order is kept.
     NOTED = auto()
     #: Each waits for its turn in the order of the ranks.
     IN_ORDER = auto()
@@ -83,7 +83,7 @@ class BucketOrder:
         self._due: Order = []
         #: IN_ORDER: what the graph does not lead to; it is reduced as zeros.
         self._will_not_come: set[Any] = set()
-        #: IN_ORDER: whether what is in the buckets was put there in the order.
+        #: Whether what is in the buckets was put there in the order.
         self._filled_by_us = False
         if self._order is None and not self._buckets.is_one:
             self._turn = Turn.NOTED

@@ -132,10 +132,10 @@ class EngineSteps:
     def entered(
         self, grad: Any = None, *, after: int | None = None, is_backward: bool = False
     ) -> None:
-        """A gradient has come to an output, or to another tensor: the first time, one begins.
+        """A gradient has come to an output: the first time in a graph task, a backward begins.
 
-        after: so many steps its forward ran, if that is known.
-        is_backward: as is known; else ``torch.autograd.grad`` may run, which is none.
+        after: how many steps were taken before its forward, if that is known.
+        is_backward: whether that is known; else ``torch.autograd.grad`` may run, which is none.
         """
         if self.engine is None:
             return
@@ -241,10 +241,10 @@ class EngineSteps:
         return self._step
 
     def back_to(self, before: Step) -> None:
-        """A block raised and has dropped what came since `before`: if that was nothing, all.
+        """Go on from `before` a block that raised, whose gradients were dropped.
 
-        Its backwards were of this micro step: a zero_grad() that follows means to drop the rest.
-        At stage 1 what was counted lies with them.
+        The step is HELD if gradients of earlier micro steps are left, else FAILED. The block was
+        in this micro step: a zero_grad() that follows means to drop the rest.
         """
         held = before.state is StepState.HELD and self.sum.keeps_earlier_micro_steps
         micro_step = self.engine.micro_steps

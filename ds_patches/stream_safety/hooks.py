@@ -65,7 +65,7 @@ def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 
 def _watch_gradients(optimizer: Any, order: Order) -> None:
-    """Look at each gradient from now on, unless somebody else is there, as a window of coalesce."""
+    """Look at each gradient from now on, unless somebody else is there, as a block of coalesce."""
     method = streams.GRADIENT_METHOD
     if order.gradients is None and method not in vars(optimizer):
         order.gradients = Layer(optimizer, method, partial(_gradient_comes, order))

@@ -17,7 +17,7 @@ from ds_patches.upstream.kinds import Kind, is_half, kind_of
 
 
 def why_not_covered(engine: Any) -> str | None:
-    """Return None where its backwards can be kept; else why not, "" if there is nothing to keep."""
+    """Return None if the engine's steps are kept; else the reason to warn of, or "" for none."""
     optimizer = engine.optimizer
     if not engine.zero_optimization() or not hasattr(optimizer, "step"):
         return ""  # no ZeRO, or inference only
@@ -332,8 +332,8 @@ def _tell_optimizer(optimizer: Any, boundary: bool) -> None:
 # --- no_sync() ------------------------------------------------------------------------------------
 
 
-def has_no_sync(engine: Any) -> bool:
-    """Whether DeepSpeed's ``no_sync()`` works: at stage 1, without overlap_comm."""
+def own_no_sync_works(engine: Any) -> bool:
+    """Whether DeepSpeed's ``no_sync()`` works: at stages 0 and 1, unless overlap_comm is on."""
     reduces = getattr(engine.optimizer, "overlap_comm", False)
     return not (engine.zero_optimization_partition_gradients() or reduces)
 
