@@ -87,7 +87,7 @@ def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> 
     for gathers in _of_block(gathered):
         zero3_gathers.let_go(gathered.params)
         if torch.is_grad_enabled():
-            gathers.used.note(gathered.params, by_one=gathered.src_rank is not None)
+            gathers.used.note(gathered.params)
     return wrapped(*args, **kwargs)
 
 

@@ -10,13 +10,12 @@ not looked at: the module's parameters are gathered for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
-from ds_patches.steps.ranks import on_any
 from ds_patches.upstream import zero3
 
 from .boundaries import is_boundary
@@ -25,8 +24,6 @@ _CHANGED = (
     "backward over a function of parameters that have changed since: it was computed before "
     "engine.step(), or before they were written to. Compute it again."
 )
-
-_HOOKED = "ds_patches.zero3_retain"
 
 
 class Used:
@@ -39,23 +36,16 @@ class Used:
         self._version = version
         self._at = version()
         self._params: dict[int, tuple[Any, int]] = {}
-        self._told: dict[int, Any] = {}  # parameters that one rank may have written to for all
 
-    def note(self, params: list[Any], by_one: bool) -> None:
-        """Note them at the end of a block, unless an earlier one in this step had them.
-
-        by_one: whether the block hands on what one rank has written to them.
-        """
+    def note(self, params: list[Any]) -> None:
+        """Note them at the end of a block, unless an earlier one in this step had them."""
         self._forget()
         for param in params:
             self._params.setdefault(id(param), (param, param._version))
-        if by_one:
-            self._told.update({id(param): param for param in params})
 
     def _forget(self) -> None:
         if self._at != self._version():
             self._params.clear()
-            self._told.clear()
             self._at = self._version()
 
     def __bool__(self) -> bool:
@@ -80,21 +70,15 @@ class Used:
         def unpack(packed: Any) -> Tensor:
             return packed if isinstance(packed, Tensor) else self._value(*now[packed], at)
 
-        told, written = None, False
         for node in _nodes(root):
             ends = {id(getattr(one, "variable", None)): one for one in _before(node)}
-            noted = ends.keys() & self._params.keys()
-            written |= not noted <= now.keys()
-            told = next((self._told[key] for key in noted & self._told.keys()), told)
-            for key in noted & now.keys():
+            for key in ends.keys() & now.keys():
                 if key not in seen:
                     seen.add(key)
                     _shape(now[key][0], ends[key], stack)
-            if noted & now.keys():
-                written |= not _hook(node, pack, unpack)
-        # Only who writes sees it, and the others would wait for its gathers.
-        if told is not None and on_any([written], zero3.group_of(told)).item():
-            raise Refused(_CHANGED)
+            for raw in _saved(node) if ends.keys() & now.keys() else ():
+                with suppress(RuntimeError):  # it has such functions already, or was released
+                    raw.register_hooks(pack, unpack)
 
     def _value(self, param: Any, writes: int, at: int) -> Tensor:
         if (self._version(), param._version) != (at, writes):
@@ -142,22 +126,9 @@ def _nodes(root: Any) -> Iterator[Any]:
             pending.extend(_before(node))
 
 
-def _hook(node: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
-    """Have what a node saved packed and unpacked so, once; or return False if it was written to.
-
-    PyTorch sees writes to what has no such functions. What was released has them for nothing.
-    """
-    if _HOOKED in node.metadata:
-        return True
-    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-    try:
-        for name in names:
-            getattr(node, name.replace("raw_", "", 1), None)
-        node.metadata[_HOOKED] = True
-        for name in names:
-            found = getattr(node, name)
-            for raw in found if isinstance(found, tuple) else (found,):
-                raw.register_hooks(pack, unpack)
-    except RuntimeError as error:
-        return "modified by an inplace operation" not in str(error)
-    return True
+def _saved(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with suppress(RuntimeError):  # released
+                found = getattr(node, name)
+                yield from found if isinstance(found, tuple) else (found,)
