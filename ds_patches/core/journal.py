@@ -35,7 +35,8 @@ class Journal:
     @property
     def is_in_place(self) -> bool:
         """Whether they take effect, and none was replaced: a module is reloaded, say."""
-        return all_reached([_state(one, at)[0] for one, at in self.layers.items() if one.on])
+        states = {at.key: _state(one, at)[0] for one, at in self.layers.items() if one.on}
+        return all_reached([*states.values()])
 
     def install(self, targets: Iterable[Target], around: Callable[[Target], Around]) -> None:
         """Wrap every target, or none: a failure takes back what was done and is raised.

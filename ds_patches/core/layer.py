@@ -41,6 +41,7 @@ class Layer:
                 "module and methods of instances are wrapped"
             )
         self.on = [True]
+        self._above: Layer | None = None  # of ours, directly
         kind: Any = Method if is_class else Function
         self.installed = kind(beneath, around, enabled=self.on)
         self.installed._self_layer = self
@@ -53,6 +54,8 @@ class Layer:
     def comes_back(self) -> bool:
         """Switch on again, unless another library has replaced it; return whether it is on."""
         if self.own.get(self.name, live.MISSING) is self.original:
+            if self.original is live.MISSING and not isinstance(self.owner, type):
+                self.installed.__wrapped__ = getattr(self.owner, self.name)
             self._put(self.installed)
         elif not self.path():
             return False
@@ -67,13 +70,18 @@ class Layer:
         self.on.clear()  # first, for whoever holds it
         if self.own.get(self.name, live.MISSING) is self.installed:
             self._put(self.original)
-            return
-        for above in map(live.ours, self.path()):
-            if above is not None and above.original is self.installed:
-                above.original = self.original
-                above.installed.__wrapped__ = self.installed.__wrapped__
+        elif (above := self._above) is not None and above.original is self.installed:
+            above.original = self.original
+            above.installed.__wrapped__ = self.installed.__wrapped__
+            above._rests()
+
+    def _rests(self) -> None:
+        if (below := live.ours(self.original)) is not None:
+            below._above = self
 
     def _put(self, value: Any) -> None:
+        if value is self.installed:
+            self._rests()
         kind: Any = type if isinstance(self.owner, type) else object
         if value is live.MISSING:
             kind.__delattr__(self.owner, self.name)

@@ -85,7 +85,7 @@ def _passing_on(beneath: Any, around: Around) -> Around:
     """Let keywords that only another library's wrapper beneath knows go there past `around`."""
     layers: list[Any] = []
     function = live.innermost(beneath, layers)
-    if not any(map(live.is_anothers, layers)):
+    if not any(live.is_anothers(getattr(layer, "__func__", layer)) for layer in layers):
         return around
     known = names_of(function)
 

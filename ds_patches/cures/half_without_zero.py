@@ -31,6 +31,7 @@ Not covered
     | backwards without ``engine.backward`` | refused by DeepSpeed (0.18.3 and later) |
     | FusedAdam with a static loss scale, to 0.17.0 | an error about a timer, in the first step |
     | a scale that rises at ZeRO 1 to 3 | left to stock |
+    | the step of zeros of a 1-bit optimizer | left to stock |
 
 Cost
     Two Python functions a step. Memory of the optimizer's states is taken by the first step, not
@@ -161,8 +162,11 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_states(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed has the optimizer make its states by a step, which is one; 1-bit ones expect it."""
-    return wrapped(*args, **kwargs) if hasattr(optimizer.optimizer, "initialize") else None
+    """DeepSpeed has the optimizer make its states by a step; here it takes none but a 1-bit one."""
+    if hasattr(optimizer.optimizer, "initialize"):
+        return wrapped(*args, **kwargs)
+    with layered(optimizer.optimizer, step=lambda *_: None):
+        return wrapped(*args, **kwargs)
 
 
 # --- fp16: a scale that rises does so at the end of its step --------------------------------------

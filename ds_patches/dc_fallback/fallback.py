@@ -66,7 +66,7 @@ class Fallback:
         self._step = Step()
         self._told: set[torch.nn.Parameter] = set()
         self._looked_at: set[int] = set()  # graphs, for hooks that they do not run
-        self._phase = Phase.IDLE
+        self._phase = self._outer = Phase.IDLE  # now, and before the backward
         self._records = False  # whether the last forward had gradients enabled
         self._saving = dynamo.SavedTensorsHooks(
             dynamo.disabled(self.uses.pack), dynamo.disabled(self.uses.unpack)
@@ -153,7 +153,7 @@ class Fallback:
                 result = forward(*args, **kwargs)
         finally:
             self.uses.close(calls.cut(depth))
-            if outermost:
+            if outermost and self._phase is Phase.FORWARD:
                 self._phase = Phase.IDLE
         if self._records and outermost:
             self._saves = self.uses.gathered_any
@@ -184,9 +184,9 @@ class Fallback:
         """Right after the engine's own prologue, which a second backward may come without."""
         prologue(*args, **kwargs)
         self._graphs.begin(self._engine.is_gradient_accumulation_boundary())
-        if self._phase is Phase.BACKWARD:
+        if self._phase in (Phase.BACKWARD, Phase.ALONE):
             return  # it has come to another forward
-        self._phase = Phase.BACKWARD
+        self._outer, self._phase = self._phase, Phase.BACKWARD
         if self._step.state is StepState.HELD:
             self._written.update(zero3.gradient_partitions(self._optimizer))
         else:
@@ -198,7 +198,7 @@ class Fallback:
         self._reduction.finish()
         self.uses.forget_backward()
         self._hand_over()
-        self._phase = Phase.IDLE
+        self._phase = self._outer
         epilogue(*args, **kwargs)
 
     def _zero_grad(self, zero_grad: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

@@ -138,6 +138,7 @@ def test_a_module_that_was_reloaded_is_patched_anew(place: fake.Place) -> None:
     """Also where classes of before are in use; unapplied, none of them has anything of ours."""
     code = """
 from importlib import reload
+from ds_patches.core import lifecycle
 ds_patches.apply("sample")
 for _ in range(2):
     before, function = engine.Engine, engine.scale
@@ -149,6 +150,7 @@ for _ in range(2):
     assert "ds_patches" not in status.reason
     assert not fake.is_marked("Engine.forward") and before().forward(1)[0] == "marked"
     assert ds_patches.apply_all(only="sample")["sample"].live
+    assert lifecycle.lives["sample"].journal.is_in_place
     assert depth() == 1 and before().forward(1)[0] == "marked" == function(1)[0]
 assert sys.modules["ds_patches.sample.around"].log == ["activate"]
 ds_patches.apply("sample")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from itertools import permutations
 from typing import Any
 
 import pytest
 
 from ds_patches.core import live
+from ds_patches.core.calls import in_order
 from ds_patches.core.layer import Layer
 
 
@@ -46,6 +48,44 @@ def test_beside_a_function_of_another_library() -> None:
     assert bell.ring() == "(ding)", "put back by somebody, it takes no effect"
     again.remove()
     assert vars(bell) == {"ring": theirs}
+
+
+def test_beneath_what_cannot_be_seen() -> None:
+    """A library hides the upper of two layers, and puts it back when the lower is gone."""
+    bell: Any = Bell()
+    lower = Layer(bell, "ring", louder)
+    upper = Layer(bell, "ring", lambda ring, *_: f"[{ring()}]")
+    hidden = [bell.ring]
+    bell.ring = lambda: hidden[0]()
+    lower.remove()
+    bell.ring = hidden[0]
+    assert bell.ring() == "[ding]"
+    upper.remove()
+    assert not vars(bell)
+
+
+def test_a_method_that_was_replaced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    bell = Bell()
+    layer = Layer(bell, "ring", louder)
+    del vars(bell)["ring"]
+    monkeypatch.setattr(Bell, "ring", lambda self: "clang")
+    assert layer.comes_back()
+    assert bell.ring() == "CLANG"
+
+
+def test_a_keyword_of_another_librarys_wrapper_at_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Bell.ring
+
+    @wraps(own)
+    def theirs(self: Bell, *args: Any, mark: str = "", **kwargs: Any) -> str:
+        return own(self, *args, **kwargs) + mark
+
+    monkeypatch.setattr(Bell, "ring", theirs)
+    bell = Bell()
+    Layer(bell, "ring", lambda ring, _, args, kwargs: ring(*in_order(ring, args, kwargs)))
+    assert bell.ring(2, mark="!") == "ding ding!"
 
 
 @pytest.mark.parametrize("order", [*permutations("abc")])

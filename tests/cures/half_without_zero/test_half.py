@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import applied, at, checked, engine_trainer, of, on_ranks, run, trains
+from tests.harness import applied, at, checked, engine_trainer, models, of, on_ranks, run, trains
 from tests.harness.models import loss_of
 from tests.harness.options import ADAMW, BF16, FP16, Given, Options
 from tests.harness.pipelines import Pipeline
@@ -99,7 +99,11 @@ def test_the_first_step_is_the_first(half: Given, patched: bool) -> None:
     params = ADAMW["params"] | {"weight_decay": 0.5}
     settings = {"optimizer": ADAMW | {"params": params}}
     with half_precision_allowed(), applied(*[PATCH] * patched):
-        trainer = engine_trainer(stage=0, rates=(params["lr"],), settings=settings, **half)
+        model = models.build("TwoHeads", Options(**half).torch_dtype)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)  # of a look at the model before, which stock drops
+        trainer = engine_trainer(model, stage=0, rates=(params["lr"],), settings=settings, **half)
+        assert all(param.grad is None for param in trainer.module.parameters())
         weights = [torch.nn.Parameter(one.detach().float()) for one in trainer.module.parameters()]
         trainer.backward(loss_of(trainer, 0))
         scale = trainer.engine.optimizer.loss_scale if half == FP16 else 1.0
