@@ -79,12 +79,13 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
 
     alone: PyTorch's own. DeepCompile has all ranks compile a graph together, which they do not
     where they see different shapes: of an activation function in a loop over the experts that were
-    hit, say. It has no parameters, so there is nothing for DeepCompile to do.
+    hit, say. It has no parameters, so there is nothing for DeepCompile to do. A graph without any
+    input, as Dynamo makes one where a frame builds a module, fails an assertion of its prefetch.
     """
     apart = deepcompile.tells_layers_apart()  # else nothing that such a loop calls is compiled
 
     def backend(gm: Any, inputs: Any) -> Any:
-        if apart and not graphs.has_parameters(inputs):
+        if not inputs or (apart and not graphs.has_parameters(inputs)):
             graph = alone(gm, inputs)
         else:
             with graphs.compiling(gm):

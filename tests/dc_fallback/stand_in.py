@@ -182,6 +182,7 @@ def _make_backend(*args: Any, **kwargs: Any) -> Any:
 
     def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         dist.all_reduce(torch.zeros(1))  # DeepCompile's measurements: all ranks compile together
+        assert inputs, "the pass that prefetches wants each graph to begin with an input"
         found = {i: one for i, one in enumerate(inputs) if hasattr(one, "ds_id")}
         if not found:
             return gm.forward

@@ -48,6 +48,7 @@ def compiled_once(trainer: Any) -> None:
     assert len(graphs) == 1, "something was compiled again"
 
 
+@pytest.mark.core_case(pattern="Built")
 @pytest.mark.core_case(pattern="Mixed")
 @pytest.mark.core_case(pattern="TiedGraphs")
 @pytest.mark.core_case(pattern="LoopOfBlocks")

@@ -66,6 +66,20 @@ class Disabled(Compiled):
         return super().trunk(x)
 
 
+class Built(Compiled):
+    """A frame that builds a module: Dynamo makes a graph of that, which has no inputs."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return called(nn.Sequential(*self.layers), x)
+
+
+@torch.compiler.disable
+def called(module: nn.Module, x: Tensor) -> Tensor:
+    """What the module makes of it, by a function that Dynamo skips."""
+    found: Tensor = module(x)
+    return found
+
+
 class Loop(Compiled):
     """A graph break inside a loop: Dynamo skips the whole forward, and compiles what it calls."""
 
