@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ds_patches.core.state import PatchStatus, State
     from ds_patches.desk.traincheck import NotChecked, NotTrained, TrainReport, train_check
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DsPatchesError",
