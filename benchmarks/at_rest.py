@@ -21,9 +21,9 @@ OPTIONS = {
     "tokens": [256, 4096],
     "layers": 12,
     "words": 8192,
-    "warmup": 2,
-    "steps": 8,
-    "rounds": 7,
+    "warmup": 1,
+    "steps": 4,
+    "rounds": 21,
 }
 
 

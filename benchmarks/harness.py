@@ -9,6 +9,7 @@ rounds are printed.
 import argparse
 import gc
 import logging
+import math
 import os
 import platform
 import statistics
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16
 SEED = 1234
-HEADER = ("what", "row", "median", "all rounds", "peak MiB")
+HEADER = ("what", "row", "median", "95 %", "all rounds", "peak MiB")
 # A rank that waits longer has lost the others: end with a message, not at a job's time limit.
 _PATIENCE = timedelta(minutes=2)
 # Real updates, but so small that the weights hardly change over some hundred steps.
@@ -117,6 +118,7 @@ def compare(what: str, rows: Sequence[Row], of: argparse.Namespace, device: torc
     for _ in range(of.rounds):
         for row in turn:
             with applied(row.patches):
+                gc.collect()  # of what applying has left, and the row before
                 measure(row, of, device)
         turn.reverse()
     show(what, rows)
@@ -155,7 +157,21 @@ def show(what: str, rows: Sequence[Row]) -> None:
             found, unit = [ms / base for ms, base in zip(row.ms, first.ms, strict=False)], "{:.3f}"
         median = unit.format(statistics.median(found)) if found else "-"
         rounds = " ".join(f"{one:.3f}" for one in found)
-        say(line([what, row.name, row.error or median, rounds, f"{row.peak:.0f}"]))
+        cells = [row.error or median, interval(found), rounds, f"{row.peak:.0f}"]
+        say(line([what, row.name, *cells]))
+
+
+def interval(found: Sequence[float]) -> str:
+    """Where the median of all such rounds lies, in at least 95 of 100 tables; "-" of few rounds.
+
+    Between two of the rounds, as far from the ends as the binomial distribution allows: nothing is
+    assumed of how a machine's times scatter.
+    """
+    rounds, beyond, place = len(found), 0.0, 0
+    while 2 * (beyond := beyond + math.comb(rounds, place) / 2**rounds) <= 0.05:
+        place += 1
+    ordered = sorted(found)
+    return f"{ordered[place - 1]:.3f} to {ordered[-place]:.3f}" if place else "-"
 
 
 def line(cells: Sequence[str]) -> str:

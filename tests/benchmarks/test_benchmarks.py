@@ -15,4 +15,4 @@ def test_it_runs(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     _, *rows = done.stdout.partition("| --- |")[2].splitlines()
     assert rows
-    assert all(len(row.split(" | ")[3].split()) == 2 for row in rows), "a round is missing"
+    assert all(len(row.split(" | ")[4].split()) == 2 for row in rows), "a round is missing"
