@@ -116,6 +116,10 @@ def embedder(folder: Path) -> Parameters:
     return saved.save_embedder(folder / "embedder")
 
 
+def clip(folder: Path) -> Parameters:
+    return saved.save_clip(folder / "clip")
+
+
 def heads(_: Path, prefix: str = "") -> Parameters:
     torch.manual_seed(accelerated.SEED)
     start = accelerated.TwoHeads().named_parameters()
@@ -129,6 +133,9 @@ def steps(micro_steps: int) -> dict[str, Any]:
 
 LM = ("hf:language_model", (Path("lm"), Path("out")), causal)
 SENTENCES = ("hf:sentences", (Path("embedder"), Path("out")), embedder, TWICE)
+CLIP = ("hf:pictures", (Path("clip"), Path("out")), clip)
+NO_DIMENSIONS = "self.dim() cannot be 0 to view Float as Byte"
+UNBORN = {2: NO_DIMENSIONS, 3: NO_DIMENSIONS}
 CHECKPOINTED = "Recomputed values for the following tensors have different metadata"
 APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
 LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
@@ -149,6 +156,7 @@ ACCUMULATED = Training(
 TRAININGS = [
     TRAINER,
     replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}, **RARE),
+    Training("Trainer, CLIP", *CLIP, UNBORN, BOTH_RIGHT, **steps(1), **RARE),
     Training("sentence-transformers, cached loss", *SENTENCES, TWICE, **ONCE, **steps(1)),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
     ACCUMULATED,
