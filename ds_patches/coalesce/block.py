@@ -10,6 +10,7 @@ from typing import Any
 from ds_patches.core import lifecycle
 from ds_patches.core.errors import Misused, Refused
 from ds_patches.steps.step import EngineSteps
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream import zero3_gathers as gathers
 
@@ -40,7 +41,7 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
             "outside of no_sync(), which it needs no more"
         )
     gathered = _gathers(engine, steps)
-    boundary, before = upstream_engine.asked_boundary(engine), steps.present
+    boundary, before = upstream_boundary.asked_boundary(engine), steps.present
     try:
         local.begin()
         local.in_block, local.failed = True, False
@@ -62,7 +63,7 @@ def around(engine: Any, steps: EngineSteps, local: LocalGradients) -> Iterator[N
         steps.recover()
         upstream_engine.forget_backward(engine)
         upstream_engine.stop_timers(engine)
-        upstream_engine.restore_boundary(engine, boundary)
+        upstream_boundary.restore_boundary(engine, boundary)
         if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
             steps.sum.drop_local()
             logger.warning(_RAISED)

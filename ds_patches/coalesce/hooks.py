@@ -12,6 +12,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Misused, NotCovered, Refused
 from ds_patches.steps import attached
 from ds_patches.steps.attached import Attached
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.kinds import Kind, kind_of
 
@@ -105,7 +106,7 @@ def _refusal(engine: Any) -> Refused | None:
     backward that reduces in a way of its own.
     """
     method = "coalesce_grad_reduction()"
-    if not upstream_engine.manages_boundary(engine):
+    if not upstream_boundary.manages_boundary(engine):
         return Misused(
             f"{method} is not supported with managed_gradient_accumulation=False: "
             "step() is the boundary already"

@@ -12,6 +12,7 @@ from ds_patches.core.errors import Misused, Refused
 from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import current_task_id
 from ds_patches.steps.step import EngineSteps, Listener
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.engine import has_torch_style_backward
 
@@ -37,7 +38,7 @@ class LocalGradients(Listener):
         self.waiting = False
         #: Where a step is its own boundary: whether each backward reduces, or the step does.
         self._finalizes = self._step_reduces = False
-        if not upstream_engine.manages_boundary(engine):
+        if not upstream_boundary.manages_boundary(engine):
             self._finalizes = engine.zero_optimization_partition_gradients()
             self._step_reduces = not self._finalizes
         #: Whether plain backwards are divided by the micro steps, those that begin at an output.
@@ -73,7 +74,7 @@ class LocalGradients(Listener):
             return
         if not had_backward:  # but another rank had
             self.sum.begin_backward()
-        boundary = nullcontext() if self._finalizes else upstream_engine.at_boundary(self._engine)
+        boundary = nullcontext() if self._finalizes else upstream_boundary.at_boundary(self._engine)
         with boundary:
             self.sum.reduce_local(lacking)
 
@@ -158,7 +159,7 @@ class LocalGradients(Listener):
                 "engine.step() inside coalesce_grad_reduction(), where nothing is reduced yet, as "
                 "inside no_sync(). Step after the block."
             )
-        if upstream_engine.steps_now(engine):
+        if upstream_boundary.steps_now(engine):
             if self.in_no_sync:
                 raise Misused(
                     "engine.step() inside no_sync context manager, at a gradient accumulation "

@@ -16,6 +16,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.layer import Layer
 from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.sums import GradientSum
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
@@ -136,7 +137,7 @@ def take_in(engine: Any) -> EngineSteps | None:
 
 def waits(engine: Any) -> bool:
     """Whether the running step began on stock, which is to end it."""
-    return KEY not in vars(engine) and upstream_engine.is_in_a_step(engine)
+    return KEY not in vars(engine) and upstream_boundary.is_in_a_step(engine)
 
 
 def of_optimizer(optimizer: Any) -> EngineSteps | None:

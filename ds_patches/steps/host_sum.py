@@ -15,7 +15,7 @@ import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.layer import Layer
-from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
 from ds_patches.upstream import zero12_offload as offload
 from ds_patches.upstream.accelerator import synchronize
@@ -142,7 +142,7 @@ class HostSum:
         optimizer = self._optimizer
         param = args[0] if args else in_order(wrapped, args, kwargs)[0]  # of every parameter
         param_id = optimizer.get_param_id(param)
-        boundary = upstream_engine.is_at_boundary(optimizer)
+        boundary = upstream_boundary.is_at_boundary(optimizer)
         adds = param_id in self._pending
         kept = offload.where_micro_steps_are_kept(optimizer) if adds or not boundary else {}
         with meanwhile(optimizer, micro_step_id=int(adds), **kept):

@@ -17,7 +17,7 @@ from ds_patches.core.layer import Layer
 from ds_patches.steps.bucket_order import BucketOrder
 from ds_patches.steps.host_sum import HostSum
 from ds_patches.steps.sums import GradientSum
-from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import muon, zero12
 from ds_patches.upstream.accelerator import keeps_order
 from ds_patches.upstream.kinds import is_muon
@@ -56,7 +56,7 @@ class Zero12Sum(GradientSum):
         self._is_muon = is_muon(optimizer)
         self.keeps_earlier_micro_steps = zero12.keeps_earlier_micro_steps(optimizer)
         self._reduces_last_only = zero12.reduces_last_backward_only(optimizer)
-        self._is_managed = upstream_engine.manages_boundary(engine)
+        self._is_managed = upstream_boundary.manages_boundary(engine)
         if not self._is_managed:
             finalize = "finalize_gradient_accumulation_boundary"
             self.layers.append(Layer(optimizer, finalize, self._finalize))
@@ -85,7 +85,7 @@ class Zero12Sum(GradientSum):
             zero12.reduce_earlier_backwards(optimizer)
         if self._order is not None:
             self._order.end_backward()
-        boundary = upstream_engine.is_at_boundary(optimizer)
+        boundary = upstream_boundary.is_at_boundary(optimizer)
         adds = self._reduced or (self._host is not None and self._host.is_due)
         self._reduced |= boundary
         self.upstream_zeroes = True
@@ -124,7 +124,7 @@ class Zero12Sum(GradientSum):
             return False
         if self._host is not None:  # the sum of stage 2 is there already
             return unreduced and not self.keeps_earlier_micro_steps
-        return unreduced if self._empty else upstream_engine.lacks_averages(self._optimizer)
+        return unreduced if self._empty else upstream_boundary.lacks_averages(self._optimizer)
 
     def complete(self) -> None:
         """Hand on what the last epilogue has not: sums on the host, or zeros if all was dropped."""

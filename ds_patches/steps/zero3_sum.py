@@ -14,7 +14,7 @@ from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.steps.attached import KEY
 from ds_patches.steps.sums import GradientSum
-from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
 
 
@@ -46,7 +46,7 @@ class Zero3Sum(GradientSum):
         self._written |= ids
         if optimizer.offload_optimizer:
             self._delivered -= ids
-            if upstream_engine.is_at_boundary(optimizer):
+            if upstream_boundary.is_at_boundary(optimizer):
                 self._delivered |= ids
         if adds == (optimizer.micro_step_id > 0):
             return wrapped(params, gradients)
@@ -76,7 +76,7 @@ class Zero3Sum(GradientSum):
 
     def lacks(self, unreduced: bool) -> bool:
         optimizer = self._optimizer
-        return not optimizer.offload_optimizer and upstream_engine.lacks_averages(optimizer)
+        return not optimizer.offload_optimizer and upstream_boundary.lacks_averages(optimizer)
 
     def complete(self) -> None:
         """Zero what this step has not written; hand on what no boundary backward did."""

@@ -11,7 +11,7 @@ import torch
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.layer import Layer
 from ds_patches.upstream.accelerator import accelerator
-from ds_patches.upstream.engine import is_at_boundary
+from ds_patches.upstream.boundary import is_at_boundary
 from ds_patches.upstream.kinds import Kind, kind_of
 
 Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
