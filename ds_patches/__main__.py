@@ -73,7 +73,7 @@ def _explain(chosen: Namespace) -> int:
 
     if chosen.text is None and sys.stdin.isatty():
         raise FlagError('explain needs a text: ds-patches explain "ERROR", or explain < job.log')
-    text = explain.piped(sys.stdin.buffer) if chosen.text is None else chosen.text
+    text = explain.piped(sys.stdin.buffer) if chosen.text in (None, "-") else chosen.text
     return explain.explain(text, chosen.release, verbose=chosen.verbose, as_json=chosen.json)
 
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from packaging.version import Version
 
 from ds_patches.core import columns, release
+from ds_patches.core.errors import FlagError
 from ds_patches.desk import cured, given, messages, pasted, questions
 from ds_patches.desk.defects import KNOWN, OLDEST, TESTED, Defect, plain
 from ds_patches.desk.pasted import Pasted
@@ -89,9 +90,12 @@ def explain(text: str, asked: Version | None, *, verbose: bool, as_json: bool) -
     """Print what is known of a text, or a file's, for one release; returns the exit status.
 
     The release: the one asked for, or the log's own, or the one that is installed.
-    verbose: print the sections of the page, too.
+    verbose: print the sections of the page, too. Raises FlagError if the text has no words.
     """
-    found = pasted.read(_of_file(text))
+    whole = _of_file(text)
+    if not any(map(str.isalpha, whole)):
+        raise FlagError("explain has nothing to explain: there is no word in this text")
+    found = pasted.read(whole)
     told, installed = asked or found.release, release.installed()
     version = told or (installed.version if installed else None)
     known = answers(found, version, cured.of_releases(told) if told else cured.here())
