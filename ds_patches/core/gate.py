@@ -130,12 +130,16 @@ class _Found:
                 yield place
 
     def is_fixed(self, target: Target) -> bool:
-        """Whether its code is recorded, of releases alone in which it is not wrapped."""
+        """Whether its code is recorded, of later releases than any in which it is wrapped."""
         spans = shape.known(target).get(self.shape_of(target), "")
-        of = [one for one in shape.recorded().releases if shape.has(one, spans)]
-        supported = self._patch.supported
-        wraps = (release.covers(supported, v) and release.covers(target.releases, v) for v in of)
-        return bool(of) and not any(wraps)
+        supported, recorded = self._patch.supported, shape.recorded().releases
+        of = [one for one in recorded if shape.has(one, spans)]
+        wraps = [
+            one
+            for one in recorded
+            if release.covers(supported, one) and release.covers(target.releases, one)
+        ]
+        return bool(of and wraps) and max(of) > max(wraps) and not {*of} & {*wraps}
 
     def shape_of(self, place: Place) -> str:
         if place.key not in self._shapes:

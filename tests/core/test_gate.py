@@ -150,6 +150,11 @@ def test_code_of_later_releases_alone_is_fixed_here(judge: Judge, tmp_path: Path
     assert (state, reason) == (OUT, "DeepSpeed 0.18.9 has later code, in which it is fixed")
     half = fake.edited(later, '"normed", x', '"norm", x')
     assert judge("0.18.9", half)[0] == CHANGED
+    # Code of releases before the first that the patch is for is not later.
+    binding.write_text(text.replace(">=0.16.0,<=0.18.9", ">=0.19.0,<=0.19.8"), encoding="utf-8")
+    assert judge("0.18.9")[:2] == (OUT, "DeepSpeed 0.18.9 is not in >=0.19.0,<=0.19.8")
+    state, reason, _ = judge("0.19.2")
+    assert (state, "is that of 0.16.0-0.18.9" in reason) == (CHANGED, True)
 
 
 def test_a_checkout_says_itself_what_it_is(by_source: Judge) -> None:
