@@ -26,6 +26,10 @@ _LONGEST, _KEYS = 1 << 16, 1000
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 SCRIPT = "script"
+#: What DeepSpeed reads as false.
+_OFF = ("0", "false", "f", "no", "n", "off")
+#: Older names of sections of `zero_optimization`, which are switches.
+_OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*"?)|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*"?)|,(?=\s*[}\]])')
 
@@ -88,6 +92,10 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
         if not isinstance(inner.get(name, {}), Mapping):
             raise TypeError(f"{name} is no section")
     zero: Settings = inner.get("zero_optimization", {})
+    older = [new for old, new in _OLDER.items() if _switch(zero.get(old), old)]
+    if older:
+        zero = {new: {"device": "cpu"} for new in older} | dict(zero)
+        inner = {**inner, "zero_optimization": zero}
     words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
     stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
     if stage not in range(4):
@@ -152,7 +160,9 @@ def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
 
 
 def _switch(value: Any, name: str) -> bool | str:
-    return name if value == "auto" else bool(value)
+    if isinstance(value, str):
+        return name if value == "auto" else value.lower() not in _OFF
+    return bool(value)
 
 
 def _yaml(file: Path, text: str) -> Any:

@@ -35,7 +35,8 @@ _WHICH = "say which DeepSpeed it is: --release 0.18.4"
 _OTHER = ("elsewhere", "untested")
 _ASK = "`ds-patches doctor --config FILE` lists what your settings can trigger"
 _NOT_KNOWN = (
-    f"what  not known to ds_patches: most likely none of what it cures\ndo    {_SEARCH}; {_ASK}"
+    "what  not known to ds_patches in these words\n"
+    f"do    give the whole traceback; {_SEARCH}; {_ASK}"
 )
 _QUIET = f"what  no error in this text; many defects that ds_patches cures raise none\ndo    {_ASK}"
 

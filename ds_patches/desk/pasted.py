@@ -1,6 +1,6 @@
 """What people paste: the errors that a log ends in, or a question.
 
-Of a log the last error of each rank counts: what came before it was survived.
+Of a log the last error of each rank counts, with those that led to it: others were survived.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from packaging.version import InvalidVersion, Version
 
@@ -34,6 +35,10 @@ _FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d|\.py:\d+ in ", re.M
 #: Colours, also where their first character was lost, and the frames of rich's tracebacks.
 _PAINT = re.compile("\x1b?\\[[0-9;]{1,20}m|\x1b\\[[0-9;]{0,20}[A-Za-z]|[│┃]")
 _BEGIN = "Traceback (most recent call last)"
+#: Between an error and the one that it led to; above one that nothing came of; errors that led on.
+_LED_TO = re.compile("The above exception was the direct|During handling of the above exception")
+_IGNORED = "Exception ignored in"
+_CHAIN = 8
 #: Lines of a message, and of the traceback before it, that are looked at.
 _MESSAGE, _TRACEBACK = 12, 400
 #: Ranks whose errors are looked at, and letters of a question.
@@ -65,7 +70,7 @@ class Error:
 class Pasted:
     """What stands in a text.
 
-    errors: the last of each rank.
+    errors: the last of each rank, and those that led to it.
     question: the text, if it is a plain and short one; else nothing.
     is_quiet: whether it has several lines, and none of them is an error.
     said: what ds_patches says in it.
@@ -85,8 +90,7 @@ def read(text: str) -> Pasted:
     lines = end.splitlines()
     ranks = [*map(_rank, lines)]
     shown = _IS_COMPILED if _COMPILED.search(text) else ""
-    last = {ranks[at]: at for at, line in enumerate(lines) if _ERROR.search(line)}
-    errors = [_error(lines, ranks, at, shown) for at in sorted(last.values())[-_RANKS:]]
+    errors = [_error(lines, ranks, at, shown) for at in _last(lines, ranks)[-_RANKS:]]
     is_quiet = not errors and "\n" in text.strip()
     is_long = len(text) > _QUESTION
     is_question = not (errors or is_quiet or is_long or _NO_QUESTION.search(text))
@@ -107,6 +111,24 @@ def alike(text: str) -> str:
     """
     text = _RANK.sub(" ", _PAINT.sub("", text.lower())).replace("...", CUT)
     return re.sub(rf"[^\w{CUT}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
+
+
+def _last(lines: list[str], ranks: list[str]) -> list[int]:
+    """Return the lines of each rank's last error, and of those that led to it."""
+    last: dict[str, list[int]] = {}
+    leads: set[str] = set()
+    ignores: set[str] = set()
+    for at, (line, rank) in enumerate(zip(lines, ranks, strict=True)):
+        if _LED_TO.search(line):
+            leads.add(rank)
+        elif _IGNORED in line:
+            ignores.add(rank)
+        elif _ERROR.search(line):
+            if rank not in ignores:
+                last[rank] = [*(last.get(rank, []) if rank in leads else []), at][-_CHAIN:]
+            leads.discard(rank)
+            ignores.discard(rank)
+    return sorted(chain.from_iterable(last.values()))
 
 
 def _rank(line: str) -> str:
