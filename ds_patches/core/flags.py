@@ -149,6 +149,8 @@ def _must_be_known(names: Iterable[str], known: Sequence[str], where: str) -> No
 def _listed(names: Names | None) -> tuple[str, ...] | None:
     if isinstance(names, str):
         return _split(names) or (names,)  # no name at all is an error, like a wrong one
+    if isinstance(names, bool):
+        raise FlagError(f"{names} stands where names of patches are wanted")
     return None if names is None else tuple(names)
 
 

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import gate, registry, release
-from ds_patches.desk.defects import Defect
+from ds_patches.desk.defects import TESTED, Defect
 
 _APPLY = (
     "add `import ds_patches.auto` above deepspeed.initialize, or start it as before with "
@@ -51,6 +51,8 @@ def cure(one: Defect, version: Version, answers: Mapping[str, str]) -> Cure:
         return Cure("setting", said, " or ".join(filter(None, (one.do, upgrade))))
     if upgrade:
         return Cure("upgrade", said, upgrade)
+    if why and version > Version(TESTED):
+        return Cure("nothing", said, f"DeepSpeed {TESTED} with {one.patch} is right")
     return Cure("nothing", said, "no release or setting that helps is known")
 
 

@@ -85,6 +85,32 @@ def test_micro_steps_of_a_plain_configuration(tmp_path: Path) -> None:
     assert met(file, "0.17.6") == {}
 
 
+def test_other_spellings_of_a_setting(tmp_path: Path) -> None:
+    """As DeepSpeed reads them."""
+    sums = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    sums |= {"data_types": {"grad_accum_dtype": "fp32"}, "train_batch_size": 8}
+    expected = met(write(tmp_path / "ds.json", sums), "0.18.4")
+    assert "nothing trains" in expected
+    for name in ("float32", "torch.float32", "float"):
+        sums["data_types"] = {"grad_accum_dtype": name}
+        assert met(write(tmp_path / "ds.json", sums), "0.18.4") == expected
+    old = {"zero_optimization": {"stage": 2, "cpu_offload": True}, STEPS: 8}
+    assert MIDDLE in met(write(tmp_path / "ds.json", old), "0.18.4")
+    old["zero_optimization"] = {"stage": 2, "cpu_offload": "false"}
+    assert MIDDLE not in met(write(tmp_path / "ds.json", old), "0.18.4")
+    half = {"zero_optimization": {"stage": 0}, "fp16": {"enabled": "false"}}
+    assert met(write(tmp_path / "ds.json", half), "0.18.4") == {}
+
+
+def test_a_boundary_may_be_set_by_hand(tmp_path: Path) -> None:
+    """By Accelerate, where the file names no micro steps."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    file = write(tmp_path / "ds.json", {"zero_optimization": zero})
+    assert MIDDLE not in met(file, "0.18.4")
+    (row,) = [row for row in rows(file, "0.18.4") if row.one.outcome == MIDDLE]
+    assert row.depends == ("script",)
+
+
 def test_micro_steps_that_follow_from_the_batch_sizes_are_open(tmp_path: Path) -> None:
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1}
     file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 2}} | sizes)

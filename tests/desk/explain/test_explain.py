@@ -173,6 +173,24 @@ def test_lines_of_other_ranks_are_no_part_of_an_error() -> None:
     assert "deepspeed.py" not in error.evidence
 
 
+SHOWN = "RuntimeError: The size of tensor a (0) must match the size of tensor b (64)"
+LED_TO = "\nThe above exception was the direct cause of the following exception:\n\n"
+MEANWHILE = "\nDuring handling of the above exception, another exception occurred:\n\n"
+LATER = "Traceback (most recent call last):\n  File 'mine.py', line 3\nRuntimeError: step 3"
+
+
+@pytest.mark.parametrize(
+    "end", [LED_TO + LATER, MEANWHILE + LATER, f"\nException ignored in: <function x>\n{LATER}"]
+)
+def test_an_error_that_another_came_of_counts(end: str) -> None:
+    def known(text: str) -> set[str]:
+        return {one.one.anchor for one in explain.answers(pasted.read(text), Version("0.19.8"), {})}
+
+    assert known(SHOWN)
+    assert known(SHOWN + end) == known(SHOWN)
+    assert not known(f"{SHOWN}\n{LATER}"), "it was survived"
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "long name"])
 def test_what_is_no_file_is_told_of_at_once(tmp_path: Path, kind: str) -> None:
     file = tmp_path / ("x" * 300 if kind == "long name" else "job.log")
