@@ -19,7 +19,7 @@ FILE = ROOT / "docs" / "measured.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 #: Those that frameworks pin, and the newest.
 ON_GPUS = ("0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", "0.19.8")
-_TOLD = re.compile(r"^(stock|patched): +(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
+_TOLD = re.compile(r"^(stock|patched): +(?!no answer)(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
 
 
 def measure(names: Sequence[str]) -> int:
