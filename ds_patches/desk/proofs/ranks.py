@@ -40,12 +40,17 @@ def main(script: Path, sides: list[str]) -> None:
     # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
     dist: Any = torch.distributed
     stores = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in sides]
+    # A fork has a copy of what it finds open. Of a connection that another rank has to a store, the
+    # store would hear after its end, and take that for what became of the next one.
+    all_are_there = context.Event()
     ranks = {}
     for side, store in zip(sides, stores, strict=True):
         for rank in range(RANKS):
-            process = context.Process(target=_be, args=(script, side, rank, store.port))
+            args = (script, side, rank, store.port, all_are_there)
+            process = context.Process(target=_be, args=args)
             process.start()
             ranks[process] = side
+    all_are_there.set()
     while ranks:
         connection.wait([process.sentinel for process in ranks])
         for process in [one for one in ranks if one.exitcode is not None]:
@@ -66,10 +71,11 @@ def _prepare() -> None:
     get_accelerator().available_memory = lambda device_index=None: 0
 
 
-def _be(script: Path, side: str, rank: int, port: int) -> None:
+def _be(script: Path, side: str, rank: int, port: int, all_are_there: Any) -> None:
     """Be a rank, and never return."""
     status = 1
     try:
+        all_are_there.wait()
         with log(script, side, rank).open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
