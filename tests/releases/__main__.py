@@ -53,7 +53,10 @@ def main() -> int:
     judging.add_argument("--version", default=version("deepspeed"), help="of DeepSpeed")
     judging.add_argument("--sample", type=int, default=0, metavar="N", help="so many of them")
     judging.add_argument("--salt", default="", help="of the sample: another one is another")
-    judging.set_defaults(work=lambda a: upstream(a.checkout, a.version, a.sample, a.salt, a.only))
+    judging.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    judging.set_defaults(
+        work=lambda a: upstream(a.checkout, a.version, a.sample, a.salt, a.only, a.device)
+    )
 
     telling = commands.add_parser("news", help="fixes that no known release has")
     telling.add_argument("checkout", type=Path, help="of DeepSpeed's repository; it may be bare")

@@ -45,11 +45,12 @@ def _wrap(model: Any, *given: Any, device_ids: Any = None, output_device: Any = 
 
 
 _wrapped = DistributedDataParallel.__init__
-DistributedDataParallel.__init__ = _wrap
-# Nothing is compiled: it takes minutes, and a test that is ended meanwhile locks the others.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
-    type(get_accelerator().create_op_builder(name)).load = _load
+if get_accelerator().device_name() == "cpu":
+    DistributedDataParallel.__init__ = _wrap
+    # Nothing is compiled: it takes minutes, and a test that is ended meanwhile locks the others.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
+        type(get_accelerator().create_op_builder(name)).load = _load
 multiprocessing.set_forkserver_preload([__name__])
 
 

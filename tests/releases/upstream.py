@@ -21,6 +21,11 @@ from tests.releases.run import environment
 #: Of a checkout's tests: those that train.
 FOLDERS = ("unit/runtime", "unit/v1/zero", "unit/v1/half_precision", "unit/checkpoint", "unit/moe")
 HUNG = 120  # seconds
+#: What tests on GPUs load. A test that is ended in the middle of it would lock the others.
+BUILD = """
+from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+CPUAdamBuilder().load(), FusedAdamBuilder().load()
+"""
 SIDES = {"stock": (), "patched": (sys.executable, "-m", "ds_patches", "run", "--")}
 _NO_SYNC = "no_sync() works at ZeRO 2 and 3, where stock refuses it"
 _SPY = "it counts calls of a private function, in whose place the patch has its own"
@@ -33,25 +38,31 @@ BY_DESIGN = {
 }
 
 
-def upstream(checkout: Path, version: str, sample: int, salt: str, only: Sequence[str]) -> int:
+def upstream(
+    checkout: Path, version: str, sample: int, salt: str, only: Sequence[str], device: str
+) -> int:
     """Run the unit tests of a checkout on a release; 1 if one differs that is not to.
 
     sample: how many of those that are collected; 0 for all. only: files or folders of the tests.
+    device: "cpu" or "cuda".
     """
     if not install_one(version):
         return 1
+    of_tests = environment(version) | {"DS_ACCELERATOR": device}
+    if device == "cuda":
+        subprocess.run([sys.executable, "-c", BUILD], env=of_tests, check=True)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(SIDES)) as pool:
         # Away from the checkout: its conftest puts what lies beside its tests before the release.
         tests = Path(shutil.copytree(checkout / "tests", Path(scratch, "tests")))
         paths = [path for path in only or FOLDERS if (tests / path).exists()]
-        variables = {"JUDGED_SAMPLE": str(sample), "JUDGED_SALT": salt}
+        of_tests |= {"JUDGED_SAMPLE": str(sample), "JUDGED_SALT": salt}
 
         def run(side: str) -> dict[str, tuple[str, str]]:
-            return _run(tests, paths, side, environment(version) | variables)
+            return _run(tests, paths, side, of_tests)
 
         stock, patched = pool.map(run, SIDES)
     counted = Counter(outcome for outcome, _ in stock.values())
-    say(f"DeepSpeed {version}, {len(stock)} tests on stock: {dict(counted)}")
+    say(f"DeepSpeed {version}, {device}, {len(stock)} tests on stock: {dict(counted)}")
     unlike = [
         one for one in sorted({*stock, *patched}) if _outcome(stock, one) != _outcome(patched, one)
     ]
