@@ -1,6 +1,6 @@
 """A pytest plugin for DeepSpeed's own unit tests: which are run, and what became of each.
 
-It is imported in the fork server of their ranks, too, which then has DeepSpeed for all of them.
+On CPU it is imported in the fork server of their ranks, too, which then has DeepSpeed for all.
 """
 
 import json
@@ -51,7 +51,9 @@ if get_accelerator().device_name() == "cpu":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
         type(get_accelerator().create_op_builder(name)).load = _load
-multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload([__name__])
+else:  # older releases initialize CUDA at their import, and a fork cannot use it then
+    multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 
 def _note(name: str, outcome: str, message: str = "") -> None:
