@@ -143,7 +143,8 @@ def answers(found: Pasted, version: Version | None, by_patch: Mapping[str, str])
     rows = [row for error in found.errors for row in messages.show(error)]
     sure = {one for one, is_sure in rows if is_sure}
     sure = {one for one in sure if one.stages} or sure
-    matched = sure or {one for one, _ in rows}
+    quoted = questions.quoted(found.errors[-1].message)
+    matched = quoted or sure or {one for one, _ in rows}
     if not matched and found.question:
         wrong = [one for one in KNOWN if version is None or one.is_wrong(version)]
         matched = questions.are_of(found.question, wrong)
@@ -152,7 +153,7 @@ def answers(found: Pasted, version: Version | None, by_patch: Mapping[str, str])
         mine = [one for one in KNOWN if one.anchor == anchor and one in matched]
         here = [one for one in mine if version is None or one.is_wrong(version)]
         shown = here or mine
-        is_sure = bool(sure) and len({(one.patch, one.do) for one in shown}) == 1
+        is_sure = bool(sure & {*shown}) and len({(one.patch, one.do) for one in shown}) == 1
         known += [_answer(one, is_sure, version, by_patch) for one in shown[:_MOST]]
     return known
 

@@ -4,6 +4,8 @@ words.json has what people say. "same": before each word of the table what means
 expressions of whole words, in which NOT stands for "not"; the first that fits counts: "gradient
 checkpointing" is no checkpoint. "common": what says nothing by itself. "elsewhere": with one of
 these, a question is of something else, unless the row speaks of it, too.
+
+Whoever asks in the pages' own words asks for that row.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from math import log
 from pathlib import Path
 
 from ds_patches.core import files
-from ds_patches.desk.defects import KNOWN, Defect
+from ds_patches.desk import pasted, sections
+from ds_patches.desk.defects import KNOWN, Defect, plain
 
 _DATA = json.loads(files.text(Path(__file__).with_name("words.json")))
 _NAMES = [*_DATA["same"]]
@@ -38,6 +41,9 @@ _MOST, _STRANGE = 1000, 1
 #: is less if one is a name, as pin_memory, and least if few rows have it.
 _WORDS, _PART = 3, 0.75
 _NAMED_WORDS, _NAMED_PART, _RARE = 2, 0.5, 2
+#: Letters of a script or an outcome that is nobody else's.
+_OWN = 20
+_SILENT = re.compile("^No message(,? (and|or) |: )")
 #: What asks for advice, and tells of nothing that went wrong.
 _ADVICE = re.compile(
     r"\W*(how (do|to|can|should|could|many|much|long)\b(?! (i |we )?(fix|solve|avoid|stop|prevent))"
@@ -59,6 +65,29 @@ def are_of(question: str, rows: Iterable[Defect]) -> set[Defect]:
     rows = [one for one in rows if not stages or not one.stages or stages & {*one.stages}]
     asked = {one for one in rows if any(_has(said, phrase) for phrase in _phrases(one))}
     return asked or _closest(told, rows)
+
+
+def quoted(text: str) -> set[Defect]:
+    """Return the rows of which a text is the script, the outcome, both, or the section's title."""
+    return _own().get(pasted.alike(text), set())
+
+
+@cache
+def _own() -> dict[str, set[Defect]]:
+    """The rows of one section by the words that they have on the pages, as `alike` has them.
+
+    A message alone is no such words: it may be that of other rows, too.
+    """
+    found: dict[str, set[Defect]] = {}
+    titles = sections.titles()
+    for one in KNOWN:
+        title = titles.get(one.anchor, "")
+        both = one.script + one.outcome
+        for words in {both, title, _SILENT.sub("", title), one.script, one.outcome}:
+            is_worded = re.search(r"\w{4}", re.sub("`.+?`", "", words))
+            if is_worded and len(own := pasted.alike(plain(words))) >= _OWN:
+                found.setdefault(own, set()).add(one)
+    return {own: rows for own, rows in found.items() if len({one.anchor for one in rows}) == 1}
 
 
 def _closest(told: set[str], rows: list[Defect]) -> set[Defect]:

@@ -15,6 +15,12 @@ def page() -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
+def titles() -> dict[str, str]:
+    """Return the title of each section, by its anchor."""
+    found = re.findall(r"^####? (.+) { #(\S+) }$", files.text(page()), re.MULTILINE)
+    return {anchor: title for title, anchor in found}
+
+
 def section(anchor: str) -> str:
     text = files.text(page())
     found = re.search(rf"^####? .+{{ #{anchor} }}\n(?:(?!^##).*\n?)*", text, re.MULTILINE)

@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from ds_patches.core import registry
-from ds_patches.desk import cured, explain, pasted
+from ds_patches.desk import cured, explain, pasted, sections
 from ds_patches.desk.defects import KNOWN, TESTED, TOLD, Defect, plain
 from tests import shell
 
@@ -70,6 +70,17 @@ def test_every_row_is_found_by_its_words(one: Defect) -> None:
         assert said, answers(log, one.first)
         right = f"from {one.right}" if one.right else "in no release"
         assert f"wrong from {one.first}, right {right}" in str(said[0])
+
+
+def test_a_row_is_found_by_what_the_pages_say_of_it() -> None:
+    """By its cells, and by its section's title, unless that is a message of several rows."""
+    titles, others = sections.titles(), {"removed-section", "fp32-meets-half"}
+    for one in KNOWN:
+        said = [f"{plain(one.script)}\t{plain(one.outcome)}"] * bool(one.stages)
+        if (title := titles.get(one.anchor)) and one.anchor not in others:
+            said += [plain(title), plain(title).replace("No message, and ", "")]
+        for text in said:
+            assert one.anchor in [found.one.anchor for found in answers(text, one.first)], text
 
 
 @pytest.mark.parametrize("one", KNOWN, ids=lambda one: one.anchor)
