@@ -74,6 +74,12 @@ def read(
     forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
     # What a wanted patch requires is wanted too. Where that is left out by name, so are both.
     barred = {n: one for n in patches for one in patches[n].requires if wishes[one][0] is False}
+    for name in {*(_split(env.get(PREFIX, "")) if only is None else only)} & barred.keys():
+        if wishes[name][0]:
+            left_out = f"{barred[name]}, which is left out: {wishes[barred[name]][1]}"
+            raise FlagError(
+                f"{name} is asked for by name ({wishes[name][1]}), and needs {left_out}"
+            )
     wanted = [name for name, (wish, _) in wishes.items() if wish and name not in barred]
     needed = {one: name for name in wanted for one in patches[name].requires if one not in wanted}
     requests = {}
@@ -97,7 +103,7 @@ def misspelt(env: Mapping[str, str]) -> list[str]:
     from difflib import get_close_matches  # dear, and only commands ask
 
     others = [name for name in env if not _OURS(name)]
-    near = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.9) for name in others}
+    near = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.88) for name in others}
     return [f"{name} means nothing; {one[0]} does" for name, one in near.items() if one]
 
 
@@ -122,6 +128,8 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     for suffix, words in _LISTS.items():
         variable = PREFIX + suffix
         _must_be_known(_listed(env.get(variable)) or (), [*words, *patches], variable)
+    if "none" in (chosen := _split(env.get(PREFIX, ""))) and len(chosen) > 1:
+        raise FlagError(f"{PREFIX} is {env[PREFIX]!r}; `none` stands alone")
     return env
 
 

@@ -26,8 +26,8 @@ _LONGEST, _KEYS = 1 << 16, 1000
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 SCRIPT = "script"
-#: What DeepSpeed reads as false.
-_OFF = ("0", "false", "f", "no", "n", "off")
+#: What stands for off.
+_OFF = ("0", "0.0", "false", "f", "no", "n", "off", "none")
 #: Older names of sections of `zero_optimization`, which are switches.
 _OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*"?)|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
@@ -97,11 +97,14 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
         zero = {new: {"device": "cpu"} for new in older} | dict(zero)
         inner = {**inner, "zero_optimization": zero}
     words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
-    stage = int(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
+    stage = float(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
     if stage not in range(4):
         raise ValueError("there is no such ZeRO stage")
+    stage = int(stage)
     schedule: Settings = inner.get("scheduler", {})
     halves = {name: _half(name, inner, outer) for name in _HALVES}
+    if [*halves.values()] == [True, True]:
+        raise ValueError("bf16 and fp16 are both on")
     half = next((one for one in (True in halves.values(), *halves.values()) if one), False)
     facts = settings({**(outer or {}), **inner})  # a trainer's `optim`, too
     return facts | halves | {
@@ -131,12 +134,14 @@ def settings(config: Settings) -> dict[str, bool | str | int]:
     return found
 
 
-def _is_on(config: Any, place: str, pattern: str = r"(?!(none|false|0(\.0)?)$).+") -> bool | None:
+def _is_on(config: Any, place: str, pattern: str = "") -> bool | None:
     for name in place.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     # Of a YAML with aliases the text of a container may be longer than any memory.
     value = "..." if isinstance(config, (Mapping, list)) else str(config).lower()
-    return None if value == "auto" else bool(re.fullmatch(pattern, value))
+    if value == "auto":
+        return None
+    return bool(re.fullmatch(pattern, value)) if pattern else value not in _OFF
 
 
 def _accumulates(inner: Settings, outer: Settings, words: bool) -> bool | str:

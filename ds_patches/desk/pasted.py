@@ -117,17 +117,21 @@ def _last(lines: list[str], ranks: list[str]) -> list[int]:
     """Return the lines of each rank's last error, and of those that led to it."""
     last: dict[str, list[int]] = {}
     leads: set[str] = set()
-    ignores: set[str] = set()
+    ignores: dict[str, bool] = {}  # and whether its traceback has begun
     for at, (line, rank) in enumerate(zip(lines, ranks, strict=True)):
         if _LED_TO.search(line):
             leads.add(rank)
         elif _IGNORED in line:
-            ignores.add(rank)
+            ignores[rank] = False
+        elif _BEGIN in line and rank in ignores:
+            if ignores[rank]:  # another one
+                del ignores[rank]
+            else:
+                ignores[rank] = True
         elif _ERROR.search(line):
-            if rank not in ignores:
+            if ignores.pop(rank, None) is None:
                 last[rank] = [*(last.get(rank, []) if rank in leads else []), at][-_CHAIN:]
             leads.discard(rank)
-            ignores.discard(rank)
     return sorted(chain.from_iterable(last.values()))
 
 

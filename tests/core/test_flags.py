@@ -81,6 +81,7 @@ NAMES = "no patch is named .*one, two_words"
         *(({"": switch}, {}, "all, none, one") for switch in ("1", "True")),
         *(({}, {where: "one,thre"}, NAMES) for where in ("only", "skip", "force")),
         ({}, {"only": ""}, NAMES),
+        ({"": "one,none"}, {}, "`none` stands alone"),
         ({"_FIVE": "1"}, {}, "DS_PATCHES_STATUS_FILE"),
         ({"_TWO_WORDS": "0"}, {}, "DS_PATCHES_SKIP=two_words"),
         ({"_STRICT": "very"}, {}, "0, 1"),
@@ -100,9 +101,9 @@ def test_what_means_nothing_is_an_error_that_lists_what_does(
 
 
 def test_what_is_almost_one_of_ours_gets_a_hint() -> None:
-    env = dict.fromkeys(("DS_PATCHS", "DS_PATCH_SKIP", "DS_PATCH_SIZE", "DS_PATCHES", "PATH"), "1")
+    env = dict.fromkeys(("DS_PATCHS", "DS_PATCH_SKIP", "DS_PATCH", "DS_PATCH_SIZE", "PATH"), "1")
     hints = flags.misspelt(env)
-    assert [hint.split()[0] for hint in hints] == ["DS_PATCHS", "DS_PATCH_SKIP"]
+    assert [hint.split()[0] for hint in hints] == ["DS_PATCHS", "DS_PATCH_SKIP", "DS_PATCH"]
     assert hints[0].endswith("; DS_PATCHES does")
 
 

@@ -33,12 +33,23 @@ def two(tmp_path: Path) -> fake.Place:
         ('apply_all(only="upper")', APPLIED, {"DS_PATCHES_SKIP": "base"}),
         ('apply_all(skip="base")', LEFT_OUT, {}),
         ("apply_all()", LEFT_OUT, {"DS_PATCHES_SKIP": "base"}),
-        ("apply_all()", LEFT_OUT, {"DS_PATCHES_SKIP": "base", "DS_PATCHES": "upper"}),
     ],
 )
 def test_both_or_neither(two: fake.Place, call: str, told: str, variables: dict[str, str]) -> None:
     code = f"{STATES}print(ds_patches.{call}, states(), sep='\\n')"
     assert told in two.output(code, **variables)
+
+
+def test_what_is_asked_for_by_name_is_not_left_out_in_silence(two: fake.Place) -> None:
+    code = """
+with pytest.raises(ds_patches.FlagError) as refused:
+    ds_patches.apply_all()
+print(refused.value)
+with pytest.raises(ds_patches.FlagError, match="by name .the call's choice., and needs base"):
+    ds_patches.apply_all(only="upper", skip="base")
+"""
+    told = f"upper is asked for by name (DS_PATCHES=upper), and {LEFT_OUT}"
+    assert told in two.output(code, DS_PATCHES_SKIP="base", DS_PATCHES="upper")
 
 
 def test_what_is_taken_back_with_what(two: fake.Place) -> None:

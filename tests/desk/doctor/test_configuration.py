@@ -205,6 +205,11 @@ def test_comments_and_last_commas_are_read(tmp_path: Path) -> None:
             for odd in ("true", "[]", "null", '""')
         ),
         ('{"zero_optimization": {}, "optimizer": []}', "optimizer is no section"),
+        ('{"zero_optimization": {"stage": 2.5}}', "no such ZeRO stage"),
+        *(
+            (f'{{"train_batch_size": 8, "bf16": {on}, "fp16": {on}}}', "bf16 and fp16 are both on")
+            for on in ('{"enabled": true}', '{"enabled": "true"}')
+        ),
     ],
 )
 def test_what_is_no_configuration_is_an_error(tmp_path: Path, content: str, why: str) -> None:

@@ -191,7 +191,12 @@ LATER = "Traceback (most recent call last):\n  File 'mine.py', line 3\nRuntimeEr
 
 
 @pytest.mark.parametrize(
-    "end", [LED_TO + LATER, MEANWHILE + LATER, f"\nException ignored in: <function x>\n{LATER}"]
+    "end",
+    [
+        LED_TO + LATER,
+        MEANWHILE + LATER,
+        f"\nException ignored in: <function x>\n{LATER}",
+    ],
 )
 def test_an_error_that_another_came_of_counts(end: str) -> None:
     def known(text: str) -> set[str]:
@@ -200,6 +205,9 @@ def test_an_error_that_another_came_of_counts(end: str) -> None:
     assert known(SHOWN)
     assert known(SHOWN + end) == known(SHOWN)
     assert not known(f"{SHOWN}\n{LATER}"), "it was survived"
+    begin = LATER.partition("\n")[0]
+    ignored = f"Exception ignored in: <function x>\n{begin}\nSignal: 3"
+    assert known(f"{ignored}\n{begin}\n{SHOWN}") == known(SHOWN), "what is ignored has its own"
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "long name"])
