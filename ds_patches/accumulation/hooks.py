@@ -82,7 +82,7 @@ def _sum_of(engine: Any) -> GradientSum | None:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's forward: here its outputs are watched, as a backward begins at one of them."""
+    """DeepSpeed's forward; here its outputs are watched, because backwards begin at them."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or upstream_engine.is_compiled(engine):
         steps = attached.take_in(engine)
@@ -105,7 +105,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's backward of a loss: a backward of this engine, whatever the loss is made of."""
+    """DeepSpeed's backward of a loss; here it counts for this engine, whatever made the loss."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or upstream_engine.is_compiled(engine):
         steps = attached.take_in(engine)
@@ -136,7 +136,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed divides the gradient that comes to an output; here, only where none did before."""
+    """DeepSpeed divides the gradient that comes to an output; here, only if nobody did before."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     (grad,) = in_order(wrapped, args, kwargs)
     is_backward = steps is None or steps.watch.task_id == current_task_id()
@@ -165,7 +165,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Upstream's prologue calls it, and else a gradient that none of the outputs has led to."""
+    """DeepSpeed begins a backward, in its prologue or at a gradient that came past all outputs."""
     steps: EngineSteps | None = vars(state).get(KEY)
     if steps is None or steps.prologue_is_due or steps.watch.running:
         return wrapped(*args, **kwargs)
@@ -173,7 +173,7 @@ def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwar
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed runs the epilogue of a backward that ``engine.backward`` has not begun."""
+    """DeepSpeed runs the epilogue of a plain backward; here not of one within another."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is not None:
         watch = steps.watch
@@ -195,9 +195,9 @@ def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> None:
-    """Micro steps of a step change; upstream counts as if there had always been so many.
+    """DeepSpeed changes the number of micro steps; here a step begins at the call.
 
-    The first step afterwards would be short of some.
+    Upstream counts as if there had always been so many, so the next step would end early.
     """
     begun = engine.micro_steps % engine.gradient_accumulation_steps()
     wrapped(*args, **kwargs)
@@ -210,7 +210,7 @@ def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's step of the optimizer: here it finds the gradients of this step, and no other."""
+    """DeepSpeed's step of the optimizer; here it finds only gradients of this step."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
         return wrapped(*args, **kwargs)
@@ -223,7 +223,7 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed takes the gradients of a micro step; some releases forget those before it."""
+    """DeepSpeed takes the gradients of a micro step; some releases forget earlier micro steps."""
     if not zero12.forgets_micro_steps(optimizer):
         return wrapped(*args, **kwargs)
     return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))
@@ -243,14 +243,14 @@ def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
 
 
 def around_get_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The gradient of a parameter, or this rank's part of it."""
+    """DeepSpeed reads a parameter's gradient, or this rank's part of it."""
     if (partitions := _partitions_of(optimizer)) is not None:
         partitions.settle(*in_order(wrapped, args, kwargs))
     return wrapped(*args, **kwargs)
 
 
 def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A value for one parameter's gradient, or a function to change those of several."""
+    """DeepSpeed sets a parameter's gradient, or changes several by a function."""
     if (partitions := _partitions_of(optimizer)) is None:
         return wrapped(*args, **kwargs)
     _, params = in_order(wrapped, args, kwargs)
@@ -269,7 +269,7 @@ def _partitions_of(optimizer: Any) -> Zero3Sum | None:
 
 
 def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed counts at each gradient what a graph task reaches, which does not change.
+    """DeepSpeed counts at each gradient what a backward will reach; here, once for a backward.
 
     To PyTorch 2.4 a parameter has its node only where gradients are recorded.
     """

@@ -17,9 +17,9 @@ Risks
       experts that were used. So nothing within a ZeRO-3 leaf module is compiled, and graphs without
       parameters are compiled by PyTorch alone. If other modules of yours have input shapes that
       differ by rank, make them leaf modules (``set_z3_leaf_modules``).
-    - **Hooks.** ``param.register_hook`` works in skipped frames. Compiled graphs run no hooks, on
-      stock neither; skipped frames run no ``register_post_accumulate_grad_hook``. A warning names
-      the parameter.
+    - **Hooks.** ``param.register_hook`` works in skipped frames. As on stock, compiled graphs run
+      no hooks. Skipped frames run no ``register_post_accumulate_grad_hook``. A warning names the
+      parameter.
     - **Iterating.** If a skipped forward iterates over ``self.parameters()``, it sees partitioned
       parameters, of shape [0]. Read attributes, which are gathered.
     - **Passing parameters on.** A compiled function that returns a parameter returns the
@@ -29,7 +29,7 @@ Risks
       warning. If it raised on one rank only, that rank refuses the next forward, because only all
       ranks together can drop the gradients in DeepCompile's graphs.
     - **Up to 0.19.6** everything that a skipped frame calls runs eagerly. From 0.19.7 on Dynamo
-      compiles it for each layer, up to its limit of 8.
+      compiles such functions for each layer anew, up to its limit of 8.
 
 Not covered
     | what | what happens |
@@ -38,27 +38,26 @@ Not covered
     | an offloaded optimizer; parameters on NVMe | left to stock, with a warning |
     | ZeRO++ quantization and secondary partitions, MiCS | left to stock, with a warning |
     | sequence parallelism | left to stock, with a warning |
-    | AutoEP, if experts are averaged over more ranks than hold them | the same |
+    | AutoEP with experts averaged over more ranks than hold them | left to stock, with a warning |
     | ``torch.func.grad`` and its like in a skipped frame | PyTorch raises |
-    | a compiled graph beside a skipped frame, with torch to 2.7 | NotImplementedError |
+    | a compiled graph beside a skipped frame, with torch up to 2.7 | refused |
 
 Cost
-    On 2 H200 a step took 0.98 of stock's time if Dynamo skips nothing (noise: 0.97), and 0.57 of
-    eager ZeRO-3's if it skips half of the model (docs/benchmarks.md). Where a step has
-    several backwards, graphs add instead of writing, with one small kernel for each parameter.
+    On 2 H200 a step took 0.98 times stock's time if Dynamo skips nothing (noise: 0.97), and 0.57
+    times eager ZeRO-3's if it skips half of the model (docs/benchmarks.md). If a step has several
+    backwards, graphs add gradients, with one more small kernel for each parameter.
 
 Why
     DeepCompile gathers and reduces inside its graphs, and removes the hooks that do so elsewhere.
     Up to 0.19.2 a skipped frame fails with ``'weight' must be 2-D``. From 0.19.3 to 0.19.8
     DeepSpeed gathers there and reduces nothing: the parameters of skipped frames silently do not
-    train. In a loop with a graph break it still fails, because Dynamo compiles the getter that
-    should gather.
+    train. In a loop with a graph break DeepSpeed still fails, because Dynamo compiles the getter
+    that should gather.
 
     Compiled graphs lose gradients on stock, too: of several forwards before a backward, and of
     several backwards before a step, only one counts; parameters that two graphs share lose theirs.
     A model with two graphs or more runs with weights that are one step old, from the seventh step
-    on. After an evaluation that first comes after training, stock waits for a backward that never
-    comes.
+    on. If the first evaluation comes after training, stock waits for a backward that never comes.
 
 How
     - Inside a call of a module, eager code that reads a parameter gets a gathered tensor, once for

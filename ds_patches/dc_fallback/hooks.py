@@ -106,7 +106,7 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
 
 
 def around_gathered(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Take what eager code got to see of a parameter for the parameter."""
+    """``GatheredParameters`` of a gathered tensor that eager code has read: take its parameter."""
     params, *others = in_order(wrapped, args, kwargs)
     return wrapped(_params_of(params), *others)
 

@@ -44,7 +44,7 @@ def deactivate() -> None:
 
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A module that is registered, or registered again, after its engine was taken in.
+    """DeepSpeed puts hooks on a module: it gets the patch's, too, if its engine has them already.
 
     Upstream registers the children by the same method, so each call answers for one module.
     """
@@ -55,7 +55,7 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A module has run and is released; in a backward it ran to be recomputed."""
+    """DeepSpeed releases a module that has run; here, later if it ran to be recomputed."""
     if current_task_id() == NO_TASK or not recomputes_for_hooks():
         return wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is None:
@@ -66,7 +66,7 @@ def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: K
 
 
 def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed holds a frozen parameter until a module ends whose backward has begun.
+    """DeepSpeed keeps a frozen parameter for modules whose backward has begun; here, not always.
 
     Reentrant recomputation has a backward of its own, which gathers and releases each module.
     """
@@ -75,7 +75,7 @@ def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) ->
 
 
 def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``GatheredParameters`` begins: a forward within the block releases nothing of it."""
+    """``GatheredParameters`` begins: forwards within the block do not release its parameters."""
     result = wrapped(*args, **kwargs)
     for gathers in _of_block(gathered):
         gathers.hold(gathered.params)
@@ -83,7 +83,7 @@ def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``GatheredParameters`` ends: a graph that was made in it may have saved parameters."""
+    """``GatheredParameters`` ends: graphs made within it may still need its parameters."""
     for gathers in _of_block(gathered):
         zero3_gathers.let_go(gathered.params)
         if torch.is_grad_enabled():

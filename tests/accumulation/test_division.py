@@ -52,7 +52,7 @@ def after_coalesce(trainer: Any) -> None:
 
 
 def unscaled(trainer: Any, step: int, micro: int) -> None:
-    """``scale_wrt_gas=False``, as Accelerate and transformers' Trainer have it."""
+    """``scale_wrt_gas=False``, as the Trainer of transformers has it."""
     loss = outputs_of(trainer, step, micro)["loss"]
     trainer.unscaled_backward(loss / trainer.options.micro_steps)
 
