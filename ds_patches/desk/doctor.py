@@ -162,11 +162,12 @@ def _verdict(status: int, rows: list[Row], config: Path | None, odd: list[str]) 
     if not config:
         return f"{refused}; --config FILE says what is wrong with your settings"
     script = [row for row in rows if SCRIPT in row.depends]
-    opened = [row for row in rows if row.depends and row not in script]
-    sure = [row for row in rows if not row.depends]
+    others: dict[str, list[Row]] = {}
+    for row in (row for row in rows if row not in script):
+        others.setdefault(_condition(row), []).append(row)
     found = [refused] * bool(odd)
-    found += [] if sure else ["these settings alone trigger nothing that is known"]
-    found += [*_counts(sure), *(f"{one}, if an open setting is on" for one in _counts(opened))]
+    found += [] if others else ["these settings alone trigger nothing that is known"]
+    found += [f"{one}{said}" for said, mine in others.items() for one in _counts(mine)]
     return "; ".join([*found, f"{len(script)} depend on your script"])
 
 
@@ -212,12 +213,16 @@ def _wrong(rows: list[Row], *, whole: bool, alone: bool) -> Iterator[str]:
 
 
 def _heading(row: Row) -> str:
-    depends = [SCRIPT] if SCRIPT in row.depends else row.depends
-    condition = " and ".join(map(configuration.said, depends))
     patch = row.one.patch
     said = {"patch": f"{patch}, not applied, would cure", "applied": f"{patch} cures"}
     what = said.get(row.cure.by, row.cure.said.removesuffix(" it"))
-    return f"{what}{f', if {condition}' if condition else ''}"
+    return what + _condition(row)
+
+
+def _condition(row: Row) -> str:
+    """Return on what it depends, as the end of a sentence."""
+    depends = [SCRIPT] if SCRIPT in row.depends else row.depends
+    return ", if " * bool(depends) + " and ".join(map(configuration.said, depends))
 
 
 def _told(row: Row) -> str:

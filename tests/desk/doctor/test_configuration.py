@@ -313,4 +313,5 @@ def test_the_exit_status_says_whether_something_is_left(tmp_path: Path) -> None:
     write(file, FACTORY)
     said = place.command("doctor", "--release", "0.17.6", "--config", str(file), bare=True)
     assert said.returncode == doctor.CURABLE, "what is not applied cures nothing"
-    assert "; accumulation would cure 1, not applied, if an open setting is on; " in said.stdout
+    condition = "if gradient_accumulation_steps is above 1; "
+    assert f"verdict: accumulation would cure 1, not applied, {condition}" in said.stdout
