@@ -105,12 +105,16 @@ def divided_backward(
 ) -> Any:
     """Divide the loss of ``engine.backward``, which `run` is, so that no output has to.
 
-    The engine keeps `scale_wrt_gas` for plain backwards that follow.
+    Those of a forward from before the patch have hooks that know of `scale_wrt_gas` alone. The
+    engine keeps it for plain backwards that follow.
     """
     if scale_wrt_gas:
         loss = loss / engine.gradient_accumulation_steps()
     with meanwhile(Division, has_divided=True):
-        run(loss, retain_graph, scale_wrt_gas=scale_wrt_gas)
+        try:
+            run(loss, retain_graph, scale_wrt_gas=False)
+        finally:
+            upstream_engine.keep_scale(engine, scale_wrt_gas)
     return loss
 
 

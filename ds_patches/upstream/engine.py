@@ -121,6 +121,15 @@ def divides_at_outputs() -> bool:
     return "is_current_graph_registered" not in live.innermost(per_tensor).__code__.co_names
 
 
+def keep_scale(engine: Any, scale_wrt_gas: bool) -> None:
+    """Have the hooks of outputs divide, or not, until the next ``engine.backward``: from 0.18.4 on.
+
+    In 0.18.3 they always do.
+    """
+    if hasattr(engine, "_scale_wrt_gas"):
+        engine._scale_wrt_gas = scale_wrt_gas
+
+
 def dividing_by_micro_steps(engine: Any) -> AbstractContextManager[None]:
     """Let ``engine.backward`` divide the loss by gradient_accumulation_steps, as outside.
 

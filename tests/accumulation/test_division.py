@@ -140,6 +140,27 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
     assert with_graphs(outputs) == found
 
 
+def trained_from_a_forward_on_stock(*patches: str) -> list[torch.Tensor]:
+    engine = engine_of(stage=2, micro_steps=2)
+    losses = [loss_of(engine, 0, 0)]
+    with applied(*patches):
+        for micro in range(2):
+            engine.backward(losses.pop() if not micro else loss_of(engine, 0, micro))
+            engine.step()
+    return [param.detach().clone() for param in engine.module.parameters()]
+
+
+@pytest.mark.skipif(
+    str(stock.RELEASE) == "0.18.3", reason="whose hooks divide, whatever engine.backward() says"
+)
+@on_ranks
+@pytest.mark.core_case
+def test_applied_between_a_forward_and_its_backward() -> None:
+    """Stock's hooks are at the outputs already."""
+    patched = trained_from_a_forward_on_stock("accumulation")
+    assert all(map(torch.equal, trained_from_a_forward_on_stock(), patched))
+
+
 # --- Another number of micro steps ----------------------------------------------------------------
 
 
