@@ -114,10 +114,7 @@ class Gathers(Listener):
     def dropped(self, failed: bool) -> None:
         """Forget the open calls of a backward that raised; what it gathered is partitioned."""
         if failed:
-            self.spared()
-
-    def spared(self) -> None:
-        self._calls.abandon()
+            self._calls.abandon()
 
     def _task_ends(self, task_id: int) -> None:
         self._calls.end(task_id)

@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness.stock import RELEASE
 from tests.orders.sides import Side
-
-#: What comes to an engine in a backward is counted by DeepSpeed.
-TELLS_OF_GRADIENTS = str(RELEASE) >= "0.18.5"
 
 
 class Plain(Side):
@@ -37,12 +33,8 @@ class Plain(Side):
         self.run_backward(loss, False)
 
     def boomed(self) -> None:
-        """A backward has raised, over a forward of the engine of now: no other got a gradient."""
         self.came = self.failed = True
-        if self.options.stage and TELLS_OF_GRADIENTS:
-            self.now.zero_grad()
-        else:
-            self._drop()
+        self._drop()
 
     def _drop(self) -> None:
         for module in self.modules:
