@@ -27,7 +27,7 @@ _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 SCRIPT = "script"
 #: What stands for off.
-_OFF = ("0", "0.0", "false", "f", "no", "n", "off", "none")
+_OFF = ("", "0", "0.0", "false", "f", "no", "n", "off", "none")
 #: Older names of sections of `zero_optimization`, which are switches.
 _OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*"?)|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)

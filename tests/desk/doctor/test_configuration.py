@@ -98,6 +98,8 @@ def test_other_spellings_of_a_setting(tmp_path: Path) -> None:
     assert MIDDLE in met(write(tmp_path / "ds.json", old), "0.18.4")
     old["zero_optimization"] = {"stage": 2, "cpu_offload": "false"}
     assert MIDDLE not in met(write(tmp_path / "ds.json", old), "0.18.4")
+    old["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": ""}}
+    assert MIDDLE not in met(write(tmp_path / "ds.json", old), "0.18.4")
     half = {"zero_optimization": {"stage": 0}, "fp16": {"enabled": "false"}}
     assert met(write(tmp_path / "ds.json", half), "0.18.4") == {}
 
