@@ -73,13 +73,15 @@ def read(
     wishes = {name: _wish(name, only, skip, env) for name in patches}
     forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
     # What a wanted patch requires is wanted too. Where that is left out by name, so are both.
-    barred = {n: one for n in patches for one in patches[n].requires if wishes[one][0] is False}
-    for name in {*(_split(env.get(PREFIX, "")) if only is None else only)} & barred.keys():
-        if wishes[name][0]:
-            left_out = f"{barred[name]}, which is left out: {wishes[barred[name]][1]}"
-            raise FlagError(
-                f"{name} is asked for by name ({wishes[name][1]}), and needs {left_out}"
-            )
+    barred = {
+        name: f"needs {one}, which is left out: {wishes[one][1]}"
+        for name in patches
+        for one in patches[name].requires
+        if wishes[one][0] is False
+    }
+    for name in _split(env.get(PREFIX, "")) if only is None else only:
+        if name in barred and wishes[name][0]:
+            raise FlagError(f"{name} is asked for by name ({wishes[name][1]}), and {barred[name]}")
     wanted = [name for name, (wish, _) in wishes.items() if wish and name not in barred]
     needed = {one: name for name in wanted for one in patches[name].requires if one not in wanted}
     requests = {}
@@ -87,7 +89,7 @@ def read(
         if name in needed:
             why = f"required by {needed[name]}"
         elif wish and name in barred:
-            why = f"needs {barred[name]}, which is left out: {wishes[barred[name]][1]}"
+            why = barred[name]
         is_wanted = name in wanted or name in needed
         requests[name] = Request(is_wanted, why, name in forced, for_others=name in needed)
     if strict is None:

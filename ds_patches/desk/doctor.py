@@ -161,14 +161,15 @@ def _verdict(status: int, rows: list[Row], config: Path | None, odd: list[str]) 
     refused = f"refused: {', '.join(odd)}" if odd else "no patch is refused"
     if not config:
         return f"{refused}; --config FILE says what is wrong with your settings"
-    script = [row for row in rows if SCRIPT in row.depends]
     others: dict[str, list[Row]] = {}
-    for row in (row for row in rows if row not in script):
-        others.setdefault(_condition(row), []).append(row)
+    for row in rows:
+        if SCRIPT not in row.depends:
+            others.setdefault(_condition(row), []).append(row)
     found = [refused] * bool(odd)
     found += [] if others else ["these settings alone trigger nothing that is known"]
     found += [f"{one}{said}" for said, mine in others.items() for one in _counts(mine)]
-    return "; ".join([*found, f"{len(script)} depend on your script"])
+    script = len(rows) - sum(map(len, others.values()))
+    return "; ".join([*found, f"{script} depend on your script"])
 
 
 def _counts(rows: list[Row]) -> Iterator[str]:

@@ -123,11 +123,8 @@ def _last(lines: list[str], ranks: list[str]) -> list[int]:
             leads.add(rank)
         elif _IGNORED in line:
             ignores[rank] = False
-        elif _BEGIN in line and rank in ignores:
-            if ignores[rank]:  # another one
-                del ignores[rank]
-            else:
-                ignores[rank] = True
+        elif _BEGIN in line and not ignores.pop(rank, True):  # a second one is not its own
+            ignores[rank] = True
         elif _ERROR.search(line):
             if ignores.pop(rank, None) is None:
                 last[rank] = [*(last.get(rank, []) if rank in leads else []), at][-_CHAIN:]

@@ -69,7 +69,7 @@ def are_of(question: str, rows: Iterable[Defect]) -> set[Defect]:
 
 def quoted(text: str) -> set[Defect]:
     """Return the rows of which a text is the script, the outcome, both, or the section's title."""
-    return _own().get(pasted.alike(text), set())
+    return _own().get(pasted.alike(text), set()) if len(text) <= _MOST else set()
 
 
 @cache

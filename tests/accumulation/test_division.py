@@ -150,16 +150,18 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
 
 def trained_from_a_forward_on_stock(*patches: str) -> list[torch.Tensor]:
     engine = engine_of(stage=2, micro_steps=2)
-    losses = [loss_of(engine, 0, 0)]
+    loss = loss_of(engine, 0, 0)
     with applied(*patches):
-        for micro in range(2):
-            engine.backward(losses.pop() if not micro else loss_of(engine, 0, micro))
-            engine.step()
+        engine.backward(loss)
+        engine.step()
+        engine.backward(loss_of(engine, 0, 1))
+        engine.step()
     return [param.detach().clone() for param in engine.module.parameters()]
 
 
 @pytest.mark.skipif(
-    str(stock.RELEASE) == "0.18.3", reason="whose hooks divide, whatever engine.backward() says"
+    str(stock.RELEASE) == "0.18.3",
+    reason="not cured in 0.18.3: its outputs divide whatever engine.backward() is told",
 )
 @on_ranks
 @pytest.mark.core_case
