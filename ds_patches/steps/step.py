@@ -93,6 +93,9 @@ class Listener:
     def dropped(self, failed: bool) -> None:
         """The step's gradients were dropped: by the user, or because a backward `failed`."""
 
+    def spared(self) -> None:
+        """A backward raised that had brought no gradient: those of the step are as before it."""
+
 
 class EngineSteps:
     """The steps and backwards of one engine.
@@ -194,11 +197,19 @@ class EngineSteps:
             self.drop_failed_backward()
 
     def drop_failed_backward(self) -> None:
-        """The last backward raised, and the step's gradients go with it."""
+        """The last backward raised, and the step's gradients go with it, if it has brought any."""
         self.watch.forget()
-        self._step = Step(StepState.FAILED)
         had_gradients = self._before.state is StepState.HELD
-        if had_gradients or upstream_engine.may_have_come(self.engine):
+        may_have_come = upstream_engine.may_have_come(self.engine)
+        if had_gradients and not may_have_come:  # over a graph that was freed, say
+            self._step = self._before
+            self.sum.spare()
+            upstream_engine.forget_backward(self.engine)
+            for listener in self.listeners:
+                listener.spared()
+            return
+        self._step = Step(StepState.FAILED)
+        if may_have_come:
             logger.warning(
                 "A backward raised: every gradient reduced since the last optimizer step was "
                 "dropped."

@@ -47,6 +47,10 @@ class GradientSum:
     def drop(self) -> None:
         """Forget the step's gradients so far."""
 
+    def spare(self) -> None:
+        """End a backward that raised before it has brought anything."""
+        self.pass_by()
+
     def abandon(self) -> None:
         """Drop the step's gradients, and those in buckets, after a backward that raised."""
         self.drop()

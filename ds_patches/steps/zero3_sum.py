@@ -95,6 +95,9 @@ class Zero3Sum(GradientSum):
         zero3.clear(self._optimizer)
         self.step_taken()
 
+    def spare(self) -> None:
+        zero3.partition_parameters(self._optimizer)
+
     def abandon(self) -> None:
         zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)

@@ -189,9 +189,14 @@ def reached_no_parameter(engine: Any) -> bool:
 
 
 def may_have_come(engine: Any) -> bool:
-    """Whether a gradient has come to a parameter in this backward, as far as the release knows."""
-    state = hook_state(engine.optimizer)
-    return not state or bool(state.hooks_fired_this_backward)
+    """Whether a gradient has come to a parameter in this backward, as far as the release knows.
+
+    ``BF16_Optimizer`` has a state, and counts nothing there.
+    """
+    optimizer = engine.optimizer
+    state = hook_state(optimizer)
+    counts = state and hasattr(optimizer, gradient_method(optimizer))
+    return not counts or bool(state.hooks_fired_this_backward)
 
 
 def forget_last_step(engine: Any) -> None:

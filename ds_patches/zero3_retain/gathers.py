@@ -114,7 +114,10 @@ class Gathers(Listener):
     def dropped(self, failed: bool) -> None:
         """Forget the open calls of a backward that raised; what it gathered is partitioned."""
         if failed:
-            self._calls.abandon()
+            self.spared()
+
+    def spared(self) -> None:
+        self._calls.abandon()
 
     def _task_ends(self, task_id: int) -> None:
         self._calls.end(task_id)

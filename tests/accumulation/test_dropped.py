@@ -5,13 +5,24 @@ from typing import Any
 
 import pytest
 
-from tests.harness import EngineTrainer, applied, at, checked, engine_of, leftovers, of, trains
+from tests.harness import (
+    EngineTrainer,
+    applied,
+    at,
+    checked,
+    engine_of,
+    leftovers,
+    of,
+    stock,
+    trains,
+)
 from tests.harness.models import backward_that_raises, loss_of
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.scripts import accumulating, ordinary
 from tests.world import on_ranks
 
 accumulation = partial(of, "accumulation")
+TELLS_OF_GRADIENTS = stock.since("0.18.5", "a count of the gradients of a backward")
 
 
 test_what_comes_before_a_step = checked(
@@ -65,6 +76,22 @@ def test_a_backward_that_raised(trainer: Any, step: int) -> None:
     for micro in range(2):
         trainer.boundary(micro == 1)
         trainer.backward(loss_of(trainer, step, micro, slice(1 if step == 1 else 2)))
+
+
+@trains(
+    "accumulation",
+    *(
+        at(1, 2, 3, core={2}, micro_steps=2, style=style, marks=[TELLS_OF_GRADIENTS], **more)
+        for style in ("engine", "torch")
+        for more in ({}, OFFLOADED)
+    ),
+    at(1, 2, 3, marks=[TELLS_OF_GRADIENTS], **OVERLAP),
+)
+def test_a_backward_that_raised_before_any_gradient(trainer: Any, step: int, micro: int) -> None:
+    """It spares the step's, as in PyTorch."""
+    trainer.backward(loss := loss_of(trainer, step, micro))
+    with pytest.raises(RuntimeError, match="second time"):
+        trainer.backward(loss)
 
 
 @on_ranks

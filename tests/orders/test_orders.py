@@ -100,6 +100,13 @@ ZEROED_AT_THE_TOP = [
     for stage in (2, 3)
     for zero in ("zero_grad", "optimizer.zero_grad")
 ]
+FP32_SUMS_OF_PLAIN_BACKWARDS = [
+    f"zero1 bf16{more}"
+    for more in (
+        " : forward loss.backward zero_grad forward loss.backward step",
+        " micro2 : forward loss.backward step step",
+    )
+]
 FIXED = [
     *AFTER_AN_ENGINE_THAT_WAS_LEFT,
     *APPLIED_IN_THE_MIDDLE,
@@ -116,6 +123,7 @@ FIXED = [
     *WITHOUT_A_BACKWARD_AT_THE_BOUNDARY,
     *DROPPED_AFTER_A_BLOCK,
     *ZEROED_AT_THE_TOP,
+    *(FP32_SUMS_OF_PLAIN_BACKWARDS if TORCH_STYLE else ()),
 ]
 
 

@@ -130,6 +130,8 @@ IN_THE_MIDST = ("is taken back inside", "in a step that began before the patch w
 
 def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     """On one rank."""
+    if not plain.seen:  # its rank did not end in time
+        return f"plain PyTorch: {plain.error}"
     tolerance = TOLERANCE[order.options.dtype]
     stock_at, off_of_stock = _off(plain, stock, tolerance)
     at, off = _off(plain, patched, tolerance)
@@ -147,7 +149,7 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
         or plain.error
         or (patched.is_ours and any(words in patched.error for words in IN_THE_MIDST))
         or (not is_right and (patched.is_ours or (stock.error and same)))
-        or (not is_right and not patched.patched[-1])
+        or (not is_right and patched.patched[-1:] == [False])
         or "coalesce_grad_reduction" in stock.error  # a release without: numbers alone compare
     ):
         return ""
