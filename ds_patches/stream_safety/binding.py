@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ds_patches.core.patch import Dependency, Patch, Target, upstream
+from ds_patches.core.patch import Dependency, Patch, upstream
 from ds_patches.upstream.places import ZERO3, ZERO12
 
 _TARGETS = (
     ZERO12.target("__init__", "around_init"),
     ZERO12.target("step", "around_step"),
-    Target(ZERO12.module, "IPGBucket.clear", "around_clear", ">=0.17.2,<=0.18.4"),
     ZERO3.target("__add_grad_to_ipg_bucket", "around_stage3_gradient", "<=0.18.7"),
     ZERO3.target("step", "around_stage3_step"),
 )
@@ -31,6 +30,12 @@ _DEPENDENCIES = (
     ),
     ZERO12.needs("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
     ZERO12.needs("allreduce_bucket", "allocates on the stream that it reduces on"),
+    Dependency(
+        ZERO12.module,
+        "IPGBucket.clear",
+        f"begins a bucket, always in its first buffer{_AT_OPTIMIZERS}",
+        ">=0.17.2,<=0.18.4",
+    ),
     Dependency(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.__all_gather_params",

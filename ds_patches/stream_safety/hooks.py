@@ -46,6 +46,10 @@ def _order_of(optimizer: Any) -> Order | None:
             "independent_gradient_partition_epilogue",
             partial(_backward_ends, optimizer, order),
         ),
+        *(
+            Layer(bucket, "clear", partial(_bucket_begins, bucket))
+            for bucket in streams.buckets_turned_back(optimizer)
+        ),
     ]
     _watch_gradients(optimizer, order)
     return order
@@ -113,6 +117,13 @@ def _gradients_are_reduced(
     return wrapped(*args, **kwargs)
 
 
+def _bucket_begins(bucket: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+    """A bucket begins anew, in the other buffer."""
+    index = bucket.index
+    wrapped(*args, **kwargs)
+    bucket.index = index
+
+
 def _backward_ends(
     optimizer: Any, order: Order, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs
 ) -> Any:
@@ -129,14 +140,6 @@ def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
     """Take in an optimizer that `activate` has not found, as after gc.freeze()."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
-    return result
-
-
-def around_clear(wrapped: Wrapped, bucket: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A bucket begins anew, in the other buffer."""
-    index = bucket.index
-    result = wrapped(*args, **kwargs)
-    bucket.index = index
     return result
 
 

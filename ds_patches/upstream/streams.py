@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_patches.core import live
 from ds_patches.upstream.accelerator import keeps_order, wait_for_current
 from ds_patches.upstream.kinds import is_zero12
 from ds_patches.upstream.places import private
@@ -30,6 +31,15 @@ def producers(optimizer: Any) -> list[set[Any]]:
     """
     buckets = getattr(optimizer, "ipg_buckets", {}).values()  # 0.17.2
     return [bucket.copy_streams for bucket in buckets if hasattr(bucket, "copy_streams")]
+
+
+def buckets_turned_back(optimizer: Any) -> list[Any]:
+    """Return the buckets that begin anew in their first buffer, which may be being reduced.
+
+    All of 0.17.2 to 0.18.4.
+    """
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    return [one for one in buckets if "index" in live.innermost(type(one).clear).__code__.co_names]
 
 
 # --- Stage 3 --------------------------------------------------------------------------------------

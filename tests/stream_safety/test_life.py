@@ -72,17 +72,18 @@ def test_a_device_that_keeps_order() -> None:
     assert not any(known)
 
 
+@on_ranks
 @pytest.mark.core_case
 def test_the_buffers_of_a_bucket_take_turns() -> None:
     """Where nothing else would show it: 0.17.5 to 0.18.4 wait for every reduction."""
     if not lives("ping_pong"):
         pytest.skip("this release has the fix, or no such buckets")
-    from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
-
-    bucket = IPGBucket(index=1)
-    bucket.clear()
-    assert bucket.index == 0
-    with applied("stream_safety"):
-        bucket = IPGBucket(index=1, elements=7)
-        bucket.clear()
-        assert (bucket.index, bucket.elements) == (1, 0)
+    found = []
+    with engine_on_streams("") as engine:
+        (bucket,) = engine.optimizer.ipg_buckets.values()
+        for patches in ((), ("stream_safety",), ()):
+            bucket.index, bucket.elements = 1, 7
+            with applied(*patches):
+                bucket.clear()
+            found.append((bucket.index, bucket.elements))
+    assert found == [(0, 0), (1, 0), (0, 0)]
