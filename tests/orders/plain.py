@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.harness.stock import RELEASE
 from tests.orders.sides import Side
 
-#: What comes to an engine in a backward is counted by DeepSpeed, but not with fp32 sums of bf16.
+#: DeepSpeed counts what comes to an engine in a backward; not so with fp32 sums at stage 1.
 TELLS_OF_GRADIENTS = str(RELEASE) >= "0.18.5"
 
 
@@ -40,7 +40,7 @@ class Plain(Side):
     def boomed(self) -> None:
         """A backward has raised, over a forward of the engine of now: no other got a gradient."""
         self.failed = True
-        known = self.options.stage and not self.options.sums and TELLS_OF_GRADIENTS
+        known = TELLS_OF_GRADIENTS and self.options.stage > bool(self.options.sums)
         self._drop(got := [self.now.module] if known else self.modules)
         self.came = [*self.came, *got]
 
