@@ -191,11 +191,12 @@ def reached_no_parameter(engine: Any) -> bool:
 def may_have_come(engine: Any) -> bool:
     """Whether a gradient has come to a parameter in this backward, as far as the release knows.
 
-    ``BF16_Optimizer`` has a state, and counts nothing there.
+    Hooks of parameters count, which stage 1 lacks without contiguous gradients; those of
+    ``BF16_Optimizer`` count nothing.
     """
     optimizer = engine.optimizer
     state = hook_state(optimizer)
-    counts = state and hasattr(optimizer, gradient_method(optimizer))
+    counts = state and optimizer._grad_acc_hooks and hasattr(optimizer, gradient_method(optimizer))
     return not counts or bool(state.hooks_fired_this_backward)
 
 

@@ -100,9 +100,11 @@ ZEROED_AT_THE_TOP = [
     for stage in (2, 3)
     for zero in ("zero_grad", "optimizer.zero_grad")
 ]
-FP32_SUMS_OF_PLAIN_BACKWARDS = [
-    f"zero1 bf16{more}"
-    for more in (
+WHERE_NO_HOOK_COUNTS_GRADIENTS = [
+    f"zero1 {setting}{rest}"
+    for setting in ("bf16", "scattered")
+    for rest in (
+        " : forward loss.backward step",
         " : forward loss.backward zero_grad forward loss.backward step",
         " micro2 : forward loss.backward step step",
     )
@@ -123,7 +125,7 @@ FIXED = [
     *WITHOUT_A_BACKWARD_AT_THE_BOUNDARY,
     *DROPPED_AFTER_A_BLOCK,
     *ZEROED_AT_THE_TOP,
-    *(FP32_SUMS_OF_PLAIN_BACKWARDS if TORCH_STYLE else ()),
+    *(WHERE_NO_HOOK_COUNTS_GRADIENTS if TORCH_STYLE else ()),
 ]
 
 

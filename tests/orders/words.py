@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tinier": {"zero": {"reduce_bucket_size": 60}},
     "bf16": BF16_SUMS,
     "unmanaged": {"settings": {"managed_gradient_accumulation": False}},
+    "scattered": {"zero": {"contiguous_gradients": False}},
     "sum": {"settings": {"gradient_allreduce_op": "sum"}},
     **{patch: {} for patch in ALONE},
 }
