@@ -31,7 +31,7 @@ _NO_OUTPUT = (
 )
 _NO_BACKWARD = (
     "engine.step() at the gradient accumulation boundary, and no backward has reduced a gradient "
-    "there: run forward and backward before each engine.step()."
+    "there: run forward and engine.backward(loss) before each engine.step()."
 )
 _OLD_FORWARD = (
     "backward over a forward from before engine.step(): its gradients are of parameters that are "

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch import nn
 
+from ds_patches.core.errors import Refused
 from tests.harness import STAGES, applied, at, checked, engine_of, of, run, stock, trains
 from tests.harness.models import both_losses, loss_of
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, Options
@@ -72,6 +73,17 @@ test_a_backward_inside_another_belongs_to_it = checked(
     # The hook of a BF16_Optimizer, which runs it, was there before engine.backward was called.
     accumulation(nested.nested, 1, marks=[SINCE_0_18_6], **BF16_SUMS),
 )
+
+
+@on_ranks
+@STAGES
+def test_a_step_without_one_says_what_to_call(stage: int) -> None:
+    with applied("accumulation"):
+        engine = engine_of(stage=stage)
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        with pytest.raises(Refused, match=r"run forward and engine\.backward\(loss\)"):
+            engine.step()
 
 
 # As GradCache has them.

@@ -1,8 +1,9 @@
 """Ranks for the scripts: of stock, patched from outside, and one alone."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -14,8 +15,6 @@ from tests import releases
 from tests.releases.run import environment
 from tests.world import World
 
-#: An old release, on which stock loses micro steps; `make frameworks` installs it.
-OLD = "0.18.2"
 #: No script asks for what is not here.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -48,16 +47,22 @@ def started(own: Mapping[str, str]) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="package")
-def ranks(offline: None) -> Iterator[Ranks]:
-    with started({}) as living:
-        yield living
+def ranks_on(offline: None) -> Iterator[Callable[[str], Ranks]]:
+    """Those of an older release, which `make frameworks` installs; of none: the environment's."""
+    with ExitStack() as living:
+
+        def start(release: str) -> Ranks:
+            if not release:
+                return living.enter_context(started({}))
+            assert releases.place(release).is_dir(), f"python -m tests.releases install {release}"
+            return living.enter_context(started(environment(release)))
+
+        yield cache(start)
 
 
 @pytest.fixture(scope="package")
-def old_ranks(offline: None) -> Iterator[Ranks]:
-    assert releases.place(OLD).is_dir(), f"python -m tests.releases install {OLD}"
-    with started(environment(OLD)) as living:
-        yield living
+def ranks(ranks_on: Callable[[str], Ranks]) -> Ranks:
+    return ranks_on("")
 
 
 @pytest.fixture(scope="module")

@@ -41,29 +41,28 @@ def prepare(ranks: Ranks, folder: Path) -> Prepare:
 
 def cases() -> Iterator[Any]:
     for training in TRAININGS:
-        for old, stages in ((False, training.stock), (True, training.old)):
-            for stage in stages:
-                quick = stage == 2 and not (old or training.exhaustive)
+        for release, stages in ({"": training.stock} | training.older).items():
+            for stage, said in stages.items():
+                quick = stage == 2 and not (release or training.exhaustive)
                 marks = [] if quick else [pytest.mark.exhaustive]
                 marks.append(needs(training.package))
-                name = f"{training.title}-{stage}{'-old' * old}"
-                yield pytest.param(training, stage, old, id=name, marks=marks)
+                name = f"{training.title}-{stage}-{release}".rstrip("-")
+                yield pytest.param(training, stage, release, said, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("training", "stage", "old"), [*cases()])
+@pytest.mark.parametrize(("training", "stage", "release", "said"), [*cases()])
 def test_training(
-    request: pytest.FixtureRequest,
+    ranks_on: Callable[[str], Ranks],
     prepare: Prepare,
     folder: Path,
     training: Training,
     stage: int,
-    old: bool,
+    release: str,
+    said: str,
 ) -> None:
-    ranks: Ranks = request.getfixturevalue("old_ranks" if old else "ranks")
     start, reference = prepare(training)
-    stock, found = (training.on_two(world, folder, stage) for world in ranks[:2])
+    stock, found = (training.on_two(world, folder, stage) for world in ranks_on(release)[:2])
     assert not stock.live
-    said = (training.old if old else training.stock)[stage]
     if said == RIGHT:
         training.assert_equal(stock, reference, start)
     elif said == WRONG:

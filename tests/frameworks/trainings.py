@@ -20,7 +20,9 @@ BOTH_RIGHT = {2: RIGHT, 3: RIGHT}
 #: Of all that was learned, what single precision may be off, and what is lost at the least.
 EXACT, LOST = 1e-4, 0.05
 #: Of several micro steps the last alone counts, or those in the middle do not.
-LOSES = {2: WRONG, 3: RIGHT}
+LOSES = {"0.18.2": {2: WRONG, 3: RIGHT}}
+#: The Trainer's gradients are divided by the micro steps once or twice more.
+DIVIDES = {"0.18.3": {2: WRONG, 3: WRONG}}
 TWICE = {2: "has already been reduced", 3: "AssertionError"}
 REFUSED = {
     stage: f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
@@ -36,7 +38,7 @@ class Training:
     arguments: paths are of files in the folder of all. start: saves a model there, if it is to.
     given, without: what it gets with and without DeepSpeed.
     unset: settings that the framework wants to choose.
-    stock, old: what stock comes to by stage, on the newest release and on an old one.
+    stock, older: what stock comes to by stage, on the newest release, and by older ones.
     losses: how many of one process are one of both ranks together; 0: a rank tells its own.
     reductions: of a step, where it is right. package: of the extra `frameworks`, that it imports.
     """
@@ -46,7 +48,7 @@ class Training:
     arguments: tuple[Any, ...]
     start: Callable[[Path], Parameters]
     stock: Mapping[int, str]
-    old: Mapping[int, str] = field(default_factory=dict)
+    older: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     reductions: int | None = None
     steps: int = 4
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -139,9 +141,9 @@ UNBORN = {2: NO_DIMENSIONS, 3: NO_DIMENSIONS}
 CHECKPOINTED = "Recomputed values for the following tensors have different metadata"
 APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
 LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
-DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {3: CHECKPOINTED})
+DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {"0.18.2": {3: CHECKPOINTED}})
 ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
-OF_ENGINE = ("accelerated:train", ("two_losses",), heads, REFUSED, REFUSED)
+OF_ENGINE = ("accelerated:train", ("two_losses",), heads, REFUSED, {"0.18.2": REFUSED})
 ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
 RARE: dict[str, Any] = {"exhaustive": True}
 HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
@@ -149,15 +151,17 @@ OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
 
-TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES, **FOUR, **steps(4))
+TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES | DIVIDES, **FOUR, **steps(4))
 ACCUMULATED = Training(
     "Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}
 )
 TRAININGS = [
     TRAINER,
     replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}, **RARE),
-    Training("Trainer, CLIP", *CLIP, UNBORN, BOTH_RIGHT, **steps(1), **RARE),
-    Training("sentence-transformers, cached loss", *SENTENCES, TWICE, **ONCE, **steps(1)),
+    Training("Trainer, CLIP", *CLIP, UNBORN, {"0.18.2": BOTH_RIGHT}, **steps(1), **RARE),
+    Training(
+        "sentence-transformers, cached loss", *SENTENCES, {"0.18.2": TWICE}, **ONCE, **steps(1)
+    ),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
     ACCUMULATED,
     Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
