@@ -8,8 +8,8 @@ TORCH := 2.13.0
 # all of it was run, on the newest DeepSpeed and on every other one.
 TURNS := 6
 RELEASE_TURNS := 6
-# Older than the environment's: an accumulate() that calls the engine's no_sync(), a DeepSpeed that loses micro
-# steps, and one that divides by them again.
+# Older than the environment's: an accumulate() that calls the engine's no_sync(), a DeepSpeed
+# that loses micro steps, and one that divides by them again.
 OLDER := accelerate==1.7.0 accelerate==1.8.1 0.18.2 0.18.3
 
 BIN := .venv/bin

@@ -90,11 +90,11 @@ class Listener:
     def backward_nested(self) -> None:
         """A backward over a forward of the engine begins inside the running one."""
 
+    def backward_raised(self) -> None:
+        """A backward raised; whether `dropped` follows depends on what it had brought."""
+
     def dropped(self, failed: bool) -> None:
         """The step's gradients were dropped: by the user, or because a backward `failed`."""
-
-    def spared(self) -> None:
-        """A backward raised that had brought no gradient: those of the step are as before it."""
 
 
 class EngineSteps:
@@ -199,25 +199,24 @@ class EngineSteps:
     def drop_failed_backward(self) -> None:
         """The last backward raised, and the step's gradients go with it, if it has brought any."""
         self.watch.forget()
-        had_gradients = self._before.state is StepState.HELD
         may_have_come = upstream_engine.may_have_come(self.engine)
-        if had_gradients and not may_have_come:  # over a graph that was freed, say
-            self._step = self._before
-            self.sum.spare()
-            upstream_engine.forget_backward(self.engine)
-            for listener in self.listeners:
-                listener.spared()
-            return
-        self._step = Step(StepState.FAILED)
+        # It may have run over a graph that was freed.
+        spares = self._before.state is StepState.HELD and not may_have_come
+        self._step = self._before if spares else Step(StepState.FAILED)
         if may_have_come:
             logger.warning(
                 "A backward raised: every gradient reduced since the last optimizer step was "
                 "dropped."
             )
         upstream_engine.forget_backward(self.engine)
-        self.sum.abandon()
+        if spares:
+            self.sum.spare()
+        else:
+            self.sum.abandon()
         for listener in self.listeners:
-            listener.dropped(failed=True)
+            listener.backward_raised()
+            if not spares:
+                listener.dropped(failed=True)
 
     # --- Steps ----------------------------------------------------------------------------------
 

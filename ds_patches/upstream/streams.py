@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ds_patches.core import live
@@ -29,8 +30,7 @@ def producers(optimizer: Any) -> list[set[Any]]:
 
     The reduction waits for all of these. They are the buckets' own, and change with them.
     """
-    buckets = getattr(optimizer, "ipg_buckets", {}).values()  # 0.17.2
-    return [bucket.copy_streams for bucket in buckets if hasattr(bucket, "copy_streams")]
+    return [one.copy_streams for one in _buckets(optimizer) if hasattr(one, "copy_streams")]
 
 
 def buckets_turned_back(optimizer: Any) -> list[Any]:
@@ -38,8 +38,16 @@ def buckets_turned_back(optimizer: Any) -> list[Any]:
 
     All of 0.17.2 to 0.18.4.
     """
-    buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    return [one for one in buckets if "index" in live.innermost(type(one).clear).__code__.co_names]
+    return [
+        bucket
+        for bucket in _buckets(optimizer)
+        if "index" in live.innermost(type(bucket).clear).__code__.co_names
+    ]
+
+
+def _buckets(optimizer: Any) -> Iterable[Any]:
+    """Return the reduce buckets; none before 0.17.2."""
+    return getattr(optimizer, "ipg_buckets", {}).values()
 
 
 # --- Stage 3 --------------------------------------------------------------------------------------

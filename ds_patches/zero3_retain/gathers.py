@@ -111,12 +111,8 @@ class Gathers(Listener):
     def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return partial(self.used.backward, run) if self.used else run
 
-    def dropped(self, failed: bool) -> None:
-        """Forget the open calls of a backward that raised; what it gathered is partitioned."""
-        if failed:
-            self.spared()
-
-    def spared(self) -> None:
+    def backward_raised(self) -> None:
+        """Forget its open calls; what it gathered is partitioned."""
         self._calls.abandon()
 
     def _task_ends(self, task_id: int) -> None:

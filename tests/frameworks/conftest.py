@@ -48,7 +48,7 @@ def started(own: Mapping[str, str]) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="package")
 def ranks_on(offline: None) -> Iterator[Callable[[str], Ranks]]:
-    """Those of an older release, which `make frameworks` installs; of none: the environment's."""
+    """Start ranks of an older release, which `make frameworks` installs; "": of the newest."""
     with ExitStack() as living:
 
         def start(release: str) -> Ranks:

@@ -74,7 +74,7 @@ def test_a_device_that_keeps_order() -> None:
 
 @on_ranks
 @pytest.mark.core_case
-@pytest.mark.skipif(not lives("ping_pong"), reason="the release has the fix, or no such buckets")
+@pytest.mark.skipif(not lives("ping_pong"), reason="only 0.17.2 to 0.18.4 turn buckets back")
 def test_the_buffers_of_a_bucket_take_turns() -> None:
     """Where nothing else would show it: 0.17.5 to 0.18.4 wait for every reduction."""
     found = []
