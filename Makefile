@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH := 2.13.0
 # Each run of CI takes a part of what only test-all has, by the number of commits: after so many turns
 # all of it was run, on the newest DeepSpeed and on every other one.
-TURNS := 6
+TURNS := 9
 RELEASE_TURNS := 6
 # Older than the environment's: an accumulate() that calls the engine's no_sync(), a DeepSpeed
 # that loses micro steps, and one that divides by them again.
@@ -24,7 +24,7 @@ unexport PYTHONPATH
 unexport DEEPSPEED_TEST_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-all test-turn lint docs shapes install frameworks clean
+.PHONY: help demo example test test-all test-turn lint docs pages shapes install frameworks clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ example: .venv/.demo ## GradCache over two ranks, one gradient reduction a step
 	$(BIN)/python -m examples.gradcache
 
 # One after the other, also under make -j: two ranks and two cores.
-test: install ## lint, and the quick tests, on the newest DeepSpeed: eight minutes
+test: install ## lint, and the quick tests, on the newest DeepSpeed: ten minutes
 	@$(MAKE) --no-print-directory lint
 	TEST_RANKS_FORK=1 $(PYTEST) -m "not exhaustive"
 
@@ -55,8 +55,11 @@ lint: install ## ruff and mypy
 	$(BIN)/ruff format --check --extend-exclude .releases .
 	$(BIN)/mypy --strict ds_patches
 
-docs: install ## the site, in build/site; a broken link or anchor is an error
+docs: .venv/.docs ## the site, in build/site; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pages: install ## the generated parts of the pages in docs/
+	$(BIN)/python -m tools.pages
 
 shapes: install ## what the code looks like in each release, into ds_patches/core/shapes.json
 	$(BIN)/python -m tests.releases shapes
@@ -71,6 +74,12 @@ frameworks: install ## what only test-all has: frameworks, and older releases in
 .venv/.demo: pyproject.toml .venv/.torch
 	@echo "== the project and the newest DeepSpeed"
 	$(BIN)/pip install --quiet --editable '.[demo]'
+	@touch $@
+
+# MkDocs alone, without torch and DeepSpeed.
+.venv/.docs: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	@touch $@
 
 .venv/.project: pyproject.toml .venv/.torch

@@ -30,8 +30,24 @@ if TYPE_CHECKING:
         Refused,
         UnknownPatch,
     )
-    from ds_patches.core.state import PatchStatus, State
-    from ds_patches.desk.traincheck import NotChecked, NotTrained, TrainReport, train_check
+    from ds_patches.core.state import PatchStatus, State, Statuses
+    from ds_patches.cures import (  # noqa: F401
+        fp32_buffers,
+        frozen_weights,
+        half_without_zero,
+        moe_gates,
+        parameter_layouts,
+        pipelines,
+        schedules,
+        ulysses,
+        universal_checkpoint,
+        weights_by_hand,
+        zero3_gather_once,
+        zero3_hooks,
+        zero3_weights,
+        zero12_gradients,
+    )
+    from ds_patches.diagnostics.traincheck import NotChecked, NotTrained, TrainReport, train_check
 
 __version__ = "0.3.0"
 
@@ -46,6 +62,7 @@ __all__ = [
     "RanksDisagree",
     "Refused",
     "State",
+    "Statuses",
     "TrainReport",
     "UnknownPatch",
     "__version__",
@@ -60,15 +77,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load public names and cures on first use, so that importing the package costs nothing."""
+def _load(name: str) -> Any:
+    """Return a public name, or the module of a cure; Python calls this on its first use."""
     if name in __all__:
         from ds_patches.core import api, errors, state
-        from ds_patches.desk import traincheck
+        from ds_patches.diagnostics import traincheck
 
-        for home in (api, errors, state, traincheck):
-            if hasattr(home, name):
-                return getattr(home, name)
+        for module in (api, errors, state, traincheck):
+            if hasattr(module, name):
+                return getattr(module, name)
     if not name.startswith("_"):
         from importlib import import_module
         from importlib.util import find_spec
@@ -76,6 +93,10 @@ def __getattr__(name: str) -> Any:
         if find_spec(cure := f"{__name__}.cures.{name}"):
             return import_module(cure)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # to a type checker, a module with this has every name
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

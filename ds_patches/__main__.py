@@ -8,26 +8,29 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from packaging.version import Version
 
 import ds_patches
 from ds_patches.core import api, flags, registry
-from ds_patches.core.errors import DsPatchesError, FlagError
+from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.core.state import Statuses
-from ds_patches.desk.sections import page
 
 _EXAMPLES = """\
 examples:
-  ds-patches explain "mat2 must be a matrix" --release 0.18.4
-  ds-patches doctor --json --config ds_config.json
+  ds-patches doctor ds_config.json
+  ds-patches doctor job.log
+  ds-patches doctor "mat2 must be a matrix" --release 0.18.4
   ds-patches prove outputs
   ds-patches run -- torchrun train.py
 
+exit status: 0, nothing is wrong; 1, something is; 2, nobody could look, or a flag means nothing
 all errors and what helps: {page}
 """
+
+_STATUS = "0, done; 2, a flag means nothing, or it cannot be done"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
     # becomes would ignore it too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    chosen = _parser().parse_args(arguments)
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    parser = _parser()
+    try:
+        _must_begin_with_a_command(words, parser.get_default("commands"))
+    except FlagError as error:
+        parser.error(str(error))
+    chosen = parser.parse_args(words)
     try:
         return int(chosen.act(chosen) or 0)
     except DsPatchesError as error:
@@ -45,8 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _must_begin_with_a_command(words: Sequence[str], commands: Iterable[str]) -> None:
+    """Raise FlagError for a command that there is not."""
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        hint = " (it is now doctor)" if words[0] == "explain" else nearest(words[0], commands)
+        raise FlagError(f"there is no command {words[0]!r}{hint}")
+
+
 def _status(chosen: Namespace) -> None:
-    from ds_patches.desk import status
+    from ds_patches.diagnostics import status
 
     statuses = api.status()
     if chosen.name is not None:
@@ -61,32 +77,26 @@ def _status(chosen: Namespace) -> None:
 
 
 def _doctor(chosen: Namespace) -> int:
-    from ds_patches.desk import doctor
+    from ds_patches.diagnostics import doctor, training
 
-    return doctor.diagnose(
-        chosen.config, chosen.release, verbose=chosen.verbose, as_json=chosen.json
-    )
-
-
-def _explain(chosen: Namespace) -> int:
-    from ds_patches.desk import explain
-
-    if chosen.text is None and sys.stdin.isatty():
-        raise FlagError('explain needs a text: ds-patches explain "ERROR", or explain < job.log')
-    text = explain.piped(sys.stdin.buffer) if chosen.text in (None, "-") else chosen.text
-    return explain.explain(text, chosen.release, verbose=chosen.verbose, as_json=chosen.json)
+    report = doctor.diagnose(training.read(chosen.files, chosen.config), chosen.release)
+    text = json.dumps(report.as_json(), indent=2) if chosen.json else None
+    print(text or "\n".join(report.lines(verbose=chosen.verbose)))
+    return report.status
 
 
 def _prove(chosen: Namespace) -> int:
-    from ds_patches.desk import prove
+    from ds_patches.diagnostics import prove
 
     if chosen.name is None and not chosen.all:
-        return prove.listed()
+        return prove.listed(as_json=chosen.json)
     # It ends what it has begun, as after an interruption.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if chosen.all:
-        return prove.prove_all(chosen.device)
-    return prove.prove(chosen.name, chosen.svg, script=chosen.script, device=chosen.device)
+        return prove.prove_all(chosen.device, as_json=chosen.json)
+    if chosen.script:
+        return prove.print_script(chosen.name)
+    return prove.prove(chosen.name, chosen.svg, device=chosen.device, as_json=chosen.json)
 
 
 def _run(chosen: Namespace) -> None:
@@ -99,53 +109,70 @@ def _run(chosen: Namespace) -> None:
     command.run(words, os.environ)
 
 
-def _enable(_: Namespace) -> None:
-    from ds_patches.startup import site_packages
-
-    print(f"ds_patches: enabled by {site_packages.enable()}")
-    print("ds_patches: nothing changes until a job sets DS_PATCHES=all")
-
-
-def _disable(_: Namespace) -> None:
-    from ds_patches.startup import site_packages
-
-    file = site_packages.disable()
-    print(f"ds_patches: removed {file}" if file else "ds_patches: it was not enabled")
+def _page() -> Path:
+    """Return the page of all errors: in a wheel docs/ is in the package, else beside it."""
+    package = Path(__file__).parent
+    places = [folder / "docs/troubleshooting.md" for folder in (package, package.parent)]
+    return next((place for place in places if place.exists()), places[0])
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="ds-patches",
         description=(ds_patches.__doc__ or "").partition("\n")[0],
-        epilog=_EXAMPLES.format(page=page()),
+        epilog=_EXAMPLES.format(page=_page()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(act=lambda _: parser.print_help())
     parser.add_argument("--version", action="version", version=f"%(prog)s {ds_patches.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    as_json, of_release = ArgumentParser(add_help=False), ArgumentParser(add_help=False)
-    as_json.add_argument("-v", "--verbose", action="store_true", help="say all there is to say")
+    parser.set_defaults(commands=commands.choices)
+    as_json, whole, of_release = (ArgumentParser(add_help=False) for _ in range(3))
     as_json.add_argument("--json", action="store_true", help="print JSON")
+    whole.add_argument("-v", "--verbose", action="store_true", help="say all there is to say")
     of_release.add_argument(
         "--release", type=Version, metavar="X.Y.Z", help="default: as in the log, or installed"
     )
 
     def add(
-        name: str, act: Callable[[Namespace], object], what: str, *parents: ArgumentParser
+        name: str,
+        act: Callable[[Namespace], object],
+        what: str,
+        *more: ArgumentParser,
+        end: str = _STATUS,
     ) -> ArgumentParser:
-        command = commands.add_parser(name, help=what, parents=parents)
+        command = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[:1].upper()}{what[1:]}.",
+            epilog=f"exit status: {end}",
+            parents=more,
+        )
         command.set_defaults(act=act)
         return command
 
-    explain = add("explain", _explain, "say what an error is, and what helps", of_release, as_json)
-    explain.add_argument("text", nargs="?", metavar="TEXT", help="an error, a file or a question")
-    doctor = add("doctor", _doctor, "say what this DeepSpeed gets wrong", of_release, as_json)
-    doctor.add_argument(
-        "--config", type=Path, metavar="FILE", help="DeepSpeed's JSON, or a framework's YAML"
+    doctor = add(
+        "doctor",
+        _doctor,
+        "say what is wrong with a configuration, a log, or this environment, and what helps",
+        of_release,
+        whole,
+        as_json,
+        end="0, nothing that is known is wrong, or it is cured; 1, something is; 2, could not look",
     )
-    prove = add("prove", _prove, "train a defect on two ranks: stock, patched, plain PyTorch")
-    prove.epilog = (
-        "exit status: 0, patched is right, stock or not; 1, patched is wrong; 2, not known"
+    doctor.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="DeepSpeed's JSON, a framework's YAML or a log; - is stdin; or a quoted line of a log",
+    )
+    doctor.add_argument("--config", type=Path, help=argparse.SUPPRESS)  # its older form
+    prove = add(
+        "prove",
+        _prove,
+        "train a defect on two ranks: plain PyTorch, stock and patched DeepSpeed",
+        as_json,
+        end="0, patched is right; 1, it is not, or --all lacks one; 2, nobody could look",
     )
     what = prove.add_mutually_exclusive_group()
     what.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
@@ -155,10 +182,8 @@ def _parser() -> ArgumentParser:
     prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")
     run = add("run", _run, "run a command, and all that it starts, patched")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
-    status = add("status", _status, "list the patches: name, state, reason", as_json)
+    status = add("status", _status, "list the patches: name, state, reason", whole, as_json)
     status.add_argument("name", nargs="?", metavar="NAME", help="say all about one patch")
-    add("enable", _enable, "let jobs of this environment be patched by DS_PATCHES=all")
-    add("disable", _disable, "undo enable")
     return parser
 
 

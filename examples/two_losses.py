@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy, mse_loss
 
-from ds_patches.desk import proofs, prove
+from ds_patches.diagnostics import proofs, prove
 from examples import digits
 
 CONFIG = {

@@ -35,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "exhaustive: is not quick, see tests/quick: left out of `make test`",
     )
+    config.addinivalue_line(
+        "markers", "milliseconds: a case takes no longer: none is left out of `make test`"
+    )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
     if wanted and wanted != importlib.metadata.version("deepspeed"):
         found = importlib.metadata.version("deepspeed")

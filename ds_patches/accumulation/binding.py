@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ds_patches.core.patch import Dependency, Patch, Target, upstream
-from ds_patches.upstream.places import (
+from ds_patches.upstream.classes import (
     COUNTING,
     ENGINE,
     HOOK_STATE,
+    OFFLOAD,
     TORCH_STYLE,
     ZERO3,
     ZERO12,
@@ -21,7 +22,7 @@ _TARGETS = (
     ENGINE.target("scale", "around_scale", TORCH_STYLE),
     ENGINE.target("_backward_prologue", "around_prologue", TORCH_STYLE),
     ENGINE.target("_backward_prologue_per_tensor", "around_per_tensor", TORCH_STYLE),
-    ENGINE.target("_backward_post_hook", "around_post_hook", COUNTING),
+    ENGINE.target("_backward_post_hook", "around_post_hook", TORCH_STYLE),
     ENGINE.target("zero_grad", "around_zero_grad"),
     ENGINE.target("set_train_batch_size", "around_batch_size"),
     ENGINE.target("_take_model_step", "around_model_step"),
@@ -75,6 +76,13 @@ _DEPENDENCIES = (
         "adds each backward's bf16 gradients to the fp32 ones",
     ),
     ZERO12.needs("reduce_ipg_grads", "reduces what is in the buckets"),
+    ZERO12.needs("average_tensor", "averages a bucket that is divided before, in its memory"),
+    ZERO3.needs("__reduce_and_partition_ipg_grads", "reduces a bucket; wrapped at each optimizer"),
+    ZERO3.needs("__add_grad_to_ipg_bucket", "puts a gradient in, also one that was just reduced"),
+    OFFLOAD.needs(
+        "pre_sub_module_backward_function",
+        "begins a module's backward; wrapped where devices have streams",
+    ),
     ZERO12.needs("reduce_ready_partitions_and_remove_grads", "takes each gradient that comes"),
     ZERO12.needs(
         "reduce_independent_p_g_buckets_and_remove_grads",

@@ -17,20 +17,25 @@ from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.steps import attached
 from ds_patches.steps.bf16_sum import Bf16Sum
-from ds_patches.steps.division import Division, divided_backward, divisions
+from ds_patches.steps.division import (
+    divide_leaves,
+    divide_scaled,
+    divided_backward,
+    engine_backwards,
+    is_divided,
+)
 from ds_patches.steps.graph_task import (
     NO_TASK,
-    accumulates,
     current_task_id,
     with_graphs,
 )
-from ds_patches.steps.step import EngineSteps
+from ds_patches.steps.step import EngineSteps, refuse_missed
 from ds_patches.steps.sums import GradientSum
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.steps.zero12_sum import Zero12Sum
+from ds_patches.upstream import coverage, zero12
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream import zero12
-from ds_patches.upstream.kinds import Kind, kind_of
+from ds_patches.upstream.classes import BF16, ZERO3, ZERO12, class_of
 
 logger = logging.getLogger("ds_patches.accumulation")
 
@@ -42,7 +47,6 @@ _IN_THE_MIDDLE = (
 #: Looked up in the `__dict__` of an engine or its optimizer, as `attached.of` does, by each wrapper
 #: that a training step calls: a call less for each.
 KEY = attached.KEY
-_DIVISION = divisions.key
 #: The list of parameters that was counted last, in which graph task, and how many that reaches.
 _counted = (0, NO_TASK, 0)
 
@@ -50,7 +54,7 @@ _counted = (0, NO_TASK, 0)
 def activate() -> Sequence[str]:
     """Name what is out of reach."""
     attached.keep(_sum_of)
-    if not (found := engines.built()):
+    if not (found := [*engines.known]):
         return []
     begun = sum(map(attached.waits, found))
     late = f" ({begun} in the middle of a step: after that)" if begun else ""
@@ -59,20 +63,15 @@ def activate() -> Sequence[str]:
 
 def deactivate() -> None:
     """Leave every engine to stock."""
-    divisions.detach_all()
     attached.detach_all()
 
 
 def _sum_of(engine: Any) -> GradientSum | None:
-    """Return what adds up the gradients of an engine's steps; None leaves the engine to stock.
-
-    Called once for an engine, whose plain backwards are divided rightly from then on.
-    """
-    divisions(engine)
-    reason = upstream_engine.why_not_covered(engine)
+    """Return what adds up the gradients of an engine's steps; None leaves the engine to stock."""
+    reason = coverage.why_not_covered(engine)
     if reason is None:
-        sums = {Kind.ZERO12: Zero12Sum, Kind.ZERO3: Zero3Sum, Kind.BF16: Bf16Sum}
-        return sums[kind_of(engine.optimizer)](engine)
+        sums = {ZERO12: Zero12Sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
+        return sums[class_of(engine.optimizer)](engine)
     if reason:
         logger.warning("accumulation leaves this engine to stock DeepSpeed: %s.", reason)
     return None
@@ -84,7 +83,7 @@ def _sum_of(engine: Any) -> GradientSum | None:
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's forward; here its outputs are watched, because backwards begin at them."""
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None or upstream_engine.is_compiled(engine):
+    if steps is None or coverage.is_compiled(engine):
         steps = attached.take_in(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
@@ -94,64 +93,73 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
-        seen, unseen = with_graphs(outputs)
-        steps.forward_ran(seen + unseen)
-        division: Division | None = vars(engine).get(_DIVISION)
-        if division is not None and engine.gradient_accumulation_steps() > 1:
-            for tensor in unseen:
-                tensor.register_hook(engine._backward_prologue_per_tensor)  # type: ignore[no-untyped-call]
-            division.forward_ran((args, kwargs), seen + unseen)
+        tensors = with_graphs(outputs)
+        steps.forward_ran(tensors)
+        if steps.divides and engine.gradient_accumulation_steps() > 1:
+            divide_leaves((args, kwargs), tensors, steps.divisor_now)
     return outputs
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's backward of a loss; here it counts for this engine, whatever made the loss."""
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None or upstream_engine.is_compiled(engine):
+    if steps is None or coverage.is_compiled(engine):
         steps = attached.take_in(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return wrapped(loss, *rest)  # for upstream to refuse
     run = wrapped
-    if vars(engine).get(_DIVISION) is not None and upstream_engine.divides_at_outputs():
+    if upstream_engine.divides_at_outputs() and (
+        steps.divides if steps is not None else _divides_eagerly(engine)
+    ):
         run = partial(divided_backward, wrapped, engine)
-    if steps is None:
-        return run(loss, *rest)
-    if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
-        loss = loss.view_as(loss)
-    begun, outer = steps.backwards_begun, steps.in_engine_backward
-    steps.in_engine_backward = True
-    handle = loss.register_hook(partial(steps.entered, is_backward=True))  # type: ignore[no-untyped-call]
+    engine_backwards.append(engine)
+    begun, handle = 0 if steps is None else steps.backwards_begun, None
     try:
-        for listener in steps.listeners:
-            run = listener.backward_by(run)
+        if steps is not None:
+            if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
+                loss = loss.view_as(loss)
+            handle = loss.register_hook(partial(steps.entered, is_backward=True))  # type: ignore[no-untyped-call]
+            for listener in steps.listeners:
+                run = listener.backward_by(run)
         return run(loss, *rest)
     except BaseException:
-        if steps.backwards_begun != begun:
+        if steps is not None and steps.backwards_begun != begun:
             steps.drop_failed_backward()
         raise
     finally:
-        handle.remove()
-        steps.in_engine_backward = outer
+        engine_backwards.pop()
+        if handle is not None:
+            handle.remove()
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed divides the gradient that comes to an output; here, only if nobody did before."""
-    steps: EngineSteps | None = vars(engine).get(KEY)
-    (grad,) = in_order(wrapped, args, kwargs)
-    is_backward = steps is None or steps.watch.task_id == current_task_id()
-    if Division.has_divided or not (is_backward or accumulates()):
-        return grad  # divided, or of torch.autograd.grad
-    result = wrapped(grad)
-    division: Division | None = vars(engine).get(_DIVISION)
-    if division is not None and result is not grad:
-        division.divided()
-    return result
+    """DeepSpeed divides the gradient that comes to an output; here, it is divided when reduced."""
+    if vars(engine).get(KEY) is None and not (is_divided() and _divides_eagerly(engine)):
+        return wrapped(*args, **kwargs)
+    return in_order(wrapped, args, kwargs)[0]
+
+
+def _divides_eagerly(engine: Any) -> bool:
+    """Return True if the losses of an engine that is left to stock are divided here.
+
+    Without this, those of pipelines and of compiled engines are divided nowhere.
+    """
+    return upstream_engine.divides_gradients(engine) and not coverage.is_left(engine)
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Accept the ``retain_graph`` of upstream's open pull request 8135; it is not needed here."""
-    return wrapped(*args, **{key: one for key, one in kwargs.items() if key != "retain_graph"})
+    """DeepSpeed scales a loss; here, its gradient is divided by the micro steps as well.
+
+    Accepts the ``retain_graph`` of upstream's open pull request 8135; it is not needed here.
+    """
+    steps = attached.take_in(engine)
+    scaled = wrapped(
+        *args, **{key: given for key, given in kwargs.items() if key != "retain_graph"}
+    )
+    if steps is not None and steps.divides and engine.optimizer.needs_scaler():
+        divide_scaled(engine, scaled, lambda: steps.watch.running)
+    return scaled
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -173,13 +181,19 @@ def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwar
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed runs the epilogue of a plain backward; here not of one within another."""
+    """DeepSpeed runs the epilogue of a plain backward; here not of one within another.
+
+    In 0.18.3 and 0.18.4 it does so at the last gradient of a graph task; here, as a backward ends.
+    """
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is not None:
         watch = steps.watch
+        if steps.ends_late and watch.running:
+            steps.epilogue_is_due = True
+            return None
         if watch.task_id not in (None, current_task_id()) and watch.running:
             return None  # one inside another leaves it to the outer one
-        is_plain = not steps.in_engine_backward
+        is_plain = engine not in engine_backwards
         if is_plain and upstream_engine.reached_no_parameter(engine) and steps.passed_by():
             return None
     return wrapped(*args, **kwargs)
@@ -213,6 +227,8 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     """DeepSpeed's step of the optimizer; here it finds only gradients of this step."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
+        if KEY not in vars(engine):  # nobody has called the engine, but ``engine.module``
+            refuse_missed(engine)
         return wrapped(*args, **kwargs)
     result = steps.step(partial(wrapped, *args, **kwargs))
     attached.has_stepped(engine)
@@ -223,8 +239,8 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed takes the gradients of a micro step; some releases forget earlier micro steps."""
-    if not zero12.forgets_micro_steps(optimizer):
+    """DeepSpeed takes the gradients of a micro step; 0.17.6 to 0.18.2 forget earlier ones."""
+    if class_of(optimizer) != ZERO12:
         return wrapped(*args, **kwargs)
     return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))
 
@@ -254,9 +270,9 @@ def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
     if (partitions := _partitions_of(optimizer)) is None:
         return wrapped(*args, **kwargs)
     _, params = in_order(wrapped, args, kwargs)
-    ids = partitions.settle(*params if isinstance(params, (list, tuple)) else [params])
+    by_id = partitions.settle(*params if isinstance(params, (list, tuple)) else [params])
     result = wrapped(*args, **kwargs)
-    partitions.given(ids)
+    partitions.given(by_id)
     return result
 
 

@@ -14,9 +14,8 @@ from ds_patches.steps import attached
 from ds_patches.steps.attached import Attached
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream.kinds import Kind, kind_of
+from ds_patches.upstream.coverage import why_no_block
 
-from . import block
 from .local import LocalGradients
 
 logger = logging.getLogger("ds_patches.coalesce")
@@ -30,27 +29,30 @@ _said_of: WeakSet[Any] = WeakSet()  # engines
 
 def _take_in(engine: Any) -> LocalGradients | None:
     steps = attached.of(engine.optimizer)
-    return None if steps is None or _why_not(engine) else LocalGradients(engine, steps)
+    return None if steps is None or why_no_block(engine) else LocalGradients(engine, steps)
 
 
 _local: Attached[LocalGradients] = Attached("coalesce", _take_in)
 
 
 def activate() -> Sequence[str]:
-    """Take in the engines that are known already."""
+    """Take in the engines that are known already, and add the block where DeepSpeed has none."""
     attached.subscribe(_local)
+    upstream_engine.add_method(coalesce_grad_reduction)
     return []
 
 
-def deactivate() -> None:
-    """Leave every engine to stock.
-
-    Raises Misused inside a block, whose gradients nobody would reduce.
-    """
+def may_unapply() -> None:
+    """Raise Misused inside a block, whose gradients nobody would reduce."""
     if any(local.in_block or local.in_no_sync for _, local in _local.all()):
         raise Misused(
             "coalesce is taken back inside coalesce_grad_reduction() or no_sync(): leave that first"
         )
+
+
+def deactivate() -> None:
+    """Leave every engine to stock."""
+    upstream_engine.remove_method(coalesce_grad_reduction)
     for local in attached.unsubscribe(_local):
         local.end()
 
@@ -58,6 +60,11 @@ def deactivate() -> None:
 def around_coalesce(
     wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs
 ) -> AbstractContextManager[None]:
+    """DeepSpeed's block; here with an exit that reduces nothing after an exception."""
+    return coalesce_grad_reduction(engine, *args, **kwargs)
+
+
+def coalesce_grad_reduction(self: Any) -> AbstractContextManager[None]:
     """Reduce the gradients of several backwards at once, when the block ends.
 
     Inside, each parameter's ``grad`` is this rank's unreduced sum, of the parameter's shape and
@@ -66,70 +73,37 @@ def around_coalesce(
     seen begin, and at the end if a backward raised inside and was caught there.
     See ``ds_patches.coalesce``.
     """
-    return _coalesce(engine, *args, **kwargs)
-
-
-def _coalesce(engine: Any) -> AbstractContextManager[None]:
-    if (refusal := _refusal(engine)) is not None:
-        raise refusal
-    steps = attached.take_in(engine)
-    local = _local.get(engine)
+    engine = self
+    if not upstream_boundary.manages_boundary(engine):
+        raise Misused(
+            "coalesce_grad_reduction() is not supported with managed_gradient_accumulation=False: "
+            "step() is the boundary already"
+        )
+    if (reason := why_no_block(engine)) is not None:
+        raise NotCovered(f"coalesce_grad_reduction() {reason}")
+    is_kept = attached.take_in(engine) is not None
     if attached.waits(engine):
         raise Refused(
             "coalesce_grad_reduction() in a step that began before the patch was applied: "
             "open it after the next engine.step()"
         )
-    if steps is None or local is None:
+    if not is_kept or (local := _local.get(engine)) is None:
         raise NotCovered(
             "coalesce_grad_reduction() does not cover this engine: accumulation leaves it to "
             "DeepSpeed"
         )
-    return block.around(engine, steps, local)
+    return local.block()
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's ``no_sync()``; here also at stages 2 and 3, and at stage 1 with overlap_comm."""
-    if upstream_engine.own_no_sync_works(engine):
-        if upstream_engine.leaves_undivided(engine) and engine not in _said_of:
+    overlaps = getattr(engine.optimizer, "overlap_comm", False)
+    if not (engine.zero_optimization_partition_gradients() or overlaps):  # DeepSpeed's own works
+        divides = upstream_engine.has_torch_style_backward(engine)
+        if not divides and engine.gradient_accumulation_steps() > 1 and engine not in _said_of:
             _said_of.add(engine)
             logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
     attached.take_in(engine)
     local = _local.get(engine)
     return wrapped(*args, **kwargs) if local is None else local.no_sync()
-
-
-def _refusal(engine: Any) -> Refused | None:
-    """Return what DeepSpeed's method raises for an engine that cannot have a block, or None.
-
-    Misused: unmanaged gradient accumulation. NotCovered: no ZeRO, a pipeline, an optimizer or a
-    backward that reduces in a way of its own.
-    """
-    method = "coalesce_grad_reduction()"
-    if not upstream_boundary.manages_boundary(engine):
-        return Misused(
-            f"{method} is not supported with managed_gradient_accumulation=False: "
-            "step() is the boundary already"
-        )
-    reason = _why_not(engine)
-    return None if reason is None else NotCovered(f"{method} {reason}")
-
-
-def _why_not(engine: Any) -> str | None:
-    optimizer = engine.optimizer
-    if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
-        return f"requires ZeRO stage 1/2/3; this engine has stage {stage}"
-    if engine.pipeline_parallelism:
-        return "is not supported under pipeline parallelism"
-    if getattr(engine, "zenflow", False):
-        return "does not cover ZenFlow: it moves gradients in a way of its own"
-    if kind_of(optimizer) not in (Kind.ZERO12, Kind.ZERO3):
-        name = type(optimizer).__name__
-        return f"does not cover the optimizer wrapper {name}: it takes gradients past ZeRO's hooks"
-    if getattr(optimizer, "swap_optimizer", False):
-        return "does not cover an optimizer offloaded to NVMe: it swaps within each backward"
-    if upstream_engine.is_deep_compiled(engine):
-        return "does not cover DeepCompile: its graphs reduce by themselves"
-    if upstream_engine.folds_experts(engine):
-        return "does not cover AutoEP folding: its tensor parallel correction is per backward"
-    return None

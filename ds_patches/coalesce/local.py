@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from ds_patches.core import lifecycle
 from ds_patches.core.agreement import reduction_group
 from ds_patches.core.calls import Args, Kwargs, Wrapped, meanwhile
 from ds_patches.core.errors import Misused, Refused
 from ds_patches.core.layer import Layer
+from ds_patches.steps import gather_once
+from ds_patches.steps.division import engine_backwards
+from ds_patches.steps.gather_once import GatherOnce
 from ds_patches.steps.graph_task import current_task_id
-from ds_patches.steps.step import EngineSteps, Listener
+from ds_patches.steps.listener import Listener
+from ds_patches.steps.step import EngineSteps
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.engine import has_torch_style_backward
+
+logger = logging.getLogger("ds_patches.coalesce")
+
+_RAISED = (
+    "A coalesce_grad_reduction() block raised: its gradients were dropped, and at ZeRO 1 those of "
+    "the step's earlier micro steps, which lie with them."
+)
+_UNSCALED = (
+    "backward() of a tensor in fp16: this DeepSpeed scales a loss in engine.backward() alone. Call "
+    "engine.backward(tensor) instead."
+)
 
 
 class LocalGradients(Listener):
@@ -41,8 +58,8 @@ class LocalGradients(Listener):
         if not upstream_boundary.manages_boundary(engine):
             self._finalizes = engine.zero_optimization_partition_gradients()
             self._step_reduces = not self._finalizes
-        #: Whether plain backwards are divided by the micro steps, those that begin at an output.
-        self._divides_others = has_torch_style_backward(engine)
+        #: Whether DeepSpeed knows of plain backwards, and divides them by the micro steps.
+        self._is_torch_style = has_torch_style_backward(engine)
 
     def begin(self) -> None:
         """Keep gradients on their parameters from here on."""
@@ -50,13 +67,15 @@ class LocalGradients(Listener):
             return
         engine, optimizer = self._engine, self._engine.optimizer
         upstream_engine.forget_last_step(engine)
+        self.sum.begin_local()
         method = upstream_engine.gradient_method(optimizer)
         self._layers = [
             Layer(optimizer, method, self._gradient_arrives),
             Layer(engine, "allreduce_gradients", self._backward_ends),
-            Layer(engine, "backward", self._backward),
             Layer(engine, "step", self._step),
         ]
+        if not self._is_torch_style:
+            self._layers.append(Layer(engine, "backward", self._backward))
         self.awaits_backwards = True
 
     def end(self) -> None:
@@ -64,6 +83,7 @@ class LocalGradients(Listener):
         for layer in self._layers:
             layer.remove()
         self._layers = []
+        self.sum.end_local()
         self.waiting = self.awaits_backwards = False
 
     def reduce(self) -> None:
@@ -81,23 +101,23 @@ class LocalGradients(Listener):
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
     def backward_begins(self, again: bool) -> None:
-        if not self._steps.in_engine_backward:
-            upstream_engine.must_scale(self._engine)
-        self.waiting = True
+        is_plain = self._engine not in engine_backwards
+        if is_plain and self._engine.fp16_enabled() and not self._is_torch_style:
+            raise Refused(_UNSCALED)
+        self._keep()
 
     def backward_nested(self) -> None:
         """The outer one ends with one reduction, whatever runs inside it.
 
-        Raises Refused where some of its gradients are on their way already.
+        Unless some of its gradients are on their way already: then all are reduced as they come.
         """
-        if not self._layers and self.sum.is_late():
-            raise Refused(
-                "a backward begins inside another, of which a gradient has already been reduced, "
-                "or put into a bucket: put the outer one into "
-                "`with engine.coalesce_grad_reduction():`"
-            )
-        self.begin()
+        if self._layers or not self.sum.is_late():
+            self.begin()
+            self._keep()
+
+    def _keep(self) -> None:
         self.waiting = True
+        self.sum.note_trained()
 
     def dropped(self, failed: bool) -> None:
         self.failed |= failed
@@ -105,6 +125,89 @@ class LocalGradients(Listener):
             self.waiting = False
         else:
             self.end()
+
+    # --- coalesce_grad_reduction() ----------------------------------------------------------------
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Keep gradients on the parameters, and reduce them once; or drop them if it raised.
+
+        Raises Refused if a backward inside raised and the exception was caught inside; Misused
+        inside itself or ``no_sync()``.
+        """
+        engine = self._engine
+        if self.in_block:
+            raise Misused(
+                "coalesce_grad_reduction() cannot be nested inside another: one of this engine is "
+                "open"
+            )
+        if engine.inside_no_sync_ctxt:
+            raise Misused(
+                "coalesce_grad_reduction() cannot be nested inside another no_sync context: open "
+                "it outside of no_sync(), which it needs no more"
+            )
+        gathered = self._gathers()
+        boundary, before = upstream_boundary.asked_boundary(engine), self._steps.present
+        try:
+            if gathered is not None:
+                gathered.begin()
+            self.begin()
+            self.in_block, self.failed = True, False
+            engine.inside_no_sync_ctxt = True
+            closed: GeneratorExit | None = None
+            try:
+                yield
+            except GeneratorExit as error:  # left early, as by `break`: nothing has failed
+                closed = error
+            self._end_block(gathered)
+            if closed is None:
+                return
+        except BaseException:
+            self._leave_block(gathered)
+            had_backward = self.waiting or self.failed
+            self.end()
+            self._steps.recover()
+            upstream_engine.forget_backward(engine)
+            for timer in getattr(engine.timers, "timers", {}).values():
+                if timer.started_:  # it refuses to be started again
+                    timer.stop()
+            upstream_boundary.restore_boundary(engine, boundary)
+            if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
+                self.sum.drop_local()
+                logger.warning(_RAISED)
+            if had_backward and not self.failed:
+                self._steps.back_to(before)
+            raise
+        raise closed
+
+    def _gathers(self) -> GatherOnce | None:
+        """Return what gathers once for a block; None if it gathers as DeepSpeed does."""
+        if not self._engine.zero_optimization_partition_weights():
+            return None
+        gathered = gather_once.of(self._engine, self._steps)
+        reason = gathered.why_not
+        how = "in each forward and backward" if reason else "once"
+        why = reason or "all fit into stage3_max_live_parameters"
+        lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
+        return None if reason else gathered
+
+    def _end_block(self, gathered: GatherOnce | None) -> None:
+        """Reduce what the block has. Raises Refused where a backward in it has raised."""
+        self._steps.recover()
+        if self.failed:
+            raise Refused(
+                "a backward inside this coalesce_grad_reduction() raised, and what was caught "
+                "inside had dropped its gradients; let the exception leave the block"
+            )
+        self._leave_block(gathered)
+        if gathered is not None:
+            gathered.release()
+        self.reduce()
+
+    def _leave_block(self, gathered: GatherOnce | None) -> None:
+        self._engine.inside_no_sync_ctxt = self.in_block = False
+        if gathered is not None:
+            gathered.end()
 
     # --- no_sync() --------------------------------------------------------------------------------
 
@@ -133,7 +236,7 @@ class LocalGradients(Listener):
     def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """DeepSpeed's hook of a parameter hands its gradient on; here that stays where it is."""
         watch = self._steps.watch
-        if self._divides_others and watch.task_id != current_task_id() and not watch.running:
+        if self._is_torch_style and watch.task_id != current_task_id() and not watch.running:
             self._steps.parameter_entered()
 
     def _backward_ends(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
@@ -144,7 +247,8 @@ class LocalGradients(Listener):
             self.reduce()
 
     def _backward(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        with upstream_engine.dividing_by_micro_steps(self._engine):
+        """Divide the loss by the micro steps, as outside: to 0.18.2, under no_sync it is not."""
+        with meanwhile(self._engine, inside_no_sync_ctxt=False):
             return wrapped(*args, **kwargs)
 
     def _step(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -159,7 +263,8 @@ class LocalGradients(Listener):
                 "engine.step() inside coalesce_grad_reduction(), where nothing is reduced yet, as "
                 "inside no_sync(). Step after the block."
             )
-        if upstream_boundary.steps_now(engine):
+        managed = upstream_boundary.manages_boundary(engine)
+        if not managed or engine.is_gradient_accumulation_boundary():
             if self.in_no_sync:
                 raise Misused(
                     "engine.step() inside no_sync context manager, at a gradient accumulation "

@@ -1,1 +1,1 @@
-"""What every patch meets: gate, layers, states, flags, the ranks' comparison. Names no patch."""
+"""Gate, wrappers, states, flags and the check of ranks, which all patches share. Names no patch."""

@@ -1,23 +1,24 @@
-"""The public functions, as `ds_patches` re-exports them."""
+"""The public functions, which `ds_patches` re-exports."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
-from ds_patches.core import agreement, flags, log, once, registry
-from ds_patches.core.errors import PatchNotApplied
+from ds_patches.core import agreement, flags, gate, lifecycle, log, registry, release
+from ds_patches.core.errors import ImportFails, PatchNotApplied
 from ds_patches.core.flags import Names, Request, Requests
-from ds_patches.core.lifecycle import lives
+from ds_patches.core.lifecycle import lifecycles
 from ds_patches.core.state import PatchStatus, State, Statuses
 
+#: Held by one call at a time, and not while DeepSpeed is imported: another thread may be importing
+#: it, and applies patches at the end of the import.
 _lock = threading.RLock()
-_afterwards: list[Callable[[], None]] = []
 
-#: To take a patch back, whatever the flags say of it.
-_WHATEVER = Request(wanted=True, why="", force=False)
+#: Asks for the status of a patch that was taken back, whatever the flags say.
+_WANTED = Request(wanted=True, why="", force=False)
 
 
 def apply_all(
@@ -27,97 +28,82 @@ def apply_all(
     strict: bool | None = None,
     force: Names | None = None,
 ) -> Statuses:
-    """Apply every patch that is wanted and that the installed DeepSpeed allows.
+    """Apply every wanted patch that supports the installed DeepSpeed.
 
-    The call has the last word: what it leaves out, auto-apply does not apply later either.
+    The arguments override the environment: a patch that this call leaves out is not applied by the
+    start-up hook later either.
 
-    only: names to apply, as a list or separated by commas; all others are left out. skip: names
-        to leave out.
+    only: names of the patches to apply, as a list or separated by commas; all others are left out.
+    skip: names of patches to leave out.
     strict: raise if a wanted patch is not live afterwards (default: `DS_PATCHES_STRICT`).
-    force: names to apply in spite of the gate.
+    force: names of patches to apply although the gate refuses them.
 
-    Returns the status of every patch; printed, it is a line for each. A wanted patch that is not
-    live is warned of once.
+    Returns the status of every patch; printed, it has a line for each. Warns once about wanted
+    patches that are not live.
 
     Raises PatchNotApplied after all were tried: in strict mode for any of them, else only for
-    those whose application itself failed (they are rolled back). Raises FlagError on a flag that
-    means nothing, UnknownPatch on a name.
+    those whose application raised (these are rolled back). Raises FlagError for an unknown flag or
+    value, UnknownPatch for an unknown name.
     """
-    with _call():
-        patches = registry.patches()
-        requests = flags.read(patches, only=only, skip=skip, strict=strict, force=force)
-        log.say(requests.level)
-        wanted = [name for name, request in requests.of.items() if request.wanted]
-        for name in patches.keys() - {*wanted}:
-            lives[name].decline()
-        return apply_wanted(requests, wanted)
+    patches = registry.patches()
+    requests = flags.read(patches, only=only, skip=skip, strict=strict, force=force)
+    log.set_up(requests.level)
+    for name, request in requests.by_name.items():
+        if not request.wanted and not lifecycles[name].was_applied:
+            lifecycles[name].declined = True
+    return apply_and_report(requests, requests.wanted)
 
 
-def apply_wanted(requests: Requests, due: Iterable[str]) -> Statuses:
-    """Apply these patches, report on them, and return the status of every patch."""
-    applied = {name: lives[name].apply(requests) for name in due}
-    agreement.start(requests)  # also where all is refused: other ranks may have it
-    try:
-        _report([*applied.values()], strict=requests.strict)
-    except Exception:
-        _rest_if_idle()
-        raise
-    others = requests.of.items()
-    return Statuses((name, applied.get(name) or lives[name].status(one)) for name, one in others)
+def apply_and_report(requests: Requests, names: Sequence[str]) -> Statuses:
+    """Apply these patches, warn or raise if one is not live, and return all statuses."""
+    applied = _apply(requests, names)
+    _report([*applied.values()], strict=requests.strict)
+    others = {name: request for name, request in requests.by_name.items() if name not in applied}
+    every = applied | (_statuses(others) if others else {})
+    return Statuses((name, every[name]) for name in requests.by_name)
 
 
 def unapply_all() -> Statuses:
-    """Take every patch back and return the statuses; the order of applying does not matter.
+    """Take every patch back, in whatever order they were applied, and return the statuses.
 
-    What taking one back raises is raised after all were tried.
+    If taking one back raises, the exception is raised after all were tried.
     """
-    with _call():
-        with ExitStack() as each:
-            for name in registry.patches():
-                each.callback(unapply, name)
-        return Statuses((name, lives[name].status(_WHATEVER)) for name in registry.patches())
+    with _one_call():
+        lifecycle.take_back(registry.patches())
+    return _statuses(dict.fromkeys(registry.patches(), _WANTED))
 
 
 def apply(name: str, *, force: bool = False) -> PatchStatus:
-    """Apply one patch now, whatever the environment's lists say.
+    """Apply one patch now, whatever `DS_PATCHES` and `DS_PATCHES_SKIP` say.
 
-    force: override an unknown version and a changed shape.
+    force: apply it also to a release that is too new, or to unknown code.
 
-    Raises PatchNotApplied with the reason if it is not live afterwards; nothing of it is left
-    then. Raises UnknownPatch and FlagError as `apply_all` does.
+    Raises PatchNotApplied, with the reason, if the patch is not live afterwards: then nothing of it
+    is left. Raises UnknownPatch and FlagError as `apply_all` does.
     """
-    with _call():
-        registry.patch(name, "apply")
-        requests = flags.read(registry.patches(), only=name, force=name if force else None)
-        log.say(requests.level)
-        status = lives[name].apply(requests)
-        if not status.live:
-            raise PatchNotApplied([status]) from lives[name].failure
-        agreement.start(requests)
-        return status
+    registry.patch(name, "apply")
+    requests = flags.read(registry.patches(), only=name, force=name if force else None)
+    log.set_up(requests.level)
+    status = _apply(requests, [name])[name]
+    if not status.live:
+        raise PatchNotApplied([status]) from lifecycles[name].failure
+    return status
 
 
 def unapply(name: str) -> PatchStatus:
-    """Take one patch back and return its status; harmless if it is not applied.
+    """Take one patch back and return its status; does nothing if it is not applied.
 
-    Those that require it are taken back before it; after it, what was applied for it alone.
-    A wrapper that another library has wrapped over cannot always be removed: it is switched off
-    then and passes straight through, and the status says so.
+    Patches that require it are taken back first. A wrapper that another library has wrapped cannot
+    always be removed: then it is switched off, and calls pass straight through it.
     """
-    with _call():
-        life = lives[registry.patch(name, "unapply").name]
-        try:
-            life.unapply()
-        finally:
-            _rest_if_idle()
-        return life.status(_WHATEVER)
+    with _one_call():
+        lifecycle.take_back([registry.patch(name, "unapply").name])
+    return _statuses({name: _WANTED})[name]
 
 
 def status() -> Statuses:
     """Return the status of every patch, read from the live objects; changes nothing."""
-    with _call():
-        requests = flags.read(registry.patches())
-        return Statuses((name, lives[name].status(one)) for name, one in requests.of.items())
+    return _statuses(flags.read(registry.patches()).by_name)
 
 
 def names() -> tuple[str, ...]:
@@ -126,72 +112,67 @@ def names() -> tuple[str, ...]:
 
 
 def is_applied(name: str) -> bool:
-    """Whether every wrapper of the patch is in the call path now.
+    """Return True if every call of a wrapped function passes the patch's wrapper now.
 
-    True as well when another library has wrapped over ours and still calls it.
+    Another library's wrapper may lie over it, if that was made with functools.wraps or wrapt.
     """
-    with _call():
-        return lives[registry.patch(name, "is_applied").name].live
+    with _one_call():
+        return lifecycles[registry.patch(name, "is_applied").name].journal.is_in_place
 
 
 def of(package: str) -> tuple[partial[PatchStatus], partial[PatchStatus], partial[bool]]:
-    """Return `apply`, `unapply` and `is_applied` of the patch that this package or file is."""
+    """Return the functions `apply`, `unapply` and `is_applied` for the patch in this module."""
     name = package.rpartition(".")[2]
     return partial(apply, name), partial(unapply, name), partial(is_applied, name)
 
 
-def after_the_call(action: Callable[[], None]) -> None:
-    """Run `action` now, or right after the call that is under way in this or another thread.
+def _apply(requests: Requests, names: Sequence[str]) -> dict[str, PatchStatus]:
+    """Import DeepSpeed and apply these patches; return their statuses."""
+    failure, installed = None, release.installed() if names else None
+    if installed is not None:
+        try:
+            gate.load(release.PACKAGE)
+        except ImportFails as error:
+            failure = error
+    with _one_call():
+        if installed is not None and failure is None:
+            agreement.start()
+        return {name: lifecycles[name].apply(requests, installed, failure) for name in names}
 
-    For what an import brings about: that import may be part of a call, and it must not wait for
-    another thread's, which may be waiting for the same import.
-    """
-    _afterwards.append(action)
-    _catch_up()
+
+def _statuses(requests: Mapping[str, Request]) -> Statuses:
+    installed = release.installed()
+    with _one_call():
+        return Statuses((n, lifecycles[n].status(wish, installed)) for n, wish in requests.items())
 
 
 @contextmanager
-def _call() -> Iterator[None]:
-    """One call at a time."""
-    try:
-        with _lock, once.call():
-            yield
-    finally:  # also after a call that was refused: its import may have brought something about
-        _catch_up()
-
-
-def _catch_up() -> None:
-    while _afterwards and _lock.acquire(blocking=False):
+def _one_call() -> Iterator[None]:
+    """Hold the lock; if no patch is applied at the end, unwrap the engines' constructor as well."""
+    with _lock:
         try:
-            if once.is_under_way() or not _afterwards:
-                return
-            with once.call():
-                _afterwards.pop(0)()
+            yield
         finally:
-            _lock.release()
-
-
-def _rest_if_idle() -> None:
-    """Leave nothing of ours in DeepSpeed where no patch is applied."""
-    if not any(life.journal.active for life in lives.values()):
-        agreement.stop()
+            if not any(patch.was_applied for patch in lifecycles.values()):
+                agreement.stop()
 
 
 def _report(statuses: Sequence[PatchStatus], *, strict: bool) -> None:
-    """Warn once of what is not live, for each state, then raise for what must not be silent."""
+    """Log a warning for each reason why patches are not live; raise if strict, or if one failed."""
     missing = [status for status in statuses if not status.live]
-    fitting = [status for status in missing if status.state is not State.OUT_OF_RANGE]
-    # A release that is too old for one patch has others; if it is for all, nothing was done.
-    if len(missing) - len(fitting) < len(statuses):
-        missing = fitting
-    for state in dict.fromkeys(status.state for status in missing):
-        alike = [status for status in missing if status.state is state]
-        names, are = ", ".join(s.name for s in alike), "are" if alike[1:] else "is"
-        reason = alike[0].reason.replace(f"={alike[0].name}", f"={names.replace(' ', '')}")
-        log.ours.log(
-            log.for_the_job(), "%s %s not applied, %s: %s", names, are, state.value, reason
-        )
-    fatal = [status for status in missing if strict or status.state is State.FAILED]
+    in_range = [status for status in missing if status.state is not State.OUT_OF_RANGE]
+    # A patch that is not for this release is no news, unless that is true of all of them.
+    if len(missing) - len(in_range) < len(statuses):
+        missing = in_range
+    groups: dict[tuple[State, str], list[str]] = {}
+    for status in missing:
+        reason = status.reason.replace(f"={status.name}", "={names}")
+        groups.setdefault((status.state, reason), []).append(status.name)
+    for (state, reason), names in groups.items():
+        are, text = "are" if names[1:] else "is", reason.replace("={names}", f"={','.join(names)}")
+        message = f"{', '.join(names)} {are} not applied, {state.value}: {text}"
+        log.logger.log(log.level_for_the_job(), "%s", message)
+    fatal = [s for s in missing if strict or (s.state is State.FAILED and not s.targets)]
     if fatal:
-        causes = (lives[status.name].failure for status in fatal)
+        causes = (lifecycles[status.name].failure for status in fatal)
         raise PatchNotApplied(fatal) from next(filter(None, causes), None)

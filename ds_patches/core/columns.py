@@ -1,4 +1,4 @@
-"""Text in columns, and spans of what is listed."""
+"""Rows of text in aligned columns, and lists of numbers written as spans."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
 
 
-def spans(some: Sequence[Any], every: Sequence[Any]) -> str:
-    """Name some of an ordered whole, neighbours in it by the first and the last: "0, 2-7"."""
-    ordered = groupby(enumerate(some), lambda at_one: every.index(at_one[1]) - at_one[0])
-    runs = [[one for _, one in run] for _, run in ordered]
+def spans(values: Sequence[Any], every: Sequence[Any]) -> str:
+    """Write values as spans, for example "0, 2-7"; `every` says which values are neighbours."""
+    grouped = groupby(enumerate(values), lambda pair: every.index(pair[1]) - pair[0])
+    runs = [[value for _, value in run] for _, run in grouped]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,4 +1,4 @@
-"""Errors of the public surface. All derive from `DsPatchesError`."""
+"""The exceptions of this package. All derive from `DsPatchesError`."""
 
 from __future__ import annotations
 
@@ -10,50 +10,55 @@ if TYPE_CHECKING:
     from ds_patches.core.state import PatchStatus
 
 
+#: A message quotes at most this many letters of a value.
+_QUOTED = 80
+
+
 class DsPatchesError(Exception):
-    """Base of every error this package raises itself. Another process can raise it again."""
+    """Base class of every error that this package raises. Can be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By the message: Exception's own would call the class with it in place of its arguments.
+        # Exception's own would call the class with the message in place of its arguments.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ImportFails(DsPatchesError):
-    """DeepSpeed, or a module of it, cannot be imported: no patch of it can be used."""
+    """DeepSpeed, or a module of it, cannot be imported, so no patch can be applied to it."""
 
 
 class FlagError(DsPatchesError, ValueError):
-    """A flag, in a call or in the environment, that means nothing; the message lists what does."""
+    """A flag, of a call or in the environment, is unknown; the message lists the known ones."""
 
 
 class UnknownPatch(FlagError):
-    """A patch name that no patch has."""
+    """A name that no patch has."""
 
-    def __init__(self, name: str, known: Iterable[str], where: str) -> None:
+    def __init__(self, name: str, known: Iterable[str], where: str, meant: str = "") -> None:
         names = tuple(known)
+        guess = f" (did you mean {meant!r}?)" if meant in names else nearest(name, names)
         super().__init__(
-            f"{where}: no patch is named {name!r}{nearest(name, names)}; "
+            f"{where}: no patch is named {cut(name)!r}{guess}; "
             f"the patches are: {', '.join(names) or '(none)'}"
         )
 
 
 class Refused(DsPatchesError, RuntimeError):
-    """What a script asks for would train wrong; nothing was done, and the message says what helps.
+    """A call would train on wrong numbers: nothing was done, and the message says what helps.
 
-    Where DeepSpeed refuses the same, it is caught by the class that DeepSpeed raises, too.
+    Where DeepSpeed refuses the same call, a subclass also derives from DeepSpeed's exception.
     """
 
 
 class Misused(Refused, AssertionError):
-    """Where DeepSpeed asserts; here also under ``python -O``."""
+    """A call that DeepSpeed refuses by an assertion; raised also under ``python -O``."""
 
 
 class NotChecked(DsPatchesError, RuntimeError):
-    """A train check that can say nothing."""
+    """A train check could not check anything."""
 
 
 class NotCovered(Refused, NotImplementedError):
-    """Where DeepSpeed raises NotImplementedError."""
+    """A call for which DeepSpeed raises NotImplementedError."""
 
 
 class RanksDisagree(DsPatchesError, RuntimeError):
@@ -61,24 +66,31 @@ class RanksDisagree(DsPatchesError, RuntimeError):
 
 
 class OtherRankFailed(DsPatchesError, RuntimeError):
-    """Another rank raised, or did not come, so this one gives up too; the message says which."""
+    """Another rank raised or did not arrive, so this one stops too; the message says which."""
 
 
 class PatchNotApplied(DsPatchesError, RuntimeError):
-    """Patches that were asked for and are not live; `statuses` says why, one for each."""
+    """Requested patches are not live; `statuses` has the reason for each."""
 
     def __init__(self, statuses: Sequence[PatchStatus]) -> None:
         self.statuses = tuple(statuses)
         super().__init__("; ".join(f"{s.name} is {s.state.value}: {s.reason}" for s in statuses))
 
 
+def cut(text: str) -> str:
+    """Shorten a value for a message."""
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
+
+
 def nearest(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Return " (did you mean 'this'?)" for the word that is meant, or nothing if none is near.
+    """Return " (did you mean 'that'?)" for the most similar word, "" if none is similar.
 
-    prefix: what all of them begin with, and so says nothing.
+    prefix: the beginning of all words, which is not compared.
     """
-    from difflib import get_close_matches  # dear, and only errors need it
+    from difflib import get_close_matches  # slow to import, and only errors need it
 
-    rests = {one.removeprefix(prefix).lower(): one for one in words}
-    found = get_close_matches(word.removeprefix(prefix).lower(), rests, n=1)
-    return f" (did you mean {rests[found[0]]!r}?)" if found else ""
+    if len(word) > _QUOTED:  # a name of 100 kB would take minutes
+        return ""
+    by_rest = {known.removeprefix(prefix).lower(): known for known in words}
+    matches = get_close_matches(word.removeprefix(prefix).lower(), by_rest, n=1)
+    return f" (did you mean {by_rest[matches[0]]!r}?)" if matches else ""

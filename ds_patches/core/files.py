@@ -1,4 +1,4 @@
-"""Files of this package, which may lie in a folder or in a zip."""
+"""Files of this package, which may be installed as a folder or as a zip."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from ds_patches.core.errors import DsPatchesError
 
 
 def text(file: Path) -> str:
-    """Return the content of a file of the package, by its path.
-
-    Raises DsPatchesError where it is not there: some ship a package without its data or sources.
-    """
-    spec: Any = __spec__  # whose loader reads what lies beside this module
+    """Return the content of a file of the package; raises DsPatchesError if it is missing."""
+    spec: Any = __spec__  # its loader reads the files of the package
     try:
-        found: bytes = spec.loader.get_data(str(file))
-    except OSError as error:
+        return str(spec.loader.get_data(str(file)), "utf-8")
+    except OSError as error:  # some ship a package without its data or sources
         raise DsPatchesError(f"{file} is not there: ds_patches is not installed whole") from error
-    return found.decode()

@@ -1,4 +1,4 @@
-"""What the user wants: arguments of a call come before variables, and they before the default."""
+"""The user's wishes: arguments of a call override variables, and variables override defaults."""
 
 from __future__ import annotations
 
@@ -8,50 +8,52 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_patches.core import log
-from ds_patches.core.errors import FlagError, UnknownPatch, nearest
+from ds_patches.core.errors import FlagError, UnknownPatch, cut, nearest
 from ds_patches.core.patch import Patch
 
 PREFIX = "DS_PATCHES"
-_SUFFIXES = ("", "_SKIP", "_STRICT", "_FORCE", "_LOG", "_PREFIX", "_STATUS_FILE")
-#: All environment variables that mean something.
-VARIABLES = tuple(PREFIX + suffix for suffix in _SUFFIXES)
-#: Of those that are meant for this package, known or not.
+#: All environment variables of this package.
+VARIABLES = tuple(PREFIX + suffix for suffix in ("", "_SKIP", "_STRICT", "_FORCE", "_LOG"))
+#: Matches a variable that is meant for this package, known or not.
 _OURS = re.compile(f"{PREFIX}(_|$)").match
-#: The variables that are lists of patches, and what else may stand in them.
+#: The variables that list patches, and the other words that each accepts.
 _LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ()}
 
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+#: What a switch is meant to be where the name of a patch is expected.
+_SWITCHES = dict.fromkeys(_YES, "all") | dict.fromkeys(_NO, "none")
 
-#: Of patches; a text is split at commas.
+#: Names of patches; a text is split at commas.
 Names = Iterable[str] | str
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user wants of one patch. `why` names the flag that decided.
+    """The user's wish for one patch.
 
-    force: also where the release is newer than all that were tested, or its code is other.
-    for_others: it is wanted only because another one requires it.
+    why: the flag that decided.
+    force: apply it also to a release newer than the tested ones, or to unknown code.
     """
 
     wanted: bool
     why: str
     force: bool
-    for_others: bool = False
 
 
 @dataclass(frozen=True)
 class Requests:
     """All flags, read and checked.
 
-    level: of what is logged; None: as the program has it.
-    status_file: where rank 0 leaves the job's status; "" for nowhere.
+    level: the lowest level that is logged; None keeps the logger's.
     """
 
     strict: bool
-    of: Mapping[str, Request]
+    by_name: Mapping[str, Request]
     level: str | None = None
-    status_file: str = ""
+
+    @property
+    def wanted(self) -> list[str]:
+        return [name for name, request in self.by_name.items() if request.wanted]
 
 
 def read(
@@ -64,62 +66,57 @@ def read(
 ) -> Requests:
     """Merge the arguments of a call with the environment; changes nothing.
 
-    Raises UnknownPatch or FlagError for anything that means nothing, listing what does.
+    Raises UnknownPatch or FlagError, with the known values, for anything unknown.
     """
     env = _environment(patches)
-    only, skip, force = _listed(only), _listed(skip) or (), _listed(force) or ()
-    for argument, names in (("only", only or ()), ("skip", skip), ("force", force)):
-        _must_be_known(names, [*patches], argument)
-    wishes = {name: _wish(name, only, skip, env) for name in patches}
+    only = _listed(only, patches, "only")
+    skip = _listed(skip, patches, "skip") or ()
+    force = _listed(force, patches, "force") or ()
+    wishes = {name: _wish(patch, only, skip, env) for name, patch in patches.items()}
     forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
-    # What a wanted patch requires is wanted too. Where that is left out by name, so are both.
+    # What a wanted patch requires is wanted too. If that is left out by name, so are both.
     barred = {
-        name: f"needs {one}, which is left out: {wishes[one][1]}"
+        name: f"needs {required}, which is left out: {wishes[required][1]}"
         for name in patches
-        for one in patches[name].requires
-        if wishes[one][0] is False
+        for required in patches[name].requires
+        if wishes[required][0] is False
     }
     for name in _split(env.get(PREFIX, "")) if only is None else only:
         if name in barred and wishes[name][0]:
             raise FlagError(f"{name} is asked for by name ({wishes[name][1]}), and {barred[name]}")
     wanted = [name for name, (wish, _) in wishes.items() if wish and name not in barred]
-    needed = {one: name for name in wanted for one in patches[name].requires if one not in wanted}
+    needed_by = {required: name for name in wanted for required in patches[name].requires}
     requests = {}
     for name, (wish, why) in wishes.items():
-        if name in needed:
-            why = f"required by {needed[name]}"
+        if name not in wanted and name in needed_by:
+            why = f"required by {needed_by[name]}"
         elif wish and name in barred:
             why = barred[name]
-        is_wanted = name in wanted or name in needed
-        requests[name] = Request(is_wanted, why, name in forced, for_others=name in needed)
-    if strict is None:
-        strict = _switch(f"{PREFIX}_STRICT", env.get(f"{PREFIX}_STRICT", "0"))
-    level = env.get(f"{PREFIX}_LOG")
-    if level is not None and level.lower() not in log.LEVELS:
-        raise _no_choice(f"{PREFIX}_LOG", level, log.LEVELS, log.LEVELS)
-    return Requests(strict, requests, level, env.get(f"{PREFIX}_STATUS_FILE", ""))
+        is_wanted = name in wanted or name in needed_by
+        requests[name] = Request(is_wanted, why, name in forced)
+    switch = _choice(env, "_STRICT", ("0", "1"), _YES + _NO)
+    level = _choice(env, "_LOG", log.LEVELS, log.LEVELS)
+    strict = switch in _YES if strict is None else strict
+    return Requests(strict, requests, level)
 
 
 def misspelt(env: Mapping[str, str]) -> list[str]:
-    """Say of variables that are not ours which of ours they are meant to be: DS_PATCHS."""
-    from difflib import get_close_matches  # dear, and only commands ask
+    """Return a hint for each variable whose name resembles one of ours: DS_PATCHS."""
+    from difflib import get_close_matches  # slow to import, and only commands need it
 
     others = [name for name in env if not _OURS(name)]
-    near = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.88) for name in others}
-    return [f"{name} means nothing; {one[0]} does" for name, one in near.items() if one]
+    similar = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.88) for name in others}
+    return [f"{name} means nothing; {known[0]} does" for name, known in similar.items() if known]
 
 
 def is_strict() -> bool:
-    """Whether the environment asks for strictness, whatever else in it means nothing."""
+    """Return True if the environment asks for strict mode, also where another flag is wrong."""
     return os.environ.get(f"{PREFIX}_STRICT", "").strip().lower() in _YES
 
 
 def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
-    """Return our variables; raises for one that means nothing, since a typo would be silent.
-
-    An empty one is left out: it means the same as an unset one.
-    """
-    env = {k: v.strip() for k, v in os.environ.items() if v and _OURS(k)}
+    """Return our variables that are not blank. Raises for an unknown one, which may be a typo."""
+    env = {k: v.strip() for k, v in os.environ.items() if v.strip() and _OURS(k)}
     for name in env:
         if name not in VARIABLES:
             guess = nearest(name, VARIABLES, PREFIX)
@@ -128,54 +125,57 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
             known = ", ".join(VARIABLES)
             raise FlagError(f"{name} means nothing{guess}; the variables are: {known}")
     for suffix, words in _LISTS.items():
-        variable = PREFIX + suffix
-        _must_be_known(_listed(env.get(variable)) or (), [*words, *patches], variable)
+        _listed(env.get(PREFIX + suffix), [*words, *patches], PREFIX + suffix)
     if "none" in (chosen := _split(env.get(PREFIX, ""))) and len(chosen) > 1:
-        raise FlagError(f"{PREFIX} is {env[PREFIX]!r}; `none` stands alone")
+        raise FlagError(f"{PREFIX} is {cut(env[PREFIX])!r}; `none` stands alone")
     return env
 
 
 def _wish(
-    name: str, only: tuple[str, ...] | None, skip: tuple[str, ...], env: Mapping[str, str]
+    patch: Patch, only: tuple[str, ...] | None, skip: tuple[str, ...], env: Mapping[str, str]
 ) -> tuple[bool | None, str]:
-    """Say whether a patch is wanted, and why; None where nothing is said of it by name."""
+    """Return whether a patch is wanted, and why; None if it is merely not listed."""
+    name = patch.name
     if name in skip:
         return False, "skipped by the call"
     if only is not None:
         return name in only or None, "the call's choice"
     if name in _split(env.get(f"{PREFIX}_SKIP", "")):
-        return False, f"{PREFIX}_SKIP={env[f'{PREFIX}_SKIP']}"
-    if listed := _split(env.get(PREFIX, "")):
-        return name in listed or "all" in listed or None, f"{PREFIX}={env[PREFIX]}"
+        return False, f"{PREFIX}_SKIP={cut(env[f'{PREFIX}_SKIP'])}"
+    listed = _split(env.get(PREFIX, ""))
+    if not patch.by_default and name not in listed and (not listed or "all" in listed):
+        return None, f"not on by default: {PREFIX}=all,{name}"
+    if listed:
+        return name in listed or "all" in listed or None, f"{PREFIX}={cut(env[PREFIX])}"
     return True, "on by default"
 
 
-def _must_be_known(names: Iterable[str], known: Sequence[str], where: str) -> None:
-    for name in names:
-        if name not in known:
-            raise UnknownPatch(name, known, where)
-
-
-def _listed(names: Names | None) -> tuple[str, ...] | None:
-    if isinstance(names, str):
-        return _split(names) or (names,)  # no name at all is an error, like a wrong one
+def _listed(names: Names | None, known: Iterable[str], where: str) -> tuple[str, ...] | None:
+    """Return the names in a list; raises UnknownPatch for an unknown one, or a text without any."""
+    if names is None:
+        return None
     if isinstance(names, bool):
         raise FlagError(f"{names} stands where names of patches are wanted")
-    return None if names is None else tuple(names)
+    listed = (_split(names) or (names,)) if isinstance(names, str) else tuple(names)
+    for name in listed:
+        if name not in known:
+            raise UnknownPatch(name, known, where, _SWITCHES.get(name.lower(), ""))
+    return listed
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Split a list at commas, or at plus signs: Slurm's `--export` takes commas for itself."""
+    """Split a list at commas, or at plus signs, since Slurm's `--export` cannot pass commas."""
     return tuple(part.strip() for part in text.replace("+", ",").split(",") if part.strip())
 
 
-def _switch(where: str, text: str) -> bool:
-    """Return yes or no. Raises FlagError for any other text."""
-    if text.lower() not in _YES + _NO:
-        raise _no_choice(where, text, ("0", "1"), _YES + _NO)
-    return text.lower() in _YES
-
-
-def _no_choice(where: str, text: str, choices: Iterable[str], near: Iterable[str]) -> FlagError:
-    guess = nearest(text, near)
-    return FlagError(f"{where} is {text!r}{guess}; the choices are: {', '.join(choices)}")
+def _choice(
+    env: Mapping[str, str], suffix: str, listed: Sequence[str], known: Sequence[str]
+) -> str | None:
+    """Return the value of a variable; raises FlagError, which lists choices, if it is unknown."""
+    text = env.get(PREFIX + suffix)
+    if text is None or text.lower() in known:
+        return text and text.lower()
+    raise FlagError(
+        f"{PREFIX}{suffix} is {cut(text)!r}{nearest(text, known)}; "
+        f"the choices are: {', '.join(listed)}"
+    )

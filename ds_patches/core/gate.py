@@ -1,20 +1,18 @@
-"""May this patch be applied here? Version AND structure must say yes.
+"""The gate: may a patch be applied to the installed DeepSpeed, by its version and by its code?
 
-A patch that meets code it was not written for is worse than none, so an unknown shape is never
-wrapped unless the user forces it by name.
+The version decides with which recorded release the code is compared. Every place that the patch
+names in that release has to be as it was recorded, and so has every target that it leaves out
+there: half a patch on mixed code would train on wrong gradients without an error.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from importlib import import_module
 
 from packaging.version import Version
 
-from ds_patches.core import imports, live, once, registry, release, shape
+from ds_patches.core import live, registry, release, shape
 from ds_patches.core.errors import ImportFails
 from ds_patches.core.patch import Dependency, Patch, Place, Target
 from ds_patches.core.release import Release
@@ -23,17 +21,18 @@ from ds_patches.core.state import PatchStatus, State
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's answer; `state` is READY when the patch may be applied.
+    """The gate's answer; `state` is READY if the patch may be applied.
 
-    release: the one that DeepSpeed is treated as, by its source rather than by what it is said to
-        be. None if it is not installed, or cannot be imported.
-    drift: what of its code is not as it was recorded of the release.
-    is_fixed: what the patch cures was fixed here, as in later releases.
+    release: DeepSpeed's version; None if it is not installed, or names no version.
+    targets: the functions that the patch wraps in this release.
+    drift: the places whose code differs from what was recorded of the release.
+    is_fixed: the installed code is that of a later release, which has the fix.
     """
 
     state: State
     reason: str
     release: Version | None = None
+    targets: tuple[Target, ...] = ()
     drift: tuple[str, ...] = ()
     is_fixed: bool = False
 
@@ -41,144 +40,107 @@ class Verdict:
     def may_apply(self) -> bool:
         return self.state is State.READY
 
-    def without(self, name: str, required: Verdict | PatchStatus) -> Verdict:
-        """Return the verdict where a patch may not be applied, or is not live, that is required."""
+    def blocked_by(self, name: str, required: Verdict | PatchStatus) -> Verdict:
+        """Return the verdict if a required patch may not be applied, or is not live."""
         reason = f"needs {name}, which is {required.state.value}: {required.reason}"
-        return replace(self, state=State.BLOCKED, reason=reason) if self.may_apply else self
+        return replace(self, state=required.state, reason=reason)
 
 
-def check(patch: Patch, force: bool = False) -> Verdict:
-    """Judge a patch, and what it requires, against the installed DeepSpeed; imports nothing of it.
+def check(patch: Patch, force: bool = False, installed: Release | None = None) -> Verdict:
+    """Judge a patch, and the patches that it requires; imports nothing of DeepSpeed.
 
-    A call of the API looks at each patch once; and again when modules of its were imported
-    meanwhile, as somebody may have replaced a function there.
+    installed: looked up if it is not given.
     """
-    every = (*patch.targets, *patch.dependencies)
-    imported = sum(imports.is_whole(module) for module in {place.module for place in every})
-    try:
-        verdict = _look(patch, force, imported)
-    except ImportFails as error:
-        return Verdict(State.BROKEN, str(error))
+    installed = installed or release.installed()
+    verdict = check_alone(patch, installed, force)
     for name in patch.requires if verdict.may_apply else ():
-        required = check(registry.patch(name), force)
+        required = check_alone(registry.patch(name), installed, force)
         if not required.may_apply:
-            return verdict.without(name, required)
+            return verdict.blocked_by(name, required)
     return verdict
 
 
-@contextmanager
-def importing(module: str) -> Iterator[None]:
-    """Raise ImportFails for what keeps a module of DeepSpeed from being imported."""
+def load(module: str) -> None:
+    """Import a module of DeepSpeed. Raises ImportFails if the import raises."""
     try:
-        yield
+        import_module(module)
     except Exception as error:
-        why = f"the import of {module} fails: {type(error).__name__}: {error}"
-        raise ImportFails(why) from error
+        raise ImportFails(_failed(module, error)) from error
 
 
 def targets(patch: Patch, version: Version) -> tuple[Target, ...]:
-    """Return the targets that this release has."""
+    """Return the targets that the patch wraps in a release."""
     return tuple(t for t in patch.targets if release.covers(t.releases, version))
 
 
 def places(patch: Patch, version: Version) -> tuple[Target | Dependency, ...]:
-    """Return these, and what the patch relies on besides."""
-    relied_on = (d for d in patch.dependencies if release.covers(d.releases, version))
-    return (*targets(patch, version), *relied_on)
+    """Return the targets and the dependencies that the patch has in a release."""
+    dependencies = (d for d in patch.dependencies if release.covers(d.releases, version))
+    return (*targets(patch, version), *dependencies)
 
 
-@once.per_call
-def _look(patch: Patch, force: bool, imported: int) -> Verdict:
-    if (installed := release.installed()) is None:
+def check_alone(patch: Patch, installed: Release | None, force: bool) -> Verdict:
+    """Judge a patch without the patches that it requires."""
+    if installed is None:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
-    found, told = _Found(patch, installed.folder), installed.version
-    known = [one for one in shape.recorded().releases if release.covers(patch.supported, one)]
-    newest = known[-1] if known else told or Version("0")
-    in_range = told is None or release.covers(patch.supported, told)
-    if told and in_range and told not in known:
-        known = sorted([*known, told])
-    # Its source tells which release it is: the one that it is said to be, or else the next before.
-    before = len(known) if told is None else bisect(known, told)
-    every = (*reversed(known[:before]), *known[before:])
-    source = next((v for v in every if not any(found.unlike(v, v))), None)
-    version = told if told and not in_range else source or told or newest
-    like = version if in_range else source or newest
-    drifted = () if version == source else found.unlike(version, like)
-    drift = {place: _drift(place, found.shape_of(place)) for place in drifted}
-    wrapped = targets(patch, version)
-    if drift and wrapped and all(found.is_fixed(target) for target in wrapped):
-        reason = f"DeepSpeed {told or version} has later code, in which it is fixed"
+    if (version := installed.version) is None:
+        reason = f"DeepSpeed says that it is {installed.text}: no release to compare it with"
+        return Verdict(State.REFUSED, reason)
+    name, like = f"DeepSpeed {version}", shape.nearest_release(version)
+    if like is None or not release.covers(patch.supported, like):
+        return Verdict(State.OUT_OF_RANGE, f"{name} is not in {patch.supported}", version)
+    if not (wrapped := targets(patch, like)):
+        return Verdict(State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps", version)
+    every = {place.key: place for place in (*patch.targets, *places(patch, like))}
+    shapes = {}
+    for key, place in every.items():
+        try:
+            shapes[key] = shape.of(place, installed.folder)
+        except Exception as error:  # the source cannot be parsed
+            return Verdict(State.REFUSED, _failed(place.module, error))
+    missing = [p for p in places(patch, like) if shapes[p.key] == shape.ABSENT]
+    others = (p for key, p in every.items() if shapes[key] != shape.of_release(p, like))
+    drifted = [*dict.fromkeys((*missing, *others))]
+    if drifted and all(_is_fixed(patch, target, shapes[target.key]) for target in wrapped):
+        reason = f"{name} has later code, in which it is fixed"
         return Verdict(State.OUT_OF_RANGE, reason, version, is_fixed=True)
-    lacking = [p for p in drift if isinstance(p, Target) and found.shape_of(p) == shape.ABSENT]
-    if lacking:  # nothing can be wrapped there, whoever forces it
-        drift, force = {place: drift[place] for place in lacking}, False
-    texts = tuple(drift.values())
-    return Verdict(*_judge(patch, installed, version, texts, force), version, texts)
-
-
-class _Found:
-    """The shapes that a patch's places have here, each looked at once."""
-
-    def __init__(self, patch: Patch, folder: Path) -> None:
-        self._patch, self._folder = patch, folder
-        self._shapes: dict[str, str] = {}
-
-    def unlike(self, version: Version, like: Version) -> Iterator[Place]:
-        """Yield the places of one release that are not as they were recorded of another."""
-        for place in sorted(places(self._patch, version), key=lambda place: place.module):
-            if not shape.has(like, shape.known(place).get(self.shape_of(place), "")):
-                yield place
-
-    def is_fixed(self, target: Target) -> bool:
-        """Whether its code is recorded, of later releases than any in which it is wrapped."""
-        spans = shape.known(target).get(self.shape_of(target), "")
-        supported, recorded = self._patch.supported, shape.recorded().releases
-        of = [one for one in recorded if shape.has(one, spans)]
-        wraps = [
-            one
-            for one in recorded
-            if release.covers(supported, one) and release.covers(target.releases, one)
-        ]
-        return bool(of and wraps) and max(of) > max(wraps) and not {*of} & {*wraps}
-
-    def shape_of(self, place: Place) -> str:
-        if place.key not in self._shapes:
-            with importing(place.module):
-                self._shapes[place.key] = shape.of(place, self._folder)
-        return self._shapes[place.key]
-
-
-def _drift(place: Place, found: str) -> str:
-    is_named = found in (shape.ABSENT, shape.UNREADABLE)
-    text = f"{place.key} is {found}" if is_named else f"{place.key} has the unknown shape {found}"
-    if releases := shape.known(place).get(found):
-        text = f"{place.key} is that of {releases}"
-    if where := live.site(place) if imports.is_whole(place.module) else None:
-        text += f", live from {live.origin(live.beneath_ours(live.raw(*where)))}"
-    return text
-
-
-def _judge(
-    patch: Patch, installed: Release, version: Version, drift: Sequence[str], force: bool
-) -> tuple[State, str]:
-    name = f"DeepSpeed {version}"
-    if installed.version != version:
-        name += f" (by its source; it is said to be {installed.text})"
-    in_range = release.covers(patch.supported, version)
-    # Whoever recorded a release that the patch is not for has looked whether it needs the patch.
-    looked_at = version in shape.recorded().releases
-    if not in_range and (looked_at or not release.is_newer(patch.supported, version)):
-        return State.OUT_OF_RANGE, f"{name} is not in {patch.supported}"
-    if not targets(patch, version):
-        return State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps"
+    # A missing target cannot be wrapped, forced or not.
+    absent = [p for p in missing if isinstance(p, Target)]
+    drift = tuple(_drift(place, shapes[place.key]) for place in absent or drifted)
     more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
-    if drift and not force:
-        return State.SHAPE_CHANGED, f"{drift[0]}{more}"
-    if not in_range and not force:
-        return State.UNKNOWN_VERSION, (
-            f"{name} is newer than {patch.supported}; every shape is known, "
-            f"DS_PATCHES_FORCE={patch.name} applies it"
-        )
-    if drift or not in_range:
-        return State.READY, f"forced: {drift[0] if drift else name}{more}"
-    return State.READY, f"{name} is in {patch.supported}, every shape is known"
+    if absent or (drift and not force):
+        return Verdict(State.REFUSED, f"{drift[0]}{more}", version, drift=drift)
+    is_tested = release.covers(patch.supported, version)
+    if not is_tested and not force:
+        reason = f"{name} is newer than {patch.supported}; every shape is known, "
+        reason += f"DS_PATCHES_FORCE={patch.name} applies it"
+        return Verdict(State.REFUSED, reason, version)
+    reason = f"{name} is in {patch.supported}, every shape is known"
+    if drift or not is_tested:
+        reason = f"forced: {drift[0] if drift else name}{more}"
+    return Verdict(State.READY, reason, version, wrapped, drift)
+
+
+def _failed(module: str, error: Exception) -> str:
+    return f"the import of {module} fails: {type(error).__name__}: {error}"
+
+
+def _is_fixed(patch: Patch, target: Target, digest: str) -> bool:
+    """Return True if a shape is only of releases later than any in which the target is wrapped."""
+    recorded, spans = shape.recorded().releases, shape.known(target).get(digest, "")
+    having = {v for v in recorded if shape.lies_in(v, spans)}
+    conditions = (patch.supported, target.releases)
+    wrapping = {v for v in recorded if all(release.covers(c, v) for c in conditions)}
+    return bool(having and wrapping) and max(having) > max(wrapping) and not having & wrapping
+
+
+def _drift(place: Place, digest: str) -> str:
+    """Describe a place whose shape is not the recorded one."""
+    is_word = digest in (shape.ABSENT, shape.UNREADABLE)
+    text = f"{place.key} is {digest}" if is_word else f"{place.key} has the unknown shape {digest}"
+    if spans := shape.known(place).get(digest):
+        text = f"{place.key} is that of {spans}"
+    if where := live.site(place) if shape.is_loaded(place.module) else None:
+        theirs = next(value for value in live.chain(live.raw(*where)) if not live.layer_of(value))
+        text += f", live from {live.origin(theirs)}"
+    return text

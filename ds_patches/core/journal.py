@@ -1,137 +1,94 @@
-"""What one patch has put where: to be put there again, taken back, and looked at."""
+"""The wrappers that one patch has installed: how they are installed, inspected and removed."""
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
-from ds_patches.core import engines, live
+from ds_patches.core import live
 from ds_patches.core.calls import Around
 from ds_patches.core.layer import Layer
 from ds_patches.core.patch import Target
-from ds_patches.core.state import WrapperState, all_reached
+from ds_patches.core.state import WrapperState
 
-#: By the key of each target, where its layer stands, and what lies over it.
+#: By the key of each target, the state of its wrapper, and why it is not on top.
 States = dict[str, tuple[WrapperState, str]]
 
 
 class Journal:
-    """The layers of one patch, and their targets.
-
-    A layer stays listed after `remove`: another library may put it back, switched off, and the
-    next `remove` takes it out.
-    """
+    """The installed wrappers of one patch, and the target of each; empty if it is not applied."""
 
     def __init__(self) -> None:
         self.layers: dict[Layer, Target] = {}
 
     @property
-    def active(self) -> bool:
-        """Whether any of them takes effect."""
-        return any(layer.on for layer in self.layers)
-
-    @property
     def is_in_place(self) -> bool:
-        """Whether they take effect, and none was replaced: a module is reloaded, say."""
-        states = {at.key: _state(one, at)[0] for one, at in self.layers.items() if one.on}
-        return all_reached([*states.values()])
+        """Return True if there are wrappers, and none was replaced, for example by a reload."""
+        states = [state for state, _ in self.states().values()]
+        return bool(states) and WrapperState.REPLACED not in states
 
     def install(self, targets: Iterable[Target], around: Callable[[Target], Around]) -> None:
-        """Wrap every target, or none: a failure takes back what was done and is raised.
+        """Wrap every target, or none: if one raises, all are removed again.
 
-        The modules of the targets must be loaded.
+        around: returns the wrapper of a target. The modules of the targets must be imported.
         """
         try:
             for target in targets:
-                self._install(target, around)
+                layer = self._install(target, around(target))
+                self.layers[layer] = target
         except BaseException:
             self.remove()
             raise
 
     def remove(self) -> None:
-        """Take every layer out; one that another library has wrapped over is switched off."""
+        """Remove every wrapper; one beneath another library's is only switched off."""
         for layer in reversed(self.layers):
             layer.remove()
-
-    def left_behind(self) -> list[str]:
-        """Name the inert layers that are still in a call path, and what lies over them."""
-        return [
-            f"{target.key}: an inert wrapper stays beneath {live.origin(path[0])}"
-            for layer, target in self.layers.items()
-            if not layer.on and (path := layer.path())
-        ]
+        self.layers.clear()
 
     def states(self) -> States:
-        """Read from the live objects where the active layers stand, also at engines.
+        """Return the state of each wrapper, read from the live objects.
 
-        Of a target that was wrapped anew, the layer of now: the others may be in use still.
+        A target that was wrapped twice, around a reload, has the state of its newest wrapper.
         """
-        return {
-            target.key: _at_an_engine(layer) or _state(layer, target)
-            for layer, target in self.layers.items()
-            if layer.on
-        }
+        return {target.key: _state(layer, target) for layer, target in self.layers.items()}
 
     def names_out_of_reach(self) -> list[str]:
-        """Name the modules that imported a wrapped function itself before it was wrapped."""
-        originals = {id(one.original) for one in self.layers if isinstance(one.owner, ModuleType)}
-        modules = [*sys.modules.items()] if originals else []
+        """Return a note for each name that was imported from a module before it was wrapped."""
+        owned = [layer for layer in self.layers if isinstance(layer.owner, ModuleType)]
+        originals = {id(layer.original) for layer in owned}
         return [
             f"{name}.{attribute} was imported before and still calls the original"
-            for name, module in modules
+            for name, module in ([*sys.modules.items()] if originals else ())
             if isinstance(module, ModuleType)
-            # First without a line of Python: there are a hundred thousand names.
+            # This test runs in C: there are a hundred thousand names.
             and not originals.isdisjoint(map(id, (values := vars(module).copy()).values()))
             for attribute, value in values.items()
-            # Where it comes from it was not imported.
+            # The module that defines it did not import it.
             if id(value) in originals and getattr(value, "__module__", None) != name
         ]
 
-    def _install(self, target: Target, around: Callable[[Target], Around]) -> None:
+    def _install(self, target: Target, around: Around) -> Layer:
         where = live.site(target)
-        if where is None or (live.raw(*where) is live.MISSING and not target.adds):
+        if where is None or live.raw(*where) is live.MISSING:
             raise AttributeError(f"{target.key} does not exist")
-        there = (one for one in self.layers if (one.owner, one.name) == where)
-        if not any(one.comes_back() for one in there):
-            self.layers[Layer(*where, around(target))] = target
+        for value in live.chain(live.raw(*where)):
+            layer: Layer | None = live.layer_of(value)
+            if layer is not None and layer.around is around:
+                # It was removed while another library held it, and is switched on again: else that
+                # library could put back a wrapper that is switched off, in the place of a new one.
+                layer.on[:] = [True]
+                return layer
+        return Layer(*where, around)
 
 
 def _state(layer: Layer, target: Target) -> tuple[WrapperState, str]:
     if live.site(target) != (layer.owner, layer.name):
-        return WrapperState.REPLACED, "its module, which was imported anew"
-    if not (path := layer.path()):
-        return WrapperState.REPLACED, live.origin(live.raw(layer.owner, layer.name))
-    if foreign := next((one for one in path if not live.ours(one)), None):
-        return WrapperState.WRAPPED_OVER, live.origin(foreign)
+        return WrapperState.REPLACED, "replaced by its module, which was imported anew"
+    if (above := layer.above()) is None:
+        value = live.origin(live.raw(layer.owner, layer.name))
+        return WrapperState.REPLACED, f"replaced by {value}, or wrapped without functools.wraps"
+    if foreign := next((value for value in above if not live.layer_of(value)), None):
+        return WrapperState.WRAPPED_OVER, f"wrapped over by {live.origin(foreign)}"
     return WrapperState.ON_TOP, ""
-
-
-def _at_an_engine(layer: Layer) -> tuple[WrapperState, str] | None:
-    """Say what a known engine, its optimizer or their class has in the place of a wrapped method.
-
-    None where a call comes to the layer.
-    """
-    if not _replacement(layer):
-        return None
-    gc.collect()  # nobody may hold that engine any more
-    return (WrapperState.REPLACED, by) if (by := _replacement(layer)) else None
-
-
-def _replacement(layer: Layer) -> str:
-    for engine in [*engines.known]:
-        for thing in (engine, getattr(engine, "optimizer", None)):
-            kinds = type(thing).__mro__
-            if layer.owner not in kinds:
-                continue
-            value = getattr(thing, "__dict__", {}).get(layer.name, live.MISSING)
-            if value is not live.MISSING and not live.leads_to(value, layer.installed):
-                return f"{live.origin(value)} at one {kinds[0].__name__}"
-            for kind in kinds[: kinds.index(layer.owner)]:
-                value = live.raw(kind, layer.name)
-                if value is live.MISSING or kind.__module__.startswith("deepspeed."):
-                    continue  # DeepSpeed's own subclasses know what they do
-                if not live.calls_base(value, layer.owner):
-                    return f"{live.origin(value)} in {kind.__name__}"
-    return ""

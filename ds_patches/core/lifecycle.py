@@ -1,88 +1,96 @@
-"""The life of a patch in this process: check, apply, unapply, status."""
+"""The lifecycle of a patch in this process: check, apply, take back, status."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import import_module
 
-from ds_patches.core import gate, imports, registry, release
-from ds_patches.core.errors import ImportFails, Misused
+from ds_patches.core import gate, registry, shape
+from ds_patches.core.errors import ImportFails
 from ds_patches.core.flags import Request, Requests
 from ds_patches.core.gate import Verdict
 from ds_patches.core.journal import Journal, States
-from ds_patches.core.patch import Patch, Target
-from ds_patches.core.state import PatchStatus, State, WrapperState, all_reached
-
-log = logging.getLogger("ds_patches")
+from ds_patches.core.log import logger
+from ds_patches.core.patch import Patch
+from ds_patches.core.release import Release
+from ds_patches.core.state import PatchStatus, State, WrapperState
 
 
 @dataclass
-class Life:
-    """What this process did with one patch. What is live is read from the journal's objects.
+class Lifecycle:
+    """The state of one patch in this process; whether it is live is read from the live objects.
 
-    for_others: applied as others require it, and not for itself.
+    failure: the exception of the last attempt to apply it, or None.
+    declined: a call left the patch out or took it back, and none has applied it since; the start-up
+        hook does not apply it then.
+    reason: why it was not live after the last call that applied patches; "" if it was.
     """
 
     patch: Patch
     journal: Journal = field(default_factory=Journal)
     notes: tuple[str, ...] = ()
-    failure: BaseException | None = None
-    reverted: bool = False
-    for_others: bool = False
+    failure: Exception | None = None
+    declined: bool = False
+    reason: str = ""
 
-    def apply(self, requests: Requests) -> PatchStatus:
-        """Apply the patch and what it requires, if the gate lets it, wholly or not at all."""
-        request, verdict = requests.of[self.patch.name], None
-        active = self.journal.active
-        self.for_others = request.for_others and (self.for_others or not active)
-        if not active:
-            self.failure, self.reverted, self.notes = None, False, ()
-        if not self.journal.is_in_place:
+    def apply(
+        self, requests: Requests, installed: Release | None, failure: Exception | None = None
+    ) -> PatchStatus:
+        """Apply the patch, and first those that it requires, if the gate allows it.
+
+        installed: DeepSpeed, imported already. failure: the exception of that import.
+        """
+        request, verdict = requests.by_name[self.patch.name], None
+        self.failure, self.declined = failure, False
+        if not self.was_applied:
+            self.notes = ()
+        if failure is None and not self.journal.is_in_place:
             try:
-                verdict = self._try_to_apply(requests)
+                verdict = self._try_to_apply(requests, installed)
             except Exception as error:
                 self.failure = error
-                log.debug("%s failed", self.patch.name, exc_info=error)
-        return self.status(request, verdict)
+                logger.debug("%s failed", self.patch.name, exc_info=error)
+        status = self.status(request, installed, verdict)
+        self.reason = "" if status.live else f"{status.state.value} ({status.reason})"
+        return status
 
     def unapply(self) -> None:
-        """Take the patch back, after those that require it, and before what was applied for it."""
-        for user in self._live_users():
-            user.unapply()
-        try:
-            if self.journal.active:
-                self.reverted, self.notes = True, ()
-                self._deactivate()
-        except Misused:  # not now: nothing was taken back
-            self.reverted = False
-            raise
-        except BaseException:
-            self.journal.remove()
-            raise
-        self.journal.remove()
-        self._warn(self.journal.left_behind())
-        self.decline()
-        for required in map(lives.__getitem__, self.patch.requires):
-            if required.for_others and not required._live_users():
-                required.unapply()
+        """Take the patch back, even if its `deactivate` raises."""
+        self.declined, self.reason = True, "taken back"
+        self._undo()
 
-    def decline(self) -> None:
-        """Keep a pending patch from being applied by itself."""
-        if imports.awaited([release.PACKAGE]) and not self.journal.active:
-            self.reverted = True
+    def _undo(self) -> None:
+        try:
+            if self.patch.deactivate and self.was_applied:
+                self.patch.function(self.patch.deactivate)()
+        finally:
+            self.journal.remove()
+            self.notes = ()
 
     @property
-    def live(self) -> bool:
-        """Whether every wrapper is in the call path."""
-        return all_reached([state for state, _ in self.journal.states().values()])
+    def was_applied(self) -> bool:
+        """Return True if the patch was applied and not taken back, live or replaced since."""
+        return bool(self.journal.layers)
 
-    def status(self, request: Request, verdict: Verdict | None = None) -> PatchStatus:
-        """Return where the patch stands, from the live objects; the gate is asked if it was not."""
+    def status(
+        self, request: Request, installed: Release | None, verdict: Verdict | None = None
+    ) -> PatchStatus:
+        """Return the status from the live objects; without a verdict, asks the gate if needed."""
         states = self.journal.states()
-        state, reason = self._state(states, request, verdict)
-        installed = release.installed()
+        if states:
+            state, reason = _of_wrappers(states)
+        elif isinstance(self.failure, ImportFails):  # as it does without the patch
+            state, reason = State.REFUSED, str(self.failure)
+        elif self.failure is not None:
+            state, reason = State.FAILED, f"{type(self.failure).__name__}: {self.failure}"
+        elif not request.wanted:
+            state, reason = State.DISABLED, request.why
+        else:
+            verdict = verdict or gate.check(self.patch, request.force, installed)
+            state, reason = verdict.state, verdict.reason
+            if verdict.may_apply and self.declined:
+                reason = "taken back, or left out, by a call"
         return PatchStatus(
             name=self.patch.name,
             state=state,
@@ -90,91 +98,76 @@ class Life:
             installed=installed.text if installed else None,
             upstream=self.patch.upstream,
             notes=self.notes,
-            targets={key: where for key, (where, _) in states.items()},
+            targets={key: state for key, (state, _) in states.items()},
         )
 
-    def _state(
-        self, states: States, request: Request, verdict: Verdict | None
-    ) -> tuple[State, str]:
-        shadows = [
-            f"{key} is {where.value} by {origin}"
-            for key, (where, origin) in states.items()
-            if where is not WrapperState.ON_TOP
-        ]
-        if shadows:
-            return State.SHADOWED, "; ".join(shadows)
-        if count := len(states):
-            return State.APPLIED, f"{count} of {count} wrappers in place"
-        if isinstance(self.failure, ImportFails):
-            return State.BROKEN, str(self.failure)
-        if self.failure is not None:
-            return State.FAILED, f"{type(self.failure).__name__}: {self.failure}"
-        if self.reverted:
-            left = self.journal.left_behind()
-            return State.REVERTED, "; ".join(left) or "unapplied, no wrapper is left"
-        if not request.wanted:
-            return State.DISABLED, request.why
-        verdict = verdict or gate.check(self.patch, request.force)
-        if verdict.may_apply and imports.awaited([release.PACKAGE]):
-            return State.PENDING, f"would apply at the import of {release.PACKAGE}"
-        return verdict.state, verdict.reason
-
-    def _try_to_apply(self, requests: Requests) -> Verdict:
-        force = requests.of[self.patch.name].force
-        verdict = gate.check(self.patch, force)
+    def _try_to_apply(self, requests: Requests, installed: Release | None) -> Verdict:
+        force = requests.by_name[self.patch.name].force
+        verdict = gate.check_alone(self.patch, installed, force)
         for name in self.patch.requires if verdict.may_apply else ():
-            required = lives[name].apply(requests)
+            required = lifecycles[name].apply(requests, installed)
             if not required.live:
-                return verdict.without(name, required)
-        if verdict.may_apply and (version := verdict.release):
-            targets = gate.targets(self.patch, version)
-            # DeepSpeed first: if its import has failed before, parts of it are imported still.
-            for module in dict.fromkeys([release.PACKAGE, *(t.module for t in targets)]):
-                with gate.importing(module):
-                    import_module(module)
-            verdict = gate.check(self.patch, force)
-            if verdict.may_apply:
-                self._put_in_place(targets)
+                return verdict.blocked_by(name, required)
+        modules = dict.fromkeys(target.module for target in verdict.targets)
+        if new := [module for module in modules if not shape.is_loaded(module)]:
+            for module in new:
+                gate.load(module)
+            # The import may have replaced a function.
+            verdict = gate.check_alone(self.patch, installed, force)
+        if verdict.may_apply:
+            self._install(verdict)
         return verdict
 
-    def _put_in_place(self, targets: tuple[Target, ...]) -> None:
-        patch, is_active = self.patch, self.journal.active
-        self.journal.install(targets, lambda target: patch.hook(target.wrapper))
+    def _install(self, verdict: Verdict) -> None:
+        patch, was_applied = self.patch, self.was_applied
+        self.journal.install(verdict.targets, lambda target: patch.function(target.wrapper))
         try:
-            notes = patch.hook(patch.activate)() if patch.activate and not is_active else ()
+            notes = patch.function(patch.activate)() if patch.activate and not was_applied else ()
         except BaseException:
-            self.journal.remove()
-            self._deactivate()
+            self._undo()
             raise
         self.notes = (*notes, *self.journal.names_out_of_reach())
-        log.debug("%s is applied to DeepSpeed %s", patch.name, release.told())
-        self._warn(self.notes)
-
-    def _deactivate(self) -> None:
-        if self.patch.deactivate:
-            self.patch.hook(self.patch.deactivate)()
-
-    def _warn(self, notes: Iterable[str]) -> None:
-        for note in notes:
-            log.warning("%s: %s", self.patch.name, note)
-
-    def _live_users(self) -> list[Life]:
-        """Return the lives of those that require this patch and are applied."""
-        names = (one.name for one in registry.patches().values() if self.patch.name in one.requires)
-        return [lives[name] for name in names if lives[name].journal.active]
+        logger.debug("%s is applied to DeepSpeed %s", patch.name, verdict.release)
+        for note in self.notes:
+            logger.warning("%s: %s", patch.name, note)
 
 
-class _Lives(dict[str, Life]):
-    def __missing__(self, name: str) -> Life:
-        return self.setdefault(name, Life(registry.patch(name)))
+def _of_wrappers(states: States) -> tuple[State, str]:
+    replaced = [f"{k} is {why}" for k, (s, why) in states.items() if s is WrapperState.REPLACED]
+    over = (f"{key} is {why}" for key, (_, why) in states.items() if why)
+    in_place = f"{len(states)} of {len(states)} wrappers in place"
+    reason = "; ".join(replaced or over) or in_place
+    return State.FAILED if replaced else State.APPLIED, reason
 
 
-#: By the names of patches.
-lives = _Lives()
+class _Lifecycles(dict[str, Lifecycle]):
+    def __missing__(self, name: str) -> Lifecycle:
+        return self.setdefault(name, Lifecycle(registry.patch(name)))
+
+
+#: The lifecycle of each patch, by its name; made when it is first asked for.
+lifecycles = _Lifecycles()
+
+
+def take_back(names: Iterable[str]) -> None:
+    """Take patches back, each after those that require it.
+
+    If one raises, the exception is raised after all were tried. Raises Misused, and takes nothing
+    back, if one of them cannot be taken back now.
+    """
+    wanted = {*names}
+    patches = [p for p in registry.patches().values() if {p.name, *p.requires} & wanted]
+    patches.sort(key=lambda patch: bool(patch.requires))
+    for patch in patches:
+        if patch.may_unapply and lifecycles[patch.name].was_applied:
+            patch.function(patch.may_unapply)()
+    with ExitStack() as stack:  # in the reverse order: those that require another come first
+        for patch in patches:
+            stack.callback(lifecycles[patch.name].unapply)
 
 
 def note(name: str, text: str) -> None:
-    """Have the status of a live patch say this, too."""
-    life = lives[name]
-    if text not in life.notes:
-        life.notes += (text,)
+    """Add a note to the status of a live patch."""
+    lifecycle = lifecycles[name]
+    if text not in lifecycle.notes:
+        lifecycle.notes += (text,)

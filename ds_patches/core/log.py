@@ -1,51 +1,42 @@
-"""How loud the package is, in a program that has not set up logging."""
+"""The package's logger, and its level in a program that has not configured logging."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
-ours = logging.getLogger("ds_patches")
-#: Of a list in a message.
+logger = logging.getLogger("ds_patches")
+#: A message names at most this many names of a list.
 _NAMED = 3
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def say(level: str | None = None) -> None:
-    """Speak, on stderr until the program sets up logging: from `level` on.
+def set_up(level: str | None = None) -> None:
+    """Log to stderr from `level` on, until the program configures logging.
 
-    Without a level it is what the logger has, or else info: what is live is said once per engine.
+    level: None keeps the logger's level; a logger without one logs from "info" on.
     """
-    if level is not None or ours.level == logging.NOTSET:
-        ours.setLevel((level or "info").upper())
-    if not any(isinstance(handler, _Stderr) for handler in ours.handlers):
-        ours.addHandler(_Stderr())
+    if level is not None or logger.level == logging.NOTSET:
+        logger.setLevel((level or "info").upper())
+    if _stderr not in logger.handlers:
+        logger.addHandler(_stderr)
 
 
-def for_the_job() -> int:
-    """Return the level of what every rank would say: one says it. If ranks differ, they refuse."""
+def level_for_the_job() -> int:
+    """Return the level of a warning that every rank would log: lower on all ranks but rank 0."""
     ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
     return logging.WARNING if rank == "0" else logging.DEBUG
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return a list for a message: the first three names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Speaks while nobody else does; Python's own last resort shows warnings only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        others = [*ours.handlers, *logging.getLogger().handlers]
-        if others == [self]:
-            self.stream = sys.stderr  # of now: a notebook or a test puts another in its place
-            super().emit(record)
+#: Looks `sys.stderr` up for each line, since a notebook or a test replaces it.
+_stderr = logging._StderrHandler()  # type: ignore[attr-defined]
+_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+_stderr.addFilter(lambda _: [*logger.handlers, *logging.getLogger().handlers] == [_stderr])

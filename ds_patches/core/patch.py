@@ -1,9 +1,10 @@
-"""What a patch is: data, one `PATCH = Patch(...)` in the file of a cure, or in `binding.py`."""
+"""A patch as data: `PATCH = Patch(...)` in a cure's file, or in `binding.py` of a folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 _PAGES = "https://github.com/deepspeedai/DeepSpeed"
@@ -11,17 +12,17 @@ _PAGES = "https://github.com/deepspeedai/DeepSpeed"
 
 @dataclass(frozen=True)
 class Link:
-    """A page upstream: an issue, a pull request."""
+    """A page of DeepSpeed's repository: an issue or a pull request."""
 
     label: str
     url: str
 
 
 def upstream(*labels: str) -> tuple[Link, ...]:
-    """Return DeepSpeed's pages of these, as "PR 7665" or "issue 7718"."""
-    parted = ((label, *label.split()) for label in labels)
+    """Return links to DeepSpeed's pages for labels such as "PR 7665" or "issue 7718"."""
+    words = ((label, *label.split()) for label in labels)
     folders = {"PR": "pull", "issue": "issues"}
-    return tuple(Link(label, f"{_PAGES}/{folders[kind]}/{of}") for label, kind, of in parted)
+    return tuple(Link(label, f"{_PAGES}/{folders[kind]}/{number}") for label, kind, number in words)
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Place:
     module: str
     qualname: str
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """The place as every report names it."""
+        """The name of the place in reports."""
         return f"{self.module}:{self.qualname}"
 
 
@@ -41,20 +42,18 @@ class Place:
 class Target(Place):
     """A function of a module, or a method of instances, to wrap.
 
-    wrapper: a function of the patch's `hooks`, looked up only when the patch is applied; its
-        signature is wrapt's, `(wrapped, instance, args, kwargs) -> Any`.
-    releases: specifier of the releases that have the target ("" = all); in others it is skipped.
-    adds: the name may be absent, and the patch then adds it. Absence becomes one of its shapes.
+    wrapper: a function in the patch's `hooks`, imported when the patch is applied; its signature is
+        wrapt's, `(wrapped, instance, args, kwargs) -> Any`.
+    releases: specifier of the releases in which it is wrapped ("" = all).
     """
 
     wrapper: str
     releases: str = ""
-    adds: bool = False
 
 
 @dataclass(frozen=True)
 class Dependency(Place):
-    """A function or class the patch relies on without wrapping it; gated like a target.
+    """A function or class that the patch relies on without wrapping it; the gate checks it too.
 
     releases: specifier of the releases in which the patch relies on it ("" = all).
     """
@@ -65,37 +64,36 @@ class Dependency(Place):
 
 @dataclass(frozen=True)
 class Class:
-    """A class of DeepSpeed of which a patch names several methods, by the module that defines it.
-
-    target, needs: a method as `Target` and as `Dependency` take it.
-    """
+    """A class of DeepSpeed, and shorthands for its methods as targets and dependencies."""
 
     module: str
     name: str
 
-    def target(self, method: str, wrapper: str, releases: str = "", adds: bool = False) -> Target:
-        return Target(self.module, f"{self.name}.{method}", wrapper, releases, adds)
+    def target(self, method: str, wrapper: str, releases: str = "") -> Target:
+        return Target(self.module, f"{self.name}.{method}", wrapper, releases)
 
     def needs(self, method: str, why: str, releases: str = "") -> Dependency:
         return Dependency(self.module, f"{self.name}.{method}", why, releases)
 
 
-@dataclass(frozen=True, eq=False)  # known by identity: a hash of all its data takes long
+@dataclass(frozen=True, eq=False)  # by identity: to hash all its data takes long
 class Patch:
     """One fix, as data.
 
-    supported: specifier of the tested releases; it has an upper bound.
-    remove_when, upstream: for its page in docs/, beside the docstring of the file or folder.
-    collectives: whether it changes what the ranks say to each other. All ranks of an engine must
-        then have it alike, and are compared when the engine is built.
-    hooks: the module of its wrappers: `__name__` of a cure in one file; "" for `hooks` in the
-        patch's folder, which is imported when the patch is applied. Its functions are named alone,
-        others as "module:function".
-    activate: its `() -> Sequence[str]`, run after all wrappers are in place; returns notes for the
-        user. If it raises, all is undone.
-    deactivate: its `() -> None`, run after the wrappers are gone.
-    requires: names of patches that have to be live for this one, and require none: who asks for it
-        gets them too, and who takes one of them back takes this one back first.
+    supported: specifier of the tested releases, with an upper bound.
+    remove_when, upstream: shown on the patch's page in docs/.
+    collectives: True if it changes which collectives run. All ranks of an engine must then apply
+        it, and are compared when the engine is constructed.
+    hooks: the module of its wrappers: `__name__` for a cure in one file; "" for `hooks` in the
+        patch's folder, which is imported when the patch is applied. Functions of that module are
+        given by their name, others as "module:function".
+    activate: a `() -> Sequence[str]`, run after all wrappers are installed; returns notes for the
+        user. If it raises, the wrappers are removed.
+    deactivate: a `() -> None`, run before the wrappers are removed.
+    may_unapply: a `() -> None`, which raises Misused while the patch cannot be taken back.
+    requires: names of patches that have to be live for this one, and require none themselves. They
+        are applied before it, and it is taken back before any of them.
+    by_default: False if the patch is applied only where it is named.
     """
 
     name: str
@@ -109,9 +107,12 @@ class Patch:
     hooks: str = ""
     activate: str | None = None
     deactivate: str | None = None
+    may_unapply: str | None = None
     requires: tuple[str, ...] = ()
+    by_default: bool = True
 
-    def hook(self, name: str) -> Any:
-        """Return the function that a target, `activate` or `deactivate` names."""
-        home = self.hooks or f"ds_patches.{self.name}.hooks"
-        return resolve_name(name if ":" in name else f"{home}:{name}")
+    def function(self, name: str) -> Any:
+        """Import and return the function that a target, `activate` or `deactivate` names."""
+        module, _, function = name.rpartition(":")
+        module = module or self.hooks or f"ds_patches.{self.name}.hooks"
+        return getattr(import_module(module), function)

@@ -1,6 +1,6 @@
-"""The patches: each folder of the package that has a `binding`, and each module of `cures`.
+"""All patches: each folder of the package that has a `binding`, and each module of `cures`.
 
-They are found whatever the package lies in: a folder, with its sources or without, or a zip.
+Finds them in a folder or a zip, with sources or compiled files alone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ds_patches.core.patch import Patch
 def patches() -> Mapping[str, Patch]:
     """Return every patch by its name, in alphabetical order.
 
-    Raises DsPatchesError where there is none: the package is not whole.
+    Raises DsPatchesError if there is none, as in an incomplete installation.
     """
-    return _found(tuple(our_path))
+    return _patches_in(tuple(our_path))
 
 
 def patch(name: str, where: str = "ds_patches") -> Patch:
-    """Return the patch called `name`; raises UnknownPatch, which lists the names."""
+    """Return a patch by its name; raises UnknownPatch, which lists the names."""
     known = patches()
     if name not in known:
         raise UnknownPatch(name, known, where)
@@ -32,19 +32,20 @@ def patch(name: str, where: str = "ds_patches") -> Patch:
 
 
 @cache
-def _found(path: tuple[str, ...]) -> Mapping[str, Patch]:
-    found = {name: import_module(home).PATCH for name, home in sorted(_homes(path))}
-    if not found:
+def _patches_in(path: tuple[str, ...]) -> Mapping[str, Patch]:
+    patches = {name: import_module(module).PATCH for name, module in sorted(_modules(path))}
+    if not patches:
         raise DsPatchesError(f"no patch is found in {', '.join(path)}: not installed whole")
-    return found
+    return patches
 
 
-def _homes(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _modules(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each patch, and the module that defines it."""
     for folder in _names(path):
-        within = [*_names(f"{one}/{folder}" for one in path)]
+        names = [*_names(f"{parent}/{folder}" for parent in path)]
         if folder == "cures":
-            yield from ((name, f"ds_patches.cures.{name}") for name in within)
-        elif "binding" in within:
+            yield from ((name, f"ds_patches.cures.{name}") for name in names)
+        elif "binding" in names:
             yield folder, f"ds_patches.{folder}.binding"
 
 

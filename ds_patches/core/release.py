@@ -1,28 +1,29 @@
-"""Which DeepSpeed is installed, read without importing it."""
+"""The installed DeepSpeed, found without importing it."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ds_patches.core import once
-
 PACKAGE = "deepspeed"
+
+_OPERATORS = {">=": ge, "<=": le, ">": gt, "<": lt, "==": eq, "!=": ne}
 
 
 @dataclass(frozen=True)
 class Release:
     """An installed DeepSpeed.
 
-    text: the version as it is told, "0.19.8+abc1234" for a source build; "unknown" if nobody tells.
-    version: the same as a number; a local build counts as its base. None if it is no number.
+    text: the version as written, "0.19.8+abc1234" for a source build; "unknown" if it has none.
+    version: the same without a local part, for comparisons; None if it is no valid version.
     """
 
     text: str
@@ -30,52 +31,46 @@ class Release:
     folder: Path
 
 
-@once.per_call
 def installed() -> Release | None:
     """Return the DeepSpeed that `import deepspeed` would load, or None.
 
-    Its `__version__` does not exist yet while DeepSpeed's own submodules are being imported.
+    Reads no `__version__`, which does not exist yet while DeepSpeed imports its submodules.
     """
     try:
         spec = find_spec(PACKAGE)
-    except ValueError:  # in sys.modules without a spec: someone's stand-in, not an installation
+    except ValueError:  # a module without a spec in sys.modules: a stand-in, not an installation
         return None
     if spec is None or spec.origin is None:  # absent, or a bare folder of that name on the path
         return None
     init = Path(spec.origin)
-    text = _told_version(init)
+    text = _version_of(init)
     try:
         return Release(text, Version(Version(text).public), init.parent)
     except InvalidVersion:
         return Release(text, None, init.parent)
 
 
-def told() -> str:
-    """Return the version as the installed DeepSpeed tells it."""
-    found = installed()
-    return found.text if found else "not installed"
+def version_text() -> str:
+    """Return the installed DeepSpeed's version as written, or "not installed"."""
+    release = installed()
+    return release.text if release else "not installed"
 
 
 @cache
 def covers(specifier: str, version: Version) -> bool:
-    """Whether `version` satisfies `specifier`; pre-releases count like any other version."""
-    return SpecifierSet(specifier).contains(version, prereleases=True)
+    """Return True if a version satisfies ">=0.16.0,<=0.19.8"; pre-releases by their order."""
+    bounds = re.findall(r"([<>=!]+)([^,]+)", specifier)
+    return all(_OPERATORS[name](version, Version(bound)) for name, bound in bounds)
 
 
-def is_newer(specifier: str, version: Version) -> bool:
-    """Whether `version` fails `specifier` only by its upper bounds."""
-    floor = [str(s) for s in SpecifierSet(specifier) if s.operator in (">=", ">", "!=")]
-    return not covers(specifier, version) and covers(",".join(floor), version)
+def _version_of(init: Path) -> str:
+    """Return the version in the metadata beside the package, or in a checkout's `version.txt`.
 
-
-def _told_version(init: Path) -> str:
-    """Return what the metadata beside the package says, or a checkout's own file.
-
-    Other metadata is of other copies, or of the day on which a checkout was installed.
+    Metadata elsewhere is that of another copy, or of the day on which a checkout was installed.
     """
-    for one in distributions(name=PACKAGE):
-        beside = str(one.locate_file(f"{PACKAGE}/__init__.py"))
+    for metadata in distributions(name=PACKAGE):
+        beside = str(metadata.locate_file(f"{PACKAGE}/__init__.py"))
         if os.path.realpath(beside) == os.path.realpath(init):
-            return one.version
+            return metadata.version
     checkout = init.parent.with_name("version.txt")
     return checkout.read_text(encoding="utf-8").strip() if checkout.is_file() else "unknown"

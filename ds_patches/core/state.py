@@ -1,9 +1,9 @@
-"""Where patches and their wrappers stand."""
+"""The states of patches and of their wrappers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,43 +13,32 @@ from ds_patches.core.patch import Link
 
 
 class State(Enum):
-    """Where a patch stands in this process."""
+    """The state of a patch in this process."""
 
     DISABLED = "disabled"
-    BROKEN = "broken"
     NOT_INSTALLED = "not installed"
     OUT_OF_RANGE = "out of range"
-    UNKNOWN_VERSION = "unknown version"
-    SHAPE_CHANGED = "shape changed"
-    BLOCKED = "blocked"
+    REFUSED = "refused"
     READY = "ready"
-    PENDING = "pending"
     APPLIED = "applied"
-    SHADOWED = "shadowed"
     FAILED = "failed"
-    REVERTED = "reverted"
 
 
 class WrapperState(Enum):
-    """Where one wrapper of ours stands, read from the live object."""
+    """The state of a wrapper of ours, read from the live object."""
 
     ON_TOP = "on top"
     WRAPPED_OVER = "wrapped over"
     REPLACED = "replaced"
 
 
-def all_reached(wrappers: Collection[WrapperState]) -> bool:
-    """Whether there are wrappers, and a call passes through each."""
-    return bool(wrappers) and WrapperState.REPLACED not in wrappers
-
-
 @dataclass(frozen=True)
 class PatchStatus:
-    """The truth about one patch at the moment of the call.
+    """The status of one patch at the moment of the call.
 
-    installed: the version of DeepSpeed as its metadata spells it, or None.
-    notes: what the user should know besides, as what a late apply cannot reach.
-    targets: by the key of each; empty while the patch is not live.
+    installed: the version of DeepSpeed as its metadata has it, or None.
+    notes: further facts for the user, for example which names a late `apply` cannot patch.
+    targets: the state of each wrapper, by the key of its target; empty if the patch is not applied.
     """
 
     name: str
@@ -65,23 +54,23 @@ class PatchStatus:
 
     @property
     def live(self) -> bool:
-        """True while every wrapper is in the call path: on top, or beneath another library's."""
-        return all_reached(self.targets.values())
+        """True if every call of a target passes our wrapper: on top, or beneath another one."""
+        return bool(self.targets) and WrapperState.REPLACED not in self.targets.values()
 
     @property
     def brief(self) -> str:
-        """Why, in so few words that it fits on a line; `reason` has all of them."""
+        """The first part of `reason`, for one line."""
         if self.state is State.READY:
             return "not applied in this process"
         return re.split("; |\n", self.reason, maxsplit=1)[0]
 
     def as_json(self) -> dict[str, Any]:
         plain = asdict(self) | {"state": self.state.value, "live": self.live}
-        return plain | {"targets": {key: where.value for key, where in self.targets.items()}}
+        return plain | {"targets": {key: state.value for key, state in self.targets.items()}}
 
 
 class Statuses(dict[str, PatchStatus]):
-    """Statuses of several patches, by name; as a text one line for each."""
+    """Statuses of patches, by name; as text, one line for each."""
 
     def __str__(self) -> str:
         rows = [(s.name, s.state.value, s.brief) for s in self.values()]

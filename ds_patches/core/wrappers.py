@@ -1,36 +1,36 @@
-"""The wrapper around a function of DeepSpeed: wrapt's, which compiled code calls as well.
+"""wrapt's wrapper around a function of DeepSpeed, changed so that compiled code calls it as well.
 
-Where Dynamo traces a call of wrapt's own, it calls the original, without a word, or fails. Marked
-as `torch.compiler.disable` marks a function, a wrapper is a graph break and runs as it does eagerly
-(torch 2.6 to 2.15). In three places Dynamo, and libraries, need what a function has and wrapt's
-wrapper has not: see `_Bound.__func__`, and `Method`.
+Where Dynamo traces a call of wrapt's own wrapper, it silently calls the original, or fails. Marked
+as `torch.compiler.disable` marks a function, the wrapper is a graph break and runs eagerly (torch
+2.6 to 2.15). What Dynamo and libraries need besides is in `_Bound.__func__` and `Method`.
 """
 
 from __future__ import annotations
 
 import copy
-from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from ds_patches.core import live
-from ds_patches.core.calls import Around, names_of
-
 
 class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """A wrapper as an instance has it."""
+    """A wrapper bound to an instance."""
 
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = None
 
     @property
+    def _self_layer(self) -> Any:
+        return self._self_parent._self_layer
+
+    @property
     def __func__(self) -> Any:
-        # wrapt's is the original's: a `with` block in compiled code, and PyTorch's learning rate
-        # schedulers at the step of an optimizer, would go past the wrapper.
+        # wrapt returns the original's: a `with` block in compiled code, and PyTorch's learning rate
+        # schedulers at the step of an optimizer, would call past the wrapper.
         return self._self_parent
 
-    # As a method of Python's does: copied it is the same, with a copy of its object another's.
+    # Copied and pickled as a bound method is: a deep copy is bound to the copy of the instance.
 
     def __copy__(self) -> Any:
         return self
@@ -43,35 +43,36 @@ class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
 
 class Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """Around a function of a module, or a method at one object."""
+    """A wrapper around a function of a module, or around a method of one object."""
 
     __bound_function_wrapper__ = _Bound
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = None
-    _self_layer = None
+    _self_layer = None  # not annotated: `__annotations__` are those of the function
 
-    def __init__(self, wrapped: Any, around: Around, **how: Any) -> None:
-        super().__init__(wrapped, _passing_on(wrapped, around), **how)
-
-    # As a function of Python's does: a copy is itself, and pickled it is its name.
+    # Copied and pickled as a function is: a copy is the same object, a pickle is its name.
 
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self
+        layer: Any = self._self_layer
+        if isinstance(layer.owner, (type, ModuleType)):
+            return self
+        # The copy of an object has its own method, without this wrapper.
+        return copy.deepcopy(self.__wrapped__, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Taken out, the name is that of the function: a copy of that is itself.
+        # After removal, the name is that of the function, whose copy is the same object.
         return self.__qualname__ if self._self_enabled else (copy.copy, (self.__wrapped__,))
 
 
 class Method(Function):
-    """Around a method, bound as a function is: `Class.method` is the wrapper itself, every time."""
+    """A wrapper around a method of a class. `Class.method` is the wrapper itself."""
 
-    def __init__(self, wrapped: Any, around: Around, **how: Any) -> None:
-        super().__init__(wrapped, around, **how)
-        # Kept, as Dynamo fails to follow super() where it traces the two below.
+    def __init__(self, wrapped: Any, wrapper: Any, **options: Any) -> None:
+        super().__init__(wrapped, wrapper, **options)
+        # Stored, since Dynamo cannot trace super() in the two methods below.
         self._self_bind: Any = super().__get__
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -79,21 +80,3 @@ class Method(Function):
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._self_bind(instance, None)(*args, **kwargs)
-
-
-def _passing_on(beneath: Any, around: Around) -> Around:
-    """Let keywords that only another library's wrapper beneath knows go there past `around`."""
-    layers: list[Any] = []
-    function = live.innermost(beneath, layers)
-    if not any(live.is_anothers(getattr(layer, "__func__", layer)) for layer in layers):
-        return around
-    known = names_of(function)
-
-    @wraps(around)
-    def passing_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if others := {name: kwargs[name] for name in kwargs.keys() - {*known}}:
-            wrapped = partial(wrapped, **others)
-            kwargs = {name: one for name, one in kwargs.items() if name not in others}
-        return around(wrapped, instance, args, kwargs)
-
-    return passing_on

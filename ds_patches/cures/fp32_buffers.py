@@ -1,44 +1,4 @@
-"""Buffers in fp32 stay in fp32 beside parameters in bf16 or fp16, as in 0.19.2 and later.
-
-Use
-    Apply it, and leave the script as it is. A floating buffer, such as a rotary table or a router's
-    bias, keeps the dtype that it had when the engine was built. In ``deepspeed.zero.Init`` a tensor
-    gets the dtype that the model names, as in ``torch.zeros(8, dtype=torch.float32)``; without one
-    it is in half precision, as on stock. What the script casts (``model.half()``) stays cast.
-
-    Rank 0 logs once for each engine which buffers stay. ``DS_PATCHES_SKIP=fp32_buffers`` leaves the
-    patch out.
-
-Risks
-    Training computes other numbers than before: those of inference, which has these buffers in
-    fp32. A resumed run goes on with other tables than it began with; buffers in its checkpoint stay
-    rounded if they were saved without the patch. To finish a run as it began, leave the patch out.
-
-    A model that adds such a buffer to activations without a cast fails in its first forward: ``mat1
-    and mat2 must have the same dtype``. From 0.19.2 on it fails without the patch, too. Cast there
-    (``x + self.table.to(x.dtype)``), or leave the patch out.
-
-Not covered
-    The engine casts BatchNorm's statistics as on stock, because PyTorch requires that beside
-    weights in half precision. From 0.19.2 on stock leaves them in fp32, and such a model fails.
-
-    In ``zero.Init``, ``torch.empty`` and ``torch.randn`` still ignore the dtype, because parameters
-    are made with them.
-
-Cost
-    The memory of buffers in fp32. A step costs nothing.
-
-Why
-    Up to 0.19.1 the engine casts the whole module. In all releases ``zero.Init`` casts what
-    PyTorch's constructors make, so a table is even computed in half precision. A rotary table in
-    bf16 is off by up to 0.4 %: by a quarter of a turn at position 4096.
-
-How
-    Buffers are put back after the engine's cast. In ``zero.Init`` constructors look at ``dtype``.
-
-Upstream
-    Pull request 8066, in 0.19.2.
-"""
+"""Buffers in fp32 stay in fp32 beside parameters in bf16 or fp16, as in 0.19.2 and later."""
 
 from __future__ import annotations
 
@@ -50,7 +10,7 @@ from weakref import WeakValueDictionary
 from ds_patches.core import api, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.patch import Dependency, Patch, upstream
-from ds_patches.upstream.places import ENGINE, INIT, INIT_BASE
+from ds_patches.upstream.classes import ENGINE, INIT, INIT_BASE
 
 logger = logging.getLogger("ds_patches.fp32_buffers")
 

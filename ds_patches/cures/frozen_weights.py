@@ -1,30 +1,4 @@
-"""``zero_to_fp32`` finds frozen weights in a checkpoint of ZeRO 1.
-
-Use
-    Apply it before ``save_checkpoint``, and leave the script as it is. Then ``zero_to_fp32.py`` and
-    ``get_fp32_state_dict_from_zero_checkpoint`` give all weights of a model with frozen parameters,
-    as with adapters.
-
-Risks
-    None are known.
-
-Not covered
-    Checkpoints that were saved without the patch: their frozen weights are in ``module`` of
-    ``mp_rank_00_model_states.pt``. DeepSpeed's MoE, and pipelines.
-
-Cost
-    None: a checkpoint names the frozen weights twice, and has them once.
-
-Why
-    DeepSpeed lists frozen parameters for ``zero_to_fp32`` at stages 2 and 3 alone. At stage 1 they
-    are left out of its result without a word, in every release up to 0.19.8.
-
-How
-    They are listed at stage 1, too. When such a checkpoint is loaded, the list is not looked at.
-
-Upstream
-    No issue was found.
-"""
+"""``zero_to_fp32`` finds frozen weights in a checkpoint of ZeRO 1."""
 
 from __future__ import annotations
 
@@ -35,7 +9,7 @@ from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import layered
 from ds_patches.core.patch import Patch
-from ds_patches.upstream.places import ENGINE
+from ds_patches.upstream.classes import ENGINE
 
 PATCH = Patch(
     name="frozen_weights",
@@ -77,10 +51,10 @@ def _attributes(engine: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwarg
 
     Loading asks for all that are frozen by then, which may be others.
     """
-    found = wrapped(*args, **kwargs)
-    if any(hasattr(one, "untyped_storage") for one in found.values()):
-        return type(found)((name, param.detach()) for param, name in engine.param_names.items())
-    return found
+    frozen = wrapped(*args, **kwargs)
+    if any(hasattr(value, "untyped_storage") for value in frozen.values()):
+        return type(frozen)((name, param.detach()) for param, name in engine.param_names.items())
+    return frozen
 
 
 def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,62 +1,9 @@
-"""fp16 and bf16 train without ZeRO, and bf16 resumes there.
-
-Use
-    Apply it, and leave the training loop as it is. Then these work without ZeRO (stage 0):
-
-    - fp16, with optimizers of PyTorch's and with FusedAdam: weights move as far as in PyTorch,
-      clipping uses the right norm, and all ranks skip a step that overflows on one;
-    - ``PipelineModule`` with fp16, of one stage or more;
-    - bf16 with an optimizer of PyTorch's (0.17.6 to 0.18.5);
-    - Adam, and weight decay: the first step is the first one;
-    - checkpoints of bf16, also at stage 1 with fp32 sums (0.17.6 to 0.18.4), which now hold the
-      optimizer.
-
-    It requires ``accumulation``, which divides by the micro steps once.
-
-Risks
-    - **Scaled by hand.** If your script multiplies the loss by ``engine.optimizer.loss_scale``,
-      because DeepSpeed 0.18.3 and later do not, remove that.
-    - **Gradients.** From 0.18.3 on, ``param.grad`` before the step is scaled, as up to 0.18.2.
-    - **The first steps.** A dynamic loss scale begins high (2^16 by default). The first steps may
-      overflow now, and are skipped until the scale fits.
-    - **Older checkpoints.** A checkpoint that 0.17.6 to 0.18.4 wrote without this patch has no
-      optimizer state. Loading it raises an error that says what to do. On stock, Adam starts anew,
-      and the first step resets the weights to those from before loading.
-    - **Stage 1 with fp32 sums.** Releases from 0.18.5 on save the optimizer in other files, and do
-      not find it in checkpoints of older ones.
-
-Not covered
-    | what | what happens |
-    |---|---|
-    | backwards without ``engine.backward`` | refused by DeepSpeed (0.18.3 and later) |
-    | FusedAdam with a static loss scale, to 0.17.0 | an error about a timer, in the first step |
-    | a scale that rises at ZeRO 1 to 3 | left to stock |
-    | the step of zeros of a 1-bit optimizer | left to stock |
-
-Cost
-    Two Python functions a step. Memory of the optimizer's states is taken by the first step, not
-    by ``initialize``.
-
-Why
-    Without ZeRO, the optimizer of fp16 divides gradients by a loss scale. Up to 0.18.2 it also
-    multiplies the loss by that scale; from 0.18.3 on nobody does. In every release the scale rises
-    in the middle of a step, so that the step's gradients are divided by twice their scale. From
-    0.17.6 on bf16 gets the same optimizer, and up to 0.18.4 checkpoints take it for one of ZeRO's.
-    In every release ``initialize`` steps with gradients of zeros, to have the states: weights decay
-    once more, and Adam's first update is smaller by a quarter, as of a second step.
-
-How
-    The engine scales losses as it does for ``torch.autocast``, with the optimizer's scale instead
-    of PyTorch's GradScaler. The scale rises at the end of a step. The step of zeros is left out.
-    Checkpoints of bf16 are written like those of fp16, as in later releases.
-
-Upstream
-    Issue 8393 (fp16, open); pull requests 7645 (FusedAdam, 0.18.2), 7839 (bf16, 0.18.6),
-    7571, 7586 and 7786 (checkpoints, 0.18.0 and 0.18.5).
-"""
+"""fp16 and bf16 train without ZeRO, and bf16 resumes there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ds_patches.core import api
@@ -64,10 +11,8 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import layered
 from ds_patches.core.patch import Class, Patch, upstream
-from ds_patches.upstream import half
-from ds_patches.upstream.kinds import is_half
-from ds_patches.upstream.pipeline import as_engine_backward
-from ds_patches.upstream.places import ENGINE, FP16, FP16_UNFUSED, TORCH_STYLE
+from ds_patches.upstream.classes import ENGINE, FP16, FP16_UNFUSED, TORCH_STYLE, is_half
+from ds_patches.upstream.engine import as_engine_backward, unscale_norm
 
 _OVERFLOW = Class("deepspeed.runtime.utils", "CheckOverflow")
 
@@ -126,6 +71,12 @@ _NO_STATE = (
 # --- fp16: the engine scales losses, 0.18.3 and later ---------------------------------------------
 
 
+def _scales_losses(engine: Any) -> bool:
+    """Return True without ZeRO if the optimizer has the scale, and not PyTorch's GradScaler."""
+    is_half = engine.fp16_enabled() and not engine.zero_optimization()
+    return is_half and engine.torch_autocast_z0_gradscaler is None
+
+
 class _LossScale:
     """What the engine asks to scale a loss, in the place of PyTorch's own GradScaler."""
 
@@ -139,7 +90,7 @@ class _LossScale:
 
 def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, of this optimizer."""
-    if engine.zero_optimization() or not half.scales_losses(engine):
+    if not _scales_losses(engine):
         return wrapped(*args, **kwargs)
     with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):
         return wrapped(*args, **kwargs)
@@ -151,8 +102,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     A stage's gradients carry the scale of the last stage. All stages see an overflow in one of
     them, so that they have the same scale.
     """
-    is_whole = not engine.pipeline_parallelism or engine.zero_optimization()
-    if is_whole or not half.scales_losses(engine):
+    if not (engine.pipeline_parallelism and _scales_losses(engine)):
         return wrapped(*args, **kwargs)
     with as_engine_backward(engine):
         return wrapped(*args, **kwargs)
@@ -172,15 +122,35 @@ def around_states(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) 
 # --- fp16: a scale that rises does so at the end of its step --------------------------------------
 
 
+@contextmanager
+def _rising_last(optimizer: Any) -> Iterator[None]:
+    """Let a scale that rises in a step rise at its end: gradients are still divided by the old one.
+
+    A scale that falls is that of a step that is skipped.
+    """
+    rises: list[Wrapped] = []
+
+    def update(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        if in_order(wrapped, args, kwargs)[0]:
+            wrapped(*args, **kwargs)
+        else:
+            rises.append(wrapped)
+
+    with layered(optimizer, _update_scale=update):
+        yield
+    for update_scale in rises:
+        update_scale(False)
+
+
 def around_fused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's step raises the scale before it divides by it; here, at its end."""
-    with half.rising_last(optimizer):
+    with _rising_last(optimizer):
         return wrapped(*args, **kwargs)
 
 
 def around_returning_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """0.17.6 to 0.18.1 look for an overflow and return; with no scale to look after they step."""
-    with half.rising_last(optimizer):
+    with _rising_last(optimizer):
         overflow = wrapped(*args, **kwargs)
         if overflow or not optimizer.use_grad_scaling or optimizer.fused_adam_legacy:
             return overflow
@@ -191,21 +161,33 @@ def around_returning_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: 
 def around_unfused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Its norm, which the engine tells, is that of the scaled gradients."""
     scale = optimizer.loss_scale
-    with half.rising_last(optimizer):
+    with _rising_last(optimizer):
         overflow = wrapped(*args, **kwargs)
     if not overflow:
-        half.unscale_norm(optimizer, scale)
+        unscale_norm(optimizer, scale)
     return overflow
 
 
 # --- bf16: the optimizer of fp16 needs no scale, 0.17.6 to 0.18.5 ---------------------------------
 
 
+def _is_bf16(optimizer: Any) -> bool:
+    params = (param for group in optimizer.fp16_groups for param in group)
+    return any(str(param.dtype) == "torch.bfloat16" for param in params)
+
+
+def _unscaled(optimizer: Any) -> AbstractContextManager[None]:
+    """Set the loss scale to 1 for a while, if the parameters are bf16."""
+    if not _is_bf16(optimizer):
+        return nullcontext()
+    return meanwhile(optimizer, dynamic_loss_scale=False, cur_scale=1.0)
+
+
 def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's step divides by the scale, and in bf16 no loss was multiplied by one."""
-    if not half.is_bf16(optimizer):
+    if not _is_bf16(optimizer):
         return around_unfused_step(wrapped, optimizer, args, kwargs)
-    with half.unscaled(optimizer):
+    with _unscaled(optimizer):
         result = wrapped(*args, **kwargs)
     optimizer.zero_grad()
     return result
@@ -213,7 +195,7 @@ def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwa
 
 def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's wrapper scales in its backward up to 0.18.2, and saves a scale; bf16 has none."""
-    with half.unscaled(optimizer):
+    with _unscaled(optimizer):
         return wrapped(*args, **kwargs)
 
 

@@ -1,29 +1,4 @@
-"""DeepSpeed's MoE layer sends tokens to their likeliest experts, and small batches to any.
-
-Use
-    Apply it, and write nothing. ``deepspeed.moe.layer.MoE`` with ``k`` of 3 or more and
-    ``drop_tokens`` then keeps, for each expert, the tokens that most probably are its own; and a
-    batch of fewer tokens than an expert may take trains.
-
-Risks
-    A run that resumes goes on with other experts than it began with.
-
-Cost
-    A ``log_softmax`` of the gate's logits in each forward, to 0.18.9 and with such a ``k``.
-
-Why
-    To 0.18.9 a gate of three experts or more compares logits where an expert has more tokens than
-    it takes. Of tokens that did not choose it they count as 0, which is more than a negative one,
-    and those of different tokens are not to be compared. To 0.19.3 gates of one expert, and of
-    three or more, choose as many tokens as an expert takes, also where there are fewer.
-
-How
-    The gate is given logarithms of probabilities, raised so that all are positive. Where an expert
-    takes more tokens than there are, it is let take all, and what the gate returns is padded.
-
-Upstream
-    Pull requests 7986 (0.19.0) and 8155 (0.19.4).
-"""
+"""DeepSpeed's MoE layer sends tokens to their likeliest experts, and small batches to any."""
 
 from __future__ import annotations
 

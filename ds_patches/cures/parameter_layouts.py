@@ -1,30 +1,4 @@
-"""DeepSpeed sends ranks any parameter: of no dimensions, in channels_last, transposed.
-
-Use
-    Apply it, and leave the script as it is. CLIP, BLIP, ALIGN, OWL-ViT and other models with a
-    ``logit_scale`` then train on 0.19.8, and so do models in channels_last or with a weight that
-    is transposed in memory. In ``deepspeed.zero.Init`` and ``GatheredParameters``, too.
-
-Risks
-    None are known.
-
-Cost
-    While the engine is built, and at the end of a ``GatheredParameters``, a copy of each such
-    parameter.
-
-Not covered
-    A parameter made by ``expand``, of which several elements are one in memory.
-
-Why
-    0.19.8 broadcasts a parameter's bytes, for dtypes that a backend does not send. PyTorch shows a
-    tensor as bytes only if it has a dimension, and if the elements of the last lie side by side.
-
-How
-    A flat copy is broadcast, and then written back. The parameter keeps its memory and its strides.
-
-Upstream
-    No issue was found.
-"""
+"""DeepSpeed sends ranks any parameter: of no dimensions, in channels_last, transposed."""
 
 from __future__ import annotations
 
@@ -35,7 +9,7 @@ from typing import Any
 from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch
-from ds_patches.upstream.places import ENGINE, GATHERED, INIT, INIT_BASE
+from ds_patches.upstream.classes import ENGINE, GATHERED, INIT, INIT_BASE
 
 PATCH = Patch(
     name="parameter_layouts",

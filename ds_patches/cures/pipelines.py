@@ -1,36 +1,4 @@
-"""Pipelines average the micro steps of a step on every stage, and run without ZeRO.
-
-Use
-    Apply it, and leave ``engine.train_batch()`` as it is. A ``PipelineModule`` then averages its
-    micro steps, as DeepSpeed documents, and also runs without ZeRO or with fp16 in 0.18.3 and
-    0.18.4. For fp16 without ZeRO, apply ``half_without_zero``, too.
-
-Risks
-    **A tuned learning rate, 0.16.0 to 0.18.2.** Here stock adds micro steps up. With this patch
-    they are averaged, with a warning: if the learning rate was tuned to the sum, multiply it by the
-    number of micro steps.
-
-Not covered
-    | what | what happens |
-    |---|---|
-    | ``gradient_clipping`` at stage 0 | stock's: each stage clips by itself |
-
-Cost
-    Three Python functions for each backward of any engine.
-
-Why
-    From 0.16.0 to 0.18.2 DeepSpeed divides a loss by the micro steps only if its backward reduces,
-    and a pipeline reduces later. From 0.18.3 to 0.19.2 it divides gradients at the outputs of every
-    stage. 0.18.3 and 0.18.4 take the backwards of stages for calls of ``loss.backward()`` by the
-    script, which they refuse without ZeRO and under fp16.
-
-How
-    The last stage's loss is divided, and the gradients of the other stages are not. The backwards
-    of stages are marked as the engine's own.
-
-Upstream
-    Pull request 8154 (0.19.3), issue 8152.
-"""
+"""Pipelines average the micro steps of a step on every stage, and run without ZeRO."""
 
 from __future__ import annotations
 
@@ -41,8 +9,8 @@ from weakref import WeakSet
 from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, upstream
-from ds_patches.upstream import pipeline
-from ds_patches.upstream.places import ENGINE
+from ds_patches.upstream.classes import ENGINE
+from ds_patches.upstream.engine import as_engine_backward
 
 PATCH = Patch(
     name="pipelines",
@@ -92,7 +60,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     """From 0.18.5 on the schedule itself says that its backwards are none of a script's."""
     # fp16 without ZeRO: half_without_zero scales losses and lets the backward pass.
     is_unscaled = engine.fp16_enabled() and not engine.zero_optimization()
-    if not engine.pipeline_parallelism or is_unscaled or pipeline.runs_engine_backward(engine):
+    if not engine.pipeline_parallelism or is_unscaled:
         return wrapped(*args, **kwargs)
-    with pipeline.as_engine_backward(engine, is_scaled=True):  # the last stage has scaled it
+    with as_engine_backward(engine, is_scaled=True):  # the last stage has scaled it
         return wrapped(*args, **kwargs)

@@ -1,28 +1,4 @@
-"""Warmup schedules keep the learning rate of each parameter group, and a cosine stays at its end.
-
-Use
-    Apply it before ``deepspeed.initialize``, and leave the script as it is. ``WarmupLR`` without
-    ``warmup_max_lr`` and ``WarmupCosineLR`` then warm every parameter group up to its own rate, and
-    after ``total_num_steps`` a cosine stays at ``cos_min_ratio``.
-
-Risks
-    Where stock's rates were wrong, a resumed run goes on with other rates than it began with.
-
-Cost
-    One Python function for each step of a ``WarmupCosineLR``.
-
-Why
-    From 0.17.2 to 0.19.3 ``WarmupLR`` gives all groups the first group's rate. Up to 0.18.9
-    ``WarmupCosineLR`` begins with a rate of 0 for the first group only: the others take their first
-    step with the full rate. Up to 0.19.2 its cosine rises again after its end, and divides by zero
-    if ``total_num_steps`` is ``warmup_num_steps``.
-
-How
-    Each group gets its own rate and begins with zero. After its end the cosine stays where it is.
-
-Upstream
-    Pull requests 8171 (0.19.4), 8142 (0.19.3), 7969 (0.19.0).
-"""
+"""Warmup schedules keep each group's learning rate, and a cosine stays at its end."""
 
 from __future__ import annotations
 

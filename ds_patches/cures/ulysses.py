@@ -1,25 +1,4 @@
-"""Ulysses returns attention in the layout that it was given, with the sequence first.
-
-Use
-    Apply it, and write nothing. ``DistributedAttention`` with ``batch_dim_idx`` 1 then returns
-    ``[sequence / ranks, batch, heads, size]``, and its backward works.
-
-Risks
-    A script that has reshaped what stock returns may do so on: the order in memory is the same.
-
-Cost
-    A Python function for each exchange.
-
-Why
-    From 0.16.3 to 0.19.6 the exchange after attention puts its result into the shape
-    ``[batch, sequence * ranks, heads / ranks, size]``, and so does the backward of those before it.
-
-How
-    The shape is corrected.
-
-Upstream
-    Pull request 8317 (0.19.7).
-"""
+"""Ulysses returns attention in the layout that it was given, with the sequence first."""
 
 from __future__ import annotations
 

@@ -1,28 +1,4 @@
-"""After a universal checkpoint is loaded, a script reads and sets fp32 weights, not momentum.
-
-Use
-    Apply it before ``load_checkpoint``, and leave the script as it is. Then
-    ``safe_get_full_fp32_param`` reads the weights and ``safe_set_full_fp32_param`` sets them, at
-    stages 1 and 2, and for bf16 parameters with fp32 gradients.
-
-Risks
-    None are known.
-
-Cost
-    A Python function for each parameter when a universal checkpoint is loaded, and none in a step.
-
-Why
-    Up to 0.19.6, when a universal checkpoint is loaded, each parameter's link to its fp32 weights
-    is set to an optimizer state: a script that reads weights gets momentum, and a script that sets
-    them, or a second load, overwrites momentum. Optimizer states are linked to copies until the
-    first step, so what a script sets is lost.
-
-How
-    After loading, both links are set right.
-
-Upstream
-    Pull request 8474 (0.19.7).
-"""
+"""After a universal checkpoint is loaded, a script reads and sets fp32 weights, not momentum."""
 
 from __future__ import annotations
 

@@ -1,71 +1,24 @@
-"""Weights that a script changes between steps stay changed: loaded, initialised anew, clamped.
-
-Use
-    Apply it before ``initialize``, and leave the script as it is. The next step then begins with
-    what ``module.load_state_dict``, ``engine.load_module_state_dict``, ``torch.nn.init``, or a
-    clamp or copy under ``torch.no_grad()`` made of the weights: with ZeRO 1 and 2, without ZeRO in
-    bf16 and fp16, and with ZeRO-3 in a ``GatheredParameters(..., modifier_rank=...)``.
-
-    A parameter that is frozen or unfrozen after ``initialize`` is named in one warning, at the
-    first step that does with it what stock does: it does not train, or goes on moving by momentum
-    and weight decay.
-
-Risks
-    - **All ranks.** At ZeRO 1 and 2 each rank has to make the same change, as in PyTorch.
-    - **There and back.** SAM adds to the weights, and subtracts that again before its step. What is
-      off then by one rounding step of the weights' dtype is taken for unchanged. A weight that is
-      smaller than what was added is off by more, and stays so, as in PyTorch without fp32 copies.
-      Copy the old weights back instead: those lose nothing.
-    - **Set twice.** At ZeRO 1 and 2 a parameter that was changed this way and by
-      ``safe_set_full_fp32_param`` in the same step gets the first, if the two differ.
-
-Cost
-    In each step a look at the version counter of each of a rank's parameters, and at
-    ``requires_grad``: 4 µs each for 100 of them.
-    After a change, a comparison of what was changed; at ZeRO-3 a copy of its partition until then.
-
-Not covered
-    | what | what happens |
-    |---|---|
-    | ``param.data.clamp_()`` and others through ``.data``, at ZeRO 0 to 2 | undone, as on stock. \
-Write ``with torch.no_grad(): param.clamp_()`` |
-    | ZeRO-3, parameters changed outside of such a block | undone, as on stock |
-    | changes of one rounding step of bf16 or fp16, as ``mul_(0.998)``, written in several \
-operations or at ZeRO-3 | undone, as on stock. Use ``safe_set_full_fp32_param`` |
-    | parameters or optimizer on NVMe, ZenFlow, SuperOffload, FusedAdam's own fp16 | left to stock |
-
-Why
-    ZeRO, bf16 and fp16 step a copy of the weights in fp32, made in ``initialize``, and then write
-    it over the weights. What was done to these alone is lost, in every release, without a word.
-    There is no copy of what is frozen in ``initialize``.
-
-How
-    PyTorch counts the writes to each tensor. Where they are more than after the last step, elements
-    that are not their copy rounded become the copy. All others keep theirs, to the last bit. After
-    several writes, which may have been there and back, the next to it is taken for it. At ZeRO-3
-    weights are compared with what they were before the block.
-
-Upstream
-    No issue was found.
-"""
+"""Weights that a script changes between steps stay changed: loaded, initialised anew, clamped."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ds_patches.core import api, log
-from ds_patches.core.calls import Args, Kwargs, Wrapped
-from ds_patches.core.engines import built
-from ds_patches.core.patch import Patch
-from ds_patches.upstream.places import BF16, ENGINE, FP16, FP16_UNFUSED, GATHERED, ZERO3, ZERO12
+from ds_patches.core import api, engines
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.layer import Layer
+from ds_patches.core.patch import Dependency, Patch
+from ds_patches.upstream.classes import ENGINE, GATHERED, OPTIMIZERS, ZERO3, class_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_patches.steps.attached import Attached
+    from ds_patches.steps.given import GivenParameters
+
+_FRAGMENTS = "deepspeed.utils.tensor_fragment"
 
 PATCH = Patch(
     name="weights_by_hand",
@@ -78,31 +31,19 @@ PATCH = Patch(
         ENGINE.target("_do_optimizer_sanity_check", "around_wrapping"),
         ENGINE.target("_take_model_step", "around_step"),
         GATHERED.target("__exit__", "around_exit"),
-        *(
-            kind.target("load_state_dict", "around_load_state")
-            for kind in (ZERO12, ZERO3, BF16, FP16, FP16_UNFUSED)
-        ),
+        ZERO3.target("set_full_hp_param", "around_set"),
+        ZERO3.target("set_local_hp_param", "around_set_part"),
+        *(optimizer.target("load_state_dict", "around_load_state") for optimizer in OPTIMIZERS),
+    ),
+    dependencies=(
+        Dependency(_FRAGMENTS, "safe_set_full_fp32_param", "calls a method of each parameter"),
+        Dependency(_FRAGMENTS, "set_full_hp_param", "is that method at ZeRO 1 and 2"),
     ),
     activate="activate",
     deactivate="deactivate",
 )
 
 apply, unapply, is_applied = api.of(__name__)
-
-logger = logging.getLogger("ds_patches.weights_by_hand")
-
-_UNFROZEN = (
-    "These parameters were frozen in deepspeed.initialize and are not now, but no step trains "
-    "them: %s. Call initialize again after unfreezing them; or leave them unfrozen before it, and "
-    "give their group a learning rate of 0 until they are to train."
-)
-_FROZEN = (
-    "These parameters were frozen after deepspeed.initialize, and steps without their gradient go "
-    "on moving them, by momentum and weight decay: %s. Set the learning rate of their group to 0, "
-    "or call initialize again."
-)
-#: Settings of a group by which an optimizer moves what has a gradient of zeros.
-_MOVING = ("betas", "momentum", "weight_decay")
 
 #: Writes to a parameter at ZeRO-3: those of a block are not counted.
 _SEVERAL = 2
@@ -112,39 +53,44 @@ class _Weights:
     """The weights of an optimizer that steps copies, as they were when it had last written them.
 
     before: at ZeRO-3, partitions of parameters that were gathered since, to be changed.
+    setters: at ZeRO 1 and 2, wrappers of the methods by which scripts set the copies.
     """
 
     def __init__(self, params: list[Any]) -> None:
         self._params = params
         self.before: dict[int, tuple[Any, Tensor]] = {}
+        self.setters: list[Layer] = []
         self.read()
 
     def read(self) -> None:
         """Weights and copies agree now, or differ as upstream wants it."""
         self._versions = [param._version for param in self._params]
-        self._sum = sum(self._versions)
         self.before.clear()
 
+    def gathered(self, params: list[Any]) -> None:
+        """Note the partitions of those that train; the first since the last step stay."""
+        for param in params:
+            if param.requires_grad and id(param) not in self.before:
+                self.before[id(param)] = param, param.ds_tensor.detach().clone()
+
     def take(self, optimizer: Any) -> None:
-        """Let what was changed since be what is stepped."""
-        if self.before or sum([param._version for param in self._params]) != self._sum:
-            self._take(optimizer)
+        """Copy weights that changed since the last step into the fp32 weights."""
+        if not self.before and [param._version for param in self._params] == self._versions:
+            return
+        from ds_patches.upstream import fragments
 
-    def _take(self, optimizer: Any) -> None:
-        from ds_patches.upstream import stepped
-
-        where = stepped.slices(optimizer)
+        slices = fragments.slices(optimizer)
         for param, before, writes in self._changed():
-            if (here := where.get(id(param))) is None:  # another rank's
+            if (part := slices.get(id(param))) is None:  # another rank's
                 continue
-            mine, copy = stepped.both(param, here)
-            mine = mine.to(copy.device)
-            rounded = copy.to(mine.dtype)
-            new = ~_same(mine, rounded, writes)
+            weights, copy = fragments.both(param, part)
+            weights = weights.to(copy.device)
+            rounded = copy.to(weights.dtype)
+            new = ~_same(weights, rounded, writes)
             if before is not None:  # a copy that was set since is newer
-                before = before.to(copy.device).view(-1)[: mine.numel()]
-                new &= ~_same(mine, before, writes) & _same(rounded, before)
-            copy.copy_(mine.to(copy.dtype).where(new, copy))
+                before = before.to(copy.device).view(-1)[: weights.numel()]
+                new &= _same(rounded, before)
+            copy.copy_(weights.to(copy.dtype).where(new, copy))
 
     def _changed(self) -> Iterator[tuple[Any, Tensor | None, int]]:
         """Yield each parameter that was written to, what it was if that is noted, and how often."""
@@ -155,51 +101,21 @@ class _Weights:
                 yield param, None, param._version - version
 
 
-def _same(one: Tensor, other: Tensor, writes: int = 1) -> Tensor:
+def _same(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
     """Where two are equal: after several writes, up to a rounding step of their dtype."""
     import torch
 
-    step = torch.finfo(one.dtype).eps if writes > 1 else 0.0
-    return torch.isclose(one, other, rtol=step, atol=0.0, equal_nan=True)
-
-
-class _Frozen:
-    """Which parameters were frozen when an engine's optimizer was given them."""
-
-    def __init__(self, engine: Any) -> None:
-        groups = engine.basic_optimizer.param_groups
-        self._given = [(param, group) for group in groups for param in group["params"]]
-        self._params = [param for param, _ in self._given]
-        self._trained = [param.requires_grad for param in self._params]
-        self._said: set[str] = set()
-
-    def look(self, engine: Any) -> None:
-        """Say once what is frozen now and was not, and the other way round."""
-        if [param.requires_grad for param in self._params] == self._trained:
-            return
-        from ds_patches.upstream import kinds, stepped
-
-        here = {id(param): name for name, param in engine.module.named_parameters()}
-        # To 0.18 these copy what is frozen, too.
-        is_half = kinds.is_half(engine.optimizer)
-        copied = stepped.slices(engine.optimizer) if is_half else {}
-        found: dict[str, list[str]] = {_UNFROZEN: [], _FROZEN: []}
-        for (param, group), trained in zip(self._given, self._trained, strict=True):
-            moves = group["lr"] and any(map(group.get, _MOVING))
-            if param.requires_grad != trained and (moves if trained else id(param) not in copied):
-                found[_FROZEN if trained else _UNFROZEN].append(here.get(id(param), "one outside"))
-        for message, names in found.items():
-            if names and message not in self._said:
-                self._said.add(message)
-                logger.log(log.for_the_job(), message, log.named(names))
+    step = torch.finfo(weights.dtype).eps if writes > 1 else 0.0
+    return torch.isclose(weights, other, rtol=step, atol=0.0, equal_nan=True)
 
 
 @cache
-def _frozen() -> Attached[_Frozen]:
+def _given() -> Attached[GivenParameters]:
     """Return what is known of each engine that was built since."""
     from ds_patches.steps.attached import Attached
+    from ds_patches.steps.given import GivenParameters
 
-    return Attached(f"{PATCH.name}_frozen", _Frozen)
+    return Attached(f"{PATCH.name}_given", GivenParameters)
 
 
 @cache
@@ -207,39 +123,44 @@ def _weights() -> Attached[_Weights]:
     """Return what is known of each optimizer."""
     from ds_patches.core.errors import NotChecked
     from ds_patches.steps.attached import Attached
-    from ds_patches.upstream import kinds, stepped, zero3
+    from ds_patches.upstream import fragments
 
     def make(optimizer: Any) -> _Weights | None:
-        if zero3.is_on_nvme(optimizer):
+        if getattr(optimizer, "params_in_nvme_and_cpu", False):  # partitioned into files
             return None
         try:
-            found = [param for param, _ in stepped.located(optimizer)]
+            params = [param for param, _ in fragments.located(optimizer)]
         except NotChecked:
             return None
-        is_gathered = kinds.kind_of(optimizer) is kinds.Kind.ZERO3
-        return _Weights([] if is_gathered else found)
+        return _Weights([] if class_of(optimizer) == ZERO3 else params)
 
     return Attached(PATCH.name, make)
 
 
 def _take_in(engine: Any) -> None:
-    from ds_patches.upstream.kinds import Kind, kind_of
-
-    if kind_of(engine.optimizer) is not Kind.OTHER:
-        _weights()(engine.optimizer)
+    if class_of(engine.optimizer) in OPTIMIZERS:
+        weights = _weights()(engine.optimizer)
+        if weights is not None and not weights.setters:
+            weights.setters = [
+                Layer(param, "set_full_hp_param", partial(_around_set, param))
+                for param in engine.module.parameters()
+                if hasattr(param, "set_full_hp_param")
+            ]
 
 
 def activate() -> Sequence[str]:
     """Look after the engines that there are."""
-    for engine in built():
+    for engine in [*engines.known]:
         _take_in(engine)
     return []
 
 
 def deactivate() -> None:
     """Leave every optimizer to stock."""
-    _weights().detach_all()
-    _frozen().detach_all()
+    for _, weights in _weights().detach_all():
+        for setter in weights.setters:
+            setter.remove()
+    _given().detach_all()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -252,7 +173,8 @@ def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
 def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed is about to wrap the optimizer, which has all parameters until then."""
     result = wrapped(*args, **kwargs)
-    _frozen()(engine)
+    if (given := _given()(engine)) is not None:
+        given.check(engine)
     return result
 
 
@@ -261,8 +183,8 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     weights = _weights().get(engine.optimizer)
     if weights is None:
         return wrapped(*args, **kwargs)
-    if (frozen := _frozen().get(engine)) is not None:
-        frozen.look(engine)
+    if (given := _given().get(engine)) is not None:
+        given.look(engine)
     weights.take(engine.optimizer)
     result = wrapped(*args, **kwargs)
     weights.read()
@@ -272,12 +194,57 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
     """``GatheredParameters`` ends, and one rank's weights are partitioned anew."""
     if gathered.enabled and gathered.src_rank is not None:
-        from ds_patches.upstream import zero3
+        from ds_patches.upstream.zero3 import optimizers_of
 
-        for optimizer in {*map(zero3.optimizer_of, gathered.params)} - {None}:
+        for optimizer in optimizers_of(gathered):
             if (weights := _weights().get(optimizer)) is not None:
-                zero3.note_partitions(weights.before, gathered.params)
+                weights.gathered(gathered.params)
     return wrapped(*args, **kwargs)
+
+
+def _around_set(param: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Copy a value that a script gives a parameter's copy into the parameter: ZeRO 1 and 2."""
+    result = wrapped(*args, **kwargs)
+    value, *state = in_order(wrapped, args, kwargs)
+    if not any(state):  # else it is momentum, say
+        param.data.copy_(value.reshape(param.shape))  # by `data`: no write that `take` is to see
+    return result
+
+
+def around_set(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's ``safe_set_full_fp32_param`` sets this rank's part of the fp32 weights."""
+    result, param, value = _set_at_stage3(wrapped, optimizer, args, kwargs)
+    if param is not None:
+        from ds_patches.upstream.zero3 import is_here
+
+        if is_here(param):  # small parameters stay gathered
+            param.data.copy_(value.reshape(param.shape))
+    return result
+
+
+def around_set_part(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``safe_set_local_fp32_param`` sets it, and has no value for the other ranks' parts."""
+    return _set_at_stage3(wrapped, optimizer, args, kwargs)[0]
+
+
+def _set_at_stage3(
+    wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
+) -> tuple[Any, Any, Any]:
+    """Copy what a script has set into the partition; return the result, parameter and value.
+
+    The parameter is None if its weights were not set, but momentum, or are not looked after.
+    """
+    result = wrapped(*args, **kwargs)
+    value, param, *state = in_order(wrapped, args, kwargs)
+    if any(state) or not param.requires_grad or _weights().get(optimizer) is None:
+        return result, None, value
+    from ds_patches.upstream import fragments
+    from ds_patches.upstream.zero3 import drop_secondary
+
+    partition, copy = fragments.both(param, fragments.slice_at_stage3(optimizer, param))
+    partition.copy_(copy)
+    drop_secondary(param)
+    return result, param, value
 
 
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,37 +1,4 @@
-"""ZeRO-3 trains on after inference_mode, after generation without hooks, and with mixed dtypes.
-
-Use
-    Apply it, and leave the script as it is. Then these work, as in PyTorch:
-
-    - an evaluation of the engine or its module under ``torch.inference_mode()``, or
-      ``GatheredParameters`` in it, before and between training steps;
-    - generation with the engine's hooks removed and added again, as in TRL and Accelerate (up to
-      0.19.1);
-    - adapters of another dtype than the model's under ``deepspeed.zero.Init`` (up to 0.19.2).
-
-Risks
-    None are known.
-
-Cost
-    A Python function for each module before and after its forward.
-
-Why
-    A parameter that is gathered or released under ``torch.inference_mode()`` becomes an inference
-    tensor, and autograd refuses it in the next forward, backward or step.
-
-    Hooks that are added again give each module another number, so that the next forward does not
-    find it in the trace of the old numbers.
-
-    Persistent parameters are gathered together, in the dtype of the first.
-
-How
-    Parameters get new data outside of inference mode. An unfinished trace gets the new numbers.
-    Parameters of several dtypes are gathered one by one.
-
-Upstream
-    Generation: pull request 8043. Dtypes: issue 8072, pull request 8073. No issue about inference
-    mode was found.
-"""
+"""ZeRO-3 trains on after inference_mode, after generation without hooks, and with mixed dtypes."""
 
 from __future__ import annotations
 
@@ -40,8 +7,7 @@ from typing import Any
 from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, upstream
-from ds_patches.upstream.places import COORDINATOR, GATHERED, INIT, OFFLOAD
-from ds_patches.upstream.zero3_gathers import renumbered
+from ds_patches.upstream.classes import COORDINATOR, GATHERED, INIT, OFFLOAD
 
 PATCH = Patch(
     name="zero3_hooks",
@@ -83,6 +49,8 @@ def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed registers the modules below one; for a root, each gets a new number."""
+    from ds_patches.upstream.zero3_gathers import renumbered
+
     module = in_order(wrapped, args, kwargs)[0]
     if module is not offload.module:
         return wrapped(*args, **kwargs)

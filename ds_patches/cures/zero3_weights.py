@@ -1,29 +1,4 @@
-"""ZeRO-3 gathers the weights that were loaded: with hpZ, and with all-reduce for fetching.
-
-Use
-    Apply it, and leave the script as it is. With ``zero_hpz_partition_size`` (ZeRO++), training
-    then begins with the weights that ``from_pretrained`` or a checkpoint has loaded.
-    ``stage3_use_all_reduce_for_fetch_params`` is switched off.
-
-Risks
-    None are known.
-
-Cost
-    If you set ``stage3_use_all_reduce_for_fetch_params``, parameters are fetched by DeepSpeed's
-    all-gather instead.
-
-Why
-    hpZ keeps a second copy of each partition, and gathers from that. Up to 0.18.2 a weight that is
-    changed under ``GatheredParameters`` or loaded from a checkpoint does not reach the copy before
-    the first step. Up to 0.19.3 an all-reduce for fetching adds whatever lies in memory behind a
-    parameter to the first elements of the next one.
-
-How
-    The second copy is renewed after a change. Parameters are fetched by all-gather.
-
-Upstream
-    Pull requests 7707 (0.18.3) and 8158 (0.19.4), issue 7606.
-"""
+"""ZeRO-3 gathers the weights that were loaded: with hpZ, and with all-reduce for fetching."""
 
 from __future__ import annotations
 
@@ -33,7 +8,7 @@ from typing import Any
 from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.patch import Patch, upstream
-from ds_patches.upstream.places import GATHERED, INIT, ZERO3
+from ds_patches.upstream.classes import GATHERED, INIT, ZERO3
 
 PATCH = Patch(
     name="zero3_weights",
@@ -69,8 +44,10 @@ def around_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
     """``GatheredParameters`` partitions one rank's weights anew."""
     if gathered.enabled and gathered.src_rank is not None:
+        from ds_patches.upstream.zero3 import drop_secondary
+
         for param in gathered.params:
-            param.ds_secondary_tensor = None
+            drop_secondary(param)
     return wrapped(*args, **kwargs)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ds_patches.core.patch import Dependency, Patch, upstream
-from ds_patches.upstream.places import ENGINE, GATHERED, ZERO3
+from ds_patches.upstream.classes import ENGINE, GATHERED, OFFLOAD, ZERO3
 
-_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _COMPILE = "deepspeed.compile"
 
 
@@ -35,7 +34,7 @@ _DEPENDENCIES = (
         "init_z3",
         "removes all hooks that gather or reduce; has the step read the gradient partitions",
     ),
-    Dependency(_OFFLOAD, "ZeROOrderedDict", "holds a module's parameters; ours is one"),
+    Dependency(OFFLOAD.module, "ZeROOrderedDict", "holds a module's parameters; ours is one"),
     _native(
         "deepcompile_z3_forward_context",
         "does nothing for an engine without a fallback of DeepSpeed's own",

@@ -100,7 +100,7 @@ class SavedTensorsHooks:
 
 
 def is_compiling_a_frame() -> bool:
-    """Whether Dynamo is at work on a frame: it reads parameters then, to build guards on them."""
+    """Return True while Dynamo compiles a frame: it reads parameters, to build guards on them."""
     from torch._guards import CompileContext
 
     return CompileContext.try_get() is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import OtherRankFailed
 from ds_patches.core.layer import Layer
 from ds_patches.steps import ranks
-from ds_patches.steps.step import Step, StepState
+from ds_patches.steps.state import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream.deepcompile_graphs import Graphs, before_backward
+from ds_patches.upstream.deepcompile import Graphs, before_backward
 
 from . import dynamo, modules
 from .reduction import Reduction
@@ -30,7 +31,7 @@ logger = logging.getLogger("ds_patches.dc_fallback")
 
 
 class Phase(Enum):
-    """What an engine is doing."""
+    """What an engine is doing. `docs/patches/dc_fallback.md` has what each event does in each."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -50,12 +51,15 @@ class Fallback:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
         self._graphs = Graphs(trained, zero3.below(engine.module), engine.device)
-        to_send = partial(zero3.dtype_to_send, self._optimizer)
-        self._reduction = Reduction(zero3.group_of, to_send, self._receive)
+        self._reduction = Reduction(
+            attrgetter("ds_process_group"),
+            lambda grad: self._optimizer.communication_data_type or grad.dtype,
+            self._receive,
+        )
         self.uses = Uses(
-            zero3.full_values,
+            lambda params: [zero3.full_value(param) for param in params],
             self._gradient_arrives,
-            zero3.shape_of,
+            attrgetter("ds_shape"),
             zero3.is_here,
             [zero3.below(leaf) for leaf in deepcompile.leaves(engine)],
         )
@@ -94,8 +98,8 @@ class Fallback:
         for owner, name, around in (
             (self._engine, "launch_compile_passes", again),
             (self._engine, "forward", self._forward),
-            (self._engine, "_backward_prologue", self._begin_backward),
-            (self._engine, "_backward_epilogue", self._end_backward),
+            (self._engine, "_backward_prologue", self._pre_backward),
+            (self._engine, "_backward_epilogue", self._post_backward),
             (self._engine, "zero_grad", self._zero_grad),
             (self._optimizer, "zero_grad", self._zero_grad),
             (self._optimizer, "step", self._take_step),
@@ -174,13 +178,13 @@ class Fallback:
 
     def _graph_begins(self, graph_id: int) -> None:
         """The backward of a graph begins: set aside what it may write over."""
-        found = zero3.gradient_partitions(self._optimizer)
+        partitions = zero3.gradient_partitions(self._optimizer)
         for ds_id in self._graphs.begin_in(graph_id, self._written):
-            if ds_id in found and found[ds_id].numel():
-                self._add_aside(ds_id, found[ds_id], found[ds_id])
-                found[ds_id].zero_()
+            if ds_id in partitions and partitions[ds_id].numel():
+                self._add_aside(ds_id, partitions[ds_id], partitions[ds_id])
+                partitions[ds_id].zero_()
 
-    def _begin_backward(self, prologue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+    def _pre_backward(self, prologue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Right after the engine's own prologue, which a second backward may come without."""
         prologue(*args, **kwargs)
         self._graphs.begin(self._engine.is_gradient_accumulation_boundary())
@@ -194,7 +198,7 @@ class Fallback:
             self._written.clear()
         self._step = self._step.after_backward(self._engine.micro_steps)
 
-    def _end_backward(self, epilogue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+    def _post_backward(self, epilogue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         self._reduction.finish()
         self.uses.forget_backward()
         self._hand_over()
@@ -214,7 +218,7 @@ class Fallback:
         if self._step.state is not StepState.HELD:
             zero3.zero_all(self._optimizer)
         self._hand_over()
-        zero3.order_step_behind(self._optimizer)
+        zero3.reduction_waits(self._optimizer)
         result = step(*args, **kwargs)
         self._graphs.stepped()
         self._step = Step()
@@ -268,8 +272,8 @@ class Fallback:
             return
         # What graphs hold of the backward goes by collectives, in which all ranks take part.
         world, me = range(dist.get_world_size()), dist.get_rank()
-        place = agreement.meeting("dc_fallback", world, me)
-        absent = agreement.come(agreement.store(), place, world, me, ranks.patience())
+        place = ranks.meeting("dc_fallback", world, me)
+        absent = ranks.come(agreement.store(), place, world, me, ranks.patience())
         if absent:
             self._phase = Phase.ALONE
             raise OtherRankFailed(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
+from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.core.engines import built
 from ds_patches.steps.attached import Attached
 from ds_patches.upstream import deepcompile, zero3
-from ds_patches.upstream import deepcompile_graphs as graphs
-from ds_patches.upstream.engine import is_deep_compiled
+from ds_patches.upstream.coverage import is_deep_compiled, why_no_fallback
 
 from . import dynamo
 from .fallback import Fallback
@@ -25,7 +25,7 @@ _compiled_here: WeakSet[Any] = WeakSet()
 
 def activate() -> Sequence[str]:
     """Take in the engines that were compiled here; name what is out of reach."""
-    compiled = filter(is_deep_compiled, built())
+    compiled = filter(is_deep_compiled, [*engines.known])
     left = sum(_compiled(engine) is None for engine in compiled)
     return [f"{left} engine(s) compiled before: left to stock DeepSpeed"] if left else []
 
@@ -44,7 +44,7 @@ def _compiled(engine: Any) -> Fallback | None:
 
 
 def _take_in(engine: Any) -> Fallback | None:
-    reason = deepcompile.why_not_covered(engine)
+    reason = why_no_fallback(engine)
     if reason is None and engine not in _compiled_here:
         reason = "it was compiled before the patch was applied"
     if reason is not None:
@@ -62,12 +62,16 @@ _engines: Attached[Fallback] = Attached("dc_fallback", _take_in)
 
 def around_compile(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's compile: here frames that Dynamo skips gather their parameters, and train."""
-    if not deepcompile.wants_deep_compile(engine):
+    makes_graphs = engine.is_deepcompile_enabled() and not engine.is_compiled
+    is_stage3 = engine.zero_optimization_partition_weights()
+    if not (makes_graphs and is_stage3 and why_no_fallback(engine) is None):
         result = wrapped(*args, **kwargs)
         _compiled(engine)
         return result
-    alone = dynamo.backend(deepcompile.backend_of(wrapped, args, kwargs))
-    with deepcompile.compiling(engine, partial(_watched_backend, ref(engine), alone)):
+    given = inspect.signature(wrapped).bind(*args, **kwargs)
+    given.apply_defaults()
+    alone = dynamo.backend(given.arguments["backend"])
+    with deepcompile.compiling_engine(engine, partial(_watched_backend, ref(engine), alone)):
         result = wrapped(*args, **kwargs)
     _compiled_here.add(engine)
     _compiled(engine)
@@ -85,12 +89,12 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
     apart = deepcompile.tells_layers_apart()  # else nothing that such a loop calls is compiled
 
     def backend(gm: Any, inputs: Any) -> Any:
-        if not inputs or (apart and not graphs.has_parameters(inputs)):
+        if not inputs or (apart and not any(hasattr(tensor, "ds_id") for tensor in inputs)):
             graph = alone(gm, inputs)
         else:
-            with graphs.compiling(gm):
+            with deepcompile.compiling_graph(gm):
                 graph = compile_graph(gm, inputs)
-        graph_id = graphs.id_of(gm)
+        graph_id = id(gm.graph)  # by which DeepCompile knows it
 
         def run(*inputs: Any) -> Any:
             living = engine()  # None once nobody holds it, and its model still runs
@@ -123,19 +127,19 @@ def _params_of(given: Any) -> Any:
             if (param := state.uses.param_of(given)) is not None:
                 return param
         return given
-    return [_params_of(one) for one in given]
+    return [_params_of(param) for param in given]
 
 
 def around_enter(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
     """``GatheredParameters`` begins: the script itself holds these parameters from here on."""
     result = wrapped(*args, **kwargs)
-    if context.enabled:
-        zero3.count_context(context.params, 1)
+    for param in context.params if context.enabled else ():
+        setattr(param, zero3.IN_CONTEXT, True)
     return result
 
 
 def around_exit(wrapped: Wrapped, context: Any, args: Args, kwargs: Kwargs) -> Any:
     """``GatheredParameters`` ends, and the script holds these parameters no more."""
-    if context.enabled:
-        zero3.count_context(context.params, -1)
+    for param in context.params if context.enabled else ():
+        vars(param).pop(zero3.IN_CONTEXT, None)
     return wrapped(*args, **kwargs)

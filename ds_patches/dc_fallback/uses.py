@@ -19,11 +19,12 @@ The idea is that of parametrized data parallelism (SimpleFSDP, arXiv:2411.00284)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+
+from ds_patches.steps.saved_view import SavedView, storage_of
 
 #: In place of a module: what a backward runs again.
 _BACKWARD = object()
@@ -106,17 +107,6 @@ class _Use(torch.autograd.Function):
         return None, None, grad
 
 
-@dataclass(frozen=True)
-class _Note:
-    """What is saved in place of a gathered tensor, or of a view of one."""
-
-    call: Call
-    param: torch.nn.Parameter
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class Uses:
     """Gathers what eager code reads, once per module call and unit.
 
@@ -165,7 +155,7 @@ class Uses:
 
     def param_of(self, tensor: torch.Tensor) -> torch.nn.Parameter | None:
         """The parameter that `tensor` was gathered from, for a call that is under way."""
-        origin = self._origins.get(_storage(tensor))
+        origin = self._origins.get(storage_of(tensor))
         return None if origin is None else origin[1]
 
     def _unit_of(self, param: torch.nn.Parameter) -> Sequence[torch.nn.Parameter]:
@@ -177,16 +167,16 @@ class Uses:
             if self._is_here(param):
                 call.full[param] = param.detach()
                 return
-            absent = [one for one in self._unit_of(param) if not self._is_here(one)]
-            for one, full in zip(absent, self._gather(absent), strict=True):
-                call.full[one], call.version[one] = full, full._version
-                self._origins[_storage(full)] = call, one
+            absent = [p for p in self._unit_of(param) if not self._is_here(p)]
+            for p, full in zip(absent, self._gather(absent), strict=True):
+                call.full[p], call.version[p] = full, full._version
+                self._origins[storage_of(full)] = call, p
         self.gathered_any = True
 
     def _root(self, param: torch.nn.Parameter) -> torch.Tensor:
         if param not in self._roots:
-            params = [one for one in self._unit_of(param) if one.requires_grad]
-            shapes = [tuple(self._shape_of(one)) for one in params]
+            params = [p for p in self._unit_of(param) if p.requires_grad]
+            shapes = [tuple(self._shape_of(p)) for p in params]
             recorded: Any = _Roots.apply
             roots = recorded(self._deliver, shapes, params, self._anchor)
             self._roots.update(zip(params, roots, strict=True))
@@ -196,7 +186,7 @@ class Uses:
         """Let go of what was gathered for calls that have ended; return them."""
         for call in ended:
             for full in call.full.values():
-                self._origins.pop(_storage(full), None)
+                self._origins.pop(storage_of(full), None)
             call.full, call.uses = {}, {}
         if not self.calls:
             self._roots = {}
@@ -206,26 +196,26 @@ class Uses:
         """In place of what autograd saves: a note, if it is a gathered tensor or a view of one."""
         if not self._origins:
             return tensor
-        origin = self._origins.get(_storage(tensor))
-        if origin is None or tensor.dtype != origin[1].dtype:  # a complex view has other strides
-            return tensor
+        origin, view = self._origins.get(storage_of(tensor)), SavedView.of(tensor)
+        if origin is None or view is None or view.dtype != origin[1].dtype:
+            return tensor  # a complex view has other strides
         call, param = origin
         if call.full[param]._version != call.version[param]:
             return tensor  # the code has written to it, and a gather would not know
-        return _Note(call, param, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return call, param, view
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """What `pack` was given, gathered again."""
-        if not isinstance(saved, _Note):
-            tensor: torch.Tensor = saved
-            return tensor
-        if saved.call is not self._again_for:
-            self._again_for, self._again = saved.call, {}
-        if saved.param not in self._again:
-            params = self._unit_of(saved.param)
+        if isinstance(saved, torch.Tensor):
+            return saved
+        call, param, view = saved
+        if call is not self._again_for:
+            self._again_for, self._again = call, {}
+        if param not in self._again:
+            params = self._unit_of(param)
             with torch.no_grad():
                 self._again.update(zip(params, self._gather(params), strict=True))
-        return self._again[saved.param].as_strided(saved.size, saved.stride, saved.offset)
+        return self._again[param].as_strided(view.size, view.stride, view.offset)
 
     def _used_again(self, call: Call, param: torch.nn.Parameter) -> None:
         if call is self._again_for:
@@ -239,8 +229,3 @@ class Uses:
         """After a backward, whole or not: nothing gathered for it stays."""
         self._again_for, self._again = None, {}
         self.close(self.calls.close(_BACKWARD))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Identifies the memory of a tensor for as long as anything refers to it."""
-    return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else 0

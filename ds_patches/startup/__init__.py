@@ -1,58 +1,35 @@
-"""Patches without a line in the script: what makes an interpreter apply them by itself.
+"""The start-up hook: applies the patches when DeepSpeed is imported, without a line of code.
 
-A start-up hook runs `arm` in every interpreter while `DS_PATCHES` is set, and costs nothing while
-it is not. There are two ways to have it:
+While `DS_PATCHES` is set, `hook/sitecustomize.py` waits in every interpreter for the import of
+DeepSpeed, and calls `apply` at its end. Python runs that file at its start in two ways:
 
-- `ds-patches enable` writes one `.pth` file into the environment (site_packages.py);
-- `ds-patches run -- COMMAND` puts the folder `hook`, with a sitecustomize.py that runs
-  the user's own next, on the command's PYTHONPATH and so on that of its children (command.py).
+- installing the package puts a copy of it, and a `.pth` file that imports it, into site-packages;
+- `ds-patches run -- COMMAND` puts the folder `hook` on the command's PYTHONPATH (command.py).
 
-`arm` imports neither torch nor DeepSpeed nor wrapt; the patches are applied when DeepSpeed itself
-is imported. If that fails, the program runs on unpatched, with one warning for each patch; in
-strict mode it ends.
+If a patch fails, the program continues unpatched, with a warning; in strict mode it ends.
 """
 
 from __future__ import annotations
 
-_armed = False
 
-
-def arm() -> None:
-    """Apply the wanted patches once DeepSpeed is imported; calling it again changes nothing."""
-    global _armed
-    from ds_patches.core import imports
-
-    if not _armed:
-        imports.add_post_import_hook("deepspeed", _begin)
-        _armed = True
-
-
-def _begin() -> None:
-    from ds_patches.core import api
-
-    api.after_the_call(_apply)
-
-
-def _apply() -> None:
-    """Apply what the environment wants; only a strict refusal comes out of the import."""
+def apply() -> None:
+    """Apply the patches that the environment wants; failures raise in strict mode alone."""
     import threading
 
     from ds_patches.core import api, errors, flags, log, registry
-    from ds_patches.core.lifecycle import lives
+    from ds_patches.core.lifecycle import lifecycles
 
-    log.say()  # also of flags that mean nothing, which are read next
+    log.set_up()  # flags may be wrong, which is logged
     try:
         requests = flags.read(registry.patches())
-        log.say(requests.level)
-        wanted = [name for name, one in requests.of.items() if one.wanted and not one.for_others]
-        due = [name for name in wanted if not lives[name].reverted]
-        if due or not wanted:  # else the program took them back already
-            api.apply_wanted(requests, due)
+        log.set_up(requests.level)
+        if names := [name for name in requests.wanted if not lifecycles[name].declined]:
+            api.apply_and_report(requests, names)
     except Exception as error:
         if flags.is_strict():
             if threading.current_thread() is not threading.main_thread():
-                log.ours.critical("%s", error)  # Python says nothing of a thread that exits
+                log.logger.critical("%s", error)  # Python prints nothing if a thread exits
             raise SystemExit(f"ds_patches: {error} ({flags.PREFIX}_STRICT)") from error
-        if not isinstance(error, errors.PatchNotApplied):  # of those it has been warned
-            log.ours.log(log.for_the_job(), "nothing is applied to deepspeed: %s", error)
-            log.ours.debug("auto-apply failed", exc_info=error)
+        if not isinstance(error, errors.PatchNotApplied):  # which was logged before
+            log.logger.log(log.level_for_the_job(), "nothing is applied to deepspeed: %s", error)
+            log.logger.debug("auto-apply failed", exc_info=error)

@@ -1,41 +1,39 @@
-"""What `doctor` says of the start-up hook."""
+"""The start-up hook in `doctor`'s report."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
-from ds_patches.core import imports, release
-from ds_patches.startup import command, site_packages
+from ds_patches.core import api, registry
+from ds_patches.startup import command
+
+#: The module name of the hook's copy in site-packages.
+_INSTALLED = "_ds_patches_hook"
 
 
 def is_armed() -> bool:
-    """Whether DeepSpeed is patched when it is imported in this interpreter."""
-    return bool(imports.awaited([release.PACKAGE])) or release.PACKAGE in sys.modules
+    """Return True if this interpreter has applied patches, or will as it imports DeepSpeed."""
+    waits = any(hasattr(finder, "ds_patches") for finder in sys.meta_path)
+    return waits or any(map(api.is_applied, registry.patches()))
 
 
 def lines() -> list[str]:
-    """Say whether patches are applied by themselves here, and what stands in the way."""
-    wanted = os.environ.get("DS_PATCHES", "")
-    hooks = {
-        f"enabled by {site_packages.file()}": site_packages.is_enabled(),
-        f"on PYTHONPATH: {command.HOOK}": str(command.HOOK) in sys.path,
-    }
-    here = [hook for hook, is_there in hooks.items() if is_there]
-    found = [f"hook: {', '.join(here) or 'none (ds-patches enable, or run)'}"]
-    if wanted or here:
-        found.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
-    if wanted and here:
-        found.append(f"this interpreter: {'armed' if is_armed() else _why_not_armed()}")
-    return found
+    """Return lines that say if the hook applies patches in this interpreter, or why it does not."""
+    wanted = os.environ.get("DS_PATCHES", "").strip()
+    installed = find_spec(_INSTALLED)
+    hooks = [f"installed: {installed.origin}"] if installed else []
+    hooks += [f"on PYTHONPATH: {command.HOOK}"] if str(command.HOOK) in sys.path else []
+    report = [f"hook: {', '.join(hooks) or 'none (install ds_patches by pip, or use run)'}"]
+    report.append(f"DS_PATCHES: {wanted or 'not set, so nothing is applied by itself'}")
+    if wanted and hooks:
+        report.append(f"this interpreter: {'armed' if is_armed() else _why_not_armed()}")
+    return report
 
 
 def _why_not_armed() -> str:
-    for flag, option in (("no_site", "-S"), ("isolated", "-I"), ("ignore_environment", "-E")):
-        if getattr(sys.flags, flag):
-            return f"not armed, it was started with {option}"
-    prefix = os.environ.get("DS_PATCHES_PREFIX") or sys.prefix
-    if os.path.realpath(prefix) != os.path.realpath(sys.prefix):
-        return f"not armed, DS_PATCHES_PREFIX={prefix} is another environment"
+    if sys.flags.no_site:
+        return "not armed, it was started with -S"
     first = getattr(sys.modules.get("sitecustomize"), "__file__", "another sitecustomize.py")
     return f"not armed, {first} comes first on the path"

@@ -17,6 +17,7 @@ from ds_patches.core.layer import Layer
 from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import boundary as upstream_boundary
+from ds_patches.upstream import coverage
 from ds_patches.upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
@@ -127,7 +128,7 @@ def take_in(engine: Any) -> EngineSteps | None:
     An engine whose backwards a compiler compiles is left, from the compilation on. A step that
     began before the patch is left until it ends.
     """
-    if upstream_engine.is_compiled(engine) and upstream_engine.is_left(engine):
+    if coverage.is_compiled(engine) and coverage.is_left(engine):
         if (steps := of(engine)) is not None:
             steps.detach()
         _engines.leave(engine)
@@ -144,7 +145,7 @@ def of_optimizer(optimizer: Any) -> EngineSteps | None:
     """Return what is kept of an optimizer's engine, also before its first forward."""
     if KEY not in vars(optimizer):
         _engines.leave(optimizer)  # if it has none: to look for it takes a while
-        for engine in engines.built():
+        for engine in [*engines.known]:
             if vars(engine).get("optimizer") is optimizer:
                 take_in(engine)
     return of(optimizer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.layer import Layer
 from ds_patches.steps.sums import GradientSum
@@ -14,18 +16,24 @@ class Bf16Sum(GradientSum):
     """The fp32 gradients of one ``BF16_Optimizer`` over the backwards of a step.
 
     Every backward's epilogue adds the bf16 gradients to them, every prologue clears the bf16 ones:
-    what is left to do is to forget, and up to 0.18.9 to add before the sum is reduced.
+    what is left to do is to forget, to divide, and up to 0.18.9 to add before the sum is reduced.
     """
 
     def __init__(self, engine: Any) -> None:
-        self._optimizer = engine.optimizer
+        self._engine, self._optimizer = engine, engine.optimizer
         self._added = False  # the running backward's, before its epilogue
         super().__init__()
+        self.holds_local = True
+        if upstream_engine.has_torch_style_backward(engine):
+            self.layers.append(Layer(engine, "allreduce_gradients", self._reduce))
         if upstream_engine.reduces_before_it_adds():
-            self.layers = [
-                Layer(engine, "allreduce_gradients", self._reduce),
-                Layer(engine.optimizer, "backward_epilogue", self._epilogue),
-            ]
+            self.layers.append(Layer(engine.optimizer, "backward_epilogue", self._epilogue))
+
+    def parameters(self) -> list[Any]:
+        return [param for group in self._optimizer.bf16_groups for param in group]
+
+    def local(self) -> list[torch.Tensor]:
+        return [sum_ for sum_ in self._optimizer.fp32_groups_gradients_flat if sum_.numel()]
 
     def lacks(self, unreduced: bool) -> bool:
         return unreduced
@@ -35,8 +43,11 @@ class Bf16Sum(GradientSum):
         self._optimizer.clear_hp_grads()
 
     def _reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        self._optimizer.backward_epilogue()
-        self._added = True
+        if upstream_engine.reduces_before_it_adds():
+            self._optimizer.backward_epilogue()
+            self._added = True
+        if self._engine.is_gradient_accumulation_boundary():
+            self.expect(1)
         wrapped(*args, **kwargs)
 
     def _epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

@@ -1,99 +1,50 @@
-"""Where gradients are divided by the micro steps: once on each way from a loss to a parameter.
+"""Gradients are divided by the micro steps once: where they are reduced.
 
-From 0.18.3 on a plain ``loss.backward()`` is divided wherever it comes to an output of an engine.
-Where outputs lead to one another, as a loss to logits and they to hidden states, or the outputs of
-one engine to those of another, what reaches the deeper ones was divided above already. No hook can
-tell it from what a script has made of the deeper output itself. But it comes along other edges of
-the graph: those that leave a node of the upper output's forward. On them the division is undone.
+From 0.18.3 on DeepSpeed divides a plain ``loss.backward()`` at the engine's outputs. A loss can go
+past them, by a weight or by ``engine.module(x)``, or pass several that lead to one another. Each
+gradient passes a reduce bucket, so here the sum of a step divides there, by `divisor_of`.
+``engine.backward(loss)`` divides the loss, and so does ``engine.scale(loss)`` if it scales it.
+
+What leaves an engine by an input is not reduced: the leaves that lead to the input divide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
-from weakref import ref
+from typing import Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
-from ds_patches.core.calls import meanwhile
-from ds_patches.steps.attached import Attached
-from ds_patches.steps.graph_task import at_end_of_task, current_task_id, with_graphs
+from ds_patches.core import engines
+from ds_patches.steps.graph_task import NO_TASK, accumulates, current_task_id, with_graphs
 from ds_patches.upstream import engine as upstream_engine
 
-#: In the metadata of an autograd node: which of its results are outputs of an engine, by number.
-_OUTPUTS = "ds_patches.outputs"
-#: The same of one from which on the edges to other outputs undo the division already.
-_WALKED = "ds_patches.walked"
+#: In the metadata of an autograd node: it made an output of an engine, or divides for a leaf.
+_KNOWN = "ds_patches.division"
 
 
-class Division:
-    """Divides the plain backwards over one engine's forwards."""
+#: The engines whose ``backward`` runs, the innermost last.
+engine_backwards: list[Any] = []
 
-    #: ``engine.backward`` runs and has divided its loss: outputs, of whichever engine, need not.
-    has_divided: ClassVar[bool] = False
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = ref(engine)
-        self._tasks: set[int] = set()  # the graph tasks that run, and in which outputs divide
+class _Scaled:
+    """The graph task that began at a loss of ``engine.scale``."""
 
-    @property
-    def _micro_steps(self) -> int:
-        engine = self._engine()
-        return 1 if engine is None else int(engine.gradient_accumulation_steps())
+    task = NO_TASK
 
-    def forward_ran(self, inputs: Any, outputs: list[torch.Tensor]) -> None:
-        """Mark the outputs of a forward. A single one of inputs without a graph leads to none."""
-        alone = len(outputs) < 2 and not any(with_graphs(inputs))
-        for output in outputs:
-            marks: Any = output.grad_fn.metadata  # type: ignore[union-attr]
-            numbers = marks.setdefault(_OUTPUTS, set())
-            if output.output_nr in numbers:  # one that comes twice is divided twice
-                output.register_hook(self._undone)  # type: ignore[no-untyped-call]
-            numbers.add(output.output_nr)
-            if alone:
-                marks[_WALKED] = True
 
-    def divided(self) -> None:
-        """Note that a gradient was divided at an output, the node of the graph that runs."""
-        if (task := current_task_id()) not in self._tasks:
-            self._tasks.add(task)
-            at_end_of_task(partial(self._tasks.discard, task))
-        node: Any = torch._C._current_autograd_node()
-        marks = node.metadata
-        if _OUTPUTS in marks and not marks.get(_WALKED):
-            self._undo_beneath(node)
+def is_divided() -> bool:
+    """Return True if the gradients of the running backward come divided."""
+    return bool(engine_backwards) or _Scaled.task == current_task_id() != NO_TASK
 
-    def _undo_beneath(self, node: Any) -> None:
-        """Find the edges to the next outputs beneath a node. What lies beneath those is theirs."""
-        node.metadata[_WALKED] = True
-        pending = [node]
-        for above in pending:  # which become more
-            edges = []
-            for at, (beneath, number) in enumerate(above.next_functions):
-                marks = {} if beneath is None else beneath.metadata
-                if number in marks.get(_OUTPUTS, ()):
-                    edges.append(at)
-                elif beneath is not None and not marks.get(_WALKED):
-                    marks[_WALKED] = True
-                    pending.append(beneath)
-            if edges:
-                above.register_hook(self._undoing(edges))
 
-    def _undoing(self, edges: list[int]) -> Callable[[Any, Any], Any]:
-        def undo(gradients: Any, _: Any) -> Any:
-            return tuple(
-                self._undone(gradient) if at in edges else gradient
-                for at, gradient in enumerate(gradients)
-            )
-
-        return undo
-
-    def _undone(self, gradient: Any) -> Any:
-        """Undo the division of a gradient, unless the running backward does not divide."""
-        if gradient is None or current_task_id() not in self._tasks:
-            return gradient
-        return gradient * self._micro_steps
+def divisor_of(engine: Any) -> int:
+    """Return by how much the gradients of the backward that begins are still to be divided."""
+    if is_divided() or not upstream_engine.divides_plain_backwards(engine):
+        return 1
+    return int(engine.gradient_accumulation_steps())
 
 
 def divided_backward(
@@ -103,24 +54,70 @@ def divided_backward(
     retain_graph: bool = False,
     scale_wrt_gas: bool = True,
 ) -> Any:
-    """Divide the loss of ``engine.backward``, which `run` is, so that no output has to.
+    """Run ``engine.backward``, which `run` is, and divide its loss, as DeepSpeed does not.
 
-    Those of a forward from before the patch have hooks that know of `scale_wrt_gas` alone. The
+    Outputs of a forward from before the patch have hooks that know of `scale_wrt_gas` alone. The
     engine keeps it for plain backwards that follow.
     """
-    if scale_wrt_gas:
-        loss = loss / engine.gradient_accumulation_steps()
-    with meanwhile(Division, has_divided=True):
-        try:
-            run(loss, retain_graph, scale_wrt_gas=False)
-        finally:
-            upstream_engine.keep_scale(engine, scale_wrt_gas)
-    return loss
+    try:
+        if scale_wrt_gas:
+            loss = loss / engine.gradient_accumulation_steps()
+        run(loss, retain_graph, scale_wrt_gas=False)
+        return loss
+    finally:
+        upstream_engine.keep_scale(engine, scale_wrt_gas)
 
 
-def _division_of(engine: Any) -> Division | None:
-    divides = upstream_engine.divides_gradients(engine) and not upstream_engine.is_left(engine)
-    return Division(engine) if divides else None
+def divide_scaled(engine: Any, loss: torch.Tensor, is_nested: Callable[[], bool]) -> None:
+    """Divide the gradient of a loss of ``engine.scale``: undivided, half precision may overflow."""
+
+    def divide(gradient: torch.Tensor) -> torch.Tensor:
+        if is_nested() or not accumulates():
+            return gradient
+        divisor = divisor_of(engine)
+        _Scaled.task = current_task_id()
+        return gradient / divisor
+
+    loss.register_hook(unserializable_hook(divide))  # type: ignore[no-untyped-call]
 
 
-divisions: Attached[Division] = Attached("accumulation_division", _division_of)
+def divide_leaves(inputs: Any, outputs: list[torch.Tensor], divisor: Callable[[], int]) -> None:
+    """Have the leaves divide that lead to the inputs of a forward, but for those of engines.
+
+    Their gradients pass the engine, and no bucket. divisor: of the running backward.
+    """
+    for output in outputs:
+        node: Any = output.grad_fn
+        node.metadata[_KNOWN] = True
+    tensors = with_graphs(inputs, leaves=True)
+    roots = [tensor.grad_fn or _node_of(tensor) for tensor in tensors]
+    if not roots:
+        return
+    reduced: set[int] = set().union(*map(upstream_engine.trained, engines.known))
+    for node in _leaves_beneath(roots):
+        if id(node.variable) not in reduced:
+            node.metadata[_KNOWN] = True
+            node.register_prehook(partial(_divide, divisor))
+
+
+def _divide(divisor: Callable[[], int], gradients: Any) -> Any:
+    by = divisor()
+    return tuple(gradient if gradient is None else gradient / by for gradient in gradients)
+
+
+def _node_of(leaf: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _leaves_beneath(pending: list[Any]) -> Iterator[Any]:
+    """Yield the nodes that accumulate, up to outputs of engines, which have seen to theirs."""
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or _KNOWN in node.metadata:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node
+        pending += [beneath for beneath, _ in node.next_functions]

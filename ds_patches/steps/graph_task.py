@@ -143,22 +143,21 @@ class TaskWatch:
         self._end = None
 
 
-def with_graphs(outputs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors with a graph behind them, in nested tuples, lists and dicts.
+def with_graphs(outputs: Any, leaves: bool = False) -> list[torch.Tensor]:
+    """Return the tensors with a graph behind them, in nested tuples, lists, dicts and dataclasses.
 
-    And apart from them those in plain dataclasses, where DeepSpeed does not look.
+    leaves: also leaves that require a gradient.
     """
-    found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    inside: list[Any] = []
-    for tensors, pending in zip(found, ([outputs], inside), strict=True):
-        for one in pending:  # which become more
-            if isinstance(one, torch.Tensor):
-                if one.grad_fn is not None:
-                    tensors.append(one)
-            elif isinstance(one, (tuple, list)):
-                pending += one
-            elif isinstance(one, dict):
-                pending += one.values()
-            elif hasattr(type(one), "__dataclass_fields__"):
-                inside += [getattr(one, name, None) for name in one.__dataclass_fields__]
-    return found
+    tensors: list[torch.Tensor] = []
+    pending = [outputs]
+    for value in pending:  # which become more
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is not None or (leaves and value.requires_grad):
+                tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif hasattr(type(value), "__dataclass_fields__"):
+            pending += [getattr(value, name, None) for name in value.__dataclass_fields__]
+    return tensors

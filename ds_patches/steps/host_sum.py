@@ -32,6 +32,8 @@ class HostSum:
         # Those that a script has put into the fp32 partition, and all whose gradients are there.
         self._given = offload.filled(optimizer) if is_new else set[int]()
         self._delivered = set(self._given)
+        #: Parameters whose gradients the running backward has put into the fp32 partition.
+        self._delivered_now: set[int] = set()
         #: At this one optimizer: it is called for every parameter, and only here it matters.
         self.layers = [
             Layer(optimizer, "copy_grads_in_partition", self._copy),
@@ -59,6 +61,10 @@ class HostSum:
             self._pending.discard(param_id)
             self._delivered.add(param_id)
             self._given.add(param_id)
+
+    def begin_backward(self) -> None:
+        """Note that the backward that begins has delivered nothing yet."""
+        self._delivered_now.clear()
 
     def set_aside(self) -> None:
         """Take the fp32 partitions out; the backward then runs as a step's only one would."""
@@ -145,9 +151,14 @@ class HostSum:
         boundary = upstream_boundary.is_at_boundary(optimizer)
         adds = param_id in self._pending
         kept = offload.where_micro_steps_are_kept(optimizer) if adds or not boundary else {}
+        comes_again = boundary and param_id in self._delivered_now
+        before = offload.take_from_partition(optimizer, param_id) if comes_again else None
         with meanwhile(optimizer, micro_step_id=int(adds), **kept):
             result = wrapped(*args, **kwargs)
+        if before is not None:
+            offload.add_to_partition(optimizer, param_id, before)
         if boundary:
+            self._delivered_now.add(param_id)
             self._pending.discard(param_id)
             self._delivered.add(param_id)
         else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -13,13 +11,17 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core.errors import Refused
+from ds_patches.steps.division import divisor_of, engine_backwards
 from ds_patches.steps.graph_task import (
     NO_TASK,
     Entry,
     TaskWatch,
     accumulates,
+    at_end_of_task,
     current_task_id,
 )
+from ds_patches.steps.listener import Listener
+from ds_patches.steps.state import Step, StepState
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
@@ -28,6 +30,22 @@ logger = logging.getLogger("ds_patches.accumulation")
 _NO_OUTPUT = (
     "backward() of a tensor that is no output of the engine: call engine.backward(tensor) instead; "
     "DeepSpeed does not know of this one"
+)
+_FOREIGN = (
+    "This engine's backward began, and dropped the gradients that another engine's backward had "
+    "brought to its parameters, as a GAN's generator does to the discriminator. Call this engine's "
+    "zero_grad() after such a backward, or, if the gradients are to count, its step()."
+)
+_NOT_STEPPED = (
+    "Backwards of another engine have brought gradients to this engine %d times, and its step() "
+    "was never called: it does not train. If one loss trains both engines, call step() of both: "
+    "Accelerate's backward() steps one engine alone, and the step() of what it has prepared does "
+    "nothing. If this one is not to train, freeze it by requires_grad_(False)."
+)
+_MIXED = (
+    "a plain backward() of a tensor that is no output of the engine, after engine.backward() in a "
+    "step whose gradients stay on the parameters: one is divided by the micro steps, the other is "
+    "not. Use engine.backward(tensor) for both."
 )
 _NO_BACKWARD = (
     "engine.step() at the gradient accumulation boundary, and no backward has reduced a gradient "
@@ -41,84 +59,47 @@ _OLD_FORWARD = (
 )
 
 
-class StepState(Enum):
-    """What the backwards since the last ``engine.step()`` have left."""
-
-    #: No gradient: there was no backward, or the user has dropped what it brought.
-    EMPTY = auto()
-    #: Gradients.
-    HELD = auto()
-    #: No gradient: the last backward raised, and took those of the others with it.
-    FAILED = auto()
+#: In this many steps of another engine, a generator's say, its rival has usually had one as well.
+_MANY = 4
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of an engine, from one update of its parameters to the next.
-
-    first, last: while it is HELD, the numbers of the micro steps that its first and its last
-        backward were in, as ``engine.micro_steps`` counts them.
-    """
-
-    state: StepState = StepState.EMPTY
-    first: int = -1
-    last: int = -1
-
-    def after_backward(self, micro_step: int) -> Step:
-        """Return the step with one more backward, in this micro step."""
-        first = self.first if self.state is StepState.HELD else micro_step
-        return Step(StepState.HELD, first, micro_step)
-
-    def has_backward_in(self, micro_step: int) -> bool:
-        """Whether its last backward was in this micro step."""
-        return self.state is StepState.HELD and self.last == micro_step
-
-
-class Listener:
-    """What a patch does at an engine's backwards. A method does nothing unless overridden."""
-
-    #: Whether `backward_begins` is to be called.
-    awaits_backwards = True
-
-    def backward_begins(self, again: bool) -> None:
-        """A backward begins; its graph task runs. `again`: no forward has run since the last."""
-
-    def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs ``engine.backward(loss)``: `run`, or something around it."""
-        return run
-
-    def backward_nested(self) -> None:
-        """A backward over a forward of the engine begins inside the running one."""
-
-    def backward_raised(self) -> None:
-        """A backward raised; whether `dropped` follows depends on what it had brought."""
-
-    def dropped(self, failed: bool) -> None:
-        """The step's gradients were dropped: by the user, or because a backward `failed`."""
+def refuse_missed(engine: Any) -> None:
+    """Raise Refused if parameters got gradients, and DeepSpeed saw no backward begin."""
+    state = upstream_engine.hook_state(engine.optimizer)
+    # The hooks of parameters ask for a backward if the forward has had another before.
+    if state and state.hooks_fired_this_backward and not state.backward_seen_this_step:
+        raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
 
 
 class EngineSteps:
     """The steps and backwards of one engine.
 
-    engine: a DeepSpeedEngine that `upstream.engine.why_not_covered` lets pass.
+    engine: a DeepSpeedEngine that `upstream.coverage.why_not_covered` lets pass.
     sum: of the gradients of a step, by the engine's ZeRO stage.
     """
 
     def __init__(self, engine: Any, sum: GradientSum) -> None:
         self.sum = sum
         self.listeners: list[Listener] = []
+        self.gather_once: Any = None  # at stage 3, what `steps.gather_once` made of the engine
         #: The backward that runs, and how the last one ended.
         self.watch = TaskWatch()
         #: Never reset. A step that overflowed was not taken.
         self.backwards_begun = self.steps_taken = 0
-        #: ``engine.backward`` runs, of a loss that has a graph.
-        self.in_engine_backward = False
         #: Upstream's hooks ask for the prologue once per forward: it runs once per backward.
         self.prologue_is_due = False
         self.engine: Any = engine  # None: it was given back, and graphs have hooks of ours
         self._step = self._before = Step()  # now, and before the last backward began
         self._fresh = False  # a forward has run since the last backward began
+        #: In 0.18.3 and 0.18.4, whether DeepSpeed has asked for the epilogue of a plain backward,
+        #: which runs as that ends.
+        is_torch_style = upstream_engine.has_torch_style_backward(engine)
+        self.ends_late = is_torch_style and upstream_engine.hook_state(engine.optimizer) is None
+        self.epilogue_is_due = False
+        #: Whether DeepSpeed divides plain backwards, at outputs, which the sum does here.
+        self.divides = is_torch_style
         self._warned = False
+        self._warned_of_foreign = self._warned_of_no_step = False
         # At stage 3 zero3_retain raises, and needs no warning.
         self._warned_of_old = engine.zero_optimization_partition_weights()
 
@@ -157,10 +138,20 @@ class EngineSteps:
                 listener.backward_nested()
             return
         self.backwards_begun += 1
+        caller: Any = engine_backwards[-1] if engine_backwards else None
+        is_own = caller is self.engine
+        if self._step.is_foreign and is_own:
+            self._drop_foreign()
         self._before = self._step
-        self._step = self._step.after_backward(self.engine.micro_steps)
+        is_foreign = caller is not None and not is_own
+        if is_foreign and self._step.is_foreign and not self._warned_of_no_step:
+            self._warn_of_no_step()
+        self._step = self._step.after_backward(self.engine.micro_steps, is_foreign)
         again, self._fresh = not self._fresh, False
         self.prologue_is_due = True
+        if self.ends_late:
+            self.epilogue_is_due = False
+            at_end_of_task(self._run_epilogue)
         try:
             upstream_engine.begin_backward(self.engine, again)
         finally:
@@ -168,16 +159,53 @@ class EngineSteps:
         for at, layer in enumerate(self.sum.layers):  # without a call for each
             if layer.own.get(layer.name) is not layer.installed:
                 self.sum.put_back(at)
+        if (divisor := divisor_of(self.engine)) != self.sum.divisor:
+            self.sum.expect(divisor, self._before.state is not StepState.HELD)
         self.sum.begin_backward()
+        is_held = self._before.state is StepState.HELD
+        if is_held and self.sum.holds_local and upstream_engine.gradients_came(self.engine) is None:
+            self.sum.note()
         for listener in self.listeners:
             if listener.awaits_backwards:
                 listener.backward_begins(again)
 
+    def _run_epilogue(self) -> None:
+        """Run the epilogue of a plain backward, if DeepSpeed has asked for one."""
+        if self.engine is not None and self.epilogue_is_due:
+            self.epilogue_is_due = False
+            upstream_engine.end_plain_backward(self.engine)
+
+    def _drop_foreign(self) -> None:
+        """Drop what the backwards of other engines have brought, as ``engine.backward`` begins."""
+        self._step = Step()
+        self.sum.drop()
+        if not self._warned_of_foreign:
+            self._warned_of_foreign = True
+            logger.warning(_FOREIGN)
+
+    def _warn_of_no_step(self) -> None:
+        """Warn once if other engines' gradients have come for some steps, and none was taken."""
+        engine = self.engine
+        is_early = self.backwards_begun <= _MANY * engine.gradient_accumulation_steps()
+        if engine.micro_steps or is_early:  # `micro_steps` counts the calls of step()
+            return
+        self._warned_of_no_step = True
+        if any(param.requires_grad for param in engine.module.parameters()):
+            logger.warning(_NOT_STEPPED, self.backwards_begun - 1)
+
     def parameter_entered(self) -> None:
-        """A gradient has come to a parameter, and to no output before."""
-        if self.engine.gradient_accumulation_steps() > 1:
-            raise Refused(f"{_NO_OUTPUT}, and does not divide it by the micro steps either.")
+        """A gradient has come to a parameter, and to no output before.
+
+        Raises Refused if it has been added to a local one that was divided already, or was not.
+        """
+        is_mixed = divisor_of(self.engine) != self.sum.divisor
+        if is_mixed and self.sum.holds_local and self._step.state is StepState.HELD:
+            raise Refused(_MIXED)
         self.entered(is_backward=True)
+
+    def divisor_now(self) -> int:
+        """Return by how much gradients of the running backward are still to be divided."""
+        return self.sum.divisor if self.watch.running else 1
 
     def passed_by(self) -> bool:
         """End a backward that has reached no parameter of this engine, but of another.
@@ -199,7 +227,8 @@ class EngineSteps:
     def drop_failed_backward(self) -> None:
         """The last backward raised, and the step's gradients go with it, if it has brought any."""
         self.watch.forget()
-        may_have_come = upstream_engine.may_have_come(self.engine)
+        came = upstream_engine.gradients_came(self.engine)
+        may_have_come = self.sum.has_come() if came is None else came
         # It may have run over a graph that was freed.
         spares = self._before.state is StepState.HELD and not may_have_come
         self._step = self._before if spares else Step(StepState.FAILED)
@@ -272,11 +301,11 @@ class EngineSteps:
                 "dropped, and none have come since. Run forward and backward again before the step."
             )
         is_new = not self._step.has_backward_in(self.engine.micro_steps)
-        if is_new and upstream_engine.missed_backward(self.engine.optimizer):
-            raise Refused(f"engine.step() after a {_NO_OUTPUT}, and has reduced no gradient.")
+        if is_new:
+            refuse_missed(self.engine)
+        if self.sum.lacks(is_new and self._step.state is StepState.HELD):
+            raise Refused(_NO_BACKWARD)
         if self.backwards_begun:
-            if self.sum.lacks(is_new and self._step.state is StepState.HELD):
-                raise Refused(_NO_BACKWARD)
             self.sum.complete()
         self.sum.upstream_zeroes = True
         try:

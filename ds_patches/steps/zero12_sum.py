@@ -11,23 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import Layer
+from ds_patches.steps.arrivals import ReducedGradients
 from ds_patches.steps.bucket_order import BucketOrder
 from ds_patches.steps.host_sum import HostSum
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import boundary as upstream_boundary
-from ds_patches.upstream import muon, zero12
+from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import keeps_order
-from ds_patches.upstream.kinds import is_muon
+from ds_patches.upstream.classes import is_muon
 from ds_patches.upstream.zero12_buckets import ReduceBuckets, reduce_together
 
 # Muon orthogonalises what an epilogue has reduced: two of those do not add up to one.
-# Unless something lets it wait for the step.
 _SECOND_WITH_MUON = (
     "a second backward at the gradient accumulation boundary of one step, with Muon: each would be "
-    "orthogonalised by itself, and not their sum. Apply muon, too, or add the losses, or call "
+    "orthogonalised by itself, and not their sum. Add the losses, or call "
     "engine.set_gradient_accumulation_boundary(False) before all but the last backward, or put the "
     "backwards into `with engine.coalesce_grad_reduction():`."
 )
@@ -39,6 +41,7 @@ class Zero12Sum(GradientSum):
     def __init__(self, engine: Any) -> None:
         super().__init__()
         self._optimizer = optimizer = engine.optimizer
+        self.holds_local = not optimizer.partition_gradients
         epilogue = "independent_gradient_partition_epilogue"
         self.layers.append(Layer(optimizer, epilogue, self._epilogue))
         self._host = HostSum(optimizer, engine.global_steps == 0) if optimizer.cpu_offload else None
@@ -49,13 +52,16 @@ class Zero12Sum(GradientSum):
             self._overlaps = optimizer.overlap_comm
             self.layers.append(Layer(engine, "allreduce_gradients", self._reduce))
             optimizer.overlap_comm = False  # it would reduce before, in the backward
-        self._order: BucketOrder | None = None
-        if reduce_together(optimizer):
-            self._order = BucketOrder(ReduceBuckets(optimizer))
-            self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._order.reduce))
+        self._buckets = ReduceBuckets(optimizer)
+        self._order = BucketOrder(self._buckets) if reduce_together(optimizer) else None
+        self._reduced_gradients = ReducedGradients(self._buckets, self._order, self)
+        self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._reduced_gradients.reduce))
         self._is_muon = is_muon(optimizer)
-        self.keeps_earlier_micro_steps = zero12.keeps_earlier_micro_steps(optimizer)
-        self._reduces_last_only = zero12.reduces_last_backward_only(optimizer)
+        # Stage 1 without fp32 sums keeps them in the parameters' ``grad``, which zero_grad() drops.
+        sums = optimizer.use_grad_accum_attribute
+        self.keeps_earlier_micro_steps = bool(optimizer.partition_gradients or sums)
+        # DeepSpeed then drops the sums of parameters that the step's last backward does not reach.
+        self._reduces_last_only = bool(optimizer.overlap_comm) and self.holds_local
         self._is_managed = upstream_boundary.manages_boundary(engine)
         if not self._is_managed:
             finalize = "finalize_gradient_accumulation_boundary"
@@ -65,27 +71,37 @@ class Zero12Sum(GradientSum):
 
     def begin_backward(self) -> None:
         """Set aside what earlier backwards of the step have left on the host."""
-        if self._reduced and self._is_muon and not muon.waits(self._optimizer):
+        if self._reduced and self._is_muon:
             raise Refused(_SECOND_WITH_MUON)
-        if self._host is not None and (self._reduced or self._host.is_due):
-            self._host.set_aside()
+        if self._host is not None:
+            self._host.begin_backward()
+            if self._reduced or self._host.is_due:
+                self._host.set_aside()
+        self._reduced_gradients.forget()
         if self._order is not None:
             self._order.begin_backward()
+
+    def has_come(self) -> bool:
+        return self.is_late() or (self.holds_local and super().has_come())
+
+    def marks(self) -> list[tuple[int, int]]:
+        return [(id(gradient), gradient._version) for gradient in self.local()]
 
     def pass_by(self) -> bool:
         if self._host is not None:
             self._host.add_back()
-        self._optimizer.exit_backward()
+        if hasattr(self._optimizer, "exit_backward"):  # 0.18.3
+            self._optimizer.exit_backward()
         return True
 
     def _epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Stock's reduction epilogue, made to add."""
-        optimizer = self._optimizer
-        if self._reduces_last_only:
-            zero12.reduce_earlier_backwards(optimizer)
+        boundary = upstream_boundary.is_at_boundary(self._optimizer)
+        if self._reduces_last_only and boundary:
+            self._buckets.reduce_earlier_backwards(self._order.held if self._order else ())
         if self._order is not None:
             self._order.end_backward()
-        boundary = upstream_boundary.is_at_boundary(optimizer)
+        self._reduced_gradients.is_last = True
         adds = self._reduced or (self._host is not None and self._host.is_due)
         self._reduced |= boundary
         self.upstream_zeroes = True
@@ -95,7 +111,7 @@ class Zero12Sum(GradientSum):
             else:
                 wrapped()
         finally:
-            self.upstream_zeroes = False
+            self.upstream_zeroes = self._reduced_gradients.is_last = False
 
     def _add(self, wrapped: Callable[[], Any]) -> None:
         optimizer = self._optimizer
@@ -146,6 +162,7 @@ class Zero12Sum(GradientSum):
         self._empty = True
 
     def abandon(self) -> None:
+        self._reduced_gradients.forget()
         if self._order is not None:
             self._order.begin_backward()
         zero12.empty_buckets(self._optimizer)
@@ -171,16 +188,23 @@ class Zero12Sum(GradientSum):
 
     # --- Local gradients: in `grad`, or, as fp32 sums of a low precision model, in `grad_accum` ---
 
-    def trained(self) -> list[Any]:
-        return [p for group in self._optimizer.bit16_groups for p in group if p.requires_grad]
+    def parameters(self) -> list[Any]:
+        return [param for group in self._optimizer.bit16_groups for param in group]
 
     def have_local(self) -> list[bool]:
         where = zero12.gradient_attribute(self._optimizer)
         return [getattr(param, where) is not None for param in self.trained()]
 
+    def end_local(self) -> None:
+        self.holds_local = not self._optimizer.partition_gradients
+
+    def local(self) -> list[torch.Tensor]:
+        where = zero12.gradient_attribute(self._optimizer)
+        local = [getattr(param, where) for param in self.trained()]
+        return [gradient for gradient in local if gradient is not None]
+
     def is_late(self) -> bool:
-        waiting = zero12.in_buckets(self._optimizer)
-        return bool(waiting) or any(self._optimizer.params_already_reduced)
+        return self._reduced_gradients.any or bool(self._buckets.contents())
 
     def lacking(self, group: Any) -> set[Any] | None:
         # The epilogue of each backward does it too, but not every backward has one: from 0.18.3
@@ -203,8 +227,6 @@ class Zero12Sum(GradientSum):
             optimizer.micro_step_id = 0
             for group, params in enumerate(optimizer.bit16_groups):
                 for param in params:
-                    if not param.requires_grad:
-                        continue
                     if lacking and param in lacking:
                         zero12.give_zero_gradient(optimizer, param)
                     if optimizer.get_gradient_for_reduction(param) is not None:
@@ -229,7 +251,7 @@ def _add_back(now: zero12.Gradients, before: zero12.Gradients, *, restore: bool)
         if old is None or new is old:
             continue
         if new is not None:
-            for slice_now, slice_before in zip(muon.to_add(new), muon.to_add(old), strict=True):
+            for slice_now, slice_before in zip(new, old, strict=True):
                 slice_now.add_(slice_before)
         elif restore:
             now[group] = old

@@ -4,6 +4,9 @@ Each rank holds one flat slice per parameter. Stock copies into it or adds to it
 moves with the *forward* from 0.18.5 on, and never clears it: what an earlier step left there for
 a parameter without a gradient stays, and is stepped with. Here a slice is copied into when its
 step writes it first, added to from then on, and zeroed if its step has not written it at all.
+
+A gradient that comes to a parameter again in one backward counts again. Autograd adds it to the one
+in the reduce bucket, which then has the parameter twice: it is reduced once.
 """
 
 from __future__ import annotations
@@ -12,10 +15,21 @@ from typing import Any
 
 from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
+from ds_patches.core.errors import Refused
+from ds_patches.core.layer import Layer
 from ds_patches.steps.attached import KEY
-from ds_patches.steps.sums import GradientSum
+from ds_patches.steps.graph_task import NO_TASK, current_task_id
+from ds_patches.steps.sums import GradientSum, divide
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
+from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.classes import makes_muon_updates_in_backward
+
+_SECOND_WITH_MUON = (
+    "a second backward of one step, with Muon at ZeRO 3: this DeepSpeed orthogonalises each by "
+    "itself, and not their sum. Upgrade to 0.19.8, or add the losses, or put the backwards into "
+    "`with engine.coalesce_grad_reduction():`."
+)
 
 
 def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -31,19 +45,75 @@ class Zero3Sum(GradientSum):
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
-        self._optimizer = engine.optimizer
-        self._written: set[int] = set()  # ds_id
+        self._optimizer = optimizer = engine.optimizer
+        self.layers.append(Layer(optimizer, zero3.REDUCING_METHOD, self._reduce_bucket))
+        self._outer_task = NO_TASK
+        self._nests = False  # a graph task has run inside a backward's
+        self._has_reduced = False  # the backward a bucket
+        if not keeps_order():
+            offload = optimizer.parameter_offload
+            gathers = "pre_sub_module_backward_function"
+            self.layers.append(Layer(offload, gathers, self._module_backward_begins))
+        #: By ``ds_id``, the parameters whose partitions hold gradients of this step.
+        self._written: dict[int, Any] = {}
         self._delivered: set[int] = set()  # of them, those that reached an offloaded optimizer
+
+    def begin_backward(self) -> None:
+        if self._written and makes_muon_updates_in_backward(self._optimizer):
+            raise Refused(_SECOND_WITH_MUON)
+        self._outer_task = current_task_id()
+        self._has_reduced = False
+
+    def _reduce_bucket(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """DeepSpeed reduces a bucket, because it is full or as a backward ends."""
+        optimizer = self._optimizer
+        dtype = zero3.dtype_of_bucket(optimizer, *args, **kwargs)
+        params = zero3.bucket_of(optimizer, dtype)
+        if not params:
+            return
+        if len({*map(id, params)}) < len(params):
+            zero3.hold_each_once(optimizer, dtype)
+        if self.divisor > 1:
+            with zero3.reduction_stream(optimizer):
+                divide([param.grad for param in params], self.divisor)
+        self._has_reduced = True
+        wrapped(*args, **kwargs)
+        # For the next gradient alone, so not a layer, which all would pass.
+        vars(optimizer)[zero3.PUTTING_METHOD] = self._put
+
+    def _put(self, param: Any) -> None:
+        """DeepSpeed puts a gradient into the empty bucket, also one that was in the full one."""
+        self._let_put()
+        if param.grad is not None:
+            getattr(self._optimizer, zero3.PUTTING_METHOD)(param)
+
+    def _let_put(self) -> None:
+        vars(self._optimizer).pop(zero3.PUTTING_METHOD, None)
+
+    def _module_backward_begins(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """DeepSpeed gathers a module; here its next gradients come behind those in buckets."""
+        self.order_behind_buckets(args[0] if args else kwargs["sub_module"])
+        wrapped(*args, **kwargs)
+
+    def order_behind_buckets(self, module: Any = None) -> None:
+        """Make the gradients that come next, of a module or of any, wait for those in buckets.
+
+        Only where graph tasks run inside a backward's: there a parameter may get another one.
+        """
+        self._nests |= current_task_id() not in (self._outer_task, NO_TASK)
+        if self._nests:
+            zero3.wait_for_buckets(self._optimizer, module)
 
     def partition(self, wrapped: Wrapped, params: list[Any], gradients: list[Any]) -> Any:
         """Stock's ``partition_grads``, made to copy what is new in this step, and to add else."""
         optimizer = self._optimizer
-        ids = {param.ds_id for param in params}
-        unwritten = ids - self._written
+        by_id = {param.ds_id: param for param in params}
+        ids = by_id.keys()
+        unwritten = ids - self._written.keys()
         adds = len(unwritten) < len(ids)
         if adds and unwritten:
             zero3.zero(optimizer, unwritten)
-        self._written |= ids
+        self._written |= by_id
         if optimizer.offload_optimizer:
             self._delivered -= ids
             if upstream_boundary.is_at_boundary(optimizer):
@@ -54,40 +124,44 @@ class Zero3Sum(GradientSum):
         with meanwhile(optimizer, micro_step_id=int(adds)):
             return wrapped(params, gradients)
 
-    def settle(self, *params: Any) -> set[int]:
+    def settle(self, *params: Any) -> dict[int, Any]:
         """Zero what earlier steps have left of these parameters, before a script looks.
 
-        Returns the ids of those that train.
+        Returns those that train, by ``ds_id``.
         """
-        ids = {param.ds_id for param in params if param.requires_grad}
-        if self._written and (stale := ids - self._written):
+        by_id = {p.ds_id: p for p in params if p.requires_grad or p.ds_id in self._written}
+        ids, written = by_id.keys(), self._written.keys()
+        if written and (stale := ids - written):
             zero3.zero(self._optimizer, stale)
         optimizer = self._optimizer
-        if optimizer.offload_optimizer and (late := (ids & self._written) - self._delivered):
+        if optimizer.offload_optimizer and (late := (ids & written) - self._delivered):
             zero3.deliver(optimizer, late)
-        return ids
+        return by_id
 
-    def given(self, ids: set[int]) -> None:
+    def given(self, by_id: dict[int, Any]) -> None:
         """Take what a script has put there for the gradients of this step so far."""
         if self._optimizer.offload_optimizer:
-            zero3.take_back(self._optimizer, ids)
-        self._written |= ids
-        self._delivered |= ids
+            zero3.take_back(self._optimizer, by_id)
+        self._written |= by_id
+        self._delivered |= by_id.keys()
 
     def lacks(self, unreduced: bool) -> bool:
         optimizer = self._optimizer
         return not optimizer.offload_optimizer and upstream_boundary.lacks_averages(optimizer)
 
     def complete(self) -> None:
-        """Zero what this step has not written; hand on what no boundary backward did."""
+        """Zero what this step has not written; hand on what no boundary backward did.
+
+        What was written counts, also of a parameter that was frozen since.
+        """
         optimizer = self._optimizer
-        if not self._written and not live.leads_to(
-            optimizer.partition_grads, around_partition_grads
-        ):
+        if not self._written and not any(map(live.layer_of, live.chain(optimizer.partition_grads))):
             return  # a library has put its own there: what that has written is not ours to zero
-        if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written:
+        if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written.keys():
             zero3.zero(optimizer, unwritten)
-        if optimizer.offload_optimizer and (late := self._written - self._delivered):
+        if not optimizer.offload_optimizer:
+            zero3.hand_over(optimizer, [p for p in self._written.values() if not p.requires_grad])
+        elif late := self._written.keys() - self._delivered:
             zero3.deliver(optimizer, late)
 
     def drop(self) -> None:
@@ -112,17 +186,21 @@ class Zero3Sum(GradientSum):
     def detach(self) -> None:
         """Leave the optimizer to stock, which in the middle of a step is to add to its sum."""
         super().detach()
+        self._let_put()
         if self._written:
             self.complete()
             self._optimizer.micro_step_id = max(1, self._optimizer.micro_step_id)
 
     # --- Local gradients --------------------------------------------------------------------------
 
-    def trained(self) -> list[Any]:
-        return [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
+    def parameters(self) -> list[Any]:
+        return [param for group in self._optimizer.fp16_groups for param in group]
 
     def is_late(self) -> bool:
         return bool(zero3.in_buckets(self._optimizer))
+
+    def has_come(self) -> bool:
+        return self._has_reduced or self.is_late() or (self.holds_local and super().has_come())
 
     def reduce_local(self, lacking: set[Any]) -> None:
         for param in self.trained():

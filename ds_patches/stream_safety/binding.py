@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_patches.core.patch import Dependency, Patch, upstream
-from ds_patches.upstream.places import ZERO3, ZERO12
+from ds_patches.upstream.classes import COORDINATOR, ZERO3, ZERO12
 
 _TARGETS = (
     ZERO12.target("__init__", "around_init"),
@@ -36,11 +36,7 @@ _DEPENDENCIES = (
         f"begins a bucket, always in its first buffer{_AT_OPTIMIZERS}",
         ">=0.17.2,<=0.18.4",
     ),
-    Dependency(
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator.__all_gather_params",
-        "gathers on a stream of its own",
-    ),
+    COORDINATOR.needs("__all_gather_params", "gathers on a stream of its own"),
 )
 
 PATCH = Patch(

@@ -12,7 +12,7 @@ def accelerator() -> Any:
 
 
 def keeps_order() -> bool:
-    """Whether the device has no streams that would have to wait for each other, as the CPU."""
+    """Return True if the device has no streams that have to wait for each other, as the CPU."""
     return bool(accelerator().resolves_data_dependency())
 
 

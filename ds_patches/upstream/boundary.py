@@ -6,40 +6,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_patches.upstream.kinds import Kind, kind_of
+from ds_patches.upstream.classes import ZERO3, ZERO12, class_of
 
 
 def lacks_averages(optimizer: Any) -> bool:
-    """Whether the optimizer has no averaged gradients, and a step would fail."""
+    """Return True if the optimizer has no averaged gradients, and a step would fail."""
     return all(slices is None for slices in optimizer.averaged_gradients.values())
 
 
 def is_at_boundary(optimizer: Any) -> bool:
-    """Whether this backward ends a gradient accumulation: attribute, from 0.19.5 a method."""
+    """Return True at the boundary: an attribute of the optimizer, from 0.19.5 a method."""
     boundary = optimizer.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def is_in_a_step(engine: Any) -> bool:
-    """Whether stock's backwards have left gradients for a step to come, or its block is open."""
-    optimizer, kind = engine.optimizer, kind_of(engine.optimizer)
+    """Return True if stock's backwards have left gradients for a step, or its block is open."""
+    optimizer, kind = engine.optimizer, class_of(engine.optimizer)
     if getattr(optimizer, "_coalesce_grad_reduction", False):
         return True
-    if kind is Kind.ZERO12:
+    if kind == ZERO12:
         return bool(optimizer.micro_step_id >= 0)  # -1 from a step to its first backward
-    if kind is not Kind.ZERO3:
+    if kind != ZERO3:
         return False
     # From 0.18.5 on the next forward counts.
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 
 
-def steps_now(engine: Any) -> bool:
-    """Whether ``step`` would update the parameters: not at a micro step."""
-    return not manages_boundary(engine) or bool(engine.is_gradient_accumulation_boundary())
-
-
 def manages_boundary(engine: Any) -> bool:
-    """Whether the engine counts micro steps: always, unless a setting of 0.19.4 is off."""
+    """Return True if the engine counts micro steps: always, unless a setting of 0.19.4 is off."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return managed is None or bool(managed())
 

@@ -56,7 +56,7 @@ class Saved:
 
 
 def is_whole(owner: Any) -> bool:
-    """Whether the owner of `Saved` has given nothing up."""
+    """Return True if the owner of `Saved` has given nothing up."""
     return getattr(owner, _TENSORS) is not None
 
 

@@ -1,65 +1,22 @@
-"""The engine: whether a patch covers it, and the state that its backwards keep."""
+"""The engine, and the state that its backwards keep."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from typing import Any
 
 from ds_patches.core import live
 from ds_patches.core.calls import meanwhile
-from ds_patches.core.errors import Refused
-from ds_patches.upstream.kinds import Kind, is_half, kind_of
+from ds_patches.upstream.coverage import is_deep_compiled
 
 # --- What it is -----------------------------------------------------------------------------------
 
 
-def why_not_covered(engine: Any) -> str | None:
-    """Return None if the engine's steps are kept; else the reason to warn of, or "" for none."""
-    optimizer = engine.optimizer
-    if not engine.zero_optimization() or not hasattr(optimizer, "step"):
-        return ""  # no ZeRO, or inference only
-    if engine.pipeline_parallelism:
-        return ""  # one backward at a time, by a schedule
-    if is_half(optimizer):
-        return ""  # stage 1 with fp32 sums, 0.17.6 to 0.18.4: nothing is partitioned
-    if getattr(engine, "zenflow", False):
-        return "ZenFlow moves parameters and gradients in a way of its own"
-    if kind_of(optimizer) is Kind.OTHER:
-        return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
-    return None
-
-
 def has_torch_style_backward(engine: Any) -> bool:
-    """Whether ``loss.backward()`` without the engine works: 0.18.3 and later."""
+    """Return True if ``loss.backward()`` without the engine works: 0.18.3 and later."""
     return hasattr(engine, "_backward_post_hook")
-
-
-#: Nothing, until somebody has imported it.
-_compiler, _AUTOGRAD = sys.modules.get, "torch._dynamo.compiled_autograd"
-_ENABLED = "compiled_autograd_enabled"
-
-
-def is_compiled(engine: Any) -> bool:
-    """Whether ``engine.compile()`` was called, or the script has enabled compiled autograd."""
-    return bool(engine._is_compiled or getattr(_compiler(_AUTOGRAD), _ENABLED, False))
-
-
-def is_deep_compiled(engine: Any) -> bool:
-    """Whether DeepCompile took the gathers and the reduction into its graphs (0.16.6 and later)."""
-    active = getattr(engine, "is_deepcompile_active", None)
-    if active is not None:
-        return bool(active())
-    enabled = getattr(engine, "is_deepcompile_enabled", None)
-    return enabled is not None and bool(enabled() and engine.is_compiled)
-
-
-def is_left(engine: Any) -> bool:
-    """Whether a compiler runs the engine's backwards, in which no code of ours would run."""
-    asked = getattr(engine, "_is_compiled_autograd_enabled", False)
-    compiles = asked or getattr(_compiler(_AUTOGRAD), _ENABLED, False)
-    return bool(compiles) or is_deep_compiled(engine)
 
 
 def trained(engine: Any) -> set[int]:
@@ -91,24 +48,26 @@ def give_prologue_back(engine: Any) -> None:
     del vars(engine)[_PROLOGUE]
 
 
-def folds_experts(engine: Any) -> bool:
-    """Whether AutoEP's tensor parallel ranks correct gradients in each backward."""
-    folding = getattr(engine, "_autoep_folding_spec", None)
-    return folding is not None and bool(folding.tp_size > 1)
-
-
 # --- Dividing by the micro steps ------------------------------------------------------------------
 
 
 def divides_gradients(engine: Any) -> bool:
-    """Whether the engine divides gradients at its outputs by the micro steps: 0.18.3 and later."""
+    """Return True if the engine divides gradients by the micro steps, at its outputs: 0.18.3."""
     trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
     return has_torch_style_backward(engine) and trains and not engine.pipeline_parallelism
 
 
+def divides_plain_backwards(engine: Any) -> bool:
+    """Return True if ``loss.backward()`` is to be divided by the micro steps.
+
+    From 0.18.4 to 0.19.5 not after an ``engine.backward(scale_wrt_gas=False)``.
+    """
+    return has_torch_style_backward(engine) and bool(getattr(engine, "_scale_wrt_gas", True))
+
+
 @cache
 def divides_at_outputs() -> bool:
-    """Whether ``engine.backward`` leaves the division to the outputs too: 0.18.3 to 0.19.5.
+    """Return True if ``engine.backward`` leaves the division to the outputs too: 0.18.3 to 0.19.5.
 
     So a loss of ``engine.module(x)`` is not divided (8224), and in 0.18.3 one is that should not be
     (7724).
@@ -130,14 +89,19 @@ def keep_scale(engine: Any, scale_wrt_gas: bool) -> None:
         engine._scale_wrt_gas = scale_wrt_gas
 
 
-def dividing_by_micro_steps(engine: Any) -> AbstractContextManager[None]:
-    """Let ``engine.backward`` divide the loss by gradient_accumulation_steps, as outside.
+@contextmanager
+def as_engine_backward(engine: Any, *, is_scaled: bool = False) -> Iterator[None]:
+    """Mark a backward of a pipeline's stage as one of the engine's own: 0.18.3 and 0.18.4.
 
-    Up to 0.18.2 it leaves that out under no_sync; from 0.18.3 it never does.
+    is_scaled: its loss was multiplied by the loss scale, as a plain backward in fp16 has to be.
     """
-    if has_torch_style_backward(engine):
-        return nullcontext()
-    return meanwhile(engine, inside_no_sync_ctxt=False)
+    if engine._running_engine_backward:
+        yield
+        return
+    if is_scaled:
+        engine._manual_backward_expected = True
+    with meanwhile(engine, _running_engine_backward=True):
+        yield
 
 
 def count_anew(engine: Any) -> None:
@@ -146,6 +110,14 @@ def count_anew(engine: Any) -> None:
     engine.micro_steps -= engine.micro_steps % steps
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = steps
+
+
+def reading_weights_of(tag: str) -> AbstractContextManager[None]:
+    """Read the weights of ZeRO-3's files by this tag, and not by the file `latest`."""
+    from deepspeed.runtime import engine
+
+    read = partial(engine.get_fp32_state_dict_from_zero_checkpoint, tag=tag)
+    return meanwhile(engine, get_fp32_state_dict_from_zero_checkpoint=read)
 
 
 # --- A backward -----------------------------------------------------------------------------------
@@ -166,38 +138,35 @@ def begin_backward(engine: Any, again: bool) -> None:
         engine._backward_prologue()
 
 
+def end_plain_backward(engine: Any) -> None:
+    """Run the epilogue of a plain backward, in 0.18.3 and 0.18.4."""
+    engine.optimizer._remaining_grad_acc_hooks = 0
+    engine._backward_post_hook()
+
+
 def hook_state(optimizer: Any) -> Any:
     """Return what counts the gradients of a backward, from 0.18.5 on; None before."""
     return getattr(optimizer, "_backward_hook_state", None)
 
 
-def missed_backward(optimizer: Any) -> bool:
-    """Whether parameters got gradients, and DeepSpeed saw no backward begin.
-
-    The hooks of parameters ask for one if the forward has had another before.
-    """
-    state = hook_state(optimizer)
-    return bool(state) and state.hooks_fired_this_backward and not state.backward_seen_this_step
-
-
 def reached_no_parameter(engine: Any) -> bool:
-    """Whether a backward that ``engine.backward`` did not begin ends without a gradient of ours.
+    """Return True if a plain backward ends without having reached a parameter of the engine.
 
     DeepSpeed's epilogue fails in that case.
     """
-    return not (engine._running_engine_backward or may_have_come(engine))
+    return not engine._running_engine_backward and gradients_came(engine) is False
 
 
-def may_have_come(engine: Any) -> bool:
-    """Whether a gradient has come to a parameter in this backward, as far as the release knows.
+def gradients_came(engine: Any) -> bool | None:
+    """Return whether a gradient has come to a parameter in this backward; None if nothing counts.
 
-    Hooks of parameters count, which stage 1 lacks without contiguous gradients; those of
-    ``BF16_Optimizer`` count nothing.
+    Hooks of parameters count, from 0.18.5 on. Stage 1 lacks them without contiguous gradients, and
+    those of ``BF16_Optimizer`` count nothing.
     """
     optimizer = engine.optimizer
     state = hook_state(optimizer)
     counts = state and optimizer._grad_acc_hooks and hasattr(optimizer, gradient_method(optimizer))
-    return not counts or bool(state.hooks_fired_this_backward)
+    return bool(state.hooks_fired_this_backward) if counts else None
 
 
 def forget_last_step(engine: Any) -> None:
@@ -227,25 +196,14 @@ def forget_backward(engine: Any) -> None:
     engine._manual_backward_expected = False
 
 
-def stop_timers(engine: Any) -> None:
-    """Stop those that an exception left running: they refuse to be started again."""
-    for timer in getattr(engine.timers, "timers", {}).values():
-        if timer.started_:
-            timer.stop()
-
-
-def must_scale(engine: Any) -> None:
-    """Raise Refused for a plain backward in fp16 where it does not scale: up to 0.18.2."""
-    if engine.fp16_enabled() and not has_torch_style_backward(engine):
-        raise Refused(
-            "backward() of a tensor in fp16: this DeepSpeed scales a loss in engine.backward() "
-            "alone. Call engine.backward(tensor) instead."
-        )
+def unscale_norm(optimizer: Any, scale: float) -> None:
+    """Divide the gradients' norm, which the engine returns, by the loss scale."""
+    optimizer._global_grad_norm /= scale
 
 
 @cache
 def reduces_before_it_adds() -> bool:
-    """Whether fp32 sums are reduced before the last micro step is added: 0.18.3 to 0.18.9.
+    """Return True if fp32 sums are reduced before the last micro step is added: 0.18.3 to 0.18.9.
 
     PR 7985.
     """
@@ -273,15 +231,21 @@ def methods_of_hooks(optimizer: Any) -> list[str]:
     return [name for name in names if hasattr(optimizer, name)]
 
 
-# --- no_sync() ------------------------------------------------------------------------------------
+# --- Methods of ours ------------------------------------------------------------------------------
 
 
-def own_no_sync_works(engine: Any) -> bool:
-    """Whether DeepSpeed's ``no_sync()`` works: at stages 0 and 1, unless overlap_comm is on."""
-    reduces = getattr(engine.optimizer, "overlap_comm", False)
-    return not (engine.zero_optimization_partition_gradients() or reduces)
+def add_method(method: Any) -> None:
+    """Add a method to DeepSpeed's engine, unless the release has one of its name."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if not hasattr(DeepSpeedEngine, method.__name__):
+        method.__qualname__ = f"{DeepSpeedEngine.__qualname__}.{method.__name__}"
+        setattr(DeepSpeedEngine, method.__name__, method)
 
 
-def leaves_undivided(engine: Any) -> bool:
-    """Whether DeepSpeed's ``no_sync()`` leaves losses undivided by micro steps: up to 0.18.2."""
-    return not has_torch_style_backward(engine) and engine.gradient_accumulation_steps() > 1
+def remove_method(method: Any) -> None:
+    """Remove a method that was added."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if live.raw(DeepSpeedEngine, method.__name__) is method:
+        delattr(DeepSpeedEngine, method.__name__)

@@ -13,13 +13,13 @@ from ds_patches.core import live
 
 
 def drops(given: Sequence[Any], policy: Sequence[Any] = ()) -> bool:
-    """Whether a gate drops tokens, the least probable, with these arguments; it does by default."""
-    return all(given) and all(one == "probs" for one in policy)
+    """Return True if a gate drops the least probable tokens, as it does by default."""
+    return all(given) and all(word == "probs" for word in policy)
 
 
 @cache
 def compares_logits() -> bool:
-    """Whether it does where it drops tokens, and not their probabilities: to 0.18.9."""
+    """Return True if it does where it drops tokens, and not their probabilities: to 0.18.9."""
     from deepspeed.moe import sharded_moe
 
     names = live.innermost(live.raw(sharded_moe, "topkgating")).__code__.co_varnames
@@ -41,7 +41,7 @@ def capacity(logits: Tensor, factor: float, least: int) -> int:
 
 
 def padded(gated: tuple[Any, ...], takes: int) -> tuple[Any, ...]:
-    """Return what a gate that took fewer tokens returned, in the shape that ranks exchange."""
+    """Pad a gate's output to the capacity that the all-to-all exchanges."""
     balance, weights, dispatch, *rest = gated
     more = (0, takes - weights.shape[2])
     pad = torch.nn.functional.pad

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
-from ds_patches.core.layer import Layer
+from ds_patches.core.calls import meanwhile
 from ds_patches.upstream.accelerator import accelerator
 from ds_patches.upstream.boundary import is_at_boundary
-from ds_patches.upstream.kinds import Kind, kind_of
 
 Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
 
@@ -26,72 +24,23 @@ def pending_gradients(optimizer: Any) -> Gradients:
 
 
 def sums_in_place(optimizer: Any, group: int) -> bool:
-    """Whether the optimizer itself adds up fp32 gradients of a low precision group: 0.19.8."""
+    """Return True if the optimizer adds up fp32 gradients of a low precision group: 0.19.8."""
     compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
     return compact is not None and bool(compact(group))
 
 
 def any_sums_in_place(optimizer: Any) -> bool:
-    """Whether any group sums in place: a backward at the boundary then delivers the whole step."""
+    """Return True if a group does: a backward at the boundary then delivers the whole step."""
     return any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
-
-
-def reduces_last_backward_only(optimizer: Any) -> bool:
-    """Whether gradients that the step's last backward does not reach are never reduced.
-
-    So it is at stage 1 with overlap_comm: the sums of earlier micro steps are dropped.
-    """
-    return bool(optimizer.overlap_comm) and not optimizer.partition_gradients
-
-
-def reduce_earlier_backwards(optimizer: Any) -> None:
-    """Reduce what `reduces_last_backward_only` leaves out, in the last backward of a step."""
-    if not is_at_boundary(optimizer):
-        return
-    left = _left(optimizer)
-    if not left:  # as in most steps, which are not to pay for each parameter
-        return
-    attribute = gradient_attribute(optimizer)
-    for index, group in enumerate(optimizer.bit16_groups):
-        for param in group:
-            number = optimizer.get_param_id(param)
-            if number not in left or getattr(param, attribute, None) is None:
-                continue
-            # Where ranks reduce in one order, an earlier one may have brought it along.
-            if number in _left(optimizer):
-                optimizer.reduce_ready_partitions_and_remove_grads(param, index)
-
-
-def _left(optimizer: Any) -> set[int]:
-    waiting = {entry[-1] for entry in in_buckets(optimizer)}
-    reduced = optimizer.params_already_reduced
-    return {i for i, done in enumerate(reduced) if not done and i not in waiting}
-
-
-def in_buckets(optimizer: Any) -> list[tuple[Any, ...]]:
-    """Return DeepSpeed's notes of the parameters in the reduce buckets; a number ends each."""
-    buckets = getattr(optimizer, "ipg_buckets", None)  # 0.17.2
-    if buckets is None:
-        return [*optimizer.params_in_ipg_bucket]
-    return [entry for bucket in buckets.values() for entry in bucket.params]
-
-
-def forgets_micro_steps(optimizer: Any) -> bool:
-    """Whether each micro step of ZeRO-2 replaces the one before: 0.17.6 to 0.18.2.
-
-    Those releases look for earlier ones in the wrong place.
-    """
-    return (
-        hasattr(optimizer, "all_grad_tensors")
-        and not hasattr(optimizer, "setup_buckets")  # 0.18.3
-        and kind_of(optimizer) is Kind.ZERO12
-    )
 
 
 def add_to_earlier(
     collect: Callable[..., list[torch.Tensor]], optimizer: Any, params: Any, *rest: Any
 ) -> list[torch.Tensor]:
-    """Collect what a backward reduced, as DeepSpeed does, and add it to earlier micro steps."""
+    """Collect what a backward reduced, as DeepSpeed does, and add it to earlier micro steps.
+
+    0.17.6 to 0.18.2 look for those in the wrong place, and replace them.
+    """
     now = collect(params, *rest)
     groups = (group for group, own in enumerate(optimizer.params_in_partition) if own is params)
     earlier = pending_gradients(optimizer).get(next(groups, -1))
@@ -103,7 +52,7 @@ def add_to_earlier(
 
 
 def steps_with_local_sums(optimizer: Any) -> bool:
-    """Whether a rank steps with its own fp32 sums, and reduces low precision copies for nothing.
+    """Return True if a rank steps with its own fp32 sums, and reduces copies for nothing.
 
     So it is up to 0.19.7 at stage 1 with fp32 sums of a low precision model and an offloaded
     optimizer.
@@ -123,7 +72,7 @@ def averaging_local_sums(optimizer: Any) -> Iterator[None]:
         return
     for group in optimizer.bit16_groups:
         for param in group:
-            if param.requires_grad and param.grad_accum is not None:
+            if param.grad_accum is not None:
                 param.grad, param.grad_accum = optimizer.get_gradient_for_reduction(param), None
     with meanwhile(optimizer, use_grad_accum_attribute=False):
         yield
@@ -135,14 +84,6 @@ def give_zeros(optimizer: Any) -> None:
         device = optimizer.bit16_groups_flat[group].device
         dtype = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.dtype
         optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
-
-
-def keeps_earlier_micro_steps(optimizer: Any) -> bool:
-    """Whether DeepSpeed's zero_grad() keeps the gradients of earlier micro steps.
-
-    It drops them at stage 1 without fp32 sums, where they are the parameters' ``grad``.
-    """
-    return bool(optimizer.partition_gradients or optimizer.use_grad_accum_attribute)
 
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -175,22 +116,6 @@ def give_zero_gradient(optimizer: Any, param: Any) -> None:
         param.grad = torch.zeros_like(param)
 
 
-def is_whole(param: Any) -> bool:
-    """Whether a parameter's gradient is complete: a tiled computation brings it in pieces."""
-    return bool(getattr(param, "ds_grad_is_ready", True))
-
-
-def only_whole(optimizer: Any) -> Layer:
-    """Keep incomplete gradients out of the buckets, as 0.18.6 does. They exist from 0.17.0 on."""
-
-    def put(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        param, *_ = in_order(wrapped, args, kwargs)
-        if is_whole(param):
-            wrapped(*args, **kwargs)
-
-    return Layer(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", put)
-
-
 def set_up_buckets(optimizer: Any) -> None:
     """Allocate the reduce buffers, unless they are there."""
     if hasattr(optimizer, "setup_buckets"):  # 0.18.3
@@ -219,6 +144,16 @@ def forget_buckets(optimizer: Any) -> None:
         for bucket in buckets.values():
             bucket.clear()
         optimizer.extra_large_param_to_reduce.clear()
+
+
+def clear_nothing_later(optimizer: Any) -> None:
+    """Empty the list of gradients that the next reduction clears.
+
+    They are of other ranks, with overlap_comm and without contiguous_gradients.
+    """
+    later = optimizer.previous_reduced_grads
+    for params in later.values() if isinstance(later, dict) else [later or []]:
+        params.clear()
 
 
 def release_buffers(optimizer: Any) -> None:

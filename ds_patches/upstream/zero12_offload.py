@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ds_patches.core import live
 from ds_patches.upstream import zero12
+from ds_patches.upstream.accelerator import synchronize
 
 #: Of the optimizer's methods, the one that fills what `watch` watches, when a checkpoint is loaded.
 LINKING_METHOD = "_get_offload_gradient_dict"
@@ -34,7 +35,7 @@ def sums_in_partitions(optimizer: Any) -> bool:
 
 @cache
 def keeps_host_sums() -> bool:
-    """Whether the host sums grow with every backward (0.19.0, PR 7981).
+    """Return True if the host sums grow with every backward (0.19.0, PR 7981).
 
     Before, only the first micro step was kept on the host: what a second one added was lost to
     the third.
@@ -114,6 +115,24 @@ def zero_partitions(optimizer: Any, param_ids: Iterable[int]) -> None:
             optimizer.norm_for_param_grads[param_id] = torch.zeros_like(norm)
 
 
+def take_from_partition(optimizer: Any, param_id: int) -> torch.Tensor | None:
+    """Return a copy of a parameter's fp32 gradient, which DeepSpeed is about to overwrite.
+
+    None where sums are kept on the device: DeepSpeed copies the whole sum.
+    """
+    if _on_device(optimizer, param_id) is not None:
+        return None
+    synchronize()
+    return _on_host(optimizer, param_id).clone()
+
+
+def add_to_partition(optimizer: Any, param_id: int, gradient: torch.Tensor) -> None:
+    """Add an fp32 gradient to a parameter's, and renew its norm."""
+    synchronize()
+    _on_host(optimizer, param_id).add_(gradient)
+    renew_norms(optimizer, [param_id])
+
+
 def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
     """Add host sums to the fp32 gradients, where a backward at the boundary copies them."""
     for param_id in param_ids:
@@ -129,7 +148,10 @@ def add_host_sums(optimizer: Any, param_ids: Iterable[int]) -> None:
 
 
 def take_to_device(optimizer: Any, param_ids: Iterable[int]) -> set[int]:
-    """Let fp32 gradients be the sums that the next backward adds to; returns whose are now."""
+    """Copy fp32 gradients to the device as the sums that the next backward adds to.
+
+    Return the ids of their parameters.
+    """
     taken = set()
     for param_id in param_ids:
         if (sum_ := _on_device(optimizer, param_id)) is not None:
@@ -155,10 +177,10 @@ def _on_host(optimizer: Any, param_id: int) -> torch.Tensor:
     return gradient.narrow(0, offset, numel)
 
 
-def renew_norms(optimizer: Any) -> None:
-    """Let the per-parameter norms, which clipping reads, follow the fp32 gradients."""
+def renew_norms(optimizer: Any, param_ids: Iterable[int] | None = None) -> None:
+    """Compute the norms, which clipping reads, of some parameters' fp32 gradients, or of all."""
     norms = optimizer.norm_for_param_grads
-    for param_id in optimizer.grad_position:
+    for param_id in optimizer.grad_position if param_ids is None else param_ids:
         norm = _on_host(optimizer, param_id).norm(2)
         like = norms.get(param_id, norm)
         norms[param_id] = norm.to(like.dtype).to(like.device)

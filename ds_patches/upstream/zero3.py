@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_patches.upstream.accelerator import wait_for_current
-from ds_patches.upstream.places import private
+from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
+from ds_patches.upstream.classes import ZERO3, private, private_name
 from ds_patches.upstream.zero3_gathers import in_flight
 
-_CONTEXTS = "_ds_patches_dc_fallback_contexts"
+#: Of a parameter: a ``GatheredParameters`` is open that holds it.
+IN_CONTEXT = "_ds_patches_in_context"
 
 # --- Parameters -----------------------------------------------------------------------------------
 
 
 def is_partitioned(param: Any) -> bool:
-    """Whether ZeRO-3 has taken `param` in."""
+    """Return True if ZeRO-3 has taken `param` in."""
     return hasattr(param, "ds_id")
 
 
@@ -43,48 +45,24 @@ def module_of(parameters: Any) -> torch.nn.Module:
 
 
 def is_here(param: Any) -> bool:
-    """Whether somebody has gathered `param`, as ``GatheredParameters`` does."""
+    """Return True if somebody has gathered `param`, as ``GatheredParameters`` does."""
     return bool(param.ds_status.name == "AVAILABLE")
 
 
-def optimizer_of(param: Any) -> Any:
-    """Return what steps a parameter; None for one that nothing trains."""
-    return getattr(param, "_z3_optimizer", None)
+def drop_secondary(param: Any) -> None:
+    """Drop hpZ's copy of a parameter, from which forwards would gather old weights."""
+    if getattr(param, "ds_secondary_tensor", None) is not None:
+        param.ds_secondary_tensor = None
 
 
-def is_on_nvme(optimizer: Any) -> bool:
-    """Whether parameters are partitioned into files."""
-    return bool(getattr(optimizer, "params_in_nvme_and_cpu", False))
+def optimizers_of(gathered: Any) -> set[Any]:
+    """Return the optimizers that train the parameters of a ``GatheredParameters``."""
+    params = gathered.params if gathered.enabled else ()
+    return {getattr(param, "_z3_optimizer", None) for param in params} - {None}
 
 
-def note_partitions(noted: dict[int, tuple[Any, torch.Tensor]], params: Sequence[Any]) -> None:
-    """Note a copy of this rank's partition of each that trains, by id; what is noted stays."""
-    new = [param for param in params if param.requires_grad and id(param) not in noted]
-    noted.update({id(param): (param, param.ds_tensor.detach().clone()) for param in new})
-
-
-def shape_of(param: Any) -> Sequence[int]:
-    """Return the shape of the whole parameter."""
-    shape: Sequence[int] = param.ds_shape
-    return shape
-
-
-def give_shape(param: Any) -> None:
-    """Let a parameter have its shape, and no values."""
-    param.data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
-
-
-def group_of(param: Any) -> Any:
-    """Return the ranks that hold the partitions of `param`."""
-    return param.ds_process_group
-
-
-def full_values(params: Sequence[Any]) -> list[torch.Tensor]:
-    """Return full values of `params`, in memory that nothing of DeepSpeed refers to. Collective."""
-    return [_full_value(param) for param in params]
-
-
-def _full_value(param: Any) -> torch.Tensor:
+def full_value(param: Any) -> torch.Tensor:
+    """All-gather a parameter into memory that nothing of DeepSpeed refers to. Collective."""
     shard = param.ds_tensor.detach().to(param.device, non_blocking=True)  # the CPU may hold it
     ranks = dist.get_world_size(param.ds_process_group)
     padded = torch.empty(ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
@@ -119,21 +97,8 @@ def release_persistent(optimizer: Any) -> None:
     is persistent, and gathers by itself.
     """
     for param in optimizer.persistent_parameters:
-        if is_here(param) and not param.ds_active_sub_modules and not users_contexts(param):
+        if is_here(param) and not (param.ds_active_sub_modules or hasattr(param, IN_CONTEXT)):
             param.partition()
-
-
-def users_contexts(param: Any) -> int:
-    """Return how many open ``GatheredParameters`` hold `param`, as `count_context` counts them."""
-    return int(getattr(param, _CONTEXTS, 0))
-
-
-def count_context(params: Sequence[Any], by: int) -> None:
-    """A ``GatheredParameters`` over `params` opens (1) or closes (-1)."""
-    for param in params:
-        setattr(param, _CONTEXTS, users_contexts(param) + by)
-        if not users_contexts(param):
-            delattr(param, _CONTEXTS)
 
 
 def partition_parameters(optimizer: Any) -> None:
@@ -155,8 +120,7 @@ def partition_parameters(optimizer: Any) -> None:
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's flat slice of each parameter's gradient, by ``ds_id``."""
-    name = "param_id_to_grad_partition"
-    found: dict[int, torch.Tensor] = private(optimizer, "DeepSpeedZeroOptimizer_Stage3", name)
+    found: dict[int, torch.Tensor] = private(optimizer, ZERO3, "param_id_to_grad_partition")
     return found
 
 
@@ -188,6 +152,17 @@ def deliver(optimizer: Any, ids: Collection[int]) -> None:
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 
+def hand_over(optimizer: Any, params: Sequence[Any]) -> None:
+    """Give the step the gradients of parameters that are frozen now, for which it has zeros."""
+    if not params:
+        return
+    places = {id(p): (g, i) for g, ps in enumerate(optimizer.fp16_groups) for i, p in enumerate(ps)}
+    partitions = gradient_partitions(optimizer)
+    for param in params:
+        group, index = places[id(param)]
+        optimizer.averaged_gradients[group][index] = partitions[param.ds_id]
+
+
 def take_back(optimizer: Any, ids: Collection[int]) -> None:
     """Copy an offloaded optimizer's gradients, that a script has written, to where they add up."""
     partitions = gradient_partitions(optimizer)
@@ -201,7 +176,7 @@ def _on_host(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.
     if not optimizer.offload_optimizer or not ids:
         return
     for param in (param for group in optimizer.fp16_groups for param in group):
-        if param.ds_id in ids and param.requires_grad:
+        if param.ds_id in ids:
             index, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
             gradient = optimizer.fp32_partitioned_groups_flat[index].grad
             if gradient is not None:
@@ -226,10 +201,78 @@ def clear(optimizer: Any) -> None:
 
 def in_buckets(optimizer: Any) -> list[Any]:
     """Return the parameters whose gradients wait in the reduce buckets."""
-    buckets = getattr(optimizer, "ipg_buckets", None)
-    if buckets is None:  # 0.16.0-0.17.1
+    if not hasattr(optimizer, "ipg_buckets"):  # 0.16.0-0.17.1
         return [*optimizer.params_in_ipg_bucket]
-    return [param for bucket in buckets.values() for param in bucket.params]
+    return [param for bucket in optimizer.ipg_buckets.values() for param in bucket.params]
+
+
+#: Methods: one reduces a bucket, or to 0.17.1 the only one; then one puts a gradient into it.
+REDUCING_METHOD = private_name(ZERO3, "reduce_and_partition_ipg_grads")
+PUTTING_METHOD = private_name(ZERO3, "add_grad_to_ipg_bucket")
+
+
+def dtype_of_bucket(
+    optimizer: Any, communication_data_type: torch.dtype | None = None, **_: Any
+) -> torch.dtype | None:
+    """Return the dtype that `REDUCING_METHOD` is called with; None to 0.17.1."""
+    return communication_data_type if hasattr(optimizer, "ipg_buckets") else None
+
+
+def bucket_of(optimizer: Any, comm_dtype: torch.dtype | None = None) -> list[Any]:
+    """Return the parameters in the reduce bucket of a dtype, or to 0.17.1 in the only one."""
+    params: list[Any]
+    if comm_dtype is None:
+        params = optimizer.params_in_ipg_bucket
+    else:
+        params = optimizer.ipg_buckets[comm_dtype].params
+    return params
+
+
+def hold_each_once(optimizer: Any, comm_dtype: torch.dtype | None = None) -> None:
+    """Put each parameter of a bucket into it once: autograd has added its gradients up."""
+    params = bucket_of(optimizer, comm_dtype)
+    once = list(dict.fromkeys(params))
+    with reduction_stream(optimizer):
+        for param in once:  # whose gradient is in the bucket's memory
+            param.grad.data = param.grad.data.clone()
+    params.clear()
+    if comm_dtype is not None:
+        optimizer.ipg_buckets[comm_dtype].elements = 0
+    for param in once:
+        getattr(optimizer, PUTTING_METHOD)(param)
+
+
+def reduction_waits(optimizer: Any) -> None:
+    """Make the stream that gradients are reduced on wait for the current stream.
+
+    The optimizer's check for overflow looks at the partitions on it, too.
+    """
+    wait_for_current(optimizer.reduce_and_partition_stream)
+
+
+@contextmanager
+def reduction_stream(optimizer: Any) -> Iterator[None]:
+    """Queue work behind that of the current stream, on the stream that reduces."""
+    reduction_waits(optimizer)
+    if keeps_order():
+        yield
+        return
+    with accelerator().stream(optimizer.reduce_and_partition_stream):
+        yield
+
+
+def wait_for_buckets(optimizer: Any, module: Any = None) -> None:
+    """Make the current stream wait if a gradient of the module's parameters is in a bucket.
+
+    It was copied there on the stream that reduces, and autograd adds the next one to it on this.
+    None: of any parameter's.
+    """
+    held = {id(param) for param in in_buckets(optimizer)}
+    if module is not None:
+        external = (param for _, param in module.ds_external_parameters())
+        held &= {id(param) for param in (*module.parameters(), *external)}
+    if held:
+        accelerator().current_stream().wait_stream(optimizer.reduce_and_partition_stream)
 
 
 def empty_buckets(optimizer: Any) -> None:
@@ -243,17 +286,3 @@ def empty_buckets(optimizer: Any) -> None:
         bucket.elements = 0
         if hasattr(bucket, "process_group"):  # 0.19.3
             bucket.process_group = None
-
-
-def dtype_to_send(optimizer: Any, grad: torch.Tensor) -> torch.dtype:
-    """Return what gradients are reduced in."""
-    chosen: torch.dtype | None = getattr(optimizer, "communication_data_type", None)
-    return chosen if chosen is not None else grad.dtype
-
-
-def order_step_behind(optimizer: Any) -> None:
-    """Have the optimizer's check for overflow wait for what is queued on the current stream.
-
-    It looks at the partitions on the stream that ZeRO-3's own reductions run on.
-    """
-    wait_for_current(optimizer.reduce_and_partition_stream)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from ds_patches.core.patch import Patch, Target, upstream
-from ds_patches.upstream.places import COORDINATOR, GATHERED, OFFLOAD
-
-_FETCHES = "deepspeed.runtime.zero.partitioned_param_coordinator"
-
+from ds_patches.upstream.classes import COORDINATOR, GATHERED, OFFLOAD
 
 _TARGETS = (
     OFFLOAD.target("_register_hooks_recursively", "around_register", "<=0.16.3"),
     OFFLOAD.target("_register_deepspeed_module", "around_register", ">=0.16.4"),
     OFFLOAD.target("post_sub_module_forward_function", "around_forward_release", "<=0.19.2"),
-    Target(_FETCHES, "update_recompute_parameters", "around_attribution", ">=0.19.3"),
+    Target(COORDINATOR.module, "update_recompute_parameters", "around_attribution", ">=0.19.3"),
     GATHERED.target("__enter__", "around_enter"),
     GATHERED.target("__exit__", "around_exit"),
 )
@@ -20,11 +17,8 @@ _TARGETS = (
 
 _REWOUND = "reads the prefetch queue that a repeated backward rewinds"
 
+#: Beside what `accumulation` relies on, without which it is not applied.
 _DEPENDENCIES = (
-    OFFLOAD.needs(
-        "pre_sub_module_backward_function",
-        "gathers a module before its backward and records the fetch in the trace",
-    ),
     OFFLOAD.needs("post_sub_module_backward_function", "releases a module after its backward"),
     COORDINATOR.needs("fetch_sub_module", _REWOUND),
     COORDINATOR.needs("_fetch_sub_module_impl", _REWOUND, ">=0.18.6"),

@@ -61,7 +61,7 @@ def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: K
     if (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
     (module,) = in_order(wrapped, args, kwargs)
-    gathers.recomputed(module, partial(wrapped, module))
+    gathers.post_recompute(module, partial(wrapped, module))
     return None
 
 
@@ -78,7 +78,7 @@ def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) ->
     """``GatheredParameters`` begins: forwards within the block do not release its parameters."""
     result = wrapped(*args, **kwargs)
     for gathers in _of_block(gathered):
-        gathers.hold(gathered.params)
+        zero3_gathers.hold_in_block(gathers.offload, gathered.params)
     return result
 
 
@@ -92,8 +92,7 @@ def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _of_block(gathered: Any) -> Iterator[Gathers]:
-    if gathered.enabled:
-        for optimizer in {*map(zero3.optimizer_of, gathered.params)} - {None}:
-            attached.of_optimizer(optimizer)  # also before the first forward
-            if (gathers := _gathers.get(optimizer.parameter_offload)) is not None:
-                yield gathers
+    for optimizer in zero3.optimizers_of(gathered):
+        attached.of_optimizer(optimizer)  # also before the first forward
+        if (gathers := _gathers.get(optimizer.parameter_offload)) is not None:
+            yield gathers

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
+from ds_patches.steps.saved_view import SavedView
 from ds_patches.upstream import zero3
 
-from .boundaries import is_boundary
+from .edges import is_edge
 
 _CHANGED = (
     "backward over a function of parameters that have changed since: it was computed before "
@@ -49,7 +50,7 @@ class Used:
             self._at = self._version()
 
     def __bool__(self) -> bool:
-        """Whether there are any; those of an older step are forgotten."""
+        """Return True if there are any; those of an older step are forgotten."""
         self._forget()
         return bool(self._params)
 
@@ -60,18 +61,20 @@ class Used:
             return run(loss, *rest)
 
     def _prepare(self, root: Any, stack: ExitStack) -> None:
-        now = {key: one for key, one in self._params.items() if one[0]._version == one[1]}
-        saved = {_place(param): key for key, (param, _) in now.items()}
+        now = {
+            key: (p, writes) for key, (p, writes) in self._params.items() if p._version == writes
+        }
+        saved = {SavedView.of(param): key for key, (param, _) in now.items()}
         at, seen = self._at, set()
 
         def pack(tensor: Tensor) -> Any:
-            return saved.get(_place(tensor), tensor)
+            return saved.get(SavedView.of(tensor), tensor)
 
         def unpack(packed: Any) -> Tensor:
             return packed if isinstance(packed, Tensor) else self._value(*now[packed], at)
 
         for node in _nodes(root):
-            ends = {id(getattr(one, "variable", None)): one for one in _before(node)}
+            ends = {id(getattr(n, "variable", None)): n for n in _before(node)}
             for key in ends.keys() & now.keys():
                 if key not in seen:
                     seen.add(key)
@@ -86,7 +89,7 @@ class Used:
         if zero3.is_here(param):
             found: Tensor = param.detach()
             return found
-        return zero3.full_values([param])[0]
+        return zero3.full_value(param)
 
 
 def _shape(param: Any, accumulates: Any, stack: ExitStack) -> None:
@@ -94,9 +97,9 @@ def _shape(param: Any, accumulates: Any, stack: ExitStack) -> None:
     before: list[Tensor] = []
 
     def begins(_: Any) -> None:
-        if param.shape != zero3.shape_of(param):
+        if param.shape != param.ds_shape:
             before.append(param.data)
-            zero3.give_shape(param)
+            param.data = param.data.new_zeros(()).expand(param.ds_shape)
 
     def ends(*_: Any) -> None:
         if before:
@@ -106,13 +109,8 @@ def _shape(param: Any, accumulates: Any, stack: ExitStack) -> None:
     stack.callback(accumulates.register_hook(ends).remove)
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where its elements lie, which an alias shares, and no other parameter."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
-
-
 def _before(node: Any) -> Iterator[Any]:
-    return (one for one, _ in node.next_functions if one is not None)
+    return (before for before, _ in node.next_functions if before is not None)
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -120,7 +118,7 @@ def _nodes(root: Any) -> Iterator[Any]:
     seen, pending = set(), [root] if root is not None else []
     while pending:
         node = pending.pop()
-        if node not in seen and not is_boundary(node):
+        if node not in seen and not is_edge(node):
             seen.add(node)
             yield node
             pending.extend(_before(node))
@@ -130,5 +128,5 @@ def _saved(node: Any) -> Iterator[Any]:
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             with suppress(RuntimeError):  # released
-                found = getattr(node, name)
-                yield from found if isinstance(found, tuple) else (found,)
+                saved = getattr(node, name)
+                yield from saved if isinstance(saved, tuple) else (saved,)

@@ -35,6 +35,7 @@ test_a_tensor_that_is_no_output = checked(
     accumulation(losses.auxiliary_tensor, 1, 2, marks=[QUEUED], **PLAIN),
     retained(losses.auxiliary_tensor, 3, core={3}),
     retained(losses.auxiliary_tensor, 3, marks=[QUEUED], **PLAIN),
+    retained(losses.auxiliary_tensor, 1, 2, 3, marks=[QUEUED], micro_steps=2, **PLAIN),
     accumulation(losses.auxiliary_alone, 1, 2),
     retained(losses.auxiliary_alone, 3),
 )
@@ -42,13 +43,11 @@ test_a_tensor_that_is_no_output = checked(
 
 @on_ranks
 @QUEUED
-@pytest.mark.parametrize(
-    ("script", "micro_steps"), [(losses.auxiliary_alone, 1), (losses.auxiliary_tensor, 2)]
-)
 @STAGES
-def test_its_plain_backward_is_refused(stage: int, script: Any, micro_steps: int) -> None:
-    """Where DeepSpeed has reduced nothing, or has not divided it."""
-    outcome = run(script, script.at(stage, micro_steps=micro_steps, **PLAIN), "zero3_retain")
+@pytest.mark.parametrize("script", [losses.auxiliary_alone, losses.always_around_the_engine])
+def test_its_plain_backward_alone_is_refused(stage: int, script: Any) -> None:
+    """DeepSpeed has reduced nothing."""
+    outcome = run(script, script.at(stage, **PLAIN), "zero3_retain")
     assert re.search("call engine.backward.tensor. instead", outcome.error), outcome
 
 
@@ -64,8 +63,8 @@ test_what_is_no_backward_of_the_step = checked(
 
 
 test_a_backward_inside_another_belongs_to_it = checked(
-    accumulation(nested.nested, 1, 3, core={3}),  # at stage 2 it is refused, as on stock
-    accumulation(nested.cached_behind_an_output, 1, 3),
+    accumulation(nested.nested, 1, 2, 3, core={2, 3}),
+    accumulation(nested.cached_behind_an_output, 1, 2, 3),
     *(
         accumulation(one, 1, 2, 3, **PLAIN)
         for one in (nested.nested, nested.cached_behind_an_output)
@@ -178,9 +177,8 @@ def compiled_autograd(enabled: str, *patches: str) -> tuple[str, bool, list[floa
     return said, "_backward_prologue" in vars(engine), weights
 
 
-@pytest.mark.parametrize(
-    "enabled", ["engine", pytest.param("script", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("enabled", ["engine", "script"])
 def test_compiled_autograd_is_left_to_stock(fresh_world: World, enabled: str) -> None:
     """As stock trains, or fails, on this release."""
     with World() as other:

@@ -144,8 +144,8 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
     pair = Pair(leaf * 4, leaf.detach())
     heads = Heads(leaf * 5, [leaf * 6])
     outputs = {"a": leaf * 2, "b": [leaf * 3, (pair, "no tensor", None)], "c": leaf, "d": heads}
-    found = [outputs["a"], outputs["b"][0], pair.first], [heads.logits, *heads.rebuilt]
-    assert with_graphs(outputs) == found
+    tensors = [outputs["a"], outputs["b"][0], pair.first, heads.logits, *heads.rebuilt]
+    assert sorted(map(id, with_graphs(outputs))) == sorted(map(id, tensors))
 
 
 def trained_from_a_forward_on_stock(*patches: str) -> list[torch.Tensor]:
@@ -160,8 +160,9 @@ def trained_from_a_forward_on_stock(*patches: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(
-    str(stock.RELEASE) == "0.18.3",
-    reason="not cured in 0.18.3: its outputs divide whatever engine.backward() is told",
+    not stock.TORCH_STYLE or str(stock.RELEASE) == "0.18.3",
+    reason="to 0.18.2 outputs have no hooks; not cured in 0.18.3, whose outputs divide whatever "
+    "engine.backward() is told",
 )
 @on_ranks
 @pytest.mark.core_case

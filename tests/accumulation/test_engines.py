@@ -5,7 +5,15 @@ import gc
 import pytest
 import torch
 
-from tests.harness import EngineTrainer, Options, applied, build_engine, listening, models, on_ranks
+from tests.harness import (
+    EngineTrainer,
+    Options,
+    applied,
+    build_engine,
+    listening,
+    models,
+    on_ranks,
+)
 from tests.harness.models import loss_of
 from tests.scripts.ordinary import micro_steps as train
 
@@ -51,3 +59,22 @@ def test_to_go_back_is_told(micro_steps: int) -> None:
             train(first)
     (said,) = heard
     assert "another engine has trained since" in said
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("other", ["is never stepped", "is stepped", "is frozen", "is zeroed"])
+def test_one_loss_for_two_engines(stage: int, other: str) -> None:
+    """Accelerate's backward() steps the engine of the Accelerator alone."""
+    with applied("zero3_retain", "accumulation"), listening() as heard:
+        trains, second = (another(models.build("TwoHeads"), Options(stage)) for _ in range(2))
+        second.module.requires_grad_(other != "is frozen")
+        for step in range(6):
+            trains.backward(loss_of(trains, step) + loss_of(second, step))
+            trains.step()
+            if other == "is stepped":
+                second.step()
+            elif other == "is zeroed":
+                second.zero_grad()
+    told = [text for text in heard if "its step() was never called" in text]
+    assert len(told) == (other == "is never stepped"), heard

@@ -86,19 +86,28 @@ def test_nothing_recomputed_stays_after_a_backward_that_retains_its_graph(by: st
 @pytest.mark.core_case
 @FUNCTIONS
 def test_a_tracked_generator_gives_the_same_numbers_each_time(by: str) -> None:
+    """Also after a recomputation that raises."""
     from deepspeed import checkpointing
 
+    raises = False
     tracker = checkpointing.get_cuda_rng_tracker()
     tracker.add("here", 5)
     try:
 
         def dropping(x: Tensor) -> Tensor:
             with tracker.fork("here"):
-                return torch.nn.functional.dropout(x @ weight, 0.5)
+                dropped = torch.nn.functional.dropout(x @ weight, 0.5)
+            if raises:
+                raise ArithmeticError("as it was told to")
+            return dropped
 
         loss = function(by)(dropping, torch.ones(INPUT, requires_grad=True)).square().sum()
         first = grads_of(loss, True)
         for retain_graph in (True, False):
+            raises = True
+            with pytest.raises(ArithmeticError):
+                loss.backward(retain_graph=True)
+            raises = False
             assert grads_of(loss, retain_graph).equal(first)
     finally:
         tracker.reset()

@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.harness import OVERLAP, PERSISTENT, RATE, SMALL_PREFETCH, Options, World, models, stock
+from tests.harness import OVERLAP, PERSISTENT, SMALL_PREFETCH, Options, World, stock
 from tests.harness.cases import STAGES, Case, at, cases, checked, of, trains
+from tests.harness.experts import Experts, engine_with
 from tests.harness.models import loss_of
 from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL
 from tests.harness.run import applied, check, run
-from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer, worst_difference
 from tests.scripts import nested, windows
 from tests.world import on_ranks
@@ -80,14 +79,11 @@ test_scripts = checked(
 
 
 @pytest.mark.core_case(stage=2)
-@pytest.mark.parametrize("more", [{"micro_steps": 2}, FP16], ids=["divided", "scaled"])
 @STAGES
-def test_a_tensor_that_is_no_output_is_refused(world: World, stage: int, more: Any) -> None:
-    """Where ``engine.backward`` would have done more than its plain backward."""
-    if "micro_steps" in more and not stock.TORCH_STYLE:
-        pytest.skip("stock divides no plain backward: the others are not either")
+def test_a_tensor_that_is_no_output_is_refused(world: World, stage: int) -> None:
+    """``engine.backward`` would have scaled it."""
     script = windows.window_over_an_auxiliary_tensor
-    for one in world.run(run, script, script.at(stage, **more), "coalesce"):
+    for one in world.run(run, script, script.at(stage, **FP16), "coalesce"):
         assert re.search("engine.backward.(tensor|loss)", one.error), one
 
 
@@ -169,34 +165,15 @@ def test_three_ranks(three: World, case: Case) -> None:
     case.check(three)
 
 
-class Mixture(torch.nn.Module):
-    def __init__(self, ep_size: int) -> None:
-        super().__init__()
-        from deepspeed.moe.layer import MoE
-
-        self.moe = MoE(models.WIDTH, models.Block(), 2, ep_size=ep_size, min_capacity=0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.moe(x)[0]
-        return output
-
-
 @on_ranks
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_experts_that_reduce_over_other_ranks(stage: int, ep_size: int) -> None:
     """Blocks end where stock's own sum does."""
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
-
     ends = []
     for kind in (EngineTrainer, BoundaryTrainer):
-        model: Any = models.build("TwoHeads")
-        model.blocks.append(Mixture(ep_size))
-        origin = {name: p.detach().clone() for name, p in model.named_parameters()}
-        groups = split({"params": list(model.parameters()), "name": "all"})
-        optimizer = torch.optim.SGD(groups, lr=RATE)
         with applied("coalesce"):
-            engine = build_engine(model, Options(stage).config, optimizer=optimizer)
+            engine, origin = engine_with(partial(Experts, ep_size), Options(stage))
             windows.window(trainer := kind(engine, Options(stage)))
             ends.append(trainer.parameters())
     assert worst_difference(*ends)[0] <= 1e-6 < 1e-3 < worst_difference(ends[1], origin)[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ds_patches
-from ds_patches.coalesce.gather_once import suspend
+from ds_patches.steps.gather_once import suspend
 from tests.harness import applied, models, on_ranks
 from tests.harness.models import loss_of
 from tests.harness.options import NO_REUSE, PERSISTENT, SMALL_PREFETCH, Options

@@ -1,7 +1,5 @@
 """Fixtures of the core's tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,3 +11,9 @@ from tests.core import fake
 def place(tmp_path: Path) -> fake.Place:
     """The sample patch, and a DeepSpeed that it may be applied to."""
     return fake.Place(tmp_path, "sample")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> fake.Place:
+    """Two patches that wrap the same functions."""
+    return fake.Place(tmp_path, "lower", "upper")

@@ -1,19 +1,17 @@
 """Fake DeepSpeed installations and sample patch folders, written as files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from tests.shell import REPOSITORY, environment
+import ds_patches
+from tests.shell import REPOSITORY, python
 
 #: A small DeepSpeed: targets of every kind, and what the patch only relies on.
 ENGINE = '''
@@ -51,7 +49,7 @@ class Pipeline(Engine):
 
 MODULE = "deepspeed.runtime.engine"
 #: What the sample touches.
-PLACES = ("scale", "Engine.forward", "Engine.build", "Engine.norm", "Engine.extra", "Relied")
+PLACES = ("scale", "Engine.forward", "Engine.build", "Engine.norm", "Relied")
 #: Those that are recorded.
 RELEASES = "0.16.0 0.16.5 0.17.0 0.17.2 0.18.9 0.19.0 0.19.3 0.19.7 0.19.8"
 
@@ -71,7 +69,6 @@ PATCH = Patch(
         Target(MODULE, "scale", HERE + ":mark"),
         Target(MODULE, "Engine.forward", HERE + ":mark"),
         Target(MODULE, "Engine.norm", HERE + ":mark"),
-        Target(MODULE, "Engine.extra", HERE + ":add", adds=True),
         Target(MODULE, "Engine.later", HERE + ":mark", releases=">=0.20"),
     ),
     dependencies=(
@@ -91,10 +88,6 @@ def mark(wrapped, instance, args, kwargs):
     return ("marked", wrapped(*args, **kwargs))
 
 
-def add(wrapped, instance, args, kwargs):
-    return ("added", type(instance).__name__, *args)
-
-
 def activate():
     log.append("activate")
     return ["engines built before keep their hooks"]
@@ -105,20 +98,26 @@ def deactivate():
 """
 
 
-def is_marked(qualname: str) -> bool:
-    """Call a target of the sample patch; tell whether the call went through our wrapper."""
+def depth(qualname: str = "scale") -> int:
+    """Call a target of the sample patch; return how many patches have marked the result."""
     engine = import_module(MODULE)
     kind, _, name = qualname.rpartition(".")
-    try:
-        return getattr(engine.Pipeline() if kind else engine, name)(1)[0] in ("marked", "added")
-    except AttributeError:  # nothing beneath an added name
-        return False
+    return repr(getattr(engine.Pipeline() if kind else engine, name)(1)).count("marked")
+
+
+def states(*names: str) -> list[str]:
+    return [ds_patches.status()[name].state.value for name in names]
 
 
 def edited(text: str, old: str, new: str) -> str:
     """`text` with `new` for every `old`; AssertionError if there is none, so nothing to test."""
     assert old in text, f"not in the text that is edited: {old!r}"
     return text.replace(old, new)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Put `new` for every `old` into a file."""
+    path.write_text(edited(path.read_text("utf-8"), old, new), encoding="utf-8")
 
 
 def write(path: Path, text: str) -> Path:
@@ -165,29 +164,24 @@ def record(folder: Path, engines: Mapping[str, str]) -> None:
 
 
 def run(
-    code: str, *path: Path, arguments: tuple[str, ...] = (), bare: bool = False, **variables: str
-) -> subprocess.CompletedProcess[str]:
+    code: str,
+    *path: Path,
+    arguments: tuple[str, ...] = (),
+    bare: bool = False,
+    status: int | None = 0,
+    **variables: str,
+) -> Any:
     """Run code in a fresh interpreter with these folders before all others on its path.
 
     bare: without site-packages; `path` has to bring everything.
+    status: which it has to exit with; None: any.
     """
     folders = [*map(str, path), str(REPOSITORY), "" if bare else os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *(("-S",) if bare else ()), *(arguments or ("-c", textwrap.dedent(code)))],
-        env=environment(PYTHONPATH=os.pathsep.join(filter(None, folders))) | variables,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def output(code: str, *path: Path, bare: bool = False, **variables: str) -> str:
-    """Run code like `run` and return what it printed; an error of the code is the test's."""
-    done = run(code, *path, bare=bare, **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | variables
+    words = (*(("-S",) if bare else ()), *(arguments or ("-c", textwrap.dedent(code))))
+    done = python(*words, variables=variables, timeout=300)
+    assert status in (None, done.returncode), done.stderr + done.stdout
+    return done
 
 
 class Place:
@@ -201,27 +195,18 @@ class Place:
         deepspeed(self.deepspeed)
 
     def edit(self, file: str, old: str, new: str) -> None:
-        """Put `new` for every `old` into a file of a patch: "sample/binding.py"."""
-        path = self.patches / file
-        path.write_text(edited(path.read_text(), old, new))
+        """Edit a file of a patch: "sample/binding.py"."""
+        edit(self.patches / file, old, new)
 
-    def run(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, **variables: Any) -> Any:
         """Run a program that has the patches, and pytest."""
         begin = f"import pytest, sys\n{with_patches(self.patches)}"
         return run(begin + textwrap.dedent(code), *self.path, **variables)
 
-    def output(self, code: str, **variables: str) -> str:
-        """Run it and return what it printed; an error of the program is the test's."""
-        done = self.run(code, **variables)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def command(
-        self, *words: str, bare: bool = False, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str, status: int | None = 0, **more: Any) -> Any:
         """Run the command line."""
         code = f"from ds_patches.__main__ import main; raise SystemExit(main({words!r}))"
-        return run(with_patches(self.patches) + code, *self.path, bare=bare, **variables)
+        return run(with_patches(self.patches) + code, *self.path, status=status, **more)
 
 
 def with_patches(folder: Path) -> str:
@@ -232,7 +217,6 @@ def with_patches(folder: Path) -> str:
 
 def add_patches(folder: str) -> None:
     """Add them to the package of this process."""
-    import ds_patches
     from ds_patches import cures
     from ds_patches.core import shape
 

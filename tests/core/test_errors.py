@@ -1,13 +1,11 @@
 """Errors that another process raises again: a pool that cannot read one waits for good."""
 
-from __future__ import annotations
-
 import pickle
 
 import ds_patches
 from ds_patches.core.errors import DsPatchesError, UnknownPatch
-from ds_patches.desk.traincheck.report import NotTrained, TrainReport, Untrained
-from ds_patches.startup import site_packages
+from ds_patches.diagnostics.traincheck.report import NotTrained, TrainReport, Untrained
+from ds_patches.startup import command
 
 #: Those that are made of something else than their message.
 MADE = [
@@ -23,7 +21,7 @@ def test_every_error_comes_through_a_pipe() -> None:
 
     kinds = below(DsPatchesError) - {DsPatchesError, *map(type, MADE)}
     ours = [kind for kind in kinds if kind.__module__.startswith("ds_patches")]
-    assert site_packages.StartupError in ours
+    assert command.StartupError in ours
     for error in (*MADE, *(kind("what was wrong") for kind in ours)):
         found = pickle.loads(pickle.dumps(error))
         assert type(found) is type(error)

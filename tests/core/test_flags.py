@@ -1,7 +1,5 @@
 """Flags: their order, and that nothing unknown passes in silence."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -11,8 +9,9 @@ from ds_patches.core import flags
 from ds_patches.core.errors import FlagError
 from ds_patches.core.patch import Patch
 
+PATCHES = {name: Patch(name, "", ">=0.16", ()) for name in ("one", "two_words")}
+PATCHES["rare"] = Patch("rare", "", ">=0.16", (), by_default=False)
 BOTH = ("one", "two_words")
-PATCHES = {name: Patch(name, "", ">=0.16", ()) for name in BOTH}
 #: Variables without their prefix, DS_PATCHES.
 Env, Call = dict[str, str], dict[str, Any]
 
@@ -30,7 +29,7 @@ def read(monkeypatch: pytest.MonkeyPatch, env: Env, **call: Any) -> flags.Reques
 
 
 @pytest.mark.parametrize(
-    ("env", "call", "expected"),
+    ("env", "call", "wanted"),
     [
         ({}, {}, BOTH),
         ({"": "all"}, {}, BOTH),
@@ -44,13 +43,18 @@ def read(monkeypatch: pytest.MonkeyPatch, env: Env, **call: Any) -> flags.Reques
         ({}, {"only": []}, ()),
         ({}, {"skip": "two_words+one"}, ()),
         ({"": "all"}, {"skip": ["one"]}, ("two_words",)),
+        # what is not by default is named
+        ({"": "all,rare"}, {}, (*BOTH, "rare")),
+        ({"": "rare"}, {}, ("rare",)),
+        ({}, {"only": "rare"}, ("rare",)),
     ],
 )
 def test_order(
-    monkeypatch: pytest.MonkeyPatch, env: Env, call: Call, expected: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, env: Env, call: Call, wanted: tuple[str, ...]
 ) -> None:
     requests = read(monkeypatch, env, **call)
-    assert tuple(name for name in BOTH if requests.of[name].wanted) == expected
+    assert tuple(requests.wanted) == wanted
+    assert env or call or requests.by_name["rare"].why == "not on by default: DS_PATCHES=all,rare"
 
 
 def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,25 +68,27 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_named_is_forced(monkeypatch: pytest.MonkeyPatch, env: Env, call: Call) -> None:
     requests = read(monkeypatch, env, **call)
-    assert [requests.of[name].force for name in BOTH] == [True, False]
+    assert [name for name, request in requests.by_name.items() if request.force] == ["one"]
 
 
 NAMES = "no patch is named .*one, two_words"
 
 
 @pytest.mark.parametrize(
-    ("env", "call", "told"),
+    ("env", "call", "message"),
     [
         ({"": "one,thre"}, {}, NAMES),
         ({"_SKIP": "thre"}, {}, NAMES),
         ({"_SKIP": "all"}, {}, NAMES),
         ({"": ","}, {}, NAMES),
         *(({"_FORCE": name}, {}, NAMES) for name in ("thre", "all")),
-        *(({"": switch}, {}, "all, none, one") for switch in ("1", "True")),
+        *(({"": switch}, {}, "mean 'all'") for switch in ("1", "True", "on")),
+        *(({"": switch}, {}, "mean 'none'") for switch in ("0", "off")),
         *(({}, {where: "one,thre"}, NAMES) for where in ("only", "skip", "force")),
         ({}, {"only": ""}, NAMES),
+        ({}, {"only": True}, "True stands where names of patches are wanted"),
         ({"": "one,none"}, {}, "`none` stands alone"),
-        ({"_FIVE": "1"}, {}, "DS_PATCHES_STATUS_FILE"),
+        ({"_FIVE": "1"}, {}, "DS_PATCHES_STRICT"),
         ({"_TWO_WORDS": "0"}, {}, "DS_PATCHES_SKIP=two_words"),
         ({"_STRICT": "very"}, {}, "0, 1"),
         ({"_LOG": "loud"}, {}, "debug, info, warning"),
@@ -91,12 +97,17 @@ NAMES = "no patch is named .*one, two_words"
         ({}, {"only": "Two-Words"}, "mean 'two_words'"),
         ({"_STRIKT": "1"}, {}, "mean 'DS_PATCHES_STRICT'"),
         ({"_STRICT": "ture"}, {}, "mean 'true'"),
+        # a long value is cut
+        *(
+            ({suffix: "x" * 100_000}, {}, "^.{,399}$")
+            for suffix in ("", "_SKIP", "_STRICT", "_LOG")
+        ),
     ],
 )
 def test_what_means_nothing_is_an_error_that_lists_what_does(
-    monkeypatch: pytest.MonkeyPatch, env: Env, call: Call, told: str
+    monkeypatch: pytest.MonkeyPatch, env: Env, call: Call, message: str
 ) -> None:
-    with pytest.raises(FlagError, match=told):
+    with pytest.raises(FlagError, match=message):
         read(monkeypatch, env, **call)
 
 
@@ -110,5 +121,6 @@ def test_what_is_almost_one_of_ours_gets_a_hint() -> None:
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
     unset = flags.read(PATCHES)
     names = [name.removeprefix("DS_PATCHES") for name in flags.VARIABLES]
-    assert read(monkeypatch, dict.fromkeys((*names, "_OF_NOBODY"), "")) == unset
+    for blank in ("", " \t"):
+        assert read(monkeypatch, dict.fromkeys((*names, "_OF_NOBODY"), blank)) == unset
     assert not flags.is_strict()

@@ -1,7 +1,5 @@
 """All patches on real engines, beside libraries that wrap methods of theirs, and after them."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -42,31 +40,28 @@ def profile(engine: Any) -> list[tuple[Any, str, Any]]:
     owners = [engine, engine.optimizer]
     if hasattr(engine.optimizer, "parameter_offload"):
         owners.append(engine.optimizer.parameter_offload.get_param_coordinator())
-    found = [
-        (owner, name, value)
-        for owner in owners
-        for name, value in vars(owner).items()
-        if live.ours(value)
-    ]
-    for owner, name, ours in found:
+    values = [(owner, *item) for owner in owners for item in vars(owner).items()]
+    places = [place for place in values if live.layer_of(place[2])]
+    for owner, name, ours in places:
         setattr(owner, name, lambda *args, ours=ours, **kwargs: ours(*args, **kwargs))
-    return found
+    return places
 
 
 def beside_a_profiler(trainer: Any) -> None:
     """It comes over our wrappers, which go, come over it, and go again after it."""
     before: list[tuple[Any, str, Any]] = []
     for step in trainer.steps():
-        if trainer.is_engine and step in (3, 6):
+        event = step if trainer.is_engine else None
+        if event in (3, 6):
             ds_patches.unapply_all()
-        if trainer.is_engine and step == 4:
+        if event == 4:
             ds_patches.apply_all()
-        if trainer.is_engine and step == 5:
+        if event == 5:
             for place in before:
                 setattr(*place)
-        with trainer.window() if trainer.is_engine and step == 1 else nullcontext():
+        with trainer.window() if event == 1 else nullcontext():
             trainer.backward(loss_of(trainer, step))
-            if trainer.is_engine and step == 1:
+            if event == 1:
                 before = profile(trainer.engine)
                 assert before, "nothing of ours is at this engine: the test looks elsewhere"
         trainer.step()
@@ -74,9 +69,9 @@ def beside_a_profiler(trainer: Any) -> None:
 
 def company(options: Options) -> Outcome:
     with all_patches():
-        found = measure(beside_a_profiler, options, strict=False)
+        outcome = measure(beside_a_profiler, options, strict=False)
         ds_patches.apply_all()
-        return found
+        return outcome
 
 
 @pytest.mark.core_case(stage=2, more={})
@@ -100,17 +95,17 @@ def test_wrappers_come_and_go_beneath_a_profiler(
 def called_by_name() -> Iterator[set[str]]:
     """Calls of every wrapped function give all arguments by name, the last first.
 
-    Yields which of them were called.
+    Yields the names of those that were called.
     """
     called: set[str] = set()
 
-    def shim(key: str, ours: Any) -> Callable[..., Any]:
+    def shim(name: str, ours: Any) -> Callable[..., Any]:
         signature = inspect.signature(live.innermost(ours))
         plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        is_plain = all(one.kind in plain for one in signature.parameters.values())
+        is_plain = all(parameter.kind in plain for parameter in signature.parameters.values())
 
         def by_name(*args: Any, **kwargs: Any) -> Any:
-            called.add(key)
+            called.add(name)
             if not is_plain:
                 return ours(*args, **kwargs)
             given = [*signature.bind(*args, **kwargs).arguments.items()]
@@ -119,15 +114,11 @@ def called_by_name() -> Iterator[set[str]]:
 
         return by_name
 
+    journals = [life.journal for life in lifecycle.lifecycles.values()]
+    places = {(layer.owner, layer.name) for journal in journals for layer in journal.layers}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        places = {
-            (layer.owner, layer.name): target.key
-            for life in lifecycle.lives.values()
-            for layer, target in life.journal.layers.items()
-            if layer.on
-        }
-        for place, key in places.items():
-            monkeypatch.setattr(*place, shim(key, live.raw(*place)))
+        for owner, name in places:
+            monkeypatch.setattr(owner, name, shim(name, live.raw(owner, name)))
         yield called
 
 
@@ -176,8 +167,8 @@ def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
             with engine.coalesce_grad_reduction() if use == "of a block" else nullcontext():
                 backward(engine)
             engine.step()
-        status = ds_patches.status()
-        assert all(one.live for one in status.values() if one.state.value == "applied")
+        statuses = ds_patches.status().values()
+        assert all(status.live for status in statuses if status.state.value == "applied")
         engine.destroy()
         del engine, check
         gc.collect()

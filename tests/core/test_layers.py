@@ -1,11 +1,8 @@
 """The package is layers that look down, and what is private in DeepSpeed lies in one of them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -22,7 +19,7 @@ LAYERS = (
     ("steps",),
     PATCHES,
     ("startup",),
-    ("desk",),
+    ("diagnostics",),
     ("",),
     ("auto", "__main__"),
 )
@@ -37,24 +34,14 @@ OTHERS = {
 }
 #: What the package itself defines, importing nothing for it: anybody may ask for these.
 OWN = {"__path__", "__version__"}
-
-
-def modules() -> dict[str, Path]:
-    found = {}
-    for file in ROOT.rglob("*.py"):
-        parts = file.relative_to(ROOT.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    # Python runs it by another name, in interpreters that may have another ds_patches, or none.
-    del found["ds_patches.startup.hook.sitecustomize"]
-    return found
-
-
-MODULES = modules()
-
-
-@cache
-def tree(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+#: By the package that its imports are relative to, the tree of each module, by its name.
+TREES: dict[str, tuple[str, ast.Module]] = {}
+for file in ROOT.rglob("*.py"):
+    # Python runs that by another name, in interpreters that may have another ds_patches, or none.
+    if file.name != "sitecustomize.py":
+        *package, name = file.relative_to(ROOT.parent).with_suffix("").parts
+        path = package if name == "__init__" else [*package, name]
+        TREES[".".join(path)] = ".".join(package), ast.parse(file.read_text(encoding="utf-8"))
 
 
 def run(node: ast.AST) -> Iterator[ast.AST]:
@@ -65,20 +52,19 @@ def run(node: ast.AST) -> Iterator[ast.AST]:
             yield from run(child)
 
 
-def imported(name: str) -> set[str]:
-    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for node in run(tree(name)):
+def imported(name: str) -> Iterator[str]:
+    """Yield all that a module imports: modules, and names of modules."""
+    package, tree = TREES[name]
+    for node in run(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & MODULES.keys()
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package)
             for alias in node.names:
-                if f"{base}.{alias.name}" in MODULES:
-                    found.add(f"{base}.{alias.name}")
+                if f"{base}.{alias.name}" in TREES:
+                    yield f"{base}.{alias.name}"
                 elif not (base == "ds_patches" and alias.name in OWN):
-                    found |= {base} & MODULES.keys()
-    return found
+                    yield base
 
 
 def part_of(module: str) -> str:
@@ -88,11 +74,11 @@ def part_of(module: str) -> str:
 
 
 def layer_of(part: str) -> int:
-    return next(at for at, here in enumerate(LAYERS) if part in here)
+    return next(index for index, parts in enumerate(LAYERS) if part in parts)
 
 
 def test_imports_run_down_and_there_is_no_circle() -> None:
-    graph = {name: imported(name) for name in MODULES}
+    graph = {name: {*imported(name)} & TREES.keys() for name in TREES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
     for name, others in graph.items():
         mine = part_of(name)
@@ -102,15 +88,16 @@ def test_imports_run_down_and_there_is_no_circle() -> None:
 
 def test_upstream_alone_imports_deepspeed() -> None:
     """And proofs, which are scripts of a user's."""
-    for name, file in MODULES.items():
-        found = re.search(r"^\s*(from|import) deepspeed", file.read_text(encoding="utf-8"), re.M)
-        assert part_of(name) == "upstream" or ".proofs." in name or not found, name
+    for name, (_, tree) in TREES.items():
+        is_free = part_of(name) == "upstream" or ".proofs." in name
+        imports = re.search(r"^\s*(from|import) deepspeed", ast.unparse(tree), re.MULTILINE)
+        assert is_free or not imports, name
 
 
 def test_private_names_of_deepspeed_are_upstreams() -> None:
     """A patch may wrap a method that its binding names: the gate looks at each."""
     ours = {*" ".join(OTHERS.values()).split(), *own_names()}
-    for name in MODULES:
+    for name in TREES:
         part = part_of(name)
         if part in (*PATCHES, "steps") or ".traincheck" in name:
             patch = registry.patches().get(part)
@@ -120,20 +107,19 @@ def test_private_names_of_deepspeed_are_upstreams() -> None:
 
 
 def used(name: str) -> Iterator[str]:
-    """Private attributes, and texts that are a private name."""
-    for node in ast.walk(tree(name)):
+    """Yield private attributes, and texts that are a private name."""
+    for node in ast.walk(TREES[name][1]):
         text = getattr(node, "attr", getattr(node, "value", None))
         is_torchs = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")
         if isinstance(text, str) and re.fullmatch(PRIVATE, text) and not is_torchs:
             yield text
 
 
-def own_names() -> set[str]:
-    """What the package itself defines outside `upstream`: functions, and attributes of objects."""
-    found = set()
-    for node in (one for n in MODULES if part_of(n) != "upstream" for one in ast.walk(tree(n))):
+def own_names() -> Iterator[str]:
+    """Yield what the package itself defines outside `upstream`: functions, and attributes."""
+    trees = [tree for name, (_, tree) in TREES.items() if part_of(name) != "upstream"]
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
+            yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} & {ast.unparse(node).removeprefix("self.")}
-    return found
+            yield from {node.attr} & {ast.unparse(node).removeprefix("self.")}

@@ -1,7 +1,5 @@
 """How loud the package is, and where it speaks: each line once, whoever sets up logging."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator
@@ -43,7 +41,7 @@ def test_how_much_is_said(
     monkeypatch.setenv("DS_PATCHES_LOG", flag)
     with program(own) as ours:
         for _ in range(2):
-            log.say(flags.read({}).level)
+            log.set_up(flags.read({}).level)
         for level in ("debug", "info", "error"):
             getattr(ours, level)(level)
     assert capsys.readouterr().err == "".join(f"ds_patches: {one}\n" for one in heard.split())
@@ -53,9 +51,9 @@ def test_how_much_is_said(
 def test_a_line_is_not_said_twice(capsys: Capture, name: str) -> None:
     """The program may have a handler for all, or one for us; before we speak, or after."""
     with program() as ours:
-        log.say()
+        log.set_up()
         ours.info("one")
         logging.getLogger(name).addHandler(logging.StreamHandler(sys.stdout))
-        log.say()
+        log.set_up()
         ours.info("two")
     assert capsys.readouterr() == ("two\n", "ds_patches: one\n")

@@ -15,6 +15,7 @@ from ds_patches.dc_fallback import reduction
 from tests.world import World
 
 F32, BF16 = torch.float32, torch.bfloat16
+pytestmark = pytest.mark.milliseconds
 
 
 class Watched:

@@ -129,6 +129,7 @@ KEEPS, ANEW = {"compiles": {"keeps": True}}, {"compiles": {"anew": 1}}
 WAYS: dict[str, dict[str, Any]] = {
     "micro steps, torch": {"micro_steps": 2, "style": "torch"},
     "two backwards": {"script": deepcompile.compiled_two_forwards},
+    "two backwards, torch": {"script": deepcompile.compiled_two_backwards, "style": "torch"},
     "forwards first": {"script": forwards_first},
     "anew": ANEW,
     "anew, micro steps": {**ANEW, "micro_steps": 2},
@@ -146,6 +147,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.core_case(pattern="TiedToSkipped", way="forwards first")
 @pytest.mark.core_case(pattern="TiedToSkipped", way="two backwards")
+@pytest.mark.core_case(pattern="TiedToSkipped", way="two backwards, torch")  # one epilogue
 @pytest.mark.core_case(pattern="TiedToSkipped", way="anew, micro steps")
 @pytest.mark.core_case(pattern="TiedToSkipped", way="keeps, evaluates")
 @pytest.mark.parametrize("way", WAYS)

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
 from ds_patches.dc_fallback.uses import Calls, Uses
+from tests.harness.views import VIEWS
 
 See = Callable[[str], Tensor]
 Names = Sequence[str]
@@ -183,6 +184,18 @@ def test_gradients_and_how_often_is_gathered(model: Any, forward: str, backward:
         assert there.gathered() == backward
         grads.append(there.grads())
     torch.testing.assert_close(*grads)
+
+
+def test_gradients_of_views() -> None:
+    """Those whose values a gather does not bring are kept."""
+    kept = ("negated", "conjugated", "bits")
+    for name, function in VIEWS.items():
+
+        def model(see: See, call: Any, x: Tensor, function: Any = function) -> Tensor:
+            with call():
+                return function(see("a")).sum() + (x @ see("a")).square().sum()
+
+        Partitioned().hold(model, stays=name in kept)
 
 
 def test_one_that_was_written_to_is_kept() -> None:

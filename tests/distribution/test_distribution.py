@@ -1,12 +1,14 @@
 """The wheel and the sdist are built, and the wheel runs beside DeepSpeed alone."""
 
 import compileall
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,14 @@ def test_the_wheel_has_the_package_whole(wheel: Path) -> None:
     files = (fake.REPOSITORY / "ds_patches").rglob("*")
     written = {path for path in files if path.is_file() and path.suffix != ".pyc"}
     relative = {str(path.relative_to(fake.REPOSITORY)) for path in written}
-    assert packed == relative | {"ds_patches/troubleshooting.md"}
+    docs = (fake.REPOSITORY / "docs").rglob("*")
+    pages = {path.relative_to(fake.REPOSITORY) for path in docs if path.is_file()}
+    beside = {"ds_patches.pth", "_ds_patches_hook.py", *(f"ds_patches/{path}" for path in pages)}
+    moved = {f"ds_patches/startup/hook/{name}" for name in ("ds_patches.pth", "installed")}
+    assert packed == relative - moved | beside
+    with zipfile.ZipFile(wheel) as archive:
+        hook = archive.read("ds_patches/startup/hook/sitecustomize.py")
+        assert archive.read("_ds_patches_hook.py") == hook
 
 
 def test_it_runs_beside_deepspeed_alone(wheel: Path, tmp_path: Path) -> None:
@@ -61,12 +70,17 @@ def test_it_runs_beside_deepspeed_alone(wheel: Path, tmp_path: Path) -> None:
     for part in (*parts, *found.folder.parent.glob("deepspeed-*.dist-info")):
         (site / part.name).symlink_to(part)
     python = str(tmp_path / "env/bin/python")
-    said = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python)
-    (applies,) = [line.split(": ")[1] for line in said.splitlines() if "would apply: " in line]
-    applied = [name for name, one in registry.patches().items() if gate.check(one).may_apply]
-    assert applies.split(", ") == applied
-    explain = ("-m", "ds_patches", "explain", "-v", "Cannot partition a param in flight")
-    assert "A parameter is in flight at ZeRO-3" in run(*explain, cwd=tmp_path, python=python)
+    said = json.loads(run("-m", "ds_patches", "doctor", "--json", cwd=tmp_path, python=python))
+    applies = [name for name, answer in said["patches"].items() if answer == "would apply"]
+    default = {name: one for name, one in registry.patches().items() if one.by_default}
+    applied = [name for name, one in default.items() if gate.check(one).may_apply]
+    assert applies == applied
+    said = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python, DS_PATCHES="all")
+    assert f"hook: installed: {site}" in said
+    assert "this interpreter: armed" in said
+    page = run("-m", "ds_patches", "--help", cwd=tmp_path, python=python).split()[-1]
+    assert Path(page).is_relative_to(site)
+    assert "A parameter is in flight at ZeRO-3" in Path(page).read_text("utf-8")
 
 
 def zipped(package: Path) -> Path:
@@ -85,6 +99,12 @@ APPLY = "import ds_patches; print(*ds_patches.apply_all().items(), sep='\\n')"
 APPLIED = "import deepspeed, ds_patches; print(*ds_patches.status().items(), sep='\\n')"
 
 
+@cache
+def told_by_sources() -> str:
+    return run("-c", APPLY, cwd=fake.REPOSITORY)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", [zipped, compiled])
 def test_it_runs_from_a_zip_and_without_its_sources(form: Any, tmp_path: Path) -> None:
     """The package is not the one of this environment, which is a folder of sources."""
@@ -92,15 +112,16 @@ def test_it_runs_from_a_zip_and_without_its_sources(form: Any, tmp_path: Path) -
     shutil.copytree(
         registry.__file__.partition("/core/")[0], package, ignore=shutil.ignore_patterns("__pyc*")
     )
-    shutil.copy(fake.REPOSITORY / "docs/troubleshooting.md", package)
     place = {"PYTHONPATH": str(form(package))}
-    told = run("-c", APPLY, cwd=tmp_path, **place)
+    told = told_by_sources()
     assert "lib" in run("-c", "print(__import__('ds_patches').__file__)", cwd=tmp_path, **place)
-    assert told == run("-c", APPLY, cwd=fake.REPOSITORY)
     command = ("-m", "ds_patches")
     assert run(*command, "run", "--", "python", "-c", APPLIED, cwd=tmp_path, **place) == told
-    explain = ("explain", "-v", "Cannot partition a param in flight")
-    assert "A parameter is in flight at ZeRO-3" in run(*command, *explain, cwd=tmp_path, **place)
+    ask = ("doctor", "--release", "0.17.6", "Cannot partition a param in flight")
+    asked = subprocess.run(
+        [sys.executable, *command, *ask], cwd=tmp_path, env=os.environ | place, capture_output=True
+    )
+    assert (asked.returncode, b"stage3_prefetch_bucket_size" in asked.stdout) == (1, True)
     done = subprocess.run(
         [sys.executable, *command, "prove", "outputs", "--script"],
         cwd=tmp_path,

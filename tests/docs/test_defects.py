@@ -14,15 +14,25 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_patches.core import registry
-from ds_patches.desk import configuration, cured, explain, pasted
-from ds_patches.desk.defects import DEFECTS, DOINGS, FIXES, KNOWN, SETTINGS, TESTED, TOLD, Defect
-from ds_patches.desk.proofs import PROOFS
-from ds_patches.desk.sections import section
+from ds_patches.diagnostics import configuration, doctor, findings, training
+from ds_patches.diagnostics.defects import (
+    DEFECTS,
+    DOINGS,
+    FIXES,
+    HARMS,
+    KNOWN,
+    SETTINGS,
+    TESTED,
+    TOLD,
+    Defect,
+    wrong_in,
+)
+from ds_patches.diagnostics.proofs import PROOFS
 from tests.accumulation.test_ledger import LEDGER, NOW, Entry
 from tests.core import fake
 from tests.releases import RELEASES
 
-FILE = fake.REPOSITORY / "ds_patches" / "desk" / "defects.json"
+FILE = fake.REPOSITORY / "ds_patches" / "diagnostics" / "defects.json"
 #: Upstream's history from v0.16.0 to August 2026: each commit, its pull request, and what it is.
 #: Of the classes `fix` alone is ours; `unreleased` mends what no release had.
 COMMITS = [
@@ -30,6 +40,8 @@ COMMITS = [
     for line in Path(__file__).with_name("deepspeed_commits.txt").read_text("utf-8").splitlines()
 ]
 NUMBERS = Counter(number for one in DEFECTS if one.right for number in one.numbers.split())
+#: Of a configuration, besides the table's settings.
+OTHERS = {"filled", "single", "unclipped", "zero3"}
 README = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
 #: The rows of each entry of the ledger of accumulation, by how their scripts begin.
 ROWS = {
@@ -103,21 +115,23 @@ def test_the_data_is_as_the_class_says() -> None:
     order = [field.name for field in fields(Defect)]
     for row in data.pop("defects"):
         assert [*row] == sorted(row, key=order.index), row
-        asked = row.pop("asked", ["..."])
-        assert asked, row
-        assert all(isinstance(text, str) and text.strip() for text in asked), row
+        messages = row.pop("messages", ["..."])
+        assert messages, row
+        assert all(isinstance(text, str) and text.strip() for text in messages), row
         empty = [name for name, text in row.items() if not isinstance(text, str) or not text]
         assert empty == ["stages"] * ("first" not in row), row
     for names in data.values():
         assert [*names] == sorted(names)
+    for lines in data["keys"].values():
+        assert (keys := " ".join(lines).split()) == sorted(keys)
 
 
 @pytest.mark.parametrize("one", KNOWN, ids=lambda one: f"{one.first} {one.outcome[:40]}")
 def test_a_row_is_sound(one: Defect) -> None:
     assert [*one.stages] == sorted({*one.stages} & {0, 1, 2, 3})
-    assert {*one.needs.split()} <= {*SETTINGS, *DOINGS, "single", "unclipped"}
+    assert {*one.needs.split()} <= {*SETTINGS, *DOINGS, *OTHERS}
     assert all(number.isdigit() for number in one.numbers.split())
-    assert not one.section or section(one.section)
+    assert one.harm in HARMS
     assert not one.proof or one.proof in PROOFS
     assert bool(one.proof or one.unproved) == bool(one.section and one.patch), "why not?"
     assert not (one.proof and one.unproved)
@@ -130,7 +144,7 @@ def test_a_row_is_sound(one: Defect) -> None:
         supported = registry.patches()[one.patch].supported if one.patch else ""
         assert [*SpecifierSet(supported).filter(wrong)]
     else:
-        assert (one.right, one.needs, one.patch) == ("", "", "")
+        assert (one.right, one.patch, one.needs in ("", "zero3")) == ("", "", True)
 
 
 def test_each_kind_of_row_has_its_place() -> None:
@@ -141,7 +155,7 @@ def test_each_kind_of_row_has_its_place() -> None:
     assert RELEASES[-1] == TESTED, "look at what the new release gets wrong"
 
 
-@pytest.mark.parametrize("name", registry.patches())
+@pytest.mark.parametrize("name", [n for n, one in registry.patches().items() if one.by_default])
 def test_a_patch_is_for_the_releases_of_its_rows(name: str) -> None:
     """Or for those of them that it can work on, which are the newest."""
     mine = [one for one in DEFECTS if one.patch == name]
@@ -161,6 +175,19 @@ def test_every_fix_of_upstream_is_in_the_table() -> None:
     assert since <= {"0.19.6", "0.19.7", "0.19.8"}
 
 
+@pytest.mark.parametrize("one", DEFECTS, ids=lambda one: f"{one.first} {one.outcome[:40]}")
+def test_what_helps_is_no_release_that_is_wrong(one: Defect) -> None:
+    """Nor the one that is there."""
+    for release in filter(one.is_wrong, map(Version, RELEASES)):
+        for why in ("", "switched off"):
+            helps = findings.cure(one, release, {one.patch: why})
+            words = re.findall(r"upgrade DeepSpeed to (\S+) or later(, and apply)?", helps.do)
+            assert (helps.by == "patch") == (bool(one.patch) and not why)
+            for better, by_patch in words:
+                assert Version(better) > release
+                assert by_patch or not one.is_wrong(Version(better))
+
+
 def test_settings_rule_out_or_decide() -> None:
     config = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}},
@@ -173,7 +200,8 @@ def test_settings_rule_out_or_decide() -> None:
     assert on == {"accumulation", "muon", "no_overflow_check", "no_pin_memory"}
     assert [name for name, on in facts.items() if on == "script"] == ["bf16_or_fp16", "fp16"]
     facts = {**facts, "stage": 2}
-    depends = {one.numbers: configuration.conditions(one, facts) for one in DEFECTS}
+    known = configuration.Configuration(facts, {})
+    depends = {one.numbers: known.conditions(one) for one in DEFECTS}
     assert depends["8441 8442"] is depends["8443 8600"] is None, "of other stages"
     assert depends["8432 8435"] == ("script",), "it is left open"
     assert configuration.settings(config | {"fp16": {"enabled": True}})["bf16_or_fp16"]
@@ -187,11 +215,14 @@ def test_a_row_is_of_the_releases_that_it_names() -> None:
 
 def test_the_symptoms_of_the_readme_are_answered() -> None:
     table = README.partition("|what you see|where|")[2].split("\n\n")[0].splitlines()[2:]
-    assert len(table) == 6
+    assert len(table) == 7
     for row in table:
         see, where, _, _, patch = row.strip("|").split("|")
-        message, anchor = re.findall(r"\[`?(.+?)`?\]\(docs/troubleshooting.md#(.+)\)", see)[0]
         release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
-        found = explain.answers(pasted.read(message), release, cured.of_releases(release))
-        said = {one.one.anchor for one in found if one.here.endswith(f"{patch} would cure this")}
-        assert anchor in said, see
+        (anchor,) = re.findall(r"\(docs/troubleshooting.md#(.+)\)", see)
+        rows = [d for d in wrong_in(release, patch) if d.section == anchor]
+        assert rows, see
+        message = re.match(r"\[`(.+?)`\]", see)
+        case = training.read([message[1]]) if message else training.Training(is_configured=True)
+        found = {f.defect for f in doctor.diagnose(case, release).findings}
+        assert found & {*rows}, see

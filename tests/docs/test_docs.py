@@ -1,25 +1,25 @@
-"""The site builds without a broken link, every patch has its page, and commands exist."""
+"""Pages are up to date, every link works where they are read, and commands exist."""
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, shape
-from ds_patches.desk.defects import FIXES, KNOWN, TOLD, plain
+from ds_patches.diagnostics.defects import DEFECTS, KNOWN
 from tests.core import fake
 from tests.harness.stock import RELEASE, Version
 from tests.shell import REPOSITORY
+from tools import pages
 
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
@@ -39,30 +39,73 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def text_of(page: str) -> str:
-    """What a reader sees of it, on one line."""
-    return " ".join(html.unescape(re.sub("<[^>]*>", "", page)).split())
+def test_what_is_generated_is_up_to_date() -> None:
+    """Else: make pages."""
+    stale = [page.name for page, text in pages.generated().items() if page.read_text() != text]
+    assert not stale, "make pages"
+    assert {page.stem for page in (DOCS / "patches").glob("*.md")} == {*registry.patches()}
 
 
 @pytest.mark.parametrize("name", registry.patches())
-def test_every_patch_has_its_page(site: Path, name: str) -> None:
-    patch, page = registry.patch(name), (site / f"patches/{name}.html").read_text("utf-8")
-    for other in ("index.html", "symptoms.html"):
-        assert f'href="patches/{name}.html"' in (site / other).read_text("utf-8")
-    for part in (patch.supported, *(target.qualname for target in patch.targets)):
-        assert part in text_of(page), part
-    assert all(f'href="{link.url}"' in page for link in patch.upstream)
+def test_a_page_says_what_it_has_to(name: str) -> None:
+    text = (DOCS / f"patches/{name}.md").read_text("utf-8")
+    for title in ("Use", "What it cures", "Cost", "Why", "How", "At a glance"):
+        assert f"\n## {title}\n" in text, title
+    assert registry.patch(name).upstream or "No issue was found." in text
+
+
+LINK = re.compile(r"!?\[[^]]*\]\(([^)\s]+)\)")
+PLAIN_HEADING = re.compile(r"^#+ ([\w -]+)$", re.MULTILINE)
+
+
+def dead_links(page: Path) -> list[str]:
+    """The links of a page that a Git host cannot follow.
+
+    An anchor is an `<a id>`, or a heading of plain words, which every renderer names alike.
+    """
+    dead = []
+    for link in LINK.findall(page.read_text("utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if re.match(r"\w+:", link):
+            continue
+        if not target.exists():
+            dead.append(link)
+        elif anchor:
+            text = target.read_text("utf-8")
+            plain = [title.lower().replace(" ", "-") for title in PLAIN_HEADING.findall(text)]
+            if f'<a id="{anchor}">' not in text and anchor not in plain:
+                dead.append(link)
+    return dead
+
+
+def test_links_work_in_the_repository_and_in_the_wheel(tmp_path: Path) -> None:
+    """The wheel has docs/ alone; the site is built strictly."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
+    packed = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for source, target in packed.items():
+        if (REPOSITORY / source).is_dir():
+            shutil.copytree(REPOSITORY / source, tmp_path / target)
+    every = [*PAGES, *(DOCS / "patches").glob("*.md"), *tmp_path.rglob("*.md")]
+    assert len(every) > 2 * len(registry.patches())
+    assert not {str(page): links for page in every if (links := dead_links(page))}
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[a](#a-title) [b](#b) [c](none.md) [d](https://x.y/#z)\n")
+    assert dead_links(page) == ["#b", "none.md"]
 
 
 def test_what_a_patch_says_of_its_cost_was_measured() -> None:
     """Each ratio stands on the page of benchmarks, beside its command."""
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     said = {}
-    for name, patch in registry.patches().items():
-        words = import_module(patch.hooks or f"ds_patches.{name}").__doc__ or ""
-        said[name] = re.findall(r"\d\.\d\d", words.partition("\nCost\n")[2].partition("\n\n")[0])
+    for name in registry.patches():
+        words = (DOCS / f"patches/{name}.md").read_text("utf-8")
+        said[name] = re.findall(r"\d\.\d\d", words.partition("## Cost\n")[2].partition("\n## ")[0])
     assert all(said[name] for name in ("accumulation", "coalesce")), "no costs were found"
-    unknown = {name: [one for one in ratios if one not in page] for name, ratios in said.items()}
+    unknown = {name: [ratio for ratio in of if ratio not in page] for name, of in said.items()}
     assert not any(unknown.values()), unknown
 
 
@@ -77,17 +120,27 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     assert (site / "search/search_index.js").is_file()
 
 
-def test_every_symptom_has_its_row(site: Path) -> None:
+def test_every_symptom_has_its_row() -> None:
     page, sections = (
-        (site / f"{name}.html").read_text("utf-8") for name in ("symptoms", "troubleshooting")
+        (DOCS / f"{name}.md").read_text("utf-8") for name in ("symptoms", "troubleshooting")
     )
-    text = text_of(page)
-    for one in KNOWN:
-        assert f'id="{one.anchor}"' in (page if one.anchor.startswith("fix-") else sections)
-    for one in TOLD:
-        assert f'href="troubleshooting.html#{one.anchor}"' in page
-        assert plain(one.script) in text
-    assert all(plain(fix.outcome) in text for fix in FIXES)
+    for defect in KNOWN:
+        where = page if defect.anchor.startswith("fix-") else sections
+        assert f'<a id="{defect.anchor}">' in where
+    for defect in DEFECTS:
+        assert (defect.script if defect.section else defect.outcome) in page
+
+
+def test_what_the_readme_shows_is_what_doctor_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = '{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}'
+    Path("ds_config.json").write_text(settings)
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    (command,) = re.findall(r"^ds-patches (doctor .* --release .*)$", readme, re.M)
+    command_line.main(command.split())
+    assert f"```text\n{capsys.readouterr().out.partition('IF YOUR')[0]}```" in readme
 
 
 def test_every_flag_is_on_the_page_of_flags() -> None:
@@ -125,7 +178,7 @@ def test_the_cure_on_the_page_for_contributors_is_one(tmp_path: Path) -> None:
     )
     fake.write(tmp_path / "cures/mixed_dtypes.py", text)
     shutil.copy(shape.RECORD, tmp_path)
-    said = fake.output(fake.with_patches(tmp_path) + ASK)
+    said = fake.run(fake.with_patches(tmp_path) + ASK).stdout
     is_cured = Version("0.19.3") <= RELEASE
     told = (
         "has nothing that the patch wraps" if is_cured else "is applied: 1 of 1 wrappers in place"

@@ -52,7 +52,7 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
         found.reductions = len(sent.sent)
     found.live = [name for name, status in ds_patches.status().items() if status.live]
     here = release.installed().version
-    patches = registry.patches().items()
+    patches = [(name, one) for name, one in registry.patches().items() if one.by_default]
     found.offered = [name for name, one in patches if release.covers(one.supported, here)]
     found.losses = trained.losses
     if isinstance(trained.model, DeepSpeedEngine):

@@ -62,7 +62,7 @@ def replaced(place: str, stage: int, at_one_engine: bool) -> tuple[Outcome, list
             library.setattr(kind, name, theirs(kind, name))
         outcome = measure(script, Options(stage), strict=False)
         said = [one for one in ds_patches.status().values() if place in one.reason]
-    assert all(one.state is State.SHADOWED for one in said)
+    assert all(one.state is State.FAILED for one in said)
     return outcome, [one.reason for one in said]
 
 
@@ -85,7 +85,7 @@ def test_a_function_in_the_place_of_ours(
     by = "contextlib.nullcontext" if place.endswith("no_sync") else LIBRARY
     for found, said in apart.run(replaced, place, stage, at_one_engine):
         assert found.equal, found
-        assert said
+        assert bool(said) is not at_one_engine, "what a single engine has is not looked at"
         # Stock keeps engines of stage 3 for ever, also those of earlier tests.
         heard = [text for text in found.said if place in text]
         assert all(f"{place} is replaced by {by}" in text for text in (*said, *heard))

@@ -43,13 +43,12 @@ def cases() -> Iterator[Any]:
     for training in TRAININGS:
         for release, stages in ({"": training.stock} | training.older).items():
             for stage, said in stages.items():
-                quick = stage == 2 and not (release or training.exhaustive)
-                marks = [] if quick else [pytest.mark.exhaustive]
-                marks.append(needs(training.package))
                 name = f"{training.title}-{stage}-{release}".rstrip("-")
-                yield pytest.param(training, stage, release, said, id=name, marks=marks)
+                needed = needs(training.package)
+                yield pytest.param(training, stage, release, said, id=name, marks=needed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("training", "stage", "release", "said"), [*cases()])
 def test_training(
     ranks_on: Callable[[str], Ranks],

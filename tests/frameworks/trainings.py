@@ -58,7 +58,6 @@ class Training:
     zero: Mapping[str, Any] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
     package: str = ""
-    exhaustive: bool = False
 
     def config(self, stage: int) -> dict[str, Any]:
         sizes = {"train_micro_batch_size_per_gpu": self.batch}
@@ -122,15 +121,34 @@ def clip(folder: Path) -> Parameters:
     return saved.save_clip(folder / "clip")
 
 
+def without_head(folder: Path) -> Parameters:
+    """A language model's parameters but those of its head."""
+    return {name: param for name, param in causal(folder).items() if name != "lm_head.weight"}
+
+
+def decoder(folder: Path) -> Parameters:
+    return {f"lm.{name}": param for name, param in causal(folder).items()}
+
+
+def tower(folder: Path) -> Parameters:
+    """A CLIP's vision tower, as a `CLIPVisionModel` names its parameters."""
+    from transformers import CLIPVisionModel
+
+    clip(folder)
+    start = CLIPVisionModel.from_pretrained(folder / "clip").named_parameters()
+    return {f"tower.{name}": param.detach() for name, param in start}
+
+
 def heads(_: Path, prefix: str = "") -> Parameters:
     torch.manual_seed(accelerated.SEED)
     start = accelerated.TwoHeads().named_parameters()
     return {prefix + name: param.detach() for name, param in start}
 
 
-def steps(micro_steps: int) -> dict[str, Any]:
+def steps(micro_steps: int, **more: Any) -> dict[str, Any]:
     """One process has twice as many micro steps: those of both ranks."""
-    return {"given": {"micro_steps": micro_steps}, "without": {"micro_steps": 2 * micro_steps}}
+    of_one = {"micro_steps": 2 * micro_steps, **more}
+    return {"given": {"micro_steps": micro_steps, **more}, "without": of_one}
 
 
 LM = ("hf:language_model", (Path("lm"), Path("out")), causal)
@@ -145,11 +163,13 @@ DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {"0.18.2": {3: 
 ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
 OF_ENGINE = ("accelerated:train", ("two_losses",), heads, REFUSED, {"0.18.2": REFUSED})
 ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
-RARE: dict[str, Any] = {"exhaustive": True}
 HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
 OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
+#: One loss over several forwards, with reentrant checkpointing: folder, and start.
+REPEATED = {"rewards": ("lm", without_head), "crops": ("clip", tower), "shared": ("lm", decoder)}
+LOSSES = ("TripletLoss", "MultipleNegativesRankingLoss")
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES | DIVIDES, **FOUR, **steps(4))
 ACCUMULATED = Training(
@@ -157,14 +177,37 @@ ACCUMULATED = Training(
 )
 TRAININGS = [
     TRAINER,
-    replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}, **RARE),
-    Training("Trainer, CLIP", *CLIP, UNBORN, {"0.18.2": BOTH_RIGHT}, **steps(1), **RARE),
+    replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}),
+    Training("Trainer, CLIP", *CLIP, UNBORN, {"0.18.2": BOTH_RIGHT}, **steps(1)),
     Training(
         "sentence-transformers, cached loss", *SENTENCES, {"0.18.2": TWICE}, **ONCE, **steps(1)
     ),
-    Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2), **RARE),
+    Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2)),
     ACCUMULATED,
     Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
-    Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO, **RARE),
-    Training("Lightning, two losses", *LIT, APART, **OF_LIT, **RARE),
+    Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO),
+    Training("Lightning, two losses", *LIT, APART, **OF_LIT),
+]
+TRAININGS += [
+    Training(
+        f"sentence-transformers, {loss}",
+        *SENTENCES,
+        {"0.18.2": TWICE},
+        **ONCE,
+        **steps(1, loss=loss),
+    )
+    for loss in LOSSES
+]
+TRAININGS += [
+    Training(
+        f"Trainer, {name}",
+        f"repeated:{name}",
+        (Path(folder), Path(name)),
+        start,
+        TWICE,
+        {"0.18.2": TWICE},
+        **ONCE,
+        **steps(1),
+    )
+    for name, (folder, start) in REPEATED.items()
 ]

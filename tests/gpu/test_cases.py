@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.accumulation import test_division
+from tests.accumulation import test_arrivals, test_division
 from tests.accumulation import test_experts as of_experts
 from tests.coalesce import test_blocks, test_failure, test_no_sync
 from tests.harness import OVERLAP, ROUNDING, Case, World, run
@@ -26,6 +26,13 @@ TABLES: tuple[Any, ...] = (
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
     of_experts.test_batches_of_one_to_three_experts,
+    test_arrivals.test_two_forwards_for_one_loss,
+    test_arrivals.test_more_arrivals_than_two,
+    test_arrivals.test_in_micro_steps,
+    test_arrivals.test_another_number_of_forwards,
+    test_arrivals.test_a_plain_backward_is_divided_once,
+    test_arrivals.test_what_was_written_in_this_step_is_stepped,
+    test_arrivals.test_gradients_of_another_engines_backward_are_kept,
 )
 
 

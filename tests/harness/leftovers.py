@@ -9,7 +9,7 @@ What lives on an engine as long as a patch is applied has a name in `WHILE_APPLI
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ WHILE_APPLIED |= {
     *("_parameters", "launch_compile_passes"),  # dc_fallback's, in place of ZeRO-3's
     *("allreduce_gradients", "backward_epilogue", "_get_offload_gradient_dict"),  # accumulation's
     *("copy_grads_in_partition", "reduce_ipg_grads", "independent_gradient_partition_epilogue"),
+    *("_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",),
+    *("_DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket",),  # until the next gradient
+    *("pre_sub_module_backward_function",),  # on devices with streams
 }
 
 
@@ -71,16 +74,19 @@ def _all_of(engine: Any) -> Iterator[str]:
     yield from (f"parameter {name}: gathered" for name in whole)
 
 
-def gathered(engine: Any, entitled: bool = True) -> list[str]:
+def gathered(engine: Any, entitled: bool = True, held: Sequence[Any] = ()) -> list[str]:
     """Names of parameters that are whole, or on their way to be, and need not stay so.
 
     entitled: also those that upstream's prefetcher has in flight for the next backward.
+    held: parameters that are to be whole.
     """
+    held_ids = {*map(id, held)}
     in_flight = getattr(engine.module, "ds_inflight_param_registry", {})
     return [
         name
         for name, param in engine.module.named_parameters()
         if hasattr(param, "ds_id")
+        and id(param) not in held_ids
         and not param.ds_persist
         and param.ds_status.name in ("AVAILABLE", "INFLIGHT")[: 1 + entitled]
         and (entitled or param not in in_flight)

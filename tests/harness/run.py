@@ -23,6 +23,8 @@ from tests.listening import listening
 from tests.world import World
 
 Script = Callable[..., None]
+#: DeepSpeed's methods that reduce a bucket, at stages 1 and 2, and at 3.
+REDUCE = ("reduce_ipg_grads", "__reduce_and_partition_ipg_grads")
 #: Steps that come after the others, for memory alone.
 LOOKED_AT = 2
 
@@ -192,7 +194,7 @@ def _counting(trainer: EngineTrainer, found: Outcome) -> Callable[[int], Any]:
 
     def count(frame: Any, event: str, argument: Any) -> None:
         found.calls += event == "call"
-        found.reductions += event == "call" and frame.f_code.co_name == "reduce_ipg_grads"
+        found.reductions += event == "call" and frame.f_code.co_name in REDUCE
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:

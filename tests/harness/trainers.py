@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_patches.core.calls import meanwhile
 from tests.harness import leftovers, models
 from tests.harness.groups import grid
 from tests.harness.leftovers import gathered
@@ -65,12 +68,18 @@ class PlainTrainer(Trainer):
         self._micro_step, self._micro_steps = 0, options.micro_steps
         self.group = grid().data if options.grid else None
         self.forwards: list[None] = []
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if "torch_autocast" in options.settings:  # a loop may make large what it rounds
+            device = next(module.parameters()).device.type
+            self._autocast = partial(torch.autocast, device, torch.bfloat16)
         module.register_forward_pre_hook(lambda *_: self.forwards.append(None))
 
     def __call__(self, *inputs: Tensor, **named: Any) -> Any:
-        return self.module(*inputs, **named)
+        with self._autocast():
+            return self.module(*inputs, **named)
 
-    around_the_engine = __call__
+    def around_the_engine(self, *inputs: Tensor, **named: Any) -> Any:
+        return self.module(*inputs, **named)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         (loss / self._micro_steps).backward(retain_graph=retain_graph)
@@ -111,7 +120,8 @@ class PlainTrainer(Trainer):
         return [part.view_as(param) for part, param in zip(split, params, strict=True)]
 
     def _trained(self) -> list[nn.Parameter]:
-        return [param for param in self.module.parameters() if param.requires_grad]
+        params = self.module.parameters()
+        return [param for param in params if param.requires_grad or param.grad is not None]
 
     def window(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -161,6 +171,7 @@ class EngineTrainer(Trainer):
         self.engine, self.style = engine, self.options.style
         self._make, self._strict = make, strict
         self.left, self.available = [], []
+        self._held: list[nn.Parameter] = []  # by the script itself, at present
         if strict:
             self.note()
 
@@ -191,8 +202,8 @@ class EngineTrainer(Trainer):
             self.engine.scale(loss).backward(retain_graph=retain_graph)
         else:
             loss.backward(retain_graph=retain_graph)
-        self.left.append(gathered(self.engine))
-        self.available.append(gathered(self.engine, entitled=False))
+        self.left.append(gathered(self.engine, held=self._held))
+        self.available.append(gathered(self.engine, entitled=False, held=self._held))
 
     def unscaled_backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -222,11 +233,14 @@ class EngineTrainer(Trainer):
     def boundary(self, at: bool | None) -> None:
         self.engine.set_gradient_accumulation_boundary(at)
 
-    def gathered(self, params: Iterable[nn.Parameter]) -> Any:
+    @contextmanager
+    def gathered(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         from deepspeed.runtime.zero import GatheredParameters
 
         params = list(params)
-        return GatheredParameters(params, enabled=any(hasattr(p, "ds_id") for p in params))
+        gathering = GatheredParameters(params, enabled=any(hasattr(p, "ds_id") for p in params))
+        with gathering, meanwhile(self, _held=[*self._held, *params]):
+            yield
 
     def another(self) -> EngineTrainer:
         return type(self)(self._make(), self.options, self._make, self._strict)
@@ -289,10 +303,14 @@ def engine_of(model: str | nn.Module = "TwoHeads", **options: Any) -> Any:
 
 
 def worst_difference(found: Parameters, expected: Parameters) -> tuple[float, str]:
-    """Largest difference over all parameters, relative to each parameter's update scale of 1."""
+    """Largest difference over all parameters, relative to each parameter's update scale of 1.
+
+    Where one is NaN or infinite, it is infinite: `max` would pass over a NaN.
+    """
     assert found.keys() == expected.keys()
-    return max(
-        ((found[name].float() - expected[name].float()).abs().max().item(), name)
+    largest = {
+        name: (found[name].float() - expected[name].float()).abs().max().item()
         for name in found
         if found[name].numel()
-    )
+    }
+    return max((gap if math.isfinite(gap) else math.inf, name) for name, gap in largest.items())

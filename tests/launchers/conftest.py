@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_patches.startup import command
 from tests import shell
 from tests.launchers import launch
+from tests.startup.environment import INSTALLED
 
 
 @pytest.fixture
@@ -33,15 +35,17 @@ def borrowing(tmp_path: Path) -> Path:
     runner, run = "deepspeed.launcher.runner", "torch.distributed.run"
     commands = {"deepspeed": runner, "ds-patches": "ds_patches.__main__", "torchrun": run}
     for name, module in commands.items():
-        command = root / "bin" / name
+        program = root / "bin" / name
         script = f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
-        command.write_text(script, encoding="utf-8")
-        command.chmod(0o755)
+        program.write_text(script, encoding="utf-8")
+        program.chmod(0o755)
     return root
 
 
 @pytest.fixture
-def enabled(borrowing: Path) -> Path:
-    """Such an environment, with the start-up hook."""
-    subprocess.run([borrowing / "bin" / "ds-patches", "enable"], check=True, timeout=60)
+def installed(borrowing: Path) -> Path:
+    """Such an environment, with the start-up hook that a wheel puts there."""
+    (site,) = borrowing.glob("lib/python*/site-packages")
+    for name, source in INSTALLED.items():
+        shutil.copy(command.HOOK / source, site / name)
     return borrowing

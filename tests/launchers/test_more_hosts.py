@@ -38,10 +38,10 @@ def test_deepspeed_hands_no_flag_to_other_hosts(folder: Path, remote: dict[str, 
 
 
 def test_deepspeed_hands_over_the_lines_of_its_file(
-    folder: Path, remote: dict[str, str], enabled: Path
+    folder: Path, remote: dict[str, str], installed: Path
 ) -> None:
     subprocess.run(["bash", "-c", line_with("echo DS_PATCHES")], cwd=folder, check=True, timeout=60)
-    path = f"{enabled / 'bin'}{os.pathsep}{remote['PATH']}"
+    path = f"{installed / 'bin'}{os.pathsep}{remote['PATH']}"
     assert_patched(launch.run(deepspeed_line(), folder, remote | {"PATH": path}))
 
 
@@ -50,11 +50,11 @@ def test_accelerate_writes_the_file_itself(folder: Path, remote: dict[str, str])
     assert_patched(launch.run(line, folder, remote))
 
 
-def test_a_line_on_each_host(folder: Path, enabled: Path) -> None:
+def test_a_line_on_each_host(folder: Path, installed: Path) -> None:
     """One is patched by `run`, the other by a variable that was exported, as srun does."""
     meeting = ("host-a:29500", f"127.0.0.1:{launch.free_port()}")
     line = line_with("torchrun --nnodes 2", meeting)
     other = f"{line_with('export DS_PATCHES')} && {line.partition('-- ')[2]}"
-    first, second = launch.environment(folder), launch.environment_of(enabled, folder)
+    first, second = launch.environment(folder), launch.environment_of(installed, folder)
     with launched(line, folder, first) as here, launched(other, folder, second) as there:
         assert_patched(here(), there())

@@ -1,7 +1,6 @@
-"""The launchers of one host: every rank is patched, by `run` or by an enabled environment."""
+"""The launchers of one host: every rank is patched, by `run` or by a variable alone."""
 
 import importlib.util
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -40,24 +39,22 @@ def test_launcher(folder: Path, name: str) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: it is the extra `ray`"
 )
-def test_ray(folder: Path, enabled: Path) -> None:
+def test_ray(folder: Path, installed: Path) -> None:
     """The driver's own environment has no wish: the actors have theirs from Ray."""
     script = (folder / "actors.py").read_text(encoding="utf-8").splitlines()
     assert set(block("python", "ray.init").splitlines()) <= set(script)
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # its sockets have their names there
         ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
-        environment = launch.environment_of(enabled, folder, **meeting(), **ray)
+        environment = launch.environment_of(installed, folder, **meeting(), **ray)
         assert_patched(launch.run("python actors.py", folder, environment))
 
 
 @pytest.mark.exhaustive
-def test_an_enabled_environment(folder: Path, borrowing: Path) -> None:
-    """It needs no `run` and no PYTHONPATH; disabled, it is stock again."""
-    environment = launch.environment_of(borrowing, folder)
-    for command in ("enable", "disable"):
-        words = line_with(f"ds-patches {command}").split()
-        subprocess.run(words, env=environment, check=True, timeout=launch.SECONDS)
-        run = launch.run(line_with("DS_PATCHES=all torchrun"), folder, environment)
-        (assert_patched if command == "enable" else assert_stock)(run)
-        for report in (folder / launch.REPORTS).iterdir():
-            report.unlink()
+def test_an_environment_that_has_it_installed(folder: Path, installed: Path) -> None:
+    """It needs no `run` and no PYTHONPATH; without the variable it is stock."""
+    environment = launch.environment_of(installed, folder)
+    line = line_with("DS_PATCHES=all torchrun")
+    assert_patched(launch.run(line, folder, environment))
+    for report in (folder / launch.REPORTS).iterdir():
+        report.unlink()
+    assert_stock(launch.run(line.removeprefix("DS_PATCHES=all "), folder, environment))

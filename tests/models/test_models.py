@@ -24,7 +24,7 @@ def patched() -> Iterator[World]:
 @pytest.mark.core_case(name=ITS_TURN)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_ends_where_plain_pytorch_does(patched: World, name: str) -> None:
-    for work, (_, stages) in WORK.items():
-        for stage in stages:
+    for work, task in WORK.items():
+        for stage in task.stages:
             far = told(patched, name, work, stage, True)
             assert is_right(far), (work, stage, far)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,14 @@ EXACT = 1e-5
 SECONDS = 60.0
 
 
-def forward(trainer: Any, name: str, *at: int) -> Any:
-    """Over a batch of this rank's, another one at each step and micro step."""
+def batch(name: str, *at: int) -> zoo.Batch:
+    """A batch of this rank's, another one at each step and micro step."""
     seed = sum(number * 10**place for place, number in enumerate((dist.get_rank(), *at), 1))
-    return trainer(**zoo.batch(name, seed))
+    return zoo.batch(name, seed)
+
+
+def forward(trainer: Any, name: str, *at: int) -> Any:
+    return trainer(**batch(name, *at))
 
 
 def micro_steps(trainer: Any, name: str) -> None:
@@ -54,12 +59,52 @@ def block(trainer: Any, name: str) -> None:
         trainer.step()
 
 
-#: What is done, and at which stages. There is no block at stage 0.
-WORK: dict[str, tuple[Callable[[Any, str], None], tuple[int, ...]]] = {
-    "micro steps": (micro_steps, STAGES),
-    "two losses": (two_losses, STAGES),
-    "block": (block, STAGES[1:]),
+def two_forwards(trainer: Any, name: str) -> None:
+    """Two forwards of the engine, and one backward of the sum of their losses."""
+    for step in trainer.steps():
+        trainer.backward(sum(forward(trainer, name, step, part).loss for part in range(2)))
+        trainer.step()
+
+
+def two_forwards_inside(trainer: Any, name: str) -> None:
+    """One forward of a module that runs the model twice."""
+    for step in trainer.steps():
+        trainer.backward(trainer(batch(name, step, 0), batch(name, step, 1)))
+        trainer.step()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A script, and the stages at which it runs. There is no block at stage 0.
+
+    model: options of `zoo.build`. more: further `Options`.
+    """
+
+    script: Callable[[Any, str], None]
+    stages: tuple[int, ...] = STAGES
+    model: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: At ZeRO 1 without `overlap_comm`, DeepSpeed reduces what a whole backward has added up.
+OVERLAPPED = {"overlap_comm": True}
+ONE_BUCKET = {"reduce_bucket_size": 10**6}
+CHECKPOINTING = {"": None, ", checkpointed": False, ", reentrant": True}
+WORK: dict[str, Work] = {
+    "micro steps": Work(micro_steps, more={"micro_steps": 2}),
+    "two losses": Work(two_losses),
+    "block": Work(block, STAGES[1:]),
 }
+for how, use_reentrant in CHECKPOINTING.items():
+    inside = {"use_reentrant": use_reentrant, "wrapped": True}
+    WORK |= {
+        f"two forwards{how}": Work(
+            two_forwards, STAGES[1:], {"use_reentrant": use_reentrant}, {"zero": OVERLAPPED}
+        ),
+        f"two forwards inside{how}": Work(
+            two_forwards_inside, STAGES[1:], inside, {"zero": OVERLAPPED | ONE_BUCKET}
+        ),
+    }
 
 
 def far(name: str, work: str, stage: int, patched: bool) -> tuple[float, str]:
@@ -70,12 +115,12 @@ def far(name: str, work: str, stage: int, patched: bool) -> tuple[float, str]:
     if patched:
         ds_patches.apply_all()
     assert any(map(ds_patches.is_applied, ds_patches.names())) == patched
-    script, micro = WORK[work][0], 2 if work == "micro steps" else 1
-    model: Any = partial(zoo.build, name)
-    options = Options(stage=stage, steps=2, micro_steps=micro, model=model)
+    task = WORK[work]
+    model: Any = partial(zoo.build, name, **task.model)
+    options = Options(stage=stage, steps=2, model=model, **task.more)
     # Not strict: transformers leaves hooks of its own at the first forward.
-    found = measure(partial(script, name=name), options, strict=False)
-    assert found.moved > 1e-3
+    found = measure(partial(task.script, name=name), options, strict=False)
+    assert 1e-3 < found.moved < float("inf")
     said = f"warning: {found.said[0]}" if patched and found.said else ""
     return found.difference / found.moved, found.error or said
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 VOCABULARY, LENGTH, IMAGE = 64, 8, 60
 #: Names that configurations have for each size; one leaves alone the names that are not its own.
@@ -107,7 +107,25 @@ MODELS: dict[str, Model] = {
 }
 
 
-def build(name: str) -> nn.Module:
+class TwoForwards(nn.Module):
+    """Runs a model twice within one forward, and returns the sum of both losses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, first: Batch, second: Batch) -> Tensor:
+        loss: Tensor = self.model(**first).loss + self.model(**second).loss
+        return loss
+
+
+def build(name: str, use_reentrant: bool | None = None, wrapped: bool = False) -> nn.Module:
+    """Build a model.
+
+    use_reentrant: the form of gradient checkpointing; None for no checkpointing. ALBERT, ConvNeXt
+        and ResNet have no layers that are checkpointed.
+    wrapped: return the model in a `TwoForwards`.
+    """
     import transformers
 
     kind, settings, _ = MODELS[name]
@@ -117,8 +135,10 @@ def build(name: str) -> nn.Module:
         for setting, value in vars(one).items():
             if "drop" in setting and isinstance(value, float):
                 setattr(one, setting, 0.0)
-    made: nn.Module = of(config)
-    return made.train()
+    model = of(config)
+    if use_reentrant is not None and model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return TwoForwards(model).train() if wrapped else model.train()
 
 
 def batch(name: str, seed: int) -> Batch:

@@ -46,8 +46,12 @@ class Engines(Side):
             engine.zero_grad()
 
     def optimizer_zero_grad(self) -> None:
+        if self.options.stage == 3 and self.open:
+            # On a CPU, DeepSpeed's raises where parameters hold gradients: it records their stream.
+            return self.zero_grad()
         for engine in filter(None, (self.now, self.critic)):
             engine.optimizer.zero_grad()
+        return None
 
     def take_step(self, engine: Any, whole: bool) -> None:
         engine.step()

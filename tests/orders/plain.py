@@ -52,7 +52,9 @@ class Plain(Side):
         """Where a micro step has just been counted, stages 2 and 3 mean to go on."""
         self._drop(self.came if self.options.stage > 1 or self.options.sums else self.modules)
 
-    optimizer_zero_grad = zero_grad
+    def optimizer_zero_grad(self) -> None:
+        """Stage 1 drops its fp32 sums, too, as PyTorch does."""
+        self._drop(self.came if self.options.stage > 1 else self.modules)
 
     def take_step(self, engine: Any, whole: bool) -> None:
         self.came = ()
@@ -91,5 +93,5 @@ class _Own(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        return self.module(x, **how)

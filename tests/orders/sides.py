@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_patches.core.errors import DsPatchesError
 from tests.harness import models, parameters
@@ -19,14 +20,25 @@ WIDTH, INNER = 6, 16
 
 
 class Small(nn.Module):
-    """Float inputs; raises half way through its backward, if it is to."""
+    """Float inputs; raises half way through its backward, if it is to.
+
+    repeats: its layers run twice, each time in a reentrant checkpoint, whose backward is one of its
+    own inside the loss's: each parameter's gradient arrives twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(WIDTH, INNER), nn.LayerNorm(INNER)
         self.last = nn.Linear(INNER, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, repeats: bool = False) -> Tensor:
+        if repeats:
+            for _ in range(2):
+                x = checkpoint(self.layers, x, use_reentrant=True)
+            return x
+        return self.layers(x)
+
+    def layers(self, x: Tensor) -> Tensor:
         return x + self.last(RaiseInBackward.apply(self.norm(self.first(x))).tanh())
 
 
@@ -140,13 +152,31 @@ class Side:
         x, y = torch.randn(2, 4, WIDTH, generator=generator)
         return x.to(self.dtype).requires_grad_(), y
 
-    def forward(self, *through: Any) -> None:
+    def forward(self, *through: Any, **how: Any) -> None:
         x, y = self.batch()
         out = x
+        self.train(True)
         for engine in through or (self.now,):
-            out = engine(out)
+            out = engine(out, **how)
         self.held = True
         self.losses.append(((out.float() - y).square().mean(), x))
+
+    def reentrant(self) -> None:
+        self.forward(repeats=True)
+
+    def summed(self) -> None:
+        """One backward of all losses that wait for one."""
+        if self.losses:
+            losses = [loss for loss, _ in self.losses]
+            self.losses.clear()
+            self.run_backward(torch.stack(losses).sum(), False)
+
+    def freeze(self) -> None:
+        """A part of the model, until the next forward: its gradients of this step stay."""
+        self.train(False)
+
+    def train(self, trained: bool) -> None:
+        self.now.module.first.requires_grad_(trained)
 
     def chain(self) -> None:
         self.forward(self.now, self.critic)

@@ -67,7 +67,7 @@ class Worlds:
                     said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 noted = [_noted(Path(folder, str(at))) for at in range(world.size)]
                 found += map(list, zip(*noted, strict=False))
-            if said:
+            if said and len(found) < len(orders):  # else it ended badly after the last one
                 found.append([Trail(error=said)] * world.size)
         return found
 

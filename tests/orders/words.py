@@ -44,6 +44,9 @@ MICRO_STEPS += ["forward again backward", "forward forward backward backward", "
 MICRO_STEPS += ["block{ forward backward forward backward }", "block{ forward } backward"]
 MICRO_STEPS += ["block{ forward forward } backward backward", "forward block{ backward }"]
 MICRO_STEPS += ["return{ forward backward }", "raise{ forward backward } forward backward"]
+MICRO_STEPS += ["forward forward summed", "reentrant backward", "forward reentrant summed"]
+MICRO_STEPS += ["reentrant again backward", "block{ reentrant backward forward backward }"]
+MICRO_STEPS += ["forward backward freeze", "block{ forward reentrant summed }"]
 #: The first engine's epilogue runs where a backward is seen without engine.backward().
 CHAINS = ["chain backward", "twice backward", "forward backward chain backward"]
 #: By stage, what stock's own behaviour makes unlike plain PyTorch, or end: a backward that raised

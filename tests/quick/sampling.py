@@ -1,6 +1,7 @@
 """Which cases of a test that starts processes are quick: few, that show as many values as can be.
 
-They are those of the core, and at least two, the most telling.
+They are those of the core, and at least two, the most telling. All cases of a test that is marked
+`milliseconds` are quick: they run on ranks that are there already, and build no engine.
 """
 
 from collections import defaultdict
@@ -13,7 +14,7 @@ import pytest
 FEW = 2
 #: The fixtures whose tests start processes, or run on ranks.
 WORLDS = ("world", "worlds", "fresh_world", "without", "three", "four")
-INTERPRETERS = ("environment", "own", "enabled", "hooked", "place")
+INTERPRETERS = ("environment", "own", "installed", "hooked", "place")
 STARTING = frozenset((*WORLDS, *INTERPRETERS))
 
 #: What a case is made of: parameters and their values, as texts.
@@ -44,8 +45,8 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def _is_sampled(item: Any) -> bool:
-    left = hasattr(item, "callspec") and not item.get_closest_marker("exhaustive")
-    return left and not STARTING.isdisjoint(item.fixturenames)
+    decided = any(map(item.get_closest_marker, ("exhaustive", "milliseconds")))
+    return not decided and hasattr(item, "callspec") and not STARTING.isdisjoint(item.fixturenames)
 
 
 def _test_of(item: Any) -> tuple[str, str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from packaging.version import Version
 
-from ds_patches.desk import cured
-from ds_patches.desk.defects import DEFECTS, Defect
-from ds_patches.desk.proofs import PROOFS
+from ds_patches.diagnostics import findings
+from ds_patches.diagnostics.defects import DEFECTS, Defect
+from ds_patches.diagnostics.proofs import PROOFS
 from tests.releases import RELEASES, ROOT, each, install_one, page, say
 from tests.releases.record import stamp
 from tests.releases.run import python
@@ -42,7 +42,7 @@ def measure(names: Sequence[str]) -> int:
 
 def ends(one: Defect) -> Iterator[str]:
     """The oldest and the newest release that has it, of those on which it is cured."""
-    floor = Version(cured.floor(one) or RELEASES[0])
+    floor = Version(findings.floor(one) or RELEASES[0])
     wrong = [at for at in RELEASES if Version(at) >= floor and one.is_wrong(Version(at))]
     yield from (wrong[0], wrong[-1])
 

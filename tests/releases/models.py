@@ -12,7 +12,7 @@ from tests.releases.run import environment
 from tests.world import World
 
 PAGE = ROOT / "docs" / "models.md"
-CASES = [(work, stage) for work, (_, stages) in WORK.items() for stage in stages]
+CASES = [(work, stage) for work, task in WORK.items() for stage in task.stages]
 #: Stock and patched.
 SIDES = (False, True)
 #: By model, work, stage and side: how far off, or an error.

@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches.core import definitions, gate, registry, release
-from ds_patches.desk.defects import DEFECTS
+from ds_patches.diagnostics.defects import DEFECTS
 from tests.docs.test_defects import COMMITS
 from tests.releases import RELEASES, git, say
 

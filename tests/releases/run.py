@@ -16,7 +16,7 @@ from tests import releases
 from tests.releases import each, install_one, say
 
 #: Where the core cases are that are of no patch.
-CORE_TESTS = ("tests/core", "tests/desk/traincheck", "tests/models")
+CORE_TESTS = ("tests/core", "tests/diagnostics/traincheck", "tests/models")
 
 
 def tests_of(patch: str) -> str:

@@ -39,7 +39,7 @@ def record(sources: Mapping[Version, Path]) -> int:
         touched = {place.key: place for place in _places(version)}
         for key, place in every.items():
             found = shape.parsed(place, folder)
-            if found == shape.ABSENT and not getattr(touched.get(key), "adds", False):
+            if found == shape.ABSENT:
                 faults += [f"{key} does not exist in {version}"] * (key in touched)
                 continue
             here = places.setdefault(place.module, {}).setdefault(place.qualname, {})

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.harness.models import loss_of
-from tests.scripts.declared import ALL_RIGHT, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 from tests.scripts.ordinary import one_backward
 
 
@@ -44,3 +44,39 @@ def unfrozen_later(trainer: Any) -> None:
             param.requires_grad_(step >= 2)
         trainer.backward(loss_of(trainer, step))
         trainer.step()
+
+
+def train_alone(trainer: Any, index: int) -> None:
+    """Let one block train, as PEFT's ``set_adapter`` does."""
+    for place, block in enumerate(trainer.module.blocks):
+        block.requires_grad_(place == index)
+
+
+# ZeRO 3 steps zeros for a parameter that is frozen when a backward at the boundary ends.
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="DictOutput", micro_steps=2, at_rest=False)
+def trained_by_turns(trainer: Any, step: int, micro: int) -> None:
+    """Each micro step trains another block, and the other is frozen."""
+    train_alone(trainer, micro)
+    trainer.backward(loss_of(trainer, step, micro))
+
+
+@script(ALL_RIGHT, model="DictOutput", micro_steps=2, at_rest=False)
+def frozen_at_the_boundary(trainer: Any, step: int, micro: int) -> None:
+    """A block is frozen between the last backward and the step."""
+    trainer.module.blocks[0].requires_grad_()
+    trainer.backward(loss_of(trainer, step, micro))
+    trainer.module.blocks[0].requires_grad_(False)
+
+
+@script(
+    {1: WRONG, 2: WRONG, 3: raises("unknown parameter type")}, model="DictOutput", at_rest=False
+)
+def trained_by_turns_in_a_window(trainer: Any, step: int) -> None:
+    """Each backward of a window trains another block, and the other is frozen.
+
+    At ZeRO 3, DeepSpeed records the stream of a gradient that is left, which a CPU has not.
+    """
+    with trainer.window():
+        for micro in range(2):
+            train_alone(trainer, micro)
+            trainer.backward(loss_of(trainer, step, micro))

@@ -38,7 +38,7 @@ class Script:
     on: str = EAGER
     tolerance: float = 1e-6
     grouped: tuple[int, ...] = ()  # stages that run in two groups of two ranks, too
-    warns: bool = False  # stock is wrong, and patched as wrong, with a warning
+    warns: str = ""  # what patched is, with a warning: right, or as wrong as stock
     at_rest: bool = True  # no patch has a part in what stock gets right
     before: Callable[[Any], None] | None = None  # run the other way, in another process
 

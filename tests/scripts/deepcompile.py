@@ -89,7 +89,7 @@ def compiled_abandoned_forward(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step))
 
 
-@under_deepcompile(WRONG, warns=True)
+@under_deepcompile(WRONG, warns=WRONG)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
     for layer in trainer.module.layers:

@@ -57,7 +57,7 @@ def complaints(
         return [f"stock is said to be {declared}, and is {found}{because}"]
     broken = {
         "values": harm(script, stock, patched),
-        "words": _words(patched),
+        "words": "" if script.warns == RIGHT else _words(patched),
         "memory": _memory(stock, patched),
         "calls": "" if stage in script.costs else _calls(script, stock, patched),
     }
@@ -74,7 +74,7 @@ def harm(
     """
     before, after = verdict(stock), verdict(patched)
     refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
-    warns = script.warns and before == after == WRONG and all(one.said for one in patched)
+    warns = script.warns == before == after == WRONG and all(one.said for one in patched)
     errors = [one.error for one in patched if one.error]
     fails = crossed and before.startswith(RAISES) and errors
     ours = fails and all(error.partition(":")[0] in OURS for error in errors)

@@ -4,7 +4,7 @@ from itertools import groupby
 
 from tests import releases
 from tests.scripts import law
-from tests.scripts.declared import RIGHT, Script, scripts
+from tests.scripts.declared import RIGHT, WRONG, Script, scripts
 from tests.shell import REPOSITORY
 
 FILE = REPOSITORY / "docs" / "scripts.md"
@@ -42,7 +42,7 @@ def _row(script: Script) -> str:
     for stage, stock in script.stock.items():
         alike.setdefault(stock, []).append(stage)
     stock = "; ".join(f"{stock} ({', '.join(map(str, at))})" for stock, at in alike.items())
-    patched = "says so" if script.warns else RIGHT
+    patched = {"": RIGHT, RIGHT: "right, with a warning", WRONG: "says so"}[script.warns]
     if script.refusal:
         patched += f", or raises '{script.refusal}'"
     for why in {*script.costs.values()}:

@@ -22,7 +22,7 @@ def backward(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(SCALE * trainer(batch(3 * step + micro)).square().mean())
 
 
-@script({2: RIGHT}, micro_steps=2, **SUMS)
+@script({2: RIGHT}, micro_steps=2, costs={2: "the detector follows each reduced gradient"}, **SUMS)
 def overlapped(trainer: Any, step: int, micro: int) -> None:
     """Micro steps, and nothing else."""
     backward(trainer, step, micro)

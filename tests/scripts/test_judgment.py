@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.harness.run import Outcome
+from tests.harness.trainers import worst_difference
 from tests.scripts import law, ordinary
 from tests.scripts.declared import RIGHT, WRONG
 
@@ -37,3 +39,11 @@ def test_where_stock_is_wrong() -> None:
     for patched in (OFF, FAILED):
         assert law.complaints(wrong, 3, [OFF] * 2, [patched] * 2)
     assert not law.complaints(replace(wrong, refusal=refused), 3, [OFF] * 2, [FAILED] * 2)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_infinitely_far_off(odd: float) -> None:
+    right = {"a": torch.zeros(2), "b": torch.ones(2)}
+    wrong = right | {"a": torch.tensor([0.0, odd])}
+    assert worst_difference(wrong, right) == (float("inf"), "a")
+    assert worst_difference(right, right)[0] == 0

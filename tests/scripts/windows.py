@@ -22,7 +22,6 @@ def window(trainer: Any, step: int, backwards: int = 3) -> None:
 @script(
     {1: RIGHT, 2: RIGHT, 3: raises("Expected weight to be of same shape")},
     model="Auxiliary",
-    refusal="is no output of the engine",  # which would not divide it by the micro steps
     at_rest=False,
 )
 def window_over_an_auxiliary_tensor(trainer: Any, step: int) -> None:

@@ -1,7 +1,5 @@
 """Fixtures of the start-up tests."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,18 +19,14 @@ def own(environment: Environment, tmp_path: Path) -> Environment:
 
 
 @pytest.fixture(scope="session")
-def enabled(environment: Environment) -> Environment:
-    """One whose `.pth` hook is enabled, and that no test changes."""
-    copied = environment.copy(environment.root.with_name("enabled"))
-    assert copied.ds_patches("enable").returncode == 0
-    return copied
+def installed(environment: Environment) -> Environment:
+    """One that has the hook in site-packages, as a wheel brings it, and that no test changes."""
+    return environment.copy(environment.root.with_name("installed")).install()
 
 
 @pytest.fixture(params=["PYTHONPATH", ".pth"])
 def hooked(
-    request: pytest.FixtureRequest, environment: Environment, enabled: Environment
-) -> Callable[..., str]:
-    """Runs an interpreter that has a start-up hook, either one; returns what it printed."""
-    if request.param == ".pth":
-        return enabled.prints
-    return partial(environment.prints, path=(environment.hook,))
+    request: pytest.FixtureRequest, environment: Environment, installed: Environment
+) -> tuple[Environment, tuple[Path, ...]]:
+    """An environment and a path on which its interpreters have a start-up hook, of either kind."""
+    return (installed, ()) if request.param == ".pth" else (environment, (environment.hook,))

@@ -4,87 +4,68 @@
 """
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_patches.startup import command
 from tests.core import fake
-from tests.startup.environment import Done, Environment
-
-START = """
-import sys
-import ds_patches
-
-def state():
-    return ds_patches.status()["sample"].state.value
-
-def is_marked():
-    import deepspeed.runtime.engine
-    return deepspeed.runtime.engine.scale(1)[0] == "marked"
-"""
 
 
-def start(here: Environment, code: str, wanted: str = "sample", **more: str) -> Done:
-    return here.start("-c", START + code, path=(here.hook,), DS_PATCHES=wanted, **more)
+@pytest.fixture
+def hooked(tmp_path: Path) -> fake.Place:
+    """The sample patch, and a DeepSpeed, for programs that have the hook on their path."""
+    place = fake.Place(tmp_path, "sample")
+    place.path.insert(0, command.HOOK)
+    return place
 
 
-def test_a_call_that_leaves_it_out_has_the_last_word(environment: Environment) -> None:
+def start(place: fake.Place, code: str, **more: Any) -> Any:
+    return place.run(code, **{"DS_PATCHES": "sample"} | more)
+
+
+def test_a_call_that_leaves_it_out_has_the_last_word(hooked: fake.Place) -> None:
     code = """
-assert state() == "pending"
-ds_patches.apply_all(skip="sample")
-import deepspeed
-assert not ds_patches.is_applied("sample")
-assert not is_marked()
-ds_patches.apply_all()
-assert is_marked()
-"""
-    done = start(environment, code)
-    assert done.returncode == 0, done.stderr
+        ds_patches.apply_all(skip="sample")
+        import deepspeed
+        assert not ds_patches.is_applied("sample")
+        assert not fake.depth()
+        ds_patches.apply_all()
+        assert fake.depth()
+    """
+    start(hooked, code)
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "between"),
-    [
-        ("importer", "call", "hold.set"),
-        ("importer", "apply", "bool"),
-        ("apply", "importer", "bool"),
-    ],
+    ("here", "there"), [("importer", "apply"), ("apply", "importer"), ("apply", "apply")]
 )
-def test_threads_do_not_wait_for_each_other(
-    own: Environment, here: str, there: str, between: str
-) -> None:
+def test_threads_do_not_wait_for_each_other(hooked: fake.Place, here: str, there: str) -> None:
     """Each case ends in a deadlock if an import waits for the call, or the call for the import."""
-    engine = own.site / "deepspeed/runtime/engine.py"
-    engine.write_text(engine.read_text() + "import sys, time\nsys.started.set(); time.sleep(0.2)\n")
+    engine = fake.ENGINE + "import sys, time\nsys.started.set(); time.sleep(0.2)\n"
+    fake.deepspeed(hooked.deepspeed, engine=engine)
     code = f"""
-import faulthandler, importlib, threading
-from ds_patches.core import api
-faulthandler.dump_traceback_later(20, exit=True)
-sys.started, hold = threading.Event(), threading.Event()
+        import faulthandler, importlib, threading
+        faulthandler.dump_traceback_later(20, exit=True)
+        sys.started = threading.Event()
 
-def call():
-    with api._call():
-        sys.started.set()
-        hold.wait(10)
+        def importer():
+            importlib.import_module("deepspeed")
 
-def importer():
-    importlib.import_module("deepspeed")
+        def apply():
+            ds_patches.apply("sample")
 
-def apply():
-    ds_patches.apply("sample")
-
-thread = threading.Thread(target={there})
-thread.start()
-assert sys.started.wait(10)
-{here}()
-{between}()
-thread.join(10)
-assert not thread.is_alive()
-assert state() == "applied" and is_marked()
-from ds_patches.sample import around
-assert around.log == ["activate"]
-"""
-    done = start(own, code)
-    assert done.returncode == 0, done.stderr
+        thread = threading.Thread(target={there})
+        thread.start()
+        assert sys.started.wait(10)
+        {here}()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert fake.states("sample") == ["applied"] and fake.depth()
+        from ds_patches.sample import around
+        assert around.log == ["activate"]
+    """
+    start(hooked, code)
 
 
 COSTS = """
@@ -95,7 +76,7 @@ def count(frame, event, argument):
     global calls
     calls += event == "call"
 
-for call, most in (("apply_all", 80_000), ("unapply_all", 20_000), ("apply_all", 20_000)):
+for call, most in (("apply_all", 45_000), ("unapply_all", 20_000), ("apply_all", 20_000)):
     calls = 0
     sys.setprofile(count)
     getattr(ds_patches, call)()
@@ -105,99 +86,89 @@ for call, most in (("apply_all", 80_000), ("unapply_all", 20_000), ("apply_all",
 
 
 def test_a_call_takes_a_tenth_of_a_second() -> None:
-    """However many patches it is about: it looks for engines and for the release once."""
-    fake.output(COSTS)
+    """It looks for engines and for the release once."""
+    fake.run(COSTS)
 
 
 # --- What goes wrong ------------------------------------------------------------------------------
 
-GOES_ON = """
-import deepspeed
-try:
-    print(state())
-except ds_patches.DsPatchesError as error:
-    print(type(error).__name__)
-assert deepspeed.runtime.engine.scale(1) == ("scale", 1)
-"""
+#: Makes applying fail; returns the state that the patch is to have, and the reason.
+Break = Callable[[fake.Place], tuple[str, str]]
 
 
-def too_new(here: Environment) -> tuple[str, str]:
-    """Break it; return the state that the patch is to have, and the reason."""
-    (metadata,) = here.site.glob("deepspeed-*")
-    metadata = metadata.rename(here.site / "deepspeed-0.19.9.dist-info") / "METADATA"
-    metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.9\n")
-    return "unknown version", "DS_PATCHES_FORCE=sample applies it"
+def too_new(place: fake.Place) -> tuple[str, str]:
+    fake.deepspeed(place.deepspeed, "0.19.9")
+    return "refused", "DS_PATCHES_FORCE=sample applies it"
 
 
-def activation_raises(here: Environment) -> tuple[str, str]:
-    around = here.package / "sample/around.py"
-    raising = "raise RuntimeError('no licence')  # "
-    around.write_text(fake.edited(around.read_text(), 'log.append("activate")', raising))
+def activation_raises(place: fake.Place) -> tuple[str, str]:
+    raising = "raise RuntimeError('no licence')"
+    place.edit("sample/around.py", 'log.append("activate")', raising)
     return "failed", "RuntimeError: no licence"
 
 
-@pytest.mark.parametrize("broken", [too_new, activation_raises])
-def test_a_patch_that_is_not_applied(
-    own: Environment, broken: Callable[[Environment], tuple[str, str]]
-) -> None:
-    """One warning; in strict mode it ends the program."""
-    state, reason = broken(own)
-    done = start(own, GOES_ON)
-    assert (done.returncode, done.stdout) == (0, f"{state}\n"), done.stderr
-    assert done.stderr.count("\n") == done.stderr.count(f"sample is not applied, {state}: ") == 1
-    assert reason in done.stderr
-    strict = start(own, f"print('begun', flush=True){GOES_ON}", DS_PATCHES_STRICT="1")
-    assert (strict.returncode, strict.stdout) == (1, "begun\n")
-    assert f"sample is {state}: " in strict.stderr.splitlines()[-1]
-    assert reason in strict.stderr.splitlines()[-1]
+def runs_unpatched(place: fake.Place, printed: str, lines: tuple[str, str], **flags: str) -> str:
+    """Demand that a program runs on with one warning; in strict mode, that it ends with a line.
+
+    Returns both.
+    """
+    code = """
+        print("begun", flush=True)
+        import deepspeed
+        try:
+            print(*fake.states("sample"))
+        except ds_patches.DsPatchesError as error:
+            print(type(error).__name__)
+        assert deepspeed.runtime.engine.scale(1) == ("scale", 1)
+    """
+    done = start(place, code, **flags)
+    assert done.stdout == f"begun\n{printed}\n"
+    assert done.stderr.count("\n") == done.stderr.count(lines[0]) == 1
+    strict = start(place, code, status=1, DS_PATCHES_STRICT="on", **flags)
+    assert strict.stdout == "begun\n"
+    assert lines[1] in strict.stderr.splitlines()[-1]
     assert "Traceback" not in strict.stderr
+    return f"{done.stderr}{strict.stderr}"
 
 
-def test_a_flag_that_means_nothing(environment: Environment) -> None:
-    done = start(environment, GOES_ON, wanted="smaple")
-    assert (done.returncode, done.stdout) == (0, "UnknownPatch\n"), done.stderr
-    assert done.stderr.count("\n") == done.stderr.count("no patch is named 'smaple'") == 1
-    strict = start(environment, GOES_ON, wanted="smaple", DS_PATCHES_STRICT="on")
-    assert (strict.returncode, strict.stdout, strict.stderr.count("\n")) == (1, "", 1)
-    assert "no patch is named 'smaple'" in strict.stderr
+@pytest.mark.parametrize("broken", [too_new, activation_raises])
+def test_a_patch_that_is_not_applied(hooked: fake.Place, broken: Break) -> None:
+    state, reason = broken(hooked)
+    lines = f"sample is not applied, {state}: ", f"sample is {state}: "
+    assert runs_unpatched(hooked, state, lines).count(reason) == 3, "strict, it is said again"
 
 
-def test_a_strict_refusal_that_the_program_swallows_comes_again(own: Environment) -> None:
+def test_a_flag_that_means_nothing(hooked: fake.Place) -> None:
+    lines = ("no patch is named 'smaple'",) * 2
+    said = runs_unpatched(hooked, "UnknownPatch", lines, DS_PATCHES="smaple")
+    assert said.count("\n") == 2
+
+
+@pytest.mark.parametrize("broken", [too_new, activation_raises])
+def test_a_strict_refusal_that_the_program_swallows_comes_again(
+    hooked: fake.Place, broken: Break
+) -> None:
     """Many a library asks for DeepSpeed in a bare `try: import deepspeed; except: ...`.
 
     In a thread it is no end of the program, and is said.
     """
-    too_new(own)
+    state, _ = broken(hooked)
     code = """
-import threading
-thread = threading.Thread(target=__import__, args=("deepspeed",))
-thread.start()
-thread.join()
-sys.stderr.write("after the thread\\n")
-for _ in range(2):
-    try:
+        import threading
+        thread = threading.Thread(target=__import__, args=("deepspeed",))
+        thread.start()
+        thread.join()
+        sys.stderr.write("after the thread\\n")
+        for _ in range(2):
+            try:
+                import deepspeed
+            except BaseException as refusal:
+                print(type(refusal).__name__)
+            print("deepspeed" in sys.modules)
         import deepspeed
-    except BaseException as refusal:
-        print(type(refusal).__name__)
-    print("deepspeed" in sys.modules)
-import deepspeed
-print("unpatched")
-"""
-    done = start(own, code, DS_PATCHES_STRICT="1")
-    assert (done.returncode, done.stdout) == (1, "SystemExit\nFalse\n" * 2)
+        print("unpatched")
+    """
+    done = start(hooked, code, status=1, DS_PATCHES_STRICT="1")
+    assert done.stdout == "SystemExit\nFalse\n" * 2
     in_the_thread, _, _ = done.stderr.partition("after the thread")
-    assert "ds_patches: sample is unknown version: " in in_the_thread
-
-
-def test_a_call_that_is_refused_holds_nothing_up(own: Environment) -> None:
-    """It was the call that imported DeepSpeed; the other patches are due after it."""
-    activation_raises(own)
-    own.add_patch("other")
-    code = """
-try:
-    ds_patches.apply("sample")
-except ds_patches.PatchNotApplied:
-    assert is_marked()
-"""
-    done = start(own, code, "all")
-    assert done.returncode == 0, done.stderr
+    assert f"ds_patches: sample is {state}: " in in_the_thread

@@ -17,8 +17,8 @@ def test_a_script_is_run_by_this_python(
     environment: Environment, tmp_path: Path, dashes: list[str]
 ) -> None:
     script = fake.write(tmp_path / "train.py", f"{BEFORE_AND_AFTER}import sys; print(*sys.argv)")
-    done = environment.ds_patches("run", *dashes, script, "--lr", "1")
-    assert (done.returncode, done.stdout) == (0, f"{LIVE}{script} --lr 1\n"), done.stderr
+    printed = environment.run(*dashes, script, "--lr", "1").stdout
+    assert printed == f"{LIVE}{script} --lr 1\n"
 
 
 @pytest.mark.parametrize("place", ["on PATH", "beside the interpreter", "by its path"])
@@ -34,29 +34,28 @@ def test_any_other_program(own: Environment, tmp_path: Path, place: str) -> None
         fake.write(there / "launch", "#!/bin/sh\necho another").chmod(0o755)
     program.chmod(0o755)
     name = program if place == "by its path" else program.name
-    done = own.ds_patches("run", "--", name, PATH=f"{there}:{os.environ['PATH']}")
-    assert (done.returncode, done.stdout) == (0, LIVE), done.stderr
-
-
-SMAPLE = [(f"DS_PATCHES{one}", "smaple") for one in ("", "_SKIP", "_SAMPEL")]
+    assert own.run("--", name, PATH=f"{there}:{os.environ['PATH']}").stdout == LIVE
 
 
 @pytest.mark.parametrize(
     ("words", "flag", "message"),
     [
-        ("run", (), "run needs a command"),
-        ("run --", (), "run needs a command"),
-        ("run -- no-such-program", (), "'no-such-program'"),
-        ("run -- ./launch", (), "cannot be run: Exec format error"),
-        *(("run -- echo started", flag, flag[0]) for flag in SMAPLE),
+        ("", "", "run needs a command"),
+        ("--", "", "run needs a command"),
+        ("-- no-such-program", "", "'no-such-program'"),
+        ("-- ./launch", "", "cannot be run: Exec format error"),
+        *(
+            ("-- echo started", f"DS_PATCHES{s}", f"DS_PATCHES{s}")
+            for s in ("", "_SKIP", "_SAMPEL")
+        ),
     ],
 )
 def test_what_cannot_be_run_or_means_nothing(
-    environment: Environment, tmp_path: Path, words: str, flag: tuple[str, ...], message: str
+    environment: Environment, tmp_path: Path, words: str, flag: str, message: str
 ) -> None:
     fake.write(tmp_path / "launch", "\0").chmod(0o755)
-    more = dict([flag] if flag else [])
-    assert message in environment.refuses(*words.split(), cwd=tmp_path, **more)
+    flags = {flag: "smaple"} if flag else {}
+    assert message in environment.refuses(*words.split(), cwd=tmp_path, **flags)
     assert os.listdir(tmp_path) == ["launch"]
 
 
@@ -69,8 +68,9 @@ def test_signals_are_the_programs(environment: Environment) -> None:
         run.send_signal(signal.SIGTERM)
         assert run.wait(20) == -signal.SIGTERM
     for name in ("PIPE", "XFSZ"):
-        done = environment.ds_patches("run", "--", "sh", "-c", f"kill -s {name} $$; echo ignored")
-        assert (done.returncode, done.stdout) == (-signal.Signals[f"SIG{name}"], "")
+        ends = -signal.Signals[f"SIG{name}"]
+        code = f"kill -s {name} $$; echo ignored"
+        assert environment.run("--", "sh", "-c", code, status=ends).stdout == ""
 
 
 @pytest.mark.parametrize("code", [0, 255])
@@ -79,13 +79,11 @@ def test_arguments_variables_and_the_exit_code_are_untouched(
 ) -> None:
     given = ["a b", "--", "-x", "--y=1", "", "*", "$HOME", "run", '"q"', "\u00e9\n"]
     program = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]));"
-    program += f"sys.exit({code})"
+    words = ("--", environment.python, "-c", f"{program} sys.exit({code})", *given)
     own = {"DS_PATCHES": "none", "DS_PATCHES_STRICT": "1"}
-    done = environment.ds_patches("run", "--", environment.python, "-c", program, *given, **own)
-    arguments, found = json.loads(done.stdout)
-    assert (arguments, done.returncode) == (given, code)
-    assert found.items() >= own.items()
-    assert found["PYTHONPATH"] == str(environment.hook)
+    arguments, found = json.loads(environment.run(*words, status=code, **own).stdout)
+    assert arguments == given
+    assert found.items() >= {**own, "PYTHONPATH": str(environment.hook)}.items()
 
 
 @pytest.mark.parametrize("path", [None, "", ":src", "src:", "src::lib", ":"])
@@ -93,32 +91,26 @@ def test_the_environment_is_handed_on(
     environment: Environment, tmp_path: Path, path: str | None
 ) -> None:
     """Also what an empty entry of PYTHONPATH means, and what Python itself would add."""
-    there = {"PATH": os.environ["PATH"], "LANG": "C"}
+    there = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
     there |= {} if path is None else {"PYTHONPATH": path}
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     program = ["sh", "-c", 'env >env; "$@"', "sh", str(environment.python), "-c", code]
     ours = [str(environment.python), "-m", "ds_patches", "run", "--"]
-    found = []
+    results = []
     for words in (program, ours + program):
-        told = {"env": there, "cwd": tmp_path, "capture_output": True, "text": True}
-        modules = json.loads(subprocess.run(words, check=True, **told).stdout)
-        variables = (tmp_path / "env").read_text().splitlines()
-        found.append(([one for one in modules if one != str(environment.hook)], variables))
-    (bare, before), (patched, after) = found
+        how = {"env": there, "cwd": tmp_path, "capture_output": True, "text": True}
+        modules = json.loads(subprocess.run(words, check=True, **how).stdout)
+        lines = {*(tmp_path / "env").read_text().splitlines()}
+        results.append(([name for name in modules if name != str(environment.hook)], lines))
+    (bare, before), (patched, after) = results
     assert patched == bare
-    added = {one.partition("=")[0] for one in {*after} - {*before}}
-    assert added == {"DS_PATCHES", "DS_PATCHES_PREFIX", "PYTHONPATH"}
-    assert {one.partition("=")[0] for one in {*before} - {*after}} <= {"PYTHONPATH"}
+    assert {line.partition("=")[0] for line in after - before} == {"DS_PATCHES", "PYTHONPATH"}
+    assert {line.partition("=")[0] for line in before - after} <= {"PYTHONPATH"}
 
 
-@pytest.mark.parametrize("option", ["-E", "-S"])
-def test_a_program_that_runs_no_hook_is_doubted(
-    environment: Environment, enabled: Environment, option: str
-) -> None:
-    words = ("run", "--", environment.python, "-u", option, "-c", "print('ran')")
-    done = environment.ds_patches(*words)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "ran\n", 1)
-    assert f"python {option} runs no start-up hook" in done.stderr
+def test_a_program_that_runs_no_hook_is_doubted(environment: Environment) -> None:
+    words = ("--", environment.python, "-u", "-S", "-c", "print('ran')")
+    done = environment.run(*words)
+    assert (done.stdout, done.stderr.count("\n")) == ("ran\n", 1)
+    assert "python -S runs no start-up hook" in done.stderr
     assert "(DS_PATCHES_STRICT)" in environment.refuses(*words, DS_PATCHES_STRICT="1")
-    done = enabled.ds_patches("run", "--", enabled.python, option, "-c", "print('ran')")
-    assert (done.stdout, "no start-up hook" in done.stderr) == ("ran\n", option == "-S")

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 import ds_patches
-from ds_patches.upstream import streams
+from ds_patches.stream_safety.order import GRADIENT_METHOD
 from tests.harness import EngineTrainer, Options, applied, build_engine, config, on_ranks
 from tests.stream_safety import on_streams
 from tests.stream_safety.on_streams import engine_on_streams
@@ -54,10 +54,10 @@ def test_gradients_are_let_be_where_all_come_from_one_stream(
     Up to 0.19.2 a later stream would go unnoticed.
     """
     with applied("stream_safety"), engine_on_streams(around) as engine:
-        watched = [streams.GRADIENT_METHOD in vars(engine.optimizer)]
+        watched = [GRADIENT_METHOD in vars(engine.optimizer)]
         for _ in range(2):
             on_streams.steps(EngineTrainer(engine, ONE_STEP, strict=False))
-            watched.append(streams.GRADIENT_METHOD in vars(engine.optimizer))
+            watched.append(GRADIENT_METHOD in vars(engine.optimizer))
     tells_streams = RELEASE in SpecifierSet(">=0.19.3")
     assert watched == (expected if tells_streams else [True, True, True])
 

@@ -1,5 +1,6 @@
 """Functions of parameters that are computed in a ``GatheredParameters``, and their backwards."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from ds_patches.core.errors import Refused
 from tests.harness import World, applied, checked, engine_trainer, of, on_ranks, run
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Options
+from tests.harness.views import VIEWS
 
 
 def means(weights: list[Tensor]) -> Tensor:
@@ -111,35 +113,80 @@ def test_stock_fails(world: World, where: str) -> None:
         assert one.error
 
 
+def of_views(trainer: Any, *, where: str) -> None:
+    """A step for each kind of view; an earlier block of the step has read the weight."""
+    weight = trainer.module.rebuild.weight
+    for _, function in zip(trainer.steps(), VIEWS.values(), strict=True):
+        with trainer.gathered([weight]):
+            weight.sum()
+        with trainer.gathered([weight]):
+            penalty = 0.05 * function(weight).sum()
+            if where != "after":
+                trainer.backward(penalty, retain_graph=where != "within")
+            if where == "within, twice":
+                trainer.backward(penalty)
+        if where == "within and after":
+            trainer.backward(penalty)
+        elif where == "after":
+            trainer.backward(penalty, retain_graph=True)
+            with trainer.gathered([weight]):
+                trainer.backward(penalty)
+        trainer.step()
+
+
+test_saved_views = checked(
+    *(
+        of("zero3_retain", partial(of_views, where=where), 3, core={3}, steps=len(VIEWS))
+        for where in ("within", "within, twice", "within and after", "after")
+    )
+)
+
+
+@pytest.mark.core_case
+def test_stock_is_right_within_a_block(world: World) -> None:
+    for outcome in world.run(run, partial(of_views, where="within"), Options(3, steps=len(VIEWS))):
+        assert outcome.equal, outcome
+
+
 def penalty_of(trainer: Any) -> Tensor:
     params = [*trainer.module.parameters()]
     with trainer.gathered(params):
         return squares(params)
 
 
-@on_ranks
-def test_a_backward_after_the_step_is_refused() -> None:
-    with applied("zero3_retain"):
-        trainer = engine_trainer(stage=3)
-        penalty = penalty_of(trainer)
-        trainer.backward(loss_of(trainer, 0) + penalty, retain_graph=True)
-        trainer.step()
-        with pytest.raises(Refused, match="Compute it again"):
-            trainer.backward(penalty)
+def halve(trainer: Any) -> None:
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters(params := [*trainer.module.parameters()], 0), torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
 
 
 @on_ranks
 def test_parameters_that_were_written_to_are_no_longer_those() -> None:
-    from deepspeed.runtime.zero import GatheredParameters
-
     with applied("zero3_retain"):
         trainer = engine_trainer(stage=3)
         penalty = penalty_of(trainer)
-        with GatheredParameters(params := [*trainer.module.parameters()], 0), torch.no_grad():
-            for param in params:
-                param.mul_(0.5)
+        halve(trainer)
         with pytest.raises(RuntimeError):
             trainer.backward(loss_of(trainer, 0) + penalty)
+
+
+def step(trainer: Any) -> None:
+    trainer.step()
+
+
+@on_ranks
+@pytest.mark.parametrize("change", [step, halve])
+def test_nor_are_they_between_two_backwards(change: Callable[[Any], None]) -> None:
+    """The first has told the graph where they are."""
+    with applied("zero3_retain"):
+        trainer = engine_trainer(stage=3)
+        penalty = penalty_of(trainer)
+        trainer.backward(loss_of(trainer, 0) + penalty, retain_graph=True)
+        change(trainer)
+        with pytest.raises(Refused, match="Compute it again"):
+            trainer.backward(penalty)
 
 
 @on_ranks

@@ -1,44 +1,82 @@
-"""What Python runs at its start while this folder is on PYTHONPATH: see ds_patches.startup.
+"""Waits for the import of DeepSpeed, and applies the patches at its end; see ds_patches.startup.
 
-Frozen: it may meet another ds_patches, or none. Python runs only the first sitecustomize on its
-path, so this one runs the next, which is the user's.
+Changed rarely, since it may meet another version of ds_patches, or none. Imports no package at the
+start of a program. As sitecustomize it also runs the next one, the user's: Python runs the first.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 HERE = os.path.dirname(__file__)
+NAME = "deepspeed"
 
 
-def apply_later() -> None:
-    if not os.environ.get("DS_PATCHES") or is_foreign():
-        return
-    try:
-        import ds_patches
+class Waiting:
+    """First on `sys.meta_path` until DeepSpeed is imported, which it loads by its own loader."""
 
-        # By the path: a bare folder of that name has no file.
-        theirs, ours = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
-        if os.path.realpath(theirs) != os.path.realpath(ours):
-            raise ImportError(f"it belongs to {ours}, and this Python has {theirs}")
-        from ds_patches.startup import arm
+    ds_patches = "waits for DeepSpeed"
+    spoke, loader = False, None
 
-        arm()
-    except Exception as error:
-        if sys.stderr is not None:  # it was started with it closed
-            # One call for the whole line: other ranks write to the same terminal.
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != NAME:
+            return None
+        finders = sys.meta_path
+        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
+            if not hasattr(finder, "find_spec"):  # a finder made for Python 3.3
+                continue
+            spec: Any = finder.find_spec(name, path, target)
+            if spec:
+                if hasattr(spec.loader, "exec_module"):  # a bare folder of that name has no loader
+                    self.loader, spec.loader = spec.loader, self
+                return spec
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def exec_module(self, module: Any) -> None:
+        # The module gets the loader that it has without this hook.
+        loader: Any = self.loader
+        module.__spec__.loader = module.__loader__ = loader
+        loader.exec_module(module)
+        self.imported()
+
+    def imported(self) -> None:
+        """Apply the patches, at the end of the import; if this raises, so does the import."""
+        try:
+            import ds_patches
+
+            if __name__ == "sitecustomize":
+                # By `__path__`: a bare folder of that name has no `__file__`.
+                theirs, ours = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
+                if os.path.realpath(theirs) != os.path.realpath(ours):
+                    raise ImportError(f"it is of {ours}, and this Python has {theirs}")
+            from ds_patches.startup import apply
+        except Exception as error:
+            self.refuse(error)
+        else:
+            apply()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def refuse(self, error: Exception) -> None:
+        """Print once why DeepSpeed stays unpatched; end the program in strict mode."""
+        if sys.stderr is not None and not self.spoke:  # None if the program started with it closed
+            # One call for the whole line, since other ranks write to the same terminal.
             sys.stderr.write(
-                f"ds_patches: nothing is patched: the start-up hook on PYTHONPATH, {HERE}, "
-                f"is of no use to {sys.executable}: {error}\n"
+                "ds_patches: DeepSpeed is not patched, although DS_PATCHES is set: the hook in "
+                f"{HERE} is of no use to {sys.executable}: {error}; install ds_patches there\n"
             )
             sys.stderr.flush()
-        if os.environ.get("DS_PATCHES_STRICT", "").lower() in ("1", "true", "yes", "on"):
-            os._exit(1)  # SystemExit, here, is a crash of the interpreter with its own page of text
-
-
-def is_foreign() -> bool:
-    """PYTHONPATH is inherited by programs of other environments too."""
-    prefix = os.environ.get("DS_PATCHES_PREFIX") or sys.prefix
-    return os.path.realpath(prefix) != os.path.realpath(sys.prefix)
+        self.spoke = True
+        if os.environ.get("DS_PATCHES_STRICT", "").strip().lower() in ("1", "true", "yes", "on"):
+            raise SystemExit(1)
 
 
 def run_the_next() -> None:
@@ -46,7 +84,7 @@ def run_the_next() -> None:
     sys.path.remove(HERE)
     this = sys.modules.pop(__name__)
     try:
-        # What it raises is Python's to report, as it would without this hook.
+        # Python reports its exceptions, as without this hook.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
@@ -56,5 +94,8 @@ def run_the_next() -> None:
         sys.path.insert(place, HERE)
 
 
-apply_later()
-run_the_next()
+is_wanted = os.environ.get("DS_PATCHES", "").strip() and NAME not in sys.modules
+if is_wanted and not any(hasattr(finder, "ds_patches") for finder in sys.meta_path):
+    sys.meta_path.insert(0, Waiting())
+if __name__ == "sitecustomize":
+    run_the_next()

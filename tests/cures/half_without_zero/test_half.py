@@ -166,8 +166,13 @@ def test_what_the_engine_tells(fused: bool, more: Given) -> None:
         grads = [p.grad.float() / scale for p in trainer.module.parameters()]
         norm = torch.stack([grad.norm() for grad in grads]).norm().item()
         trainer.step()
-        assert trainer.engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-2)
+        said = trainer.engine.get_global_grad_norm()
+        assert said == pytest.approx(norm, rel=1e-2)
         assert UNSCALED is False or float(result) == pytest.approx(float(loss))
+        trainer.backward(loss_of(trainer, 1) * 1e30)
+        trainer.step()
+        assert trainer.engine.optimizer.overflow
+        assert trainer.engine.get_global_grad_norm() in (said, float("inf"))  # since 0.19.8
 
 
 @on_ranks
@@ -175,8 +180,10 @@ def test_what_the_engine_tells(fused: bool, more: Given) -> None:
 def test_scale() -> None:
     with half_precision_allowed(), applied(PATCH):
         trainer = engine_trainer(stage=0, **FP16)
-        loss = loss_of(trainer, 0)
-        assert float(trainer.engine.scale(loss=loss)) == pytest.approx(256 * float(loss))
+        for loss in (loss_of(trainer, 0), loss_of(trainer, 0).half() * 1000):
+            scaled = float(trainer.engine.scale(loss=loss))
+            assert scaled == pytest.approx(256 * float(loss))
+        assert scaled > torch.finfo(torch.float16).max
 
 
 # --- Pipelines: every stage has the scale of the last one's loss ----------------------------------

@@ -49,9 +49,16 @@ class Turned(TwoHeads):
         return self.heads(x + (x @ self.part).sum(1, keepdim=True))
 
 
+#: fp16 is sent as bf16 is; parameters offloaded or kept gathered are what stage 3 alone has.
+MORE = [{}, BF16, OFFLOADED]
+FURTHER = [FP16, OFFLOADED_ALL, {"zero": PERSISTENT}]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "more", [{}, BF16, FP16, OFFLOADED, OFFLOADED_ALL, {"zero": PERSISTENT}], ids=str
+    "more",
+    [*MORE, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in FURTHER)],
+    ids=str,
 )
 @pytest.mark.parametrize("model", [Scaled, Turned])
 def test_training(world: World, model: Any, stage: int, more: Given) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from ds_patches.upstream import kinds
+from ds_patches.upstream import classes
 from tests.harness import Case, World, applied, at, cases, checked, models, of, run, stock, trains
 from tests.harness.models import loss_of
 from tests.harness.options import ADAM, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, PERSISTENT
@@ -123,7 +123,7 @@ def test_between_micro_steps(trainer: Any, step: int, micro: int) -> None:
 
 def copies(trainer: EngineTrainer) -> list[Tensor]:
     """In fp32, which are stepped."""
-    if kinds.is_half(optimizer := trainer.engine.optimizer):
+    if classes.is_half(optimizer := trainer.engine.optimizer):
         groups = getattr(optimizer, "fp32_groups", None) or [optimizer.fp32_groups_flat]
         return [one.clone() for group in groups for one in group]
     return [safe_get_full_fp32_param(param) for param in trainer.module.parameters()]
@@ -156,22 +156,7 @@ def there_and_back(trainer: EngineTrainer) -> None:
                 assert not all(map(torch.equal, own, params))
 
 
-def newer(trainer: EngineTrainer) -> None:
-    """Copies that are set: as the weight is, which is rounded; by themselves; and differently."""
-    if kinds.is_half(trainer.engine.optimizer):
-        return  # its copies cannot be set
-    both, alone, *_, last = trainer.module.parameters()
-    values = [torch.full(getattr(one, "ds_shape", one.shape), 0.3) for one in (both, alone, last)]
-    with changed(trainer), torch.no_grad():
-        both.copy_(values[0])
-        if trainer.options.stage == 3:
-            last.mul_(0.5)
-    for one, value in zip((both, alone, last), values, strict=True):
-        safe_set_full_fp32_param(one, value)
-
-
 def resumed(trainer: EngineTrainer) -> None:
-    newer(trainer)
     trainer.save()
     trainer.load()
 
@@ -184,8 +169,15 @@ BOTH = [stock.since("0.19.8", "offload_states() of ZeRO-1 and ZeRO-2 where there
 OFFLOADS = of(OTHERS, EngineTrainer.offload, 1, 2, **ADAM, **BF16, marks=BOTH)
 CORE = there_and_back, resumed
 SCRIPTS = (
-    of(OTHERS, script, stage, **ADAM, **more, core={0, 1, 2, 3} if script in CORE and more else ())
-    for script in (ordinary, swapped, there_and_back, newer, resumed)
+    of(
+        OTHERS,
+        script,
+        stage,
+        **ADAM,
+        **more,
+        core=(0, 1, 2, 3) if script in CORE and more else (),
+    )
+    for script in (ordinary, swapped, there_and_back, resumed)
     for stage, more in [
         (0, BF16),
         (1, BF16),
@@ -196,7 +188,6 @@ SCRIPTS = (
         (3, BF16),
         (3, {**BF16, **OFFLOADED_ALL}),
     ]
-    if stage or script is not newer
 )
 
 

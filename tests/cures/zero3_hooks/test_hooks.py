@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_patches.cures import zero3_hooks
 from tests.harness import SMALL_PREFETCH, applied, build_engine, check, config, models, run, stock
 from tests.harness.models import WIDTH, batch
 from tests.harness.trainers import engine_trainer
@@ -62,6 +63,16 @@ def test_no_parameter_becomes_an_inference_tensor(what: str, threshold: int, pat
                         sum(param.sum() for param in params)
             found |= any(param.is_inference() for param in params)
     assert found != patch, "stock is right" if not patch else ""
+
+
+def test_what_deepspeed_changes_there_has_no_gradient() -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    with torch.inference_mode():
+        before = modes()
+        assert zero3_hooks.around_change(modes, None, (), {}) == (False, False)
+        assert modes() == before
 
 
 class Mixed(nn.Module):

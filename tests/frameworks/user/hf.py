@@ -103,25 +103,39 @@ def pictures(
 
 
 def sentences(
-    model: Path, output: Path, deepspeed: Config = None, *, micro_steps: int = 1
+    model: Path,
+    output: Path,
+    deepspeed: Config = None,
+    *,
+    micro_steps: int = 1,
+    loss: str = "CachedMultipleNegativesRankingLoss",
 ) -> Trained:
-    """Sentence embeddings with the cached contrastive loss, of questions that share words."""
+    """Sentence embeddings with a contrastive loss, of questions that share words.
+
+    Losses without a cache recompute the layers by reentrant checkpointing.
+    """
     import sentence_transformers as library
     from datasets import Dataset
     from sentence_transformers import losses
 
-    own = {"per_device_train_batch_size": 8, "learning_rate": 0.5}
+    own: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 0.5}
+    is_cached = loss.startswith("Cached")
+    if not is_cached:
+        own |= {"gradient_checkpointing": True}
+        own |= {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
     given = settings(output, deepspeed, gradient_accumulation_steps=micro_steps, **own)
     embedder = library.SentenceTransformer(str(model))
     columns = {
         "anchor": [f"w{n % 29} w{n % 7} w{n % 13}" for n in range(128)],
         "positive": [f"w{n % 13} w{n % 29} w{n % 5}" for n in range(128)],
     }
+    if loss == "TripletLoss":
+        columns["negative"] = [f"w{n % 11} w{n % 3} w{n % 17}" for n in range(128)]
     trainer = library.SentenceTransformerTrainer(
         model=embedder,
         args=library.SentenceTransformerTrainingArguments(**given),
         train_dataset=Dataset.from_dict(columns),
-        loss=losses.CachedMultipleNegativesRankingLoss(embedder, mini_batch_size=2),
+        loss=getattr(losses, loss)(embedder, **{"mini_batch_size": 2} if is_cached else {}),
     )
     return trained(trainer)
 

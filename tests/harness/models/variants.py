@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.models.shapes import VOCABULARY, WIDTH, Block, Losses, TwoHeads
+from tests.harness.models.shapes import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Losses,
+    TiedEmbedding,
+    TwoHeads,
+)
 
 
 class Deep(TwoHeads):
@@ -254,3 +261,48 @@ class SavedModules(Adapted):
         super().__init__()
         self.classify = SavedModule(self.classify)
         self.rebuild = SavedModule(self.rebuild)
+
+
+class SharedTwelveTimes(TwoHeads):
+    """One block applied twelve times, each time recomputed in a graph task of its own."""
+
+    reentrant = True
+
+    def through_blocks(self, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = 0.5 * self.recomputed(self.blocks[0], x)
+        return self.recomputed(self.blocks[1], x)
+
+
+class HeadRecomputed(TiedEmbedding):
+    """A tied head whose two chunks are recomputed: its weight has gradients inside and outside."""
+
+    reentrant = True
+
+    def heads(self, x: Tensor) -> Losses:
+        rebuilt = [self.recomputed(self.rebuild, part) for part in (0.1 * x).chunk(2)]
+        return Losses(self.classify(x), torch.cat(rebuilt))
+
+
+class HeadFirst(TiedEmbedding):
+    """The tied weight gets its gradient of the head first, and then of a recomputed block."""
+
+    reentrant = True
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        return super().trunk(tokens) + 0.1 * self.recomputed(self.project, self.embed(tokens))
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) @ self.rebuild.weight.t() @ self.rebuild.weight
+
+
+class ReturnsAScale(nn.Module):
+    """Returns a parameter beside its output, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).sin(), self.scale

@@ -1,0 +1,62 @@
+"""ZeRO-3 loads the weights of the tag that was asked for, also with ``load_module_only``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import api
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Dependency, Patch
+from ds_patches.upstream.classes import ENGINE
+
+PATCH = Patch(
+    name="zero3_checkpoints",
+    hooks=__name__,
+    summary="ZeRO-3 loads the weights of the tag that was asked for, also with load_module_only",
+    remove_when="a DeepSpeed release reads them by their tag; none up to 0.19.8 does",
+    upstream=(),
+    supported=">=0.16.0,<=0.19.8",
+    targets=(ENGINE.target("_load_checkpoint", "around_load"),),
+    dependencies=(
+        Dependency(
+            "deepspeed.utils.zero_to_fp32",
+            "get_fp32_state_dict_from_zero_checkpoint",
+            "reads the weights of a tag, and without one those of the file `latest`",
+        ),
+    ),
+    collectives=False,
+)
+
+apply, unapply, is_applied = api.of(__name__)
+
+#: The arguments of DeepSpeed's method after the folder and the tag.
+_OPTIONS = (
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+    "custom_load_fn",
+)
+
+
+def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed reads weights; at ZeRO-3, if it loads no states, from the optimizer's files."""
+    folder, tag, *given = in_order(wrapped, args, kwargs)
+    options = dict(zip(_OPTIONS, given, strict=False))
+    loads_states = options.get("load_optimizer_states", True)
+    if (
+        (loads_states and not options.get("load_module_only"))
+        or not engine.zero_optimization_partition_weights()
+        or engine.load_universal_checkpoint()
+        or engine.has_moe_layers  # their weights are read from files of their own
+    ):
+        return wrapped(*args, **kwargs)
+    from ds_patches.upstream.engine import reading_weights_of
+
+    # Without this, load_module_only reads the module's own weights, which are empty at ZeRO-3.
+    options["load_optimizer_states"] = False
+    with reading_weights_of(tag):
+        path, states = wrapped(folder, tag, **options)
+    if loads_states and states:
+        states.pop("optimizer", None)  # as if it had been loaded
+    return path, states

@@ -1,0 +1,90 @@
+"""ZeRO-3 gathers parameters once a step, where all of them fit into stage3_max_live_parameters.
+
+Not applied by default: neither its time nor its memory was measured on GPUs yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import api
+from ds_patches.core.calls import Args, Kwargs, Wrapped
+from ds_patches.core.errors import Refused
+from ds_patches.core.patch import Patch
+from ds_patches.upstream.classes import ENGINE, GATHERED, GATHERED_ONCE, ZERO3
+
+PATCH = Patch(
+    name="zero3_gather_once",
+    hooks=__name__,
+    summary="ZeRO-3 gathers parameters once a step, where all fit into stage3_max_live_parameters",
+    remove_when="a release gathers once where memory allows it; none up to 0.19.8 does",
+    supported=">=0.16.0,<=0.19.8",
+    targets=(
+        ENGINE.target("forward", "around_forward"),
+        ENGINE.target("_take_model_step", "around_step"),
+        GATHERED.target("__exit__", "ds_patches.steps.gather_once:around_exit"),
+    ),
+    dependencies=(
+        *GATHERED_ONCE,
+        ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called at each gradient"),
+    ),
+    deactivate="deactivate",
+    requires=("accumulation",),
+    by_default=False,
+)
+
+apply, unapply, is_applied = api.of(__name__)
+
+_DIFFER = (
+    "ZeRO-3: the ranks have used different parameters in this step, and gradients of different "
+    "parameters were added to one another. Put the step's forwards and backwards into "
+    "engine.coalesce_grad_reduction(); or leave zero3_gather_once out and make such modules "
+    "z3 leaf modules."
+)
+
+
+def deactivate() -> None:
+    """Leave the gathers of every engine to DeepSpeed."""
+    from ds_patches.steps import gather_once
+
+    gather_once.close_all()
+
+
+def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's forward; here all parameters are gathered before it, once a step."""
+    import torch
+
+    if torch.is_grad_enabled() and engine.zero_optimization_partition_weights():
+        _gather(engine)
+    return wrapped(*args, **kwargs)
+
+
+def _gather(engine: Any) -> None:
+    from ds_patches.core import lifecycle
+    from ds_patches.steps import attached, gather_once
+    from ds_patches.upstream.coverage import is_compiled
+
+    steps = attached.take_in(engine)
+    # The first backward tells whether others run inside it, and registers external parameters.
+    if steps is None or not steps.backwards_begun:
+        return
+    gathered = gather_once.of(engine, steps)
+    compiled = is_compiled(engine) or hasattr(engine.module, "_orig_mod")
+    reason = gathered.why_not or ("it is compiled" if compiled else None)
+    how, why = ("in each forward and backward", reason) if reason else ("once", "all fit")
+    lifecycle.note(PATCH.name, f"ZeRO-3 steps gather parameters {how}: {why}")
+    if reason is None:
+        gathered.open()
+
+
+def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed's step of the optimizer; here only if all ranks have reduced the same.
+
+    Raises Refused.
+    """
+    from ds_patches.steps import attached
+
+    steps = attached.of(engine)
+    if steps is not None and steps.gather_once is not None and steps.gather_once.differs():
+        raise Refused(_DIFFER)
+    return wrapped(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""What answers: the table of defects, doctor, explain, prove, train_check, status."""

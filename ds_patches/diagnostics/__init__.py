@@ -1,0 +1,1 @@
+"""Diagnostics: the table of defects, doctor, prove, train_check, status."""

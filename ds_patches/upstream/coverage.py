@@ -1,0 +1,130 @@
+"""Which engines a patch covers, and why it leaves the others to stock DeepSpeed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ds_patches.upstream.classes import (
+    COORDINATOR,
+    OPTIMIZERS,
+    ZERO3,
+    ZERO12,
+    class_of,
+    is_half,
+    private,
+)
+
+# --- Compiled engines -----------------------------------------------------------------------------
+
+#: Nothing, until somebody has imported it.
+_compiler, _AUTOGRAD = sys.modules.get, "torch._dynamo.compiled_autograd"
+_ENABLED = "compiled_autograd_enabled"
+
+
+def is_compiled(engine: Any) -> bool:
+    """Return True after ``engine.compile()``, or under the script's compiled autograd."""
+    return bool(engine._is_compiled or getattr(_compiler(_AUTOGRAD), _ENABLED, False))
+
+
+def is_deep_compiled(engine: Any) -> bool:
+    """Return True if DeepCompile's graphs gather and reduce (0.16.6 and later)."""
+    active = getattr(engine, "is_deepcompile_active", None)
+    if active is not None:
+        return bool(active())
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    return enabled is not None and bool(enabled() and engine.is_compiled)
+
+
+def is_left(engine: Any) -> bool:
+    """Return True if a compiler runs the engine's backwards, in which no code of ours would run."""
+    asked = getattr(engine, "_is_compiled_autograd_enabled", False)
+    compiles = asked or getattr(_compiler(_AUTOGRAD), _ENABLED, False)
+    return bool(compiles) or is_deep_compiled(engine)
+
+
+# --- Reasons --------------------------------------------------------------------------------------
+
+
+def why_not_covered(engine: Any) -> str | None:
+    """Return None if the engine's steps are kept; else the reason to warn of, or "" for none."""
+    optimizer = engine.optimizer
+    if not engine.zero_optimization() or not hasattr(optimizer, "step"):
+        return ""  # no ZeRO, or inference only
+    if engine.pipeline_parallelism:
+        return ""  # one backward at a time, by a schedule
+    if is_half(optimizer):
+        return ""  # stage 1 with fp32 sums, 0.17.6 to 0.18.4: nothing is partitioned
+    if getattr(engine, "zenflow", False):
+        return "ZenFlow moves parameters and gradients in a way of its own"
+    if class_of(optimizer) not in OPTIMIZERS:
+        return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
+    return None
+
+
+def why_no_block(engine: Any) -> str | None:
+    """Return why the engine cannot have a ``coalesce_grad_reduction()`` block, or None."""
+    optimizer = engine.optimizer
+    if (stage := int(engine.zero_optimization_stage())) not in (1, 2, 3):
+        return f"requires ZeRO stage 1/2/3; this engine has stage {stage}"
+    if engine.pipeline_parallelism:
+        return "is not supported under pipeline parallelism"
+    if getattr(engine, "zenflow", False):
+        return "does not cover ZenFlow: it moves gradients in a way of its own"
+    if class_of(optimizer) not in (ZERO12, ZERO3):
+        name = type(optimizer).__name__
+        return f"does not cover the optimizer wrapper {name}: it takes gradients past ZeRO's hooks"
+    if getattr(optimizer, "swap_optimizer", False):
+        return "does not cover an optimizer offloaded to NVMe: it swaps within each backward"
+    if is_deep_compiled(engine):
+        return "does not cover DeepCompile: its graphs reduce by themselves"
+    folding = getattr(engine, "_autoep_folding_spec", None)
+    if folding is not None and folding.tp_size > 1:
+        return "does not cover AutoEP folding: its tensor parallel correction is per backward"
+    return None
+
+
+def why_not_once(engine: Any) -> str | None:
+    """Return why parameters are not gathered once, or None; by settings and model: on all ranks."""
+    # ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes.
+    if engine.zero_hpz_partition_size() > 1:
+        return "zero_hpz_partition_size"
+    given = engine.zero_offload_param()
+    if given is not None and str(getattr(given.device, "value", given.device)) == "nvme":
+        return "parameters on NVMe"
+    offload = engine.optimizer.parameter_offload
+    coordinator = offload.get_param_coordinator()
+    if getattr(coordinator, "fast_sharding_for_leaf_module", False):  # 0.16.6
+        return "stage3_module_granularity_threshold"
+    if coordinator.zero_quantized_weights or coordinator.zero_quantized_nontrainable_weights:
+        return "quantized weights"
+    # As the coordinator counts what is live: elements of any dtype, persistent ones, no padding.
+    elements = sum(param.ds_numel for param in offload.module.parameters())
+    most = int(private(coordinator, COORDINATOR, "max_n_available_params"))
+    if elements > most:
+        return f"{elements} elements are more than stage3_max_live_parameters, {most}"
+    return None
+
+
+def why_no_fallback(engine: Any) -> str | None:
+    """Return why DeepCompile's eager frames are left to stock, or None; "" if there are none."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp16_groups"):
+        return ""  # no optimizer: nothing is trained, and what is read is gathered by ZeRO
+    if getattr(optimizer, "offload_optimizer", False):
+        return "an offloaded optimizer needs ZeRO's own reduction, which DeepCompile removes"
+    config = engine._config.zero_config
+    if config.zero_quantized_weights or config.zero_quantized_gradients:
+        return "quantized weights or gradients (ZeRO++) have a layout that it does not know"
+    if config.zero_hpz_partition_size > 1 or getattr(config, "mics_shard_size", 0) > 0:
+        return "secondary partitions (hpZ, MiCS) have a layout that it does not know"
+    if getattr(optimizer, "sequence_parallel_size", 1) > 1:
+        return "under sequence parallelism gradients are averaged over fewer ranks than reduce them"
+    from torch.distributed import get_world_size as size
+
+    groups = (p.ds_process_group for p in engine.module.parameters() if hasattr(p, "ds_id"))
+    if any(size(group) != size(optimizer.dp_process_group) for group in groups):
+        return "some parameters (AutoEP's experts) are averaged over more ranks than reduce them"
+    if getattr(config.offload_param, "device", None) == "nvme":
+        return "parameters on NVMe are swapped in by ZeRO's hooks, which DeepCompile removes"
+    return None

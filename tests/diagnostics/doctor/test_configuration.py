@@ -1,0 +1,211 @@
+"""Configurations: of what a release gets wrong, what these settings can meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_patches.diagnostics import training
+from ds_patches.diagnostics.defects import DEFECTS, HARMS, SETTINGS, TOLD, Defect, plain
+from ds_patches.diagnostics.report import SOUND, WRONG
+from tests import shell
+from tests.diagnostics.doctor.asking import ask, cases, write
+
+STEPS, ZERO = "gradient_accumulation_steps", "zero_optimization"
+SHIPPED = dict(cases("shipped.txt"))
+
+
+@pytest.mark.parametrize(("release", "case"), cases("settings.txt"))
+def test_what_settings_meet(release: str, case: str, tmp_path: Path) -> None:
+    write(tmp_path / "named.json", SHIPPED["axolotl 2"])
+    expected = {*re.findall("^> (.*)$", case, re.MULTILINE)}
+    content = re.sub("^> .*\n", "", case, flags=re.MULTILINE)
+    answer = ask(write(tmp_path / "ds.conf.json", content), "--json", release=release)
+    rows = [row for row in answer.findings if "script" not in row["depends"]]
+    told = [row for row in rows if not row["section"].startswith("fix-")]
+    depends = (f" [{' '.join(row['depends'])}]" * bool(row["depends"]) for row in told)
+    assert {row["outcome"] + on for row, on in zip(told, depends, strict=True)} == expected
+    assert answer.status == any(row["harm"] != "cost" for row in rows)
+
+
+#: What switches a setting on, where its place and pattern in the table do not say so.
+ON: dict[str, Any] = {
+    "no_overflow_check": {},
+    "no_pin_memory": {},
+    "pipeline": {"pipeline": {}},
+    "single": {},
+    "sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "unclipped": {"gradient_clipping": None},
+    "universal": {"checkpoint": {"load_universal": True}},
+    "warmup": {"scheduler": {"type": "WarmupLR"}},
+}
+DECIDED = [one for one in DEFECTS if {*one.needs.split()} <= {*SETTINGS, *ON}]
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        key for key in first if isinstance(first[key], dict) and isinstance(second.get(key), dict)
+    }
+    return {**first, **second, **{name: merged(first[name], second[name]) for name in both}}
+
+
+def switched_on(name: str) -> dict[str, Any]:
+    place, _, pattern = SETTINGS[name][0].partition("=")
+    values = (True, 2, *re.findall(r"\w+", pattern))
+    turned: Any = next(v for v in values if re.fullmatch(pattern or "true", str(v).lower()))
+    for key in reversed(place.split(".")):
+        turned = {key: turned}
+    return dict(turned)
+
+
+def minimal(one: Defect) -> dict[str, Any]:
+    """A configuration with what brings a defect about, and nothing else."""
+    config: dict[str, Any] = {ZERO: {"stage": one.stages[-1], "overlap_comm": False}}
+    config["gradient_clipping"] = 0.0
+    for name in one.needs.split():
+        config = merged(config, ON[name] if name in ON else switched_on(name))
+    return config
+
+
+@pytest.mark.parametrize("one", DECIDED, ids=lambda one: f"{one.first} {one.outcome[:40]}")
+def test_what_settings_decide_is_told(one: Defect, tmp_path: Path) -> None:
+    """With its evidence and what helps, under the title of its harm; a cost alone is no failure."""
+    answer = ask(write(tmp_path / "ds.json", minimal(one)), release=one.first)
+    before, _, block = answer.text.partition(plain(one.outcome))
+    assert HARMS[one.harm].upper() in before, answer.text
+    assert block.index("because: ") < block.index("do: "), answer.text
+    status = SOUND if one.harm == "cost" else WRONG
+    assert answer.status == status or answer.text.count("because: ") > 1
+
+
+@pytest.mark.parametrize("release", ["0.16.9", "0.17.6", "0.18.4", "0.19.8"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_frameworks_ship_is_answered_on_a_screen(
+    name: str, release: str, tmp_path: Path
+) -> None:
+    """What is off is no alarm, what settings decide waits for no option, the worst comes first."""
+    file = write(tmp_path / "ds.json", SHIPPED[name])
+    answer = ask(file, release=release)
+    assert answer.out.count("\n") <= 25, answer.out
+    assert max(map(len, answer.out.splitlines())) <= 100 or str(tmp_path) in answer.out
+    found = ask(file, "--json", release=release).findings
+    decided = [row for row in found if "script" not in row["depends"]]
+    assert not [row for row in decided if row["outcome"] not in answer.text]
+    assert [*decided] == sorted(decided, key=lambda row: [*HARMS].index(row["harm"]))
+    autotp = [row for row in found if "autotp" in row["script"].lower()]
+    assert bool(autotp) <= ("Examples AutoTP" in name), "a size of 1 is off"
+    assert "WarmupLR" not in answer.out
+
+
+def test_every_need_is_a_setting(tmp_path: Path) -> None:
+    facts = training.read([str(write(tmp_path / "ds.json", {ZERO: {}}))]).config.facts
+    assert {name for one in TOLD for name in one.needs.split()} <= {*facts}
+    assert training.Training().config.conditions(TOLD[0]) is not None
+
+
+def test_a_pipe_and_the_older_option_are_read(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    file = write(tmp_path / "ds.json", {ZERO: {"stage": 2}, STEPS: 4})
+    os.write(writing, file.read_bytes())
+    os.close(writing)
+    answers = [
+        ask(*words, release="0.17.6")
+        for words in ([f"/dev/fd/{reading}"], ["--config", file], [file])
+    ]
+    os.close(reading)
+    assert {answer.status for answer in answers} == {1}
+    assert len({answer.text.partition(":")[2] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "warning"),
+    [
+        ('{"zero_optimisation": {"stage": 3}, "train_batch_size": 8}', "mean 'zero_optimization'"),
+        ('{"zero_optimization": {"offload_optimiser": {}}}', "mean 'offload_optimizer'"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "'stage' is there twice"),
+    ],
+)
+def test_what_deepspeed_reads_otherwise_is_a_warning(
+    content: str, warning: str, tmp_path: Path
+) -> None:
+    answer = ask(write(tmp_path / "ds.json", content), release="0.18.4")
+    assert (answer.status, warning in answer.text) == (1, True)
+
+
+DEEP = 9_000
+LAUGHS = "a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+MERGED = "a0: &a0 {b: 1}\n" + "".join(
+    f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+STAGE = '{"zero_optimization": {"stage": %s}, "train_batch_size": 1}'
+BOTH = '{"train_batch_size": 8, "bf16": {"enabled": 1}, "fp16": {"enabled": 1}}'
+#: What is no configuration, and what is said of it besides.
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "half": ("{", "neither JSON"),
+    "no section": ("{}", "no DeepSpeed configuration"),
+    "misspelt": ('{"zero_optimisation": {}}', "did you mean 'zero_optimization'"),
+    "no file": ('{"deepspeed": "none.json"}', "names 'none.json', and there is no such file"),
+    "FSDP": ("distributed_type: FSDP\nfsdp_config: {}\n", "its distributed_type is FSDP"),
+    "a half stage": (STAGE % "2.5", "no such ZeRO stage"),
+    "both": (BOTH, "both on"),
+    "aliases": (f"{LAUGHS}{ZERO}: {{stage: *a8}}\n", ""),
+    "aliases in a setting": (f"{LAUGHS}{ZERO}: {{stage: 2, overlap_comm: *a8}}\n", ""),
+    "aliases for a kind": (f"{LAUGHS}distributed_type: *a8\n", ""),
+    "merged": (f"{MERGED}{ZERO}: {{stage: 2}}\n", ""),
+    "infinite": (STAGE % "1e999", ""),
+    "huge": (STAGE % ("9" * 30_000), ""),
+    "huge in hexadecimal": (f"{ZERO}: {{stage: 0x{'f' * 30_000}}}", ""),
+    "sexagesimal": (f"{ZERO}: {{stage: 1{':1' * 15_000}}}", ""),
+    "no stage": (STAGE % "7", "no such ZeRO stage"),
+    "deep": (STAGE % ("[" * DEEP + "]" * DEEP), ""),
+    "deep objects": ('{"zero_optimization":' * 2_000, ""),
+    "deep YAML": (f"{ZERO}: " + "[" * DEEP, ""),
+    "dense YAML": (f"{ZERO}: {{stage: [" + "a," * 15_000, ""),
+    "long": (" " * 10**8, "more than 65536 bytes"),
+    "binary": (bytes(range(256)) * 100, "it is no text"),
+    "empty": ("", ""),
+    "a list": ("[1]", ""),
+    "a text": ('"zero_optimization"', ""),
+    "another name": ('{"deepspeed": "a\\u0000b"}', ""),
+    "a long name": ({"deepspeed": "a" * 300}, ""),
+    "keys": ("1: 2\nnull: 3\nzero_optimization: x\n", ""),
+    **{
+        f"{name} is {value}": ({ZERO: {}, name: value}, f"{name} is no section")
+        for name in (ZERO, "scheduler", "checkpoint", "optimizer")
+        for value in ([1], [], "x", "", None)
+    },
+    **{f"stage is {value}": ({ZERO: value}, "") for value in (1.5e300, {"stage": []})},
+    **{f"steps are {value}": ({ZERO: {}, STEPS: value}, "a wrong type") for value in ([1], "x")},
+}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "folder", "pipe", "device"])
+def test_a_hostile_file_is_told_of(tmp_path: Path, kind: str) -> None:
+    """But for what has a configuration all the same; newer PyYAML merges a key once."""
+    file, (content, why) = tmp_path / "ds.json", HOSTILE.get(kind, ("", ""))
+    if not shell.is_made_odd(file, kind):
+        write(file, content)
+    answer = ask(file, release="0.18.4")
+    if kind not in ("aliases in a setting", "merged"):
+        assert (answer.status, answer.out) == (2, "")
+        assert answer.err.startswith("ds_patches: ")
+        assert why in answer.err
+        assert len(answer.err) < 1000
+
+
+def test_yaml_is_not_read_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert (
+        "to read YAML: pip install pyyaml"
+        in ask(write(tmp_path / "a.yaml", f"{ZERO}:\n  stage: 2")).err
+    )

@@ -1,0 +1,193 @@
+"""Logs: their release, their settings, and from the words that are printed to the defect."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from packaging.version import Version
+
+from ds_patches.diagnostics import doctor, log, training
+from ds_patches.diagnostics.defects import KNOWN, TESTED, Defect, plain
+from ds_patches.diagnostics.report import Report
+from tests import shell
+from tests.diagnostics.doctor.asking import cases
+
+#: What is no error of DeepSpeed's must be none in any of these.
+RELEASES = ("0.16.0", "0.17.6", "0.18.4", TESTED)
+
+
+class Case(NamedTuple):
+    """A text of the corpus. answer: its sections, with "?" where it may be; "-" for none."""
+
+    answer: str
+    release: str
+    source: str
+    text: str
+
+
+CORPUS = [Case(*words.split(), text) for words, text in cases("corpus.txt")]
+
+
+def asked(text: str, release: str = "") -> Report:
+    case = training.Training(logs=[log.read(text)])
+    case.settle()
+    return doctor.diagnose(case, Version(release) if release else None)
+
+
+def claimed(text: str, release: str = "") -> set[str]:
+    """The sections that a text is said to be of, as the corpus has them."""
+    report = asked(text, release)
+    said = {f.defect.anchor + "?" * (not f.is_sure) for f in report.findings if f.is_logged}
+    return said or ({"messages-of-ds_patches"} if report.case.said else {"-"})
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: f"{case.answer} {case.source}")
+def test_no_claim_is_false(case: Case) -> None:
+    for release in RELEASES if case.release == "-" else (case.release,):
+        assert claimed(case.text, release) <= {*case.answer.split("|")}, release
+
+
+def evidence(defect: Defect) -> str:
+    """A line that shows it."""
+    shown = defect.shown.lstrip("?!").partition("|")[0]
+    return re.sub(r"\[\\s\\S\]\*|\.\*|\(\?.*", " ", shown).replace("\\", "")
+
+
+@pytest.mark.parametrize("defect", KNOWN, ids=lambda one: f"{one.script}: {one.outcome}")
+def test_every_message_leads_to_its_row(defect: Defect) -> None:
+    """In the release, and where a log names none."""
+    for text in defect.raised:
+        line = plain(text).replace("...", "coalesce")
+        words = f'[rank1]: File "{evidence(defect)}"\n[rank1]: RuntimeError: {line}'
+        if not defect.shown.startswith("?(?"):
+            for release in (defect.first, "") if defect.stages else ("",):
+                found = [f.defect for f in asked(words, release).findings]
+                assert defect in found, (text, release)
+
+
+FREEZE = "accelerate==1.9.0\ndeepspeed==0.17.6\ntorch==2.8.0\n"
+SAYS = {
+    "[Rank 0] DeepSpeed info: version=0.18.4+abc, git-hash=abc": "0.18.4",
+    FREEZE: "0.17.6",
+    "- DeepSpeed version: 0.18.2": "0.18.2",
+    "deepspeed info ................... 0.18.4, unknown, unknown": "0.18.4",
+    "### DeepSpeed version\n\n0.16.9": "0.16.9",
+    "| `deepspeed` | 0.16.9 |": "0.16.9",
+    "Successfully installed deepspeed-0.18.9": "0.18.9",
+    "fails with deepspeed 0.17.6": "0.17.6",
+    "deepspeed>=0.10.0": "",
+    "deepspeed wheel compiled w. ...... torch 2.6": "",
+    "deepspeed version: not known\ntorch 2.6.0": "",
+    "works with deepspeed 0.16.4, fails with deepspeed 0.17.6": "",
+}
+
+
+@pytest.mark.parametrize("text", SAYS)
+def test_a_log_tells_its_release(text: str) -> None:
+    assert str(asked(f"{text}\nKeyError: 7").release or "") == SAYS[text]
+
+
+ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
+
+
+def printed(config: dict[str, Any]) -> str:
+    """As DeepSpeed prints a configuration, each line by a launcher that names the rank."""
+    text = f"[INFO] [config.py:986:print_user_config]   json = {json.dumps(config, indent=4)}"
+    return "\n".join(f"[default0]:{line}" for line in text.splitlines())
+
+
+def test_a_log_tells_its_settings() -> None:
+    of_json = asked(printed(ZERO2), "0.17.6").findings[0]
+    assert of_json.evidence == ("ZeRO 2", '"gradient_accumulation_steps": 4')
+    single = "".join(
+        f"[INFO] [config.py:1000:print]   {name} ...... {value}\n"
+        for name, value in (("gradient_accumulation_steps", 4), ("zero_optimization_stage", 2))
+    )
+    assert asked(single, "0.17.6").findings[0].defect == of_json.defect
+
+
+WAITS = "[rank{}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType={}, N=1)"
+GLOO = "[rank0]: RuntimeError: Detected mismatch between collectives on ranks."
+SHOWN = "RuntimeError: The size of tensor a (0) must match the size of tensor b (64)"
+SIZES = "not-gathered? size-of-tensor?"
+DIFFER = "experts-hang? ranks-differ?"
+LED_TO = "The above exception was the direct cause of the following exception:\n"
+MEANWHILE = "During handling of the above exception, another exception occurred:\n"
+IGNORED = "Exception ignored in: <function x>"
+BEGIN = "Traceback (most recent call last):"
+LATER = f"{BEGIN}\n  File 'mine.py', line 3\nRuntimeError: step 3"
+MINE = '[rank0]:   File "/home/me/train.py", line 7, in step'
+
+
+@pytest.mark.parametrize(
+    ("lines", "sections"),
+    [
+        ([SHOWN], SIZES),
+        ([SHOWN, LED_TO, LATER], SIZES),
+        ([SHOWN, MEANWHILE, LATER], SIZES),
+        ([SHOWN, IGNORED, LATER], SIZES),
+        ([IGNORED, BEGIN, "Signal: 3", BEGIN, SHOWN], SIZES),  # what is ignored has its own
+        ([SHOWN, LATER], "-"),  # it was survived
+        ([MINE, f"[rank0]: {SHOWN}"], SIZES),  # a user's own frames contradict nothing
+        ([WAITS.format(rank, "ALLREDUCE") for rank in (0, 1)], "-"),
+        ([WAITS.format(0, "ALLREDUCE"), WAITS.format(1, "_ALLGATHER_BASE")], DIFFER),
+        ([GLOO], DIFFER),
+        ([printed(ZERO2), GLOO], "ranks-differ?"),  # of this stage alone
+    ],
+)
+def test_what_is_claimed(lines: list[str], sections: str) -> None:
+    assert claimed("\n".join(lines)) == {*sections.split()}
+
+
+def test_ranks_that_print_at_once_are_told_apart() -> None:
+    lines = (f"[rank0]: {BEGIN}", "[rank0]: File 'mine.py'", f"[rank1]: {BEGIN}",
+             "[rank1]: File 'deepspeed.py'", "[rank0]: ValueError: mine")  # fmt: skip
+    (error,) = log.read("\n".join(lines)).errors
+    assert "mine.py" in error.evidence
+    assert "deepspeed.py" not in error.evidence
+
+
+def test_what_one_log_rules_out_another_may_show() -> None:
+    """Both end in the same message, which was cut; the frames of the first are of another place."""
+    cut = "RuntimeError: output tensor must have the same type as input"
+    frame = '  File "/env/torch/optim/adam.py", line 7, in step'
+    assert claimed(f"{BEGIN}\n{frame}\n{cut}") == {"-"}
+    assert claimed(f"{BEGIN}\n{cut}") == {"several-dtypes?"}
+
+
+ERROR = "AnError: Recomputed values for the following tensors have different metadata"
+MUCH = 1_000_000
+LONG = {
+    "our name": "ds_patches" * (MUCH // 10),
+    "our modules": "ds_patches." * (MUCH // 11),
+    "deepspeed": "deepspeed " * (MUCH // 10),
+    "a release": f"deepspeed{' ' * MUCH}0.18.4",
+    "braces": '{"' * (MUCH // 2),
+    "objects": '{"a": 1\n' * (MUCH // 8),
+    "a path": "/" * MUCH + " x",
+    "ranks": "\n".join(f"[rank{i}]: AError: x" for i in range(MUCH // 22)),
+    "ranks of long lines": "\n".join(f"{'x' * 1000}{i}: AError: x" for i in range(MUCH // 1000)),
+    "we say much": "\n".join(f"ds_patches: say {i}" for i in range(MUCH // 20)),
+    "a digit": f"DeepSpeed info: version={'1' * MUCH}",
+    "frames": f'  File "{"deepspeed" * (MUCH // 9)}"\n{ERROR}',
+    "an error": f"{ERROR}{'x' * MUCH}",
+    "something left out": "pop from an ..." * (MUCH // 15),
+    "nothing": "\0" * MUCH,
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_lines_and_many_are_read(kind: str) -> None:
+    """A search that tries every split of a line would not come back."""
+    asked(LONG[kind], "0.18.4")
+
+
+def test_a_stream_without_an_end_is_answered() -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        done = shell.python("-m", "ds_patches", "doctor", "-", stdin=zeros, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has no word" in done.stderr
