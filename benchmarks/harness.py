@@ -30,7 +30,7 @@ from torch import Tensor, nn
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16
 SEED = 1234
-HEADER = ("what", "row", "median", "95 %", "all rounds", "peak MiB")
+HEADER = ("what", "row", "median", "95 %", "all rounds", "peak MiB", "MiB after")
 # A rank that waits longer has lost the others: end with a message, not at a job's time limit.
 _PATIENCE = timedelta(minutes=2)
 # Real updates, but so small that the weights hardly change over some hundred steps.
@@ -41,7 +41,7 @@ _LEARNING_RATE = 1e-6
 class Row:
     """`step`, with `patches` applied. `ms`: the median step of each round; `error`: in its place.
 
-    `patches`: names, or "all". `peak`: MiB, the most of any round.
+    `patches`: names, or "all". `peak`: MiB, the most of any round; `after`: MiB between two steps.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Row:
     patches: Sequence[str] = ()
     ms: list[float] = field(default_factory=list)
     peak: float = 0.0
+    after: float = 0.0
     error: str = ""
 
 
@@ -140,6 +141,7 @@ def measure(row: Row, of: argparse.Namespace, device: torch.device) -> None:
         # With memory that was given up and that a stream has still to get done with.
         peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"] / 2**20
         row.peak = max(row.peak, peak)
+        row.after = max(row.after, torch.cuda.memory_allocated(device) / 2**20)
     ms = torch.tensor(
         [a.elapsed_time(b) if ON_GPU else 1e3 * (b - a) for a, b in pairwise(marks)], device=device
     )
@@ -157,7 +159,8 @@ def show(what: str, rows: Sequence[Row]) -> None:
             found, unit = [ms / base for ms, base in zip(row.ms, first.ms, strict=False)], "{:.3f}"
         median = unit.format(statistics.median(found)) if found else "-"
         rounds = " ".join(f"{one:.3f}" for one in found)
-        cells = [row.error or median, interval(found), rounds, f"{row.peak:.0f}"]
+        memory = [f"{mib:.0f}" for mib in (row.peak, row.after)]
+        cells = [row.error or median, interval(found), rounds, *memory]
         say(line([what, row.name, *cells]))
 
 

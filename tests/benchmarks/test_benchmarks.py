@@ -5,7 +5,8 @@ import pytest
 from tests import shell
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-LAUNCHERS = {"at_rest": TORCHRUN, "coalesce": TORCHRUN, "retain": TORCHRUN, "dc_fallback": ()}
+LAUNCHERS = {"at_rest": TORCHRUN, "coalesce": TORCHRUN, "retain": TORCHRUN, "gather_once": TORCHRUN}
+LAUNCHERS["dc_fallback"] = ()  # it starts its own ranks
 
 
 @pytest.mark.exhaustive
