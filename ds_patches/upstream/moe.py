@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_patches.core import live
@@ -46,3 +47,42 @@ def padded(gated: tuple[Any, ...], takes: int) -> tuple[Any, ...]:
     more = (0, takes - weights.shape[2])
     pad = torch.nn.functional.pad
     return (balance, pad(weights, more), pad(dispatch, more), *rest)
+
+
+def is_expert(param: Tensor) -> bool:
+    """Return True if a parameter is an expert's, and not on all ranks."""
+    return not getattr(param, "allreduce", True)
+
+
+def total_norm(params: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the gradients with the experts of all ranks. Collective."""
+    from deepspeed.utils import groups
+
+    # Ranks have the same groups, though not the same gradients: an expert may have no token.
+    squares = {name: torch.zeros((), device=params[0].device) for name in map(_group, params)}
+    for param in params:
+        if param.grad is not None:
+            squares[_group(param)] += param.grad.detach().float().norm() ** 2
+    for name in sorted(filter(None, squares)):
+        dist.all_reduce(squares[name], group=groups._get_expert_parallel_group(name))
+    return torch.stack([*squares.values()]).sum().sqrt()
+
+
+def _group(param: Any) -> str:
+    """Return the name of an expert's group of ranks, "" for a parameter that all ranks have."""
+    return param.group_name if is_expert(param) else ""
+
+
+def clip(params: Sequence[Tensor], limit: float, norm: Tensor) -> Tensor:
+    """Scale the gradients if their norm is above the limit, as DeepSpeed does. Return the norm."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(factor)
+    return norm
+
+
+def set_norm(optimizer: Any, norm: Tensor) -> float:
+    """Set the norm that the engine returns, and return it as a number."""
+    optimizer._global_grad_norm = value = norm.item()
+    return value

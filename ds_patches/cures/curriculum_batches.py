@@ -1,0 +1,36 @@
+"""A curriculum fills its batches, also from clusters that are smaller than a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import api
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Class, Patch, upstream
+
+_SAMPLER = Class(
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler", "DeepSpeedDataSampler"
+)
+
+PATCH = Patch(
+    name="curriculum_batches",
+    hooks=__name__,
+    summary="a curriculum fills its batches, also from clusters that are smaller than a batch",
+    remove_when="a DeepSpeed release fills them; none up to 0.19.8 does",
+    upstream=upstream("PR 8520"),
+    supported=">=0.16.0,<=0.19.8",
+    targets=(_SAMPLER.target("get_sample_from_cluster", "around_samples"),),
+    collectives=False,
+)
+
+apply, unapply, is_applied = api.of(__name__)
+
+
+def around_samples(wrapped: Wrapped, sampler: Any, args: Args, kwargs: Kwargs) -> Any:
+    """DeepSpeed begins a cluster anew once at most, and returns fewer samples than asked for."""
+    cluster, count = in_order(wrapped, args, kwargs)
+    size = sampler.data_cluster_sizes[cluster]
+    samples: list[Any] = []
+    while len(samples) < count:
+        samples += wrapped(cluster, min(size, count - len(samples)))
+    return samples

@@ -1,0 +1,49 @@
+"""Without ZeRO, gradients are clipped by a norm that has the experts of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_patches.core import api
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.patch import Dependency, Patch, upstream
+from ds_patches.upstream.classes import ENGINE, FP16_UNFUSED
+
+PATCH = Patch(
+    name="moe_clipping",
+    hooks=__name__,
+    summary="without ZeRO, gradients are clipped by a norm that has the experts of all ranks",
+    remove_when="a DeepSpeed release adds up the experts' norms; none up to 0.19.8 does",
+    upstream=upstream("issue 8475", "PR 8478", "PR 8613"),
+    supported=">=0.16.0,<=0.19.8",
+    targets=(
+        ENGINE.target("clip_fp32_gradients", "around_clip"),
+        FP16_UNFUSED.target("unscale_and_clip_grads", "around_unscale"),
+    ),
+    dependencies=(
+        Dependency("deepspeed.utils.groups", "_get_expert_parallel_group", "ranks of all experts"),
+    ),
+)
+
+apply, unapply, is_applied = api.of(__name__)
+
+
+def around_clip(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
+    """In fp32 DeepSpeed averages the norms of ranks, which have different experts."""
+    if not engine.has_moe_layers or engine.mpu is not None:
+        return wrapped(*args, **kwargs)
+    from ds_patches.upstream import moe
+
+    params = [*engine.module.parameters()]
+    return moe.clip(params, engine.gradient_clipping(), moe.total_norm(params))
+
+
+def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Optimizers other than FusedAdam in fp16 or bf16: DeepSpeed leaves out the experts."""
+    from ds_patches.upstream import moe
+
+    _, *rest = given = in_order(wrapped, args, kwargs)
+    params = [param for group in optimizer.fp16_groups for param in group]
+    if optimizer.mpu is not None or not any(map(moe.is_expert, params)):
+        return wrapped(*given)
+    return wrapped(moe.set_norm(optimizer, moe.total_norm(params)), *rest)
