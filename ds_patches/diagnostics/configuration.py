@@ -163,7 +163,7 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
                   if schedule else SCRIPT,
         "cosine": facts["cosine"] if schedule else SCRIPT,
         "universal": bool(inner.get("checkpoint", {}).get("load_universal")),
-        SCRIPT: SCRIPT,
+        **dict.fromkeys((SCRIPT, "lightning", "moe"), SCRIPT),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.version import Version
@@ -20,6 +20,8 @@ from ds_patches.diagnostics.configuration import Configuration
 _LOG = 1 << 28
 #: What is a path, and no line of a log.
 _PATH = re.compile(r"\S*/\S*|\S+\.[A-Za-z]\w{1,4}")
+#: What Lightning's strategy for DeepSpeed logs, and its modules in tracebacks.
+_LIGHTNING = re.compile("initializing deepspeed distributed: GLOBAL_RANK|lightning[./_]pytorch")
 USAGE = (
     'ds-patches doctor [FILE ...], or one quoted line of a log: ds-patches doctor "size mismatch"'
 )
@@ -27,12 +29,13 @@ USAGE = (
 
 @dataclass
 class Training:
-    """What is known of one training. names: of its files."""
+    """What is known of one training. names: of its files. is_lightning: a log is Lightning's."""
 
     names: list[str] = field(default_factory=list)
     config: Configuration = field(default_factory=Configuration)
     is_configured: bool = False
     logs: list[log.Log] = field(default_factory=list)
+    is_lightning: bool = False
 
     def add(self, name: str, content: bytes, folder: Path) -> None:
         """Add a file: a configuration or a log, by its content."""
@@ -44,6 +47,7 @@ class Training:
             self.config, self.is_configured = configuration.read(name, text, folder), True
         elif any(map(str.isalpha, text)):
             self.logs.append(log.read(text))
+            self.is_lightning |= bool(_LIGHTNING.search(text))
         else:
             raise FlagError(f"{name} has no word: neither a configuration nor a log")
 
@@ -53,6 +57,8 @@ class Training:
         if printed and not self.is_configured:
             with suppress(FlagError):  # a part, or of another release
                 self.config, self.is_configured = configuration.of("log", printed[-1]), True
+        if self.is_lightning:
+            self.config = replace(self.config, facts={**self.config.facts, "lightning": True})
 
     @property
     def said(self) -> list[str]:

@@ -191,3 +191,16 @@ def test_a_stream_without_an_end_is_answered() -> None:
         done = shell.python("-m", "ds_patches", "doctor", "-", stdin=zeros, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert "has no word" in done.stderr
+
+
+@pytest.mark.parametrize("is_lightning", [True, False])
+def test_lightnings_second_division(is_lightning: bool) -> None:
+    """Told by its log and the number of micro steps; elsewhere the script decides."""
+    case = training.Training()
+    strategy = "initializing deepspeed distributed: GLOBAL_RANK: 0, MEMBER: 1/2\n" * is_lightning
+    printed = 'json = {"train_batch_size": 8, "gradient_accumulation_steps": 2}\n'
+    case.add("log", (strategy + printed).encode(), Path())
+    case.settle()
+    findings = doctor.diagnose(case, Version(TESTED)).findings
+    (finding,) = (f for f in findings if f.defect.section == "lightning-divides")
+    assert finding.counts == is_lightning
