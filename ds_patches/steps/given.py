@@ -42,7 +42,13 @@ class GivenParameters:
 
     def __init__(self, engine: Any) -> None:
         groups = engine.basic_optimizer.param_groups
-        self._given = [(param, group) for group in groups for param in group["params"]]
+        # A parameter of no elements does not train, and zero12_gradients freezes it.
+        self._given = [
+            (param, group)
+            for group in groups
+            for param in group["params"]
+            if getattr(param, "ds_numel", param.numel())
+        ]
         self._params = [param for param, _ in self._given]
         self._trained = [param.requires_grad for param in self._params]
         self._said: set[str] = set()

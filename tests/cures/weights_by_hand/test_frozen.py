@@ -11,6 +11,7 @@ from torch import nn
 from tests.harness import EngineTrainer, applied, build_engine, listening, models, parameters
 from tests.harness.models import loss_of
 from tests.harness.options import BF16, BF16_SUMS, OFFLOADED, Options
+from tests.harness.stock import up_to
 from tests.world import on_ranks
 
 EVERYWHERE = pytest.mark.parametrize(
@@ -112,4 +113,24 @@ def test_between_steps(options: Options) -> None:
 def test_without_copies_it_is_as_in_pytorch() -> None:
     said, moved = told(Options(0), unfrozen, frozen)
     assert moved
+    assert not said
+
+
+@up_to("0.19.5")
+@on_ranks
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_of_no_elements_was_frozen_by_nobody(stage: int) -> None:
+    """But by the patch without which DeepSpeed raises."""
+    with applied("weights_by_hand", "zero12_gradients", "accumulation"), listening() as said:
+        model = models.build("TwoHeads")
+        model.none = nn.Parameter(torch.empty(0))
+        optimizer = torch.optim.AdamW(model.parameters())
+        trainer = EngineTrainer(
+            build_engine(model, Options(stage).config, optimizer=optimizer),
+            Options(stage),
+            strict=False,
+        )
+        for step in range(2):
+            trainer.backward(loss_of(trainer, step))
+            trainer.step()
     assert not said
