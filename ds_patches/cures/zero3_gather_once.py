@@ -1,6 +1,7 @@
 """ZeRO-3 gathers parameters once a step, where all of them fit into stage3_max_live_parameters.
 
-Not applied by default: neither its time nor its memory was measured on GPUs yet.
+Not applied by default: it was measured with few settings, and ranks that use different parameters
+raise an error with it.
 """
 
 from __future__ import annotations
