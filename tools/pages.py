@@ -143,7 +143,7 @@ def _needs(defect: Defect) -> str:
 
 
 def _measured(defect: Defect) -> str:
-    """Return the result of the defect's proof, as `tests.releases measure` has recorded it."""
+    """Return the result of the defect's proof, as `tools.releases measure` has recorded it."""
     measured = _proofs().get(defect.proof, {})
     releases = sorted((at for at in measured if defect.is_wrong(Version(at))), key=Version)
     if not releases:

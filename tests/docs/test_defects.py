@@ -30,7 +30,7 @@ from ds_patches.diagnostics.defects import (
 from ds_patches.diagnostics.proofs import PROOFS
 from tests.accumulation.test_ledger import LEDGER, NOW, Entry
 from tests.core import fake
-from tests.releases import RELEASES
+from tools.releases import RELEASES
 
 FILE = fake.REPOSITORY / "ds_patches" / "diagnostics" / "defects.json"
 #: Upstream's history from v0.16.0 to August 2026: each commit, its pull request, and what it is.
