@@ -171,6 +171,7 @@ print(ds_patches.apply_all(only="mixed_dtypes")["mixed_dtypes"])
 """
 
 
+@pytest.mark.exhaustive
 def test_the_cure_on_the_page_for_contributors_is_one(tmp_path: Path) -> None:
     page = (DOCS / "writing-a-patch.md").read_text(encoding="utf-8")
     (text,) = re.findall(
