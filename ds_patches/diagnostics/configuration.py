@@ -25,7 +25,7 @@ _ITS = ("zero_optimization", *_BATCHES)
 _WORDS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
 #: How a YAML of a framework, or of DeepSpeed's settings, is known among logs; a line of words.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
-_WORDED = re.compile(r"^(?=[^:\n]*$)\w\S* \S+ \S", re.M)
+_WORDED = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 #: What stands for off.
