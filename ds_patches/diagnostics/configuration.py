@@ -23,9 +23,9 @@ Settings = Mapping[str, Any]
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _ITS = ("zero_optimization", *_BATCHES)
 _WORDS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
-#: How a YAML of a framework, or of DeepSpeed's settings, is known among logs.
+#: How a YAML of a framework, or of DeepSpeed's settings, is known among logs; a line of words.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
-_SUFFIXES = (".json", ".yaml", ".yml")
+_WORDED = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 _HALVES = {"bf16": "fp16", "fp16": "bf16"}
 #: What stands for off.
@@ -75,9 +75,9 @@ class Configuration:
 
 def is_one(name: str, text: str) -> bool:
     """Return True if a file is a configuration, or means to be one."""
-    is_short = len(text) <= given.LONGEST
     begins = text.lstrip()[:1] == "{" and not re.match(r"\s*\{[^\n]*\}\s*\n\s*\{", text)
-    return name.endswith(_SUFFIXES) or begins or (is_short and bool(_YAML.search(text)))
+    is_yaml = len(text) <= given.LONGEST and _YAML.search(text) and not _WORDED.search(text)
+    return name.endswith((".json", ".yaml", ".yml")) or begins or bool(is_yaml)
 
 
 def read(name: str, text: str, folder: Path) -> Configuration:

@@ -28,9 +28,9 @@ _ERROR = re.compile(
     |(?:return[ ]code[ ]=|exitcode:)[ ]-(?!15\b)""",
     re.VERBOSE,
 )
-#: Who has printed a line, as torchrun, mpirun, pdsh and others begin it.
+#: Who has printed a line, as torchrun, mpirun, pdsh and others begin it; not pytest's last one.
 _RANK = re.compile(
-    r"^(?:[^\[\n]{0,60}(\[rank\d{1,9}\]):"
+    r"^(?:(?!E )[^\[\n]{0,60}(\[rank\d{1,9}\]):"
     r"|[ \t]{0,9}(?:(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):|(\[\d+,\d+\])<std(?:err|out)>:))",
     re.MULTILINE,
 )

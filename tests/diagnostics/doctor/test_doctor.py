@@ -40,6 +40,14 @@ def test_a_line_a_file_and_a_dash_are_one(tmp_path: Path) -> None:
     assert "two backwards over one forward" in ask("The size of tensor a (0) must match").out
 
 
+def test_a_post_that_has_a_configuration_is_a_log(tmp_path: Path) -> None:
+    config = "deepspeed_config:\n  zero_stage: 3\ndistributed_type: DEEPSPEED\n"
+    for text in (f"With this file:\n{config}I get the following\n", f"{config}{ERROR}\n"):
+        post = write(tmp_path / "post", f"{text}{ERROR}")
+        assert "two backwards over one forward" in ask(post).text
+    assert ask(write(tmp_path / "config", config), release="0.19.8").status == WRONG
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
