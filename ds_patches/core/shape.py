@@ -115,8 +115,8 @@ def parsed(place: Place, folder: Path) -> str:
 
 def of_live(place: Place) -> str:
     """Return the shape of a place in an imported module, beneath all wrappers."""
-    where = live.site(place)
-    value = live.innermost(live.raw(*where)) if where else live.MISSING
+    site = live.site(place)
+    value = live.innermost(live.raw(*site)) if site else live.MISSING
     if value is live.MISSING:
         return ABSENT
     code = getattr(value, "__code__", None)

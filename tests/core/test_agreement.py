@@ -163,11 +163,11 @@ def test_a_rank_that_ends_early_takes_no_other_with_it() -> None:
 
 def test_patches_that_change_no_collective_may_differ(name: str) -> None:
     with applied(name), pytest.MonkeyPatch.context() as monkeypatch:
-        assert agreement.holdings()[name] == "live"
+        assert agreement.rank_patches()[name] == "live"
         quiet = replace(registry.patch(name), collectives=False)
         monkeypatch.setattr(registry, "patches", lambda: {name: quiet})
-        assert "live" not in agreement.holdings().values()
-    assert "live" not in agreement.holdings().values()
+        assert "live" not in agreement.rank_patches().values()
+    assert "live" not in agreement.rank_patches().values()
 
 
 # --- Over one store, without ranks ----------------------------------------------------------------
