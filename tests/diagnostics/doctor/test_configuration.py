@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ds_patches.diagnostics import training
-from ds_patches.diagnostics.defects import DEFECTS, HARMS, SETTINGS, TOLD, Defect, plain
+from ds_patches.diagnostics.defects import DEFECTS, DOCUMENTED, HARMS, SETTINGS, Defect, plain
 from ds_patches.diagnostics.report import SOUND, WRONG
 from tests import shell
 from tests.diagnostics.doctor.asking import ask, cases, write
@@ -105,8 +105,8 @@ def test_what_frameworks_ship_is_answered_on_a_screen(
 
 def test_every_need_is_a_setting(tmp_path: Path) -> None:
     facts = training.read([str(write(tmp_path / "ds.json", {ZERO: {}}))]).config.facts
-    assert {name for one in TOLD for name in one.needs.split()} <= {*facts}
-    assert training.Training().config.conditions(TOLD[0]) is not None
+    assert {name for one in DOCUMENTED for name in one.needs.split()} <= {*facts}
+    assert training.Training().config.conditions(DOCUMENTED[0]) is not None
 
 
 def test_a_pipe_and_the_older_option_are_read(tmp_path: Path) -> None:
