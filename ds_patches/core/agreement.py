@@ -43,7 +43,7 @@ def start() -> None:
         try:
             _journal.install([_INIT], lambda _: around_init)
         except AttributeError as error:
-            logger.warning("ranks without patches are not noticed: %s", error)
+            logger.warning("new engines are not compared across ranks: %s", error)
 
 
 def stop() -> None:

@@ -106,11 +106,7 @@ def misspelt(env: Mapping[str, str]) -> list[str]:
 
     foreign = [name for name in env if not _OURS(name)]
     similar = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.88) for name in foreign}
-    return [
-        f"{name} is no variable of ds_patches; did you mean {known[0]}?"
-        for name, known in similar.items()
-        if known
-    ]
+    return [f"{name} is unknown; did you mean {k[0]}?" for name, k in similar.items() if k]
 
 
 def is_strict() -> bool:
@@ -131,9 +127,7 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
     for suffix, words in _LISTS.items():
         _listed(env.get(PREFIX + suffix), [*words, *patches], PREFIX + suffix)
     if "none" in (chosen := _split(env.get(PREFIX, ""))) and len(chosen) > 1:
-        raise FlagError(
-            f"{PREFIX} is {cut(env[PREFIX])!r}; none cannot be combined with other words"
-        )
+        raise FlagError(f"{PREFIX} is {cut(env[PREFIX])!r}; use `none` without other words")
     return env
 
 

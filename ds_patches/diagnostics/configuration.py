@@ -15,24 +15,18 @@ from ds_patches.diagnostics import inputs
 from ds_patches.diagnostics.defects import DEFAULT_TEXTS, KEYS, SETTINGS, Defect
 from ds_patches.diagnostics.findings import SCRIPT
 
-#: For each condition True or False, or the setting that decides it ("auto"), or SCRIPT; "stage".
+#: For each condition True, False, the setting that decides it, or SCRIPT; and the "stage".
 Facts = Mapping[str, bool | str | int]
 Settings = Mapping[str, Any]
 
 #: Keys of which every DeepSpeed configuration has one, and Accelerate's file without one.
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_DEEPSPEED_KEYS = ("zero_optimization", *_BATCHES)
-_ACCELERATE_KEYS = (
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "zero3_init_flag",
-)
+_DEEPSPEED = ("zero_optimization", *_BATCHES)
+_ACCELERATE = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
 #: Matches the YAML of a framework, or of DeepSpeed's settings, but no log.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
 _SUFFIXES = (".json", ".yaml", ".yml")
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
-#: The half precision dtypes; each maps to the other one.
 #: The half precision dtypes, each with the other one.
 _HALF_DTYPES = {"bf16": "fp16", "fp16": "bf16"}
 #: Values that mean off.
@@ -102,9 +96,7 @@ def read(name: str, text: str, folder: Path) -> Configuration:
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
         inner = _referenced(name, inner, folder, warnings)
-    if not isinstance(inner, Mapping) or not any(
-        key in inner for key in (*_DEEPSPEED_KEYS, *_ACCELERATE_KEYS)
-    ):
+    if not isinstance(inner, Mapping) or {*inner}.isdisjoint((*_DEEPSPEED, *_ACCELERATE)):
         similar = [_similar(key, "") for key in inner] if isinstance(inner, Mapping) else []
         hint = "".join(f"; did you mean {key!r}?" for key in filter(None, similar))
         raise FlagError(f"{name} has no DeepSpeed configuration{hint}")
@@ -132,10 +124,7 @@ def condition(setting: str) -> str:
 
 
 def _facts(inner: Settings, outer: Settings | None) -> Facts:
-    """Return the facts of settings.
-
-    A setting "auto", or one without a key of Accelerate's, has its value from `outer`.
-    """
+    """Return the facts; `outer` has the values of settings that are "auto" or have no key."""
     if isinstance(on := inner.get("zero_optimization"), bool):  # the deprecated form of the section
         inner = {**inner, "zero_optimization": {"stage": 1} if on else {}}
     if "bfloat16" in inner:  # the deprecated name of the section
@@ -144,14 +133,10 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
         if not isinstance(inner.get(name, {}), Mapping):
             raise TypeError(f"{name} is not a section")
     zero: Settings = inner.get("zero_optimization", {})
-    offloads = {
-        new: {"device": "cpu"} for old, new in _DEPRECATED.items() if _switch(zero.get(old), old)
-    }
-    if offloads:
+    cpu = {"device": "cpu"}
+    if offloads := {new: cpu for old, new in _DEPRECATED.items() if _switch(zero.get(old), old)}:
         inner = {**inner, "zero_optimization": (zero := offloads | dict(zero))}
-    is_accelerates = "zero_optimization" not in inner and any(
-        name in inner for name in _ACCELERATE_KEYS
-    )
+    is_accelerates = "zero_optimization" not in inner and any(key in inner for key in _ACCELERATE)
     stage = float(zero.get("stage", inner.get("zero_stage", 2 if is_accelerates else 0)))
     if stage not in range(4):
         raise ValueError(f"there is no ZeRO stage {stage:g}")
@@ -216,10 +201,7 @@ def _accumulates(inner: Settings, outer: Settings, is_accelerates: bool) -> bool
 
 
 def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
-    """Return True if a half dtype is on, or its name if undecided.
-
-    A framework can also switch it on where DeepSpeed's file has no section for it.
-    """
+    """Return if a half dtype is on, its name if undecided; a framework may have switched it on."""
     section = inner.get(name, {"enabled": False} if outer is None else "auto")
     value = section.get("enabled", False) if isinstance(section, Mapping) else section
     if value == "auto" and outer:
@@ -253,7 +235,7 @@ def _misspelt(config: Settings) -> list[str]:
 
 def _similar(key: Any, section: str) -> str:
     known = KEYS[section]
-    is_known = not isinstance(key, str) or key in known or key in _ACCELERATE_KEYS
+    is_known = not isinstance(key, str) or key in known or key in _ACCELERATE
     return "" if is_known else next(iter(get_close_matches(key, known, 1, 0.85)), "")
 
 

@@ -26,25 +26,20 @@ _PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 def diagnose(case: Training, release_option: Version | None) -> Report:
-    """Return the report on a training.
-
-    release_option: the release to judge; by default that of the log, or the installed one.
-    """
+    """Return the report on a training, by default with the log's or the installed release."""
     named = release_option or (case.releases[0] if len(case.releases) == 1 else None)
     verdicts, disabled = _verdicts(ask_gate=not named)
     installed = next((verdict.release for verdict in verdicts.values() if verdict.release), None)
     # A log that names no release may be of any release.
     judged = named or (None if case.logs else installed)
-    if named:
-        refusals = findings.out_of_range(named)
-    else:
-        refusals = {name: findings.refusal(verdict) for name, verdict in verdicts.items()}
+    refusals = {name: findings.refusal(verdict) for name, verdict in verdicts.items()}
+    refusals = findings.out_of_range(named) if named else refusals
     refusals = {name: disabled[name] or reason for name, reason in refusals.items()}
     cure_of = partial(
         findings.cure,
         version=judged,
         refusals=refusals if judged else dict.fromkeys(refusals, ""),
-        is_applied=not named and diagnosis.is_armed(),
+        is_live=not named and diagnosis.is_armed(),
     )
     reported, unknown = _logged(case, judged, cure_of)
     is_tested = bool(judged and judged >= Version(OLDEST))
@@ -88,8 +83,7 @@ def _verdicts(*, ask_gate: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
     patches = registry.patches()
     requests = flags.read(patches).by_name
     disabled = {n: "" if r.wanted else f"disabled ({r.why})" for n, r in requests.items()}
-    installed = release.installed()
-    judged = patches if ask_gate else {}
+    installed, judged = release.installed(), patches if ask_gate else {}
     verdicts = {n: gate.check(patch, requests[n].force, installed) for n, patch in judged.items()}
     return verdicts, disabled
 

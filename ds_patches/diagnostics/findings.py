@@ -22,10 +22,7 @@ FIXED = "not needed: the installed code has the fix"
 
 @dataclass(frozen=True)
 class Cure:
-    """The cure in one release.
-
-    kind: "patch", "applied" (a patch is live), "setting", "upgrade" or "nothing".
-    """
+    """The cure in a release. kind: "patch", "applied", "setting", "upgrade" or "nothing"."""
 
     kind: str
     why: str
@@ -87,21 +84,17 @@ class Finding:
 
 
 def cure(
-    defect: Defect,
-    version: Version | None,
-    refusals: Mapping[str, str],
-    *,
-    is_applied: bool = False,
+    defect: Defect, version: Version | None, refusals: Mapping[str, str], *, is_live: bool = False
 ) -> Cure:
     """Return the cure of a defect in a release; version: None if it is not known.
 
     refusals: by patch, the reason why it would not be applied; "" if it would.
-    is_applied: patches are applied in this environment.
+    is_live: the start-up hook applies patches in this environment.
     """
     if not defect.stages:
         return Cure("setting", "no defect of DeepSpeed", defect.do)
     refusal = refusals.get(defect.patch, "not installed") if defect.patch else ""
-    if defect.patch and not refusal and is_applied:
+    if defect.patch and not refusal and is_live:
         return Cure("applied", f"{defect.patch} fixes this, and is applied", defect.do)
     if defect.patch and not refusal:
         command = f"{APPLY}; and {defect.do}" if defect.do else APPLY

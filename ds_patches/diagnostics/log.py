@@ -48,7 +48,7 @@ _MAX_MESSAGE, _MAX_TRACEBACK, _MAX_RANKS = 12, 400, 4096
 #: A message of ds_patches, as a warning or an error; not the line on live patches.
 _OWN_MESSAGE = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
 #: Stands for omitted text.
-ELLIPSIS = "…"
+OMITTED = "…"
 #: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it.
 _PRINTED_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
 _RELEASE = re.compile(
@@ -136,10 +136,10 @@ def normalized(text: str) -> str:
     """Return a text in the form in which messages are compared.
 
     Lower case, without spaces, punctuation and ranks; "N" replaces each list of numbers but 0, and
-    ELLIPSIS three dots.
+    OMITTED three dots.
     """
-    text = _RANK.sub(" ", _COLOUR.sub("", text.lower())).replace("...", ELLIPSIS)
-    return re.sub(rf"[^\w{ELLIPSIS}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
+    text = _RANK.sub(" ", _COLOUR.sub("", text.lower())).replace("...", OMITTED)
+    return re.sub(rf"[^\w{OMITTED}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
 
 
 def _config(text: str) -> Mapping[str, Any] | None:

@@ -11,7 +11,7 @@ from ds_patches.diagnostics.defects import TABLE, Defect
 from ds_patches.diagnostics.log import Error
 
 #: A truncated message has at least this many characters, and this part, of the whole one.
-_MIN_CHARACTERS, _MIN_PART = 18, 0.6
+_MIN_SIZE, _MIN_PART = 18, 0.6
 #: A message below this length may be raised by any code.
 _SHORT = 24
 #: Characters of a text in which a truncated message is searched.
@@ -63,10 +63,8 @@ def _has(evidence: str, pattern: str) -> bool:
 def _truncated_messages(text: str) -> set[str]:
     """Return the messages that a truncated text begins; an exception's name may precede it."""
     line = text[:_SEARCHED].partition("\n")[0]
-    prefixes = {
-        log.normalized(part).rstrip(log.ELLIPSIS) for part in (line, line.partition(": ")[2])
-    }
-    return set().union(*map(_messages_with_prefix, prefixes))
+    heads = {log.normalized(part).rstrip(log.OMITTED) for part in (line, line.partition(": ")[2])}
+    return set().union(*map(_messages_with_prefix, heads))
 
 
 @lru_cache
@@ -74,14 +72,14 @@ def _messages_with_prefix(text: str) -> frozenset[str]:
     """Return the messages of which a text ends in a prefix. Cached for the ranks of a log."""
     matches = set()
     for message in _messages():
-        minimum = max(_MIN_CHARACTERS, round(_MIN_PART * len(message)))
-        sizes = range(minimum, len(message) + 1) if log.ELLIPSIS not in message else ()
+        minimum = max(_MIN_SIZE, round(_MIN_PART * len(message)))
+        sizes = range(minimum, len(message) + 1) if log.OMITTED not in message else ()
         if any(text.endswith(message[:size]) for size in sizes):
             matches.add(message)
     return frozenset(matches)
 
 
 def _contains(text: str, message: str) -> bool:
-    if log.ELLIPSIS not in message:
+    if log.OMITTED not in message:
         return message in text
-    return bool(re.search(message.replace(log.ELLIPSIS, ".{1,80}?"), text))
+    return bool(re.search(message.replace(log.OMITTED, ".{1,80}?"), text))

@@ -79,10 +79,8 @@ class Run:
 def print_proofs(*, as_json: bool = False) -> int:
     """Print the proofs of the installed release's defects."""
     installed = _installed()
-    proofs_of_release = shown(installed).items()
-    rows = [
-        (name, _title(name, defect), _device_needed(name, "")) for name, defect in proofs_of_release
-    ]
+    defects = shown(installed)
+    rows = [(name, _title(name, d), _device_needed(name, "")) for name, d in defects.items()]
     if as_json:
         results = [{"name": name, "row": row, "needs": why or None} for name, row, why in rows]
         return _print_json(RIGHT, results)

@@ -92,15 +92,13 @@ class Report:
         parts = []
         if self.status == UNKNOWN:
             is_old = self.release and self.release < Version(OLDEST)
-            why = (
-                f"only {OLDEST} to {TESTED} were examined" if is_old else "it is missing or broken"
-            )
+            why = f"only {OLDEST} to {TESTED} are known" if is_old else "it is missing or broken"
             return f"no diagnosis, {why}; --release X.Y.Z names another release"
         if not self.release and self.case.releases:
             releases = ", ".join(map(str, self.case.releases))
             parts.append(f"the log names {releases}: choose one with --release")
         if self.release and self.release > Version(TESTED):
-            parts.append(f"newer than {TESTED}, the newest that was examined")
+            parts.append(f"newer than {TESTED}, the newest that is known")
         if self.refused:
             is_all = len(self.refused) == len(self.patches)
             parts.append(f"refused: {'every patch' if is_all else ', '.join(self.refused)}")
@@ -126,7 +124,7 @@ class Report:
 def _blocks(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield findings under the title of their harm; a cure follows the findings that it cures."""
     title, quote = "", ""
-    for finding, following in zip_longest(findings, findings[1:]):
+    for finding, below in zip_longest(findings, findings[1:]):
         harm = HARMS[finding.defect.harm] if finding.defect.stages else "no defect"
         if finding.is_logged and finding.evidence[0] != quote:
             quote = finding.evidence[0]
@@ -135,10 +133,7 @@ def _blocks(findings: Sequence[Finding]) -> Iterator[str]:
             title = harm
             yield title.upper()
         yield from _block(finding)
-        if not following or (following.cure, following.is_logged) != (
-            finding.cure,
-            finding.is_logged,
-        ):
+        if not below or (below.cure, below.is_logged) != (finding.cure, finding.is_logged):
             yield from _wrapped(
                 "    do:    ", f"{plain(finding.cure.do) or 'nothing'} ({finding.cure.why})"
             )

@@ -52,10 +52,8 @@ class Training:
         printed = [log.config for log in self.logs if log.config]
         if printed and not self.is_configured:
             with suppress(FlagError):  # a part of a configuration, or of another release
-                self.config, self.is_configured = (
-                    configuration.from_settings("log", printed[-1]),
-                    True,
-                )
+                self.config = configuration.from_settings("log", printed[-1])
+                self.is_configured = True
 
     @property
     def own_messages(self) -> list[str]:

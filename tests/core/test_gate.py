@@ -84,7 +84,7 @@ READY, OUT, REFUSED = "ready", "out of range", "refused"
         ("0.18.9", COMMENTED, False, READY, ""),
         ("0.19.0", COMMENTED, False, REFUSED, "Relied is that of 0.16.0-0.17.0, 0.17.2-0.18.9"),
         (None, OLD, False, REFUSED, "version is unknown: no release"),
-        ("0.19.0-vendor_build7", NEW, False, REFUSED, "it is 0.19.0-vendor_build7: no release"),
+        ("0.19.0-vendor_build7", NEW, False, REFUSED, "is 0.19.0-vendor_build7: no release"),
     ],
 )
 def test_version_and_structure(

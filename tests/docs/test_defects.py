@@ -182,7 +182,7 @@ def test_what_helps_is_no_release_that_is_wrong(one: Defect) -> None:
         for why in ("", "switched off"):
             helps = findings.cure(one, release, {one.patch: why})
             words = re.findall(r"upgrade DeepSpeed to (\S+) or later(, and apply)?", helps.do)
-            assert (helps.by == "patch") == (bool(one.patch) and not why)
+            assert (helps.kind == "patch") == (bool(one.patch) and not why)
             for better, by_patch in words:
                 assert Version(better) > release
                 assert by_patch or not one.is_wrong(Version(better))

@@ -36,10 +36,8 @@ def inference_mode(start, net, data):
 
 def rotated(net):
     """Add sines of positions that bf16 cannot represent, as in a rotary table."""
-    net.register_buffer("positions", torch.arange(4096, 4112, dtype=torch.float32))
-    return Around(
-        net, lambda net, x: net((x * net.positions.float().sin()).to(net[0].weight.dtype))
-    )
+    net.register_buffer("index", torch.arange(4096, 4112, dtype=torch.float32))
+    return Around(net, lambda net, x: net((x * net.index.float().sin()).to(net[0].weight.dtype)))
 
 
 def fp32_buffers(start, net, data):

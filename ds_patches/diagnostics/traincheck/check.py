@@ -13,12 +13,7 @@ from ds_patches.core.agreement import reduction_group
 from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport
 from ds_patches.diagnostics.traincheck.steps import Steps
-from ds_patches.diagnostics.traincheck.trainable import (
-    FLAGS,
-    Trainable,
-    recorded_modules,
-    trainables,
-)
+from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
 from ds_patches.steps.ranks import on_any
 from ds_patches.upstream.coverage import is_left
 
@@ -34,12 +29,10 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
     report = TrainReport()
     params = trainables(engine.module)
-    # Hooks do not run in such graphs, and missed the backwards before the block.
-    misses_backwards = (
-        is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
-    )
-    steps = Steps(engine.optimizer, params, misses_backwards)
-    with recorded_modules(engine.module, params), steps.recorded():
+    # No hook runs in the graphs of such an engine, nor ran in backwards before the block.
+    is_partial = is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    steps = Steps(engine.optimizer, params, is_partial)
+    with recorded(engine.module, params), steps.recorded():
         yield report
     no_steps = [not steps.taken + steps.skipped, not steps.taken]
     no_step, no_inner_step = _any_rank(engine, params, no_steps)

@@ -23,12 +23,12 @@ from ds_patches.upstream import fragments
 class Steps:
     """The steps of one DeepSpeed optimizer inside the block of `recorded`.
 
-    misses_backwards: parameter hooks do not run, or a backward of the step ran before the block.
+    is_partial: parameter hooks do not see all backwards of the steps.
     """
 
-    def __init__(self, optimizer: Any, params: Sequence[Trainable], misses_backwards: bool) -> None:
+    def __init__(self, optimizer: Any, params: Sequence[Trainable], is_partial: bool) -> None:
         self._optimizer = optimizer
-        self._misses_backwards = misses_backwards
+        self._is_partial = is_partial
         self._slices = fragments.slices(optimizer)
         self._params = {id(param.param): param for param in params}
         self._before: dict[int, list[float]] = {}
@@ -47,13 +47,12 @@ class Steps:
                 block.callback(param.param.register_hook(param.record_gradient).remove)
             self._before = self._fingerprints()
             yield
-        misses_backwards = self._misses_backwards or not any(param.has_gradient for param in params)
+        is_partial = self._is_partial or not any(param.has_gradient for param in params)
         is_read = fragments.takes_from_parameters(self._optimizer)
         for key, param in self._params.items():
             param.in_optimizer = key in self._slices
-            param.has_gradient = (param.has_gradient or misses_backwards) and (
-                is_read or not param.keeps_grad
-            )
+            has_gradient = param.has_gradient or is_partial
+            param.has_gradient = has_gradient and (is_read or not param.keeps_grad)
 
     def _step(self, step: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Wrap `step` of this optimizer: compare its gradients with those of the last step."""
@@ -91,10 +90,8 @@ class Steps:
         """Return sum and norm of each gradient that stays in place over a step, by parameter id."""
         params = [param.param for param in self._params.values()]
         grads = fragments.kept(self._optimizer, params, self._slices)
-        pairs = [
-            torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in grads.values()
-        ]
-        return dict(zip(grads, torch.stack(pairs).tolist() if pairs else [], strict=True))
+        sums = [torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in grads.values()]
+        return dict(zip(grads, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
 @torch.no_grad()

@@ -24,8 +24,8 @@ class Trainable:
     compiled: a user, or a module around one, is compiled, so no hook of it runs.
     in_optimizer: the optimizer steps at least a part of it. trained: it was stepped with a gradient
     that is not zero. is_stale: with the gradient of the step before, by its fingerprint.
-    has_gradient: a backward computed a gradient that the optimizer reads; True if backwards are
-    missed. keeps_grad: `grad` was set when a step began. ran: a user ran in eager code.
+    has_gradient: a backward computed a gradient that the optimizer reads; True if hooks do not see
+    all backwards. keeps_grad: `grad` was set when a step began. ran: a user ran in eager code.
     """
 
     name: str
@@ -66,17 +66,15 @@ class Trainable:
 def trainables(model: nn.Module) -> list[Trainable]:
     """Return the trainable parameters of a model, in its order, which is the same on every rank."""
     modules = dict(model.named_modules())
-    module_names: dict[int, list[str]] = {}
+    owners: dict[int, list[str]] = {}
     for name, module in modules.items():
         for param in module.parameters(recurse=False):
-            module_names.setdefault(id(param), []).append(name)
+            owners.setdefault(id(param), []).append(name)
     params = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            owner = type(modules[module_names[id(param)][0]]).__name__
-            chains = [
-                _with_parents(modules, name_of_module) for name_of_module in module_names[id(param)]
-            ]
+            owner = type(modules[owners[id(param)][0]]).__name__
+            chains = [_with_parents(modules, path) for path in owners[id(param)]]
             users = tuple(chain[0] for chain in chains)
             # Set by `module.compile()` and `engine.compile()`; by `torch.compile(module)`.
             compiled = any(
@@ -89,7 +87,7 @@ def trainables(model: nn.Module) -> list[Trainable]:
 
 
 @contextmanager
-def recorded_modules(model: nn.Module, params: Sequence[Trainable]) -> Iterator[None]:
+def recorded(model: nn.Module, params: Sequence[Trainable]) -> Iterator[None]:
     """Set `ran` of each parameter at the end of the block, if a module that uses it ran."""
     ran: set[nn.Module] = set()
 

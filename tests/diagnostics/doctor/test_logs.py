@@ -34,7 +34,7 @@ CORPUS = [Case(*words.split(), text) for words, text in cases("corpus.txt")]
 
 def asked(text: str, release: str = "") -> Report:
     case = training.Training(logs=[log.read(text)])
-    case.settle()
+    case.use_printed_settings()
     return doctor.diagnose(case, Version(release) if release else None)
 
 
