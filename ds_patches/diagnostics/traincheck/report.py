@@ -47,9 +47,10 @@ class TrainReport:
         return self._text(self.idle, "and their modules were not seen to run")
 
     def _text(self, params: tuple[Untrained, ...], clause: str) -> str:
-        count = f"{len(params)} of {self.parameters} trainable parameters"
-        head = f"{count} got no gradient in {self.steps} step(s), {clause}:"
-        return "\n".join([head, *map(str, params)])
+        return (
+            f"{len(params)} of {self.parameters} trainable parameters got no gradient in "
+            f"{self.steps} step(s), {clause}:\n" + "\n".join(map(str, params))
+        )
 
 
 class NotTrained(DsPatchesError, RuntimeError):
