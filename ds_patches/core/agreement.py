@@ -1,4 +1,4 @@
-"""Two checks of each new engine: do its ranks have the same patches, and are all wrappers in place?
+"""Checks of each new engine: its ranks have the same patches, and all wrappers are in place.
 
 A patch that changes which collectives run hangs the job, or trains on wrong gradients, if only some
 ranks apply it. So each rank posts its patches to the process group's store before the construction
@@ -60,9 +60,9 @@ def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
     compare(engine, store or _post())
     engines.add(engine)
     for name, lifecycle in [*lifecycles.items()]:
-        for key, (state, why) in lifecycle.journal.states().items():
+        for key, (state, reason) in lifecycle.journal.states().items():
             if state is WrapperState.REPLACED:
-                _warn_once(f"{name}: {key} is {why}")
+                _warn_once(f"{name}: {key} is {reason}")
 
 
 def compare(engine: Any, store: Any) -> None:
@@ -125,8 +125,8 @@ def differences(patches: Mapping[int, RankPatches]) -> Iterator[str]:
         for rank, of_rank in patches.items():
             ranks.setdefault(of_rank.get(subject, "unknown to ds_patches"), []).append(rank)
         if len(ranks) > 1:
-            each = ", ".join(f"{state} on {_listed(group)}" for state, group in ranks.items())
-            yield f"{subject} is {each}"
+            by_state = (f"{state} on {_listed(group)}" for state, group in ranks.items())
+            yield f"{subject} is {', '.join(by_state)}"
 
 
 def rank_patches() -> RankPatches:
@@ -148,9 +148,9 @@ def wait(
 
     `store.wait` would block every other thread that uses the store.
     """
-    begin, pause = time.monotonic(), 0.001
+    started, pause = time.monotonic(), 0.001
     while not condition():
-        waited = time.monotonic() - begin
+        waited = time.monotonic() - started
         if waited > timeout:
             return False
         if describe and waited > _WARN_AFTER:

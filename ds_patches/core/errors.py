@@ -43,7 +43,7 @@ class UnknownPatch(FlagError):
 
 
 class Refused(DsPatchesError, RuntimeError):
-    """A call that would train on wrong gradients; nothing was changed, the message says what helps.
+    """A call that would train on wrong gradients; it changed nothing, and the message has the cure.
 
     Where DeepSpeed refuses the same call, a subclass also derives from the type it raises.
     """

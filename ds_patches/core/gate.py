@@ -1,4 +1,4 @@
-"""The gate, which decides by version and code if a patch may be applied to the installed DeepSpeed.
+"""The gate: decides by version and code if the installed DeepSpeed may be patched.
 
 The version decides with which recorded release the code is compared. Every place that the patch
 names in that release has to be as it was recorded, and so has every target that it leaves out
@@ -109,9 +109,9 @@ def check_alone(patch: Patch, installed: Release | None, force: bool) -> Verdict
     # A missing target cannot be wrapped, forced or not.
     absent = [p for p in missing if isinstance(p, Target)]
     drift = tuple(_drift(place, shapes[place.key]) for place in absent or drifted)
-    more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
+    suffix = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
     if absent or (drift and not force):
-        return Verdict(State.REFUSED, f"{drift[0]}{more}", version, drift=drift)
+        return Verdict(State.REFUSED, f"{drift[0]}{suffix}", version, drift=drift)
     is_tested = release.covers(patch.supported, version)
     if not is_tested and not force:
         reason = f"{name} is newer than {patch.supported}; every shape is known, "
@@ -119,7 +119,7 @@ def check_alone(patch: Patch, installed: Release | None, force: bool) -> Verdict
         return Verdict(State.REFUSED, reason, version)
     reason = f"{name} is in {patch.supported}, every shape is known"
     if drift or not is_tested:
-        reason = f"forced: {drift[0] if drift else name}{more}"
+        reason = f"forced: {drift[0] if drift else name}{suffix}"
     return Verdict(State.READY, reason, version, wrapped, drift)
 
 
@@ -143,6 +143,6 @@ def _drift(place: Place, digest: str) -> str:
     if spans := shape.known(place).get(digest):
         text = f"{place.key} is that of {spans}"
     if site := live.site(place) if shape.is_loaded(place.module) else None:
-        theirs = next(value for value in live.chain(live.raw(*site)) if not live.layer_of(value))
-        text += f", live from {live.origin(theirs)}"
+        foreign = next(value for value in live.chain(live.raw(*site)) if not live.layer_of(value))
+        text += f", live from {live.origin(foreign)}"
     return text

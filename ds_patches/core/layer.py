@@ -1,4 +1,4 @@
-"""A wrapper around one function: how it is installed, located in a chain of wrappers, removed."""
+"""A wrapper around one function: installs it, finds it in a chain of wrappers, removes it."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ class Lifecycle:
 
 
 def _state_of_wrappers(states: States) -> tuple[State, str]:
-    replaced = [f"{k} is {why}" for k, (s, why) in states.items() if s is WrapperState.REPLACED]
-    over = (f"{key} is {why}" for key, (_, why) in states.items() if why)
+    replaced = [f"{k} is {text}" for k, (s, text) in states.items() if s is WrapperState.REPLACED]
+    over = (f"{key} is {text}" for key, (_, text) in states.items() if text)
     in_place = f"{len(states)} of {len(states)} wrappers in place"
     reason = "; ".join(replaced or over) or in_place
     return State.FAILED if replaced else State.APPLIED, reason

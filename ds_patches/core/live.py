@@ -1,4 +1,4 @@
-"""Live objects: the owner of a place, the chain of wrappers in it, and where a value comes from."""
+"""Live objects: the owner of a place, its chain of wrappers, and the origin of a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a training, and the settings in it that decide which defects can occur."""
+"""The configuration of a training: which settings decide that a defect can occur."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`doctor`: the known defects of a configuration, a log or this environment, with their cures."""
+"""`doctor`: known defects of a configuration, a log or this environment, and their cures."""
 
 from __future__ import annotations
 

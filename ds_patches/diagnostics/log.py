@@ -124,12 +124,12 @@ def read(text: str) -> Log:
         if len({*collectives} - {""}) > 1:
             line = next(line for line in lines if _WAITS.search(line)).strip()
             errors = [Error(line, _DIFFER, _DIFFER)]
-    whole = Error(text.strip().partition("\n")[0], end, f"{end}\n{compiled}")
+    full_text = Error(text.strip().partition("\n")[0], end, f"{end}\n{compiled}")
     printed = {*_PRINTED_RELEASE.findall(text)}
     releases = sorted(map(Version, printed or {*_RELEASE.findall(text)}))
     own_messages = tuple(dict.fromkeys(_OWN_MESSAGE.findall(text)))
     config = _config(_COLOUR.sub("", text[:_SEARCHED]))
-    return Log(tuple(errors or [whole]), bool(errors), tuple(releases), config, own_messages)
+    return Log(tuple(errors or [full_text]), bool(errors), tuple(releases), config, own_messages)
 
 
 def normalized(text: str) -> str:

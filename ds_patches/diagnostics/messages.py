@@ -21,8 +21,8 @@ _SEARCHED = 1000
 def match(error: Error) -> Iterator[tuple[Defect, bool]]:
     """Yield the defects that may raise an error, each with True if the traceback confirms it."""
     text = log.normalized(error.message)
-    whole = {message for message in _messages() if _contains(text, message)}
-    messages = whole or _truncated_messages(error.message.lstrip())
+    complete = {message for message in _messages() if _contains(text, message)}
+    messages = complete or _truncated_messages(error.message.lstrip())
     allowed = {}
     for defect, raised in _raised().items():
         if messages & raised:
@@ -31,7 +31,7 @@ def match(error: Error) -> Iterator[tuple[Defect, bool]]:
             is_short = all(len(message) < _SHORT for message in messages & raised)
             is_excluded = error.has_traceback or (is_short and error.has_frames)
             if is_shown or (mark not in ("?", "!") and not is_excluded):
-                allowed[defect] = bool(whole) and is_shown and mark != "?"
+                allowed[defect] = bool(complete) and is_shown and mark != "?"
     messages &= set().union(*(_raised()[defect] for defect in allowed))
     # If one message contains another, the longer one counts.
     messages = {m for m in messages if not any(m in longer for longer in messages - {m})}

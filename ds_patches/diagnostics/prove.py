@@ -82,10 +82,10 @@ def print_proofs(*, as_json: bool = False) -> int:
     defects = shown(installed)
     rows = [(name, _title(name, d), _device_needed(name, "")) for name, d in defects.items()]
     if as_json:
-        results = [{"name": name, "row": row, "needs": why or None} for name, row, why in rows]
+        results = [{"name": name, "row": row, "needs": need or None} for name, row, need in rows]
         return _print_json(RIGHT, results)
     print(f"defects of DeepSpeed {installed} that `ds-patches prove NAME` shows:")
-    cells = [(name, f"{row} ({why})" if why else row) for name, row, why in rows]
+    cells = [(name, f"{row} ({need})" if need else row) for name, row, need in rows]
     print(*(f"  {line}" for line in columns.aligned(cells)), sep="\n")
     return RIGHT
 

@@ -52,8 +52,8 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     folders = environment.get("PYTHONPATH")
     path = folders.split(os.pathsep) if folders else []  # an empty entry is the working directory
     # Hooks of this and of other copies of the package are dropped: this one comes first.
-    others = [folder for folder in path if Path(folder).parts[-3:] != HOOK.parts[-3:]]
-    return patches | {"PYTHONPATH": os.pathsep.join([str(HOOK), *others])}
+    remaining = [folder for folder in path if Path(folder).parts[-3:] != HOOK.parts[-3:]]
+    return patches | {"PYTHONPATH": os.pathsep.join([str(HOOK), *remaining])}
 
 
 def _command(command_line: Sequence[str]) -> list[str]:

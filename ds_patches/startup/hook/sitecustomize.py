@@ -1,4 +1,4 @@
-"""Waits for the import of DeepSpeed, and applies the patches at its end; see ds_patches.startup.
+"""Applies the patches at the end of the import of DeepSpeed; see ds_patches.startup.
 
 Changed rarely, since the interpreter may have another version of ds_patches, or none. Imports no
 package at the start of a program. As `sitecustomize` it also runs the next `sitecustomize` on the
@@ -55,9 +55,9 @@ class Waiting:
 
             if __name__ == "sitecustomize":
                 # By `__path__`: a bare folder of that name has no `__file__`.
-                theirs, ours = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
-                if os.path.realpath(theirs) != os.path.realpath(ours):
-                    raise ImportError(f"it is of {ours}, and this Python imports {theirs}")
+                package, own = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
+                if os.path.realpath(package) != os.path.realpath(own):
+                    raise ImportError(f"it is of {own}, and this Python imports {package}")
             from ds_patches.startup import apply
         except Exception as error:
             self.refuse(error)
