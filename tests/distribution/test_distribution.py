@@ -139,5 +139,5 @@ def test_a_package_without_patches_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(registry, "our_path", [str(tmp_path)])
-    with pytest.raises(ds_patches.DsPatchesError, match=f"no patch is found in {tmp_path}"):
+    with pytest.raises(ds_patches.DsPatchesError, match=f"no patch in {tmp_path}"):
         ds_patches.apply_all()

@@ -29,7 +29,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
     report = TrainReport()
     params = trainables(engine.module)
-    # No hook runs in the graphs of such an engine, nor ran in backwards before the block.
+    # Hooks do not run in compiled backwards, and did not in those before the block.
     is_partial = is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
     steps = Steps(engine.optimizer, params, is_partial)
     with recorded(engine.module, params), steps.recorded():
