@@ -45,7 +45,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     may_warn = action != "report" and dist.get_rank(reduction_group(engine)) == 0
     if no_inner_step:
         if may_warn:
-            log.warning("every step inside train_check() was skipped for overflow: no verdict")
+            log.warning("every step inside train_check() was skipped for overflow: check later steps")
         return
     report.steps = steps.taken
     # Equal fingerprints alone are no evidence: a gradient may be the same in each step.
