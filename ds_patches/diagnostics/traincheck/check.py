@@ -45,7 +45,9 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     may_warn = action != "report" and dist.get_rank(reduction_group(engine)) == 0
     if no_inner_step:
         if may_warn:
-            log.warning("every step inside train_check() was skipped for overflow: check later steps")
+            log.warning(
+                "each step inside train_check() was skipped for overflow: check a later one"
+            )
         return
     report.steps = steps.taken
     # Equal fingerprints alone are no evidence: a gradient may be the same in each step.
