@@ -157,7 +157,7 @@ class EngineSteps:
         finally:
             self.prologue_is_due = False
         for at, layer in enumerate(self.sum.layers):  # without a call for each
-            if layer.own.get(layer.name) is not layer.installed:
+            if layer.namespace.get(layer.name) is not layer.installed:
                 self.sum.put_back(at)
         if (divisor := divisor_of(self.engine)) != self.sum.divisor:
             self.sum.expect(divisor, self._before.state is not StepState.HELD)
