@@ -14,7 +14,7 @@ from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport
 from ds_patches.diagnostics.traincheck.steps import Steps
 from ds_patches.diagnostics.traincheck.trainable import SEEN, Trainable, trainables, watched
-from ds_patches.steps.ranks import on_any
+from ds_patches.steps.ranks import any_rank
 from ds_patches.upstream.coverage import is_left
 
 log = logging.getLogger("ds_patches")
@@ -63,7 +63,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
 def _agree(engine: Any, params: Sequence[Trainable], more: Sequence[bool]) -> list[bool]:
     """Make each flag true that is true on any rank; return those of `more`. Collective."""
     flags = [getattr(param, name) for param in params for name in SEEN]
-    values = map(bool, on_any([*flags, *more], reduction_group(engine)).tolist())
+    values = map(bool, any_rank([*flags, *more], reduction_group(engine)).tolist())
     for param in params:
         for name in SEEN:
             setattr(param, name, next(values))
