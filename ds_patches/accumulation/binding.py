@@ -124,7 +124,7 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="accumulation",
     summary="gradients of a step add up, as in PyTorch",
-    remove_when="a release adds up what PyTorch adds up; none up to 0.19.8 does",
+    remove_when="a release adds up the gradients that PyTorch adds up; none up to 0.19.8 does",
     upstream=upstream("PR 7665", "PR 7967", "PR 7981", "PR 7985", "issue 7718", "issue 7724"),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,

@@ -47,7 +47,7 @@ _counted = (0, NO_TASK, 0)
 
 
 def activate() -> Sequence[str]:
-    """Start tracking engines. Return what is to be reported of those that were built before."""
+    """Start tracking engines. Return a note about engines that were built before, if any."""
     attached.track_engines(_make_sum)
     if not (known := [*engines.known]):
         return []
@@ -68,7 +68,7 @@ def _make_sum(engine: Any) -> GradientSum | None:
         sums = {ZERO12: Zero12Sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
         return sums[class_of(engine.optimizer)](engine)
     if reason:
-        logger.warning("accumulation leaves this engine to stock DeepSpeed: %s.", reason)
+        logger.warning("accumulation does not patch this engine: %s.", reason)
     return None
 
 
@@ -136,9 +136,9 @@ def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def _divides_eagerly(engine: Any) -> bool:
-    """Return True if the losses of an engine that is not tracked are divided here.
+    """Return True if the loss of an engine that is not tracked is divided here.
 
-    Without this, nothing divides those of pipelines and of compiled engines.
+    Without this, nothing divides the losses of pipelines and of compiled engines.
     """
     return upstream_engine.divides_gradients(engine) and not coverage.is_left(engine)
 
@@ -168,7 +168,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Begin a backward at a gradient that bypassed all outputs; else as DeepSpeed does."""
+    """Begin a backward at a gradient that bypassed all outputs, unless one is running."""
     steps: EngineSteps | None = vars(state).get(KEY)
     if steps is None or steps.prologue_is_due or steps.watch.running:
         return wrapped(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""An engine's training: its steps, backwards and gradient sums, and the patches' state of it.
+"""Steps, backwards and gradient sums of an engine, and the patches' state of it.
 
 - `graph_task`: a backward as a run of the autograd engine, and the outputs that lead to it;
 - `step`, `state`, `listener`: a step's backwards and states, and the patches' callbacks;

@@ -28,7 +28,7 @@ class ReducedGradients:
     """The gradients that one optimizer has reduced in the running backward."""
 
     def __init__(self, buckets: ReduceBuckets, order: BucketOrder | None, sum: GradientSum) -> None:
-        """order: that of the ranks, or None. sum: its divisor divides the gradients."""
+        """order: the ranks' common order, or None. sum: its divisor divides the gradients."""
         self._buckets, self._order, self._sum = buckets, order, sum
         #: True while the epilogue reduces, which then collects the gradients.
         self.in_epilogue = False

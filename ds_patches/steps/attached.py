@@ -23,9 +23,9 @@ from ds_patches.upstream import engine as upstream_engine
 logger = logging.getLogger("ds_patches.accumulation")
 
 _STEPS_FROM_OLDER = (
-    "engine.step() of an engine whose parameters another engine has trained since: deepspeed."
-    "initialize() was called on this model twice. Each steps from its own copy of the weights, and "
-    "what the other has learned is lost, unless a checkpoint was loaded. Train one of them alone."
+    "engine.step() of an engine whose parameters another engine has trained since its last step: "
+    "deepspeed.initialize() was called twice on this model. Each engine steps its own copy of the "
+    "weights, so the other's updates are lost, unless a checkpoint was loaded. Train only one."
 )
 
 State = TypeVar("State")
@@ -76,7 +76,7 @@ class Attached(Generic[State]):
         return [(owner, state) for owner, state in states if state is not None]
 
     def detach_all(self) -> list[tuple[Any, State]]:
-        """Remove the state from every object. Return the objects that had one, with it."""
+        """Remove the state from every object. Return the pairs that `all` returned."""
         states = self.all()
         for holder in (*self._owners, *self._parts):
             vars(holder).pop(self.key, None)

@@ -36,13 +36,13 @@ Order = list[Any]
 
 _REMEDY = "put the backwards of a step into `with engine.coalesce_grad_reduction():`"
 _REDUCED_ALREADY = (
-    "a backward brought a gradient to a parameter that has already been reduced in it, and more "
-    "often than in earlier backwards, whose order the ranks keep to when they reduce. For one "
-    f"loss over more forwards than before, {_REMEDY}, or raise reduce_bucket_size."
+    "a backward brought gradients to a parameter more often than in earlier backwards, in whose "
+    "order the ranks reduce, and the parameter was already reduced. For one loss over more "
+    f"forwards than before, {_REMEDY}, or raise reduce_bucket_size."
 )
 _CANNOT_BE_FORMED = (
-    "gradients came in another order than on other ranks, and cannot be reduced in theirs: "
-    f"{_REMEDY}"
+    "gradients arrived in another order than on other ranks, and the reduce buckets cannot be "
+    f"filled as there: {_REMEDY}"
 )
 
 
@@ -152,7 +152,7 @@ class BucketOrder:
         """Stop diverting gradients from the optimizer's buckets."""
         self._buckets.let_in()
 
-    # --- Of one backward --------------------------------------------------------------------------
+    # --- State of one backward --------------------------------------------------------------------
 
     def _is_first_common_bucket(self, keys: Order) -> bool:
         """Return True if all ranks hold `keys`, in a first backward. Collective."""
@@ -225,7 +225,7 @@ class BucketOrder:
             self._bucket_keys.append(key)
             self.held.pop(key, None)
 
-    # --- With the other ranks ---------------------------------------------------------------------
+    # --- Agreement of the ranks -------------------------------------------------------------------
 
     def _set_order(self, order: Order) -> None:
         self._order, self._unused = order, self._buckets.parameters.keys() - {*order}

@@ -134,7 +134,7 @@ class GatherOnce:
         return wrapped(*args, **kwargs)
 
     def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """Make the parameter's next gradient wait for this one, as no module hook does it."""
+        """Make the parameter's next gradient wait for this one: no module hook does it."""
         wrapped(*args, **kwargs)
         self._sum.order_behind_buckets()
 

@@ -54,7 +54,7 @@ def is_recomputing() -> bool:
 
 
 def accumulates() -> bool:
-    """Return True if the running graph task accumulates into leaves below the running hook's node.
+    """Return True if the running graph task accumulates into leaves below the hook's node.
 
     False in ``torch.autograd.grad``, which returns gradients, and in a ``backward(inputs=...)`` of
     other leaves.
@@ -145,7 +145,7 @@ class TaskWatch:
 
 
 def graph_tensors(outputs: Any, leaves: bool = False) -> list[torch.Tensor]:
-    """Return the tensors that have a ``grad_fn``, in nested tuples, lists, dicts and dataclasses.
+    """Return the tensors with a ``grad_fn`` in nested tuples, lists, dicts and dataclasses.
 
     leaves: also return leaves that require a gradient.
     """

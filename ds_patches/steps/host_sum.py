@@ -44,7 +44,7 @@ class HostSum:
 
     @property
     def must_preserve_partitions(self) -> bool:
-        """True if the next backward must add to gradients that a script has set."""
+        """True if the next backward must not overwrite gradients that a script has set."""
         return bool(self._set_by_script or self._saved_partitions)
 
     def _bring_up_to_date(self, param_id: int, is_write: bool) -> None:

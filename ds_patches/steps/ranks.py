@@ -1,4 +1,4 @@
-"""Flags that ranks reduce by a collective, and a rendezvous of ranks in the store, without one."""
+"""Flags that ranks reduce by a collective, and a rendezvous of ranks in the store."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 
 class StepState(Enum):
-    """Whether the backwards since the last ``engine.step()`` have left gradients."""
+    """State of the gradients that the backwards since the last ``engine.step()`` brought."""
 
     #: No gradient: there was no backward, or the user dropped its gradients.
     EMPTY = auto()

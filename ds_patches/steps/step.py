@@ -1,4 +1,4 @@
-"""The steps of one engine: which backwards belong to a step, and what happens to its gradients."""
+"""The steps of an engine: which backwards belong to a step, and where its gradients go."""
 
 from __future__ import annotations
 

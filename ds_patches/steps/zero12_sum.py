@@ -71,7 +71,7 @@ class Zero12Sum(GradientSum):
         self._was_dropped = False  # the step's gradients were dropped
 
     def begin_backward(self) -> None:
-        """Save earlier backwards' fp32 partitions. Raises Refused for a second one with Muon."""
+        """Save the partitions of earlier backwards. With Muon, refuse a second backward."""
         if self._reduced_at_boundary and self._is_muon:
             raise Refused(_SECOND_WITH_MUON)
         if self._host_sum is not None:
