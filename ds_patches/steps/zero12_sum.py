@@ -61,7 +61,7 @@ class Zero12Sum(GradientSum):
         # Stage 1 without fp32 sums keeps earlier micro steps in ``grad``, which zero_grad() drops.
         sums = optimizer.use_grad_accum_attribute
         self.keeps_earlier_micro_steps = bool(optimizer.partition_gradients or sums)
-        # Stage 1 then reduces only the parameters that the step's last backward reaches.
+        # With overlap_comm, stage 1 reduces only the parameters of the step's last backward.
         self._reduces_last_only = bool(optimizer.overlap_comm) and self.holds_local
         self._engine_manages_boundary = upstream_boundary.manages_boundary(engine)
         if not self._engine_manages_boundary:
@@ -122,7 +122,7 @@ class Zero12Sum(GradientSum):
         pending = dict(zero12.pending_gradients(optimizer))
         for group in averaged:
             if not zero12.sums_in_place(optimizer, group):
-                # For the epilogue to replace, in every release; 0.17.6-0.18.2 would crash.
+                # So that the epilogue replaces them in every release: 0.17.6-0.18.2 would crash.
                 optimizer.averaged_gradients[group] = None
         wrapped()
         _add_slices(optimizer.averaged_gradients, averaged, restore=True)
