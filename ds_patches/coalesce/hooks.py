@@ -28,7 +28,7 @@ _said_of: WeakSet[Any] = WeakSet()  # engines
 
 
 def _take_in(engine: Any) -> LocalGradients | None:
-    steps = attached.of(engine.optimizer)
+    steps = attached.steps_of(engine.optimizer)
     return None if steps is None or why_no_block(engine) else LocalGradients(engine, steps)
 
 
@@ -81,8 +81,8 @@ def coalesce_grad_reduction(self: Any) -> AbstractContextManager[None]:
         )
     if (reason := why_no_block(engine)) is not None:
         raise NotCovered(f"coalesce_grad_reduction() {reason}")
-    is_kept = attached.take_in(engine) is not None
-    if attached.waits(engine):
+    is_kept = attached.track(engine) is not None
+    if attached.began_on_stock(engine):
         raise Refused(
             "coalesce_grad_reduction() in a step that began before the patch was applied: "
             "open it after the next engine.step()"
@@ -104,6 +104,6 @@ def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
             _said_of.add(engine)
             logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
-    attached.take_in(engine)
+    attached.track(engine)
     local = _local.get(engine)
     return wrapped(*args, **kwargs) if local is None else local.no_sync()

@@ -90,17 +90,17 @@ class LocalGradients(Listener):
         """Add what is there to the gradients of the step, if any rank has one. A collective."""
         had_backward = self.waiting
         self.end()
-        if (lacking := self.sum.lacking(self._group)) is None:
+        if (missing := self.sum.missing_params(self._group)) is None:
             return
         if not had_backward:  # but another rank had
             self.sum.begin_backward()
         boundary = nullcontext() if self._finalizes else upstream_boundary.at_boundary(self._engine)
         with boundary:
-            self.sum.reduce_local(lacking)
+            self.sum.reduce_local(missing)
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
-    def backward_begins(self, again: bool) -> None:
+    def backward_begins(self, same_forward: bool) -> None:
         is_plain = self._engine not in engine_backwards
         if is_plain and self._engine.fp16_enabled() and not self._is_torch_style:
             raise Refused(_UNSCALED)
@@ -111,15 +111,15 @@ class LocalGradients(Listener):
 
         Unless some of its gradients are on their way already: then all are reduced as they come.
         """
-        if self._layers or not self.sum.is_late():
+        if self._layers or not self.sum.has_nonlocal_gradients():
             self.begin()
             self._keep()
 
     def _keep(self) -> None:
         self.waiting = True
-        self.sum.note_trained()
+        self.sum.record_trainable()
 
-    def dropped(self, failed: bool) -> None:
+    def gradients_dropped(self, failed: bool) -> None:
         self.failed |= failed
         if self.in_block or self.in_no_sync:
             self.waiting = False
@@ -147,7 +147,7 @@ class LocalGradients(Listener):
                 "it outside of no_sync(), which it needs no more"
             )
         gathered = self._gathers()
-        boundary, before = upstream_boundary.asked_boundary(engine), self._steps.present
+        boundary, before = upstream_boundary.asked_boundary(engine), self._steps.current_step
         try:
             if gathered is not None:
                 gathered.begin()
@@ -176,7 +176,7 @@ class LocalGradients(Listener):
                 self.sum.drop_local()
                 logger.warning(_RAISED)
             if had_backward and not self.failed:
-                self._steps.back_to(before)
+                self._steps.resume_after_block(before)
             raise
         raise closed
 
@@ -184,7 +184,7 @@ class LocalGradients(Listener):
         """Return what gathers once for a block; None if it gathers as DeepSpeed does."""
         if not self._engine.zero_optimization_partition_weights():
             return None
-        gathered = gather_once.of(self._engine, self._steps)
+        gathered = gather_once.state_of(self._engine, self._steps)
         reason = gathered.why_not
         how = "in each forward and backward" if reason else "once"
         why = reason or "all fit into stage3_max_live_parameters"
@@ -237,7 +237,7 @@ class LocalGradients(Listener):
         """DeepSpeed's hook of a parameter hands its gradient on; here that stays where it is."""
         watch = self._steps.watch
         if self._is_torch_style and watch.task_id != current_task_id() and not watch.running:
-            self._steps.parameter_entered()
+            self._steps.enter_at_parameter()
 
     def _backward_ends(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """DeepSpeed reduces at the end of a backward; here the sum, at the boundary, or nothing."""
@@ -272,7 +272,7 @@ class LocalGradients(Listener):
                     "and step, outside."
                 )
             is_due = self.waiting and not self._step_reduces
-            if is_due and any(self.sum.have_local()):
+            if is_due and any(self.sum.has_local_gradients()):
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

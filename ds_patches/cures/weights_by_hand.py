@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_patches.steps.attached import Attached
-    from ds_patches.steps.given import GivenParameters
+    from ds_patches.steps.optimizer_params import OptimizerParameters
 
 _FRAGMENTS = "deepspeed.utils.tensor_fragment"
 
@@ -110,12 +110,12 @@ def _same(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
 
 
 @cache
-def _given() -> Attached[GivenParameters]:
+def _given() -> Attached[OptimizerParameters]:
     """Return what is known of each engine that was built since."""
     from ds_patches.steps.attached import Attached
-    from ds_patches.steps.given import GivenParameters
+    from ds_patches.steps.optimizer_params import OptimizerParameters
 
-    return Attached(f"{PATCH.name}_given", GivenParameters)
+    return Attached(f"{PATCH.name}_given", OptimizerParameters)
 
 
 @cache
@@ -174,7 +174,7 @@ def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     """DeepSpeed is about to wrap the optimizer, which has all parameters until then."""
     result = wrapped(*args, **kwargs)
     if (given := _given()(engine)) is not None:
-        given.check(engine)
+        given.warn_of_unfit(engine)
     return result
 
 
@@ -184,7 +184,7 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     if weights is None:
         return wrapped(*args, **kwargs)
     if (given := _given().get(engine)) is not None:
-        given.look(engine)
+        given.warn_of_frozen(engine)
     weights.take(engine.optimizer)
     result = wrapped(*args, **kwargs)
     weights.read()

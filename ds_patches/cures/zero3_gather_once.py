@@ -65,11 +65,11 @@ def _gather(engine: Any) -> None:
     from ds_patches.steps import attached, gather_once
     from ds_patches.upstream.coverage import is_compiled
 
-    steps = attached.take_in(engine)
+    steps = attached.track(engine)
     # The first backward tells whether others run inside it, and registers external parameters.
     if steps is None or not steps.backwards_begun:
         return
-    gathered = gather_once.of(engine, steps)
+    gathered = gather_once.state_of(engine, steps)
     compiled = is_compiled(engine) or hasattr(engine.module, "_orig_mod")
     reason = gathered.why_not or ("it is compiled" if compiled else None)
     how, why = ("in each forward and backward", reason) if reason else ("once", "all fit")
@@ -85,7 +85,7 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     """
     from ds_patches.steps import attached
 
-    steps = attached.of(engine)
-    if steps is not None and steps.gather_once is not None and steps.gather_once.differs():
+    steps = attached.steps_of(engine)
+    if steps is not None and steps.gather_once is not None and steps.gather_once.orders_differ():
         raise Refused(_DIFFER)
     return wrapped(*args, **kwargs)

@@ -272,8 +272,10 @@ class Fallback:
             return
         # What graphs hold of the backward goes by collectives, in which all ranks take part.
         world, me = range(dist.get_world_size()), dist.get_rank()
-        place = ranks.meeting("dc_fallback", world, me)
-        absent = ranks.come(agreement.store(), place, world, me, ranks.patience())
+        place = ranks.rendezvous_key("dc_fallback", world, me)
+        absent = ranks.wait_at_rendezvous(
+            agreement.store(), place, world, me, ranks.collective_timeout()
+        )
         if absent:
             self._phase = Phase.ALONE
             raise OtherRankFailed(

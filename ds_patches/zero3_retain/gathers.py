@@ -27,7 +27,7 @@ from ds_patches.steps.graph_task import (
     NO_TASK,
     at_end_of_task,
     current_task_id,
-    recomputes_for_hooks,
+    is_recomputing,
 )
 from ds_patches.steps.listener import Listener
 from ds_patches.upstream import zero3_gathers
@@ -121,17 +121,17 @@ class Gathers(Listener):
 
     # --- What `accumulation` tells of the engine's backwards --------------------------------------
 
-    def backward_begins(self, again: bool) -> None:
-        again &= not self.forward_ran  # that of ``engine.module`` is seen here alone
+    def backward_begins(self, same_forward: bool) -> None:
+        same_forward &= not self.forward_ran  # that of ``engine.module`` is seen here alone
         self.forward_ran = False
-        if again:
+        if same_forward:
             self._retains = True
             zero3_gathers.restore_leaf_inputs(self._leaf_inputs)
             zero3_gathers.rewind_prefetch(self.offload)
         else:
             self._leaf_inputs = zero3_gathers.leaf_inputs(self._leaves)
 
-    def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return partial(self.used.backward, run) if self.used else run
 
     def backward_raised(self) -> None:
@@ -236,7 +236,7 @@ class GatheredModule:
         self._call.sealed = True
         if value.requires_grad and not gathers.forward_ran:
             gathers.forward_ran = current_task_id() == NO_TASK
-        if self.open_calls and current_task_id() != NO_TASK and recomputes_for_hooks():
+        if self.open_calls and current_task_id() != NO_TASK and is_recomputing():
             # Recomputed to its end in the midst of its backward: upstream has just released it.
             self.unshard()
         return self._call

@@ -11,14 +11,14 @@ import torch
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.steps import attached
 from ds_patches.steps.attached import Attached
-from ds_patches.steps.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
+from ds_patches.steps.graph_task import NO_TASK, current_task_id, is_recomputing
 from ds_patches.upstream import zero3, zero3_gathers
 
 from .gathers import Gathers
 
 
 def _take_in(engine: Any) -> Gathers | None:
-    steps = attached.of(engine.optimizer)
+    steps = attached.steps_of(engine.optimizer)
     if steps is None or not engine.zero_optimization_partition_weights():
         return None
     offload = engine.optimizer.parameter_offload
@@ -56,7 +56,7 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed releases a module that has run; here, later if it ran to be recomputed."""
-    if current_task_id() == NO_TASK or not recomputes_for_hooks():
+    if current_task_id() == NO_TASK or not is_recomputing():
         return wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
@@ -70,7 +70,7 @@ def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) ->
 
     Reentrant recomputation has a backward of its own, which gathers and releases each module.
     """
-    if recomputes_for_hooks():
+    if is_recomputing():
         wrapped(*args, **kwargs)
 
 
@@ -93,6 +93,6 @@ def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> 
 
 def _of_block(gathered: Any) -> Iterator[Gathers]:
     for optimizer in zero3.optimizers_of(gathered):
-        attached.of_optimizer(optimizer)  # also before the first forward
+        attached.steps_of_optimizer(optimizer)  # also before the first forward
         if (gathers := _gathers.get(optimizer.parameter_offload)) is not None:
             yield gathers

@@ -14,7 +14,7 @@ from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport
 from ds_patches.diagnostics.traincheck.steps import Steps
 from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
-from ds_patches.steps.ranks import on_any
+from ds_patches.steps.ranks import any_rank
 from ds_patches.upstream.coverage import is_left
 
 log = logging.getLogger("ds_patches")
@@ -65,7 +65,7 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
 def _any_rank(engine: Any, params: Sequence[Trainable], more: Sequence[bool]) -> list[bool]:
     """Set each flag that is set on any rank; return the flags of `more`. Collective."""
     flags = [getattr(param, name) for param in params for name in FLAGS]
-    values = map(bool, on_any([*flags, *more], reduction_group(engine)).tolist())
+    values = map(bool, any_rank([*flags, *more], reduction_group(engine)).tolist())
     for param in params:
         for name in FLAGS:
             setattr(param, name, next(values))
