@@ -145,7 +145,7 @@ def _divides_eagerly(engine: Any) -> bool:
 
     Without this, those of pipelines and of compiled engines are divided nowhere.
     """
-    return upstream_engine.divides_gradients(engine) and not coverage.is_left(engine)
+    return upstream_engine.divides_gradients(engine) and not coverage.compiles_backward(engine)
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -220,7 +220,7 @@ def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     if begun:
         logger.warning(_IN_THE_MIDDLE, begun)
     else:
-        upstream_engine.count_anew(engine)
+        upstream_engine.restart_micro_steps(engine)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -242,14 +242,14 @@ def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs
     """DeepSpeed takes the gradients of a micro step; 0.17.6 to 0.18.2 forget earlier ones."""
     if class_of(optimizer) != ZERO12:
         return wrapped(*args, **kwargs)
-    return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))
+    return zero12.collect_and_add(wrapped, optimizer, *in_order(wrapped, args, kwargs))
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed sorts gradients by dtype; up to 0.19.7 it drops those on a CPU."""
     (tensors,) = in_order(wrapped, args, kwargs)
     found = wrapped(tensors)
-    return found if sum(map(len, found)) == len(tensors) else zero12.by_dtype(tensors)
+    return found if sum(map(len, found)) == len(tensors) else zero12.bucket_by_dtype(tensors)
 
 
 # --- Gradients that a script reads or gives by hand at stage 3, as ``safe_set_full_grad`` does ---

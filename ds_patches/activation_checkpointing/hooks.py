@@ -10,7 +10,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps import graph_task
-from ds_patches.upstream.checkpointing import Saved, Variables, is_whole, node_of
+from ds_patches.upstream.checkpointing import (
+    ClosureVariables,
+    SavedState,
+    checkpoint_node,
+    holds_saved_tensors,
+)
 
 Unpack = Callable[[Any], torch.Tensor]
 
@@ -18,7 +23,7 @@ Unpack = Callable[[Any], torch.Tensor]
 def around_checkpoint(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     """The reentrant one: its node recomputes, runs a backward and gives up what it has saved."""
     outputs = wrapped(*args, **kwargs)
-    if (node := node_of(outputs)) is not None:
+    if (node := checkpoint_node(outputs)) is not None:
         node.register_prehook(_before_backward)
     return outputs
 
@@ -27,18 +32,18 @@ def _before_backward(_: Any) -> None:
     node: Any = torch._C._current_autograd_node()
     saved = getattr(node, "_ds_patches_saved", None)
     if saved is not None:  # and the backward before this one may have raised
-        saved.put_back(node)
+        saved.restore(node)
     if not graph_task.retains_graph():
         node._ds_patches_saved = None
-    elif saved is None and is_whole(node):
-        node._ds_patches_saved = Saved(node)
+    elif saved is None and holds_saved_tensors(node):
+        node._ds_patches_saved = SavedState(node)
         node.register_hook(_after_backward)
 
 
 def _after_backward(*_: Any) -> None:
     node: Any = torch._C._current_autograd_node()
     if node._ds_patches_saved is not None:
-        node._ds_patches_saved.put_back(node)
+        node._ds_patches_saved.restore(node)
 
 
 def around_non_reentrant(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
@@ -73,23 +78,23 @@ def _handing_out(unpack: Unpack) -> Unpack:
 
     After such a backward all is as the forward left it.
     """
-    owner, task_id = Variables(unpack), graph_task.NO_TASK
-    saved: Saved | None = None
+    owner, task_id = ClosureVariables(unpack), graph_task.NO_TASK
+    saved: SavedState | None = None
 
-    def put_back() -> None:
+    def restore() -> None:
         nonlocal saved
         if saved is not None:
             owner.storage.clear()
-            saved.put_back(owner)
+            saved.restore(owner)
             saved = None
 
     def unpack_once(holder: Any) -> torch.Tensor:
         nonlocal saved, task_id
         if task_id != graph_task.current_task_id() or holder not in owner.storage:
-            put_back()  # the backward before this one raised, or somebody unpacks it twice
-        if saved is None and graph_task.retains_graph() and is_whole(owner):
-            saved, task_id = Saved(owner), graph_task.current_task_id()
-            graph_task.at_end_of_task(put_back)
+            restore()  # the backward before this one raised, or somebody unpacks it twice
+        if saved is None and graph_task.retains_graph() and holds_saved_tensors(owner):
+            saved, task_id = SavedState(owner), graph_task.current_task_id()
+            graph_task.at_end_of_task(restore)
         tensor = unpack(holder)
         if saved is not None:
             del owner.storage[holder]

@@ -6,8 +6,8 @@ from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.classes import (
     COORDINATOR,
     ENGINE,
+    GATHER_ONCE_DEPENDENCIES,
     GATHERED,
-    GATHERED_ONCE,
     TORCH_STYLE,
     ZERO3,
     ZERO12,
@@ -40,7 +40,7 @@ _DEPENDENCIES = (
     ZERO12.needs("setup_buckets", _BEGINS, TORCH_STYLE),
     ZERO12.needs("process_gradients", _OF_HOOKS, ">=0.16.5"),
     ZERO3.needs("reduce_ready_partitions_and_remove_grads", _OF_HOOKS),
-    *GATHERED_ONCE,
+    *GATHER_ONCE_DEPENDENCIES,
     COORDINATOR.needs("_invalidate_trace", "starts a trace again that an exception cut short"),
     COORDINATOR.needs(
         "release_backward_leftovers", "empties the stack that an exception left", ">=0.19.3"

@@ -66,7 +66,7 @@ class LocalGradients(Listener):
         if self._layers:
             return
         engine, optimizer = self._engine, self._engine.optimizer
-        upstream_engine.forget_last_step(engine)
+        upstream_engine.clear_last_step(engine)
         self.sum.begin_local()
         method = upstream_engine.gradient_method(optimizer)
         self._layers = [
@@ -147,7 +147,7 @@ class LocalGradients(Listener):
                 "it outside of no_sync(), which it needs no more"
             )
         gathered = self._gathers()
-        boundary, before = upstream_boundary.asked_boundary(engine), self._steps.present
+        boundary, before = upstream_boundary.user_boundary(engine), self._steps.present
         try:
             if gathered is not None:
                 gathered.begin()
@@ -167,7 +167,7 @@ class LocalGradients(Listener):
             had_backward = self.waiting or self.failed
             self.end()
             self._steps.recover()
-            upstream_engine.forget_backward(engine)
+            upstream_engine.reset_backward(engine)
             for timer in getattr(engine.timers, "timers", {}).values():
                 if timer.started_:  # it refuses to be started again
                     timer.stop()

@@ -50,7 +50,7 @@ class Fallback:
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         trained = [p for group in self._optimizer.fp16_groups for p in group if p.requires_grad]
-        self._graphs = Graphs(trained, zero3.below(engine.module), engine.device)
+        self._graphs = Graphs(trained, zero3.partitioned_params(engine.module), engine.device)
         self._reduction = Reduction(
             attrgetter("ds_process_group"),
             lambda grad: self._optimizer.communication_data_type or grad.dtype,
@@ -60,8 +60,8 @@ class Fallback:
             lambda params: [zero3.full_value(param) for param in params],
             self._gradient_arrives,
             attrgetter("ds_shape"),
-            zero3.is_here,
-            [zero3.below(leaf) for leaf in deepcompile.leaves(engine)],
+            zero3.is_available,
+            [zero3.partitioned_params(leaf) for leaf in deepcompile.leaf_modules(engine)],
         )
         #: By ds_id, gradients to be added when the backward's graphs have ended.
         self._aside: dict[int, torch.Tensor] = {}
@@ -82,9 +82,9 @@ class Fallback:
     # --- what the engine's modules do -------------------------------------------------------------
 
     def _install(self) -> None:
-        self._undo.callback(deepcompile.disown(self._engine))
+        self._undo.callback(deepcompile.disable_native_fallback(self._engine))
         deepcompile.keep_shapes_static(self._engine)
-        deepcompile.drop_leaf_hooks(self._engine)
+        deepcompile.remove_leaf_hooks(self._engine)
         getter = torch.nn.Module.__getattr__
         dynamo.leave_alone(getter)  # or it is compiled, and gathers nothing
         self._undo.callback(dynamo.look_again, getter)
@@ -92,7 +92,7 @@ class Fallback:
         def again(launch: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
             launch(*args, **kwargs)
             dynamo.leave_alone(getter)
-            self._graphs.look_again()
+            self._graphs.refresh()
 
         # DeepCompile's look for new passes resets Dynamo.
         for owner, name, around in (
@@ -122,7 +122,7 @@ class Fallback:
                 self._recover()
             if self._step.state is not StepState.HELD:
                 # Graphs go on adding until a backward at the boundary has ended.
-                zero3.zero_all(self._optimizer)
+                zero3.zero_all_gradients(self._optimizer)
         finally:
             self._undo.close()
 
@@ -166,7 +166,7 @@ class Fallback:
     def run_graph(self, graph_id: int, graph: Callable[..., Any], inputs: Any) -> Any:
         """Run a compiled graph, in a forward or for a recomputation in the backward."""
         outputs = self._saving.run_without(graph, inputs)
-        if self._records and (ids := self._graphs.may_write(graph_id)):
+        if self._records and (ids := self._graphs.params_written_by(graph_id)):
             before_backward(inputs, outputs, partial(self._graph_begins, graph_id))
             params = () if graph_id in self._looked_at else self._engine.module.parameters()
             self._looked_at.add(graph_id)
@@ -179,7 +179,7 @@ class Fallback:
     def _graph_begins(self, graph_id: int) -> None:
         """The backward of a graph begins: set aside what it may write over."""
         partitions = zero3.gradient_partitions(self._optimizer)
-        for ds_id in self._graphs.begin_in(graph_id, self._written):
+        for ds_id in self._graphs.begin_graph_backward(graph_id, self._written):
             if ds_id in partitions and partitions[ds_id].numel():
                 self._add_aside(ds_id, partitions[ds_id], partitions[ds_id])
                 partitions[ds_id].zero_()
@@ -187,14 +187,14 @@ class Fallback:
     def _pre_backward(self, prologue: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Right after the engine's own prologue, which a second backward may come without."""
         prologue(*args, **kwargs)
-        self._graphs.begin(self._engine.is_gradient_accumulation_boundary())
+        self._graphs.begin_backward(self._engine.is_gradient_accumulation_boundary())
         if self._phase in (Phase.BACKWARD, Phase.ALONE):
             return  # it has come to another forward
         self._outer, self._phase = self._phase, Phase.BACKWARD
         if self._step.state is StepState.HELD:
             self._written.update(zero3.gradient_partitions(self._optimizer))
         else:
-            zero3.zero_all(self._optimizer)
+            zero3.zero_all_gradients(self._optimizer)
             self._written.clear()
         self._step = self._step.after_backward(self._engine.micro_steps)
 
@@ -216,11 +216,11 @@ class Fallback:
         """The optimizer steps, or skips a step after an overflow."""
         self._reduction.finish()  # of a backward that had no epilogue
         if self._step.state is not StepState.HELD:
-            zero3.zero_all(self._optimizer)
+            zero3.zero_all_gradients(self._optimizer)
         self._hand_over()
-        zero3.reduction_waits(self._optimizer)
+        zero3.make_reduction_wait(self._optimizer)
         result = step(*args, **kwargs)
-        self._graphs.stepped()
+        self._graphs.after_step()
         self._step = Step()
         return result
 
@@ -246,7 +246,7 @@ class Fallback:
     def _receive(self, param: Any, part: torch.Tensor) -> None:
         """Take this rank's part of a gradient; aside, if a graph may write to its partition."""
         target = zero3.gradient_partitions(self._optimizer)[param.ds_id]
-        if self._graphs.has(param.ds_id):
+        if self._graphs.has_param(param.ds_id):
             self._add_aside(param.ds_id, part, target)
         else:
             target.add_(part)
@@ -287,6 +287,6 @@ class Fallback:
         )
         self._reduction.abandon()
         self._aside.clear()
-        upstream_engine.forget_backward(self._engine)
-        self._graphs.stepped(failed=True)
+        upstream_engine.reset_backward(self._engine)
+        self._graphs.after_step(failed=True)
         self._step = Step(StepState.FAILED)

@@ -86,7 +86,7 @@ def _watched_backend(engine: Callable[[], Any], alone: Wrapped, compile_graph: W
     hit, say. It has no parameters, so there is nothing for DeepCompile to do. A graph without any
     input, as Dynamo makes one where a frame builds a module, fails an assertion of its prefetch.
     """
-    apart = deepcompile.tells_layers_apart()  # else nothing that such a loop calls is compiled
+    apart = deepcompile.guards_layer_parameters()  # else nothing that such a loop calls is compiled
 
     def backend(gm: Any, inputs: Any) -> Any:
         if not inputs or (apart and not any(hasattr(tensor, "ds_id") for tensor in inputs)):

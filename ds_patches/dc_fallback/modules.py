@@ -22,8 +22,8 @@ def call_hooks(engine: Any, uses: Uses) -> tuple[Callable[..., None], Callable[.
     """Return hooks before and after each call of a module that eager code makes."""
     root, begin = engine.module, dynamo.disabled(uses.calls.open)
     end = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
-    compiles_within = deepcompile.tells_layers_apart()
-    leaves = set(deepcompile.leaves(engine))
+    compiles_within = deepcompile.guards_layer_parameters()
+    leaves = set(deepcompile.leaf_modules(engine))
 
     def before_call(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -65,7 +65,7 @@ def _put_back(module: torch.nn.Module, before: Any) -> None:
 
 @functools.cache
 def _watched() -> type:
-    stock: Any = zero3.parameters_class()
+    stock: Any = zero3.parameter_dict_class()
 
     class WatchedParameters(stock):  # type: ignore[misc]
         """Parameters of one module; a copy of it is an ordinary one."""

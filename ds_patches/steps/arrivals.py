@@ -49,7 +49,7 @@ class ReducedGradients:
 
     def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """DeepSpeed reduces what is in the buckets, at once or when it is due among the ranks."""
-        buckets, only = self._buckets, self._buckets.only
+        buckets, only = self._buckets, self._buckets.single
         is_last, self.is_last = self.is_last, False  # others may come inside it
         keys = [*only.params] if only else buckets.contents(*args, **kwargs)
         # None: a parameter comes that is larger than a bucket.
@@ -59,12 +59,12 @@ class ReducedGradients:
             # DeepSpeed puts a gradient that comes again in again. If the bucket overflows, it is
             # reduced, and the gradient, which it held, still goes first into the empty bucket.
             differs = len({*keys}) < len(keys)
-            firsts = keys if not buckets.is_one else keys[:1]
+            firsts = keys if not buckets.is_single else keys[:1]
             for key, gradient in zip(firsts, gradients, strict=False):  # without a call
                 held = getattr(buckets.parameters[key], buckets.attribute)
                 differs |= buckets.keeps_gradients and held is not gradient
             if differs:
-                buckets.fill_anew()
+                buckets.refill()
                 keys = buckets.contents(*args, **kwargs)
                 gradients = buckets.gradients(*args, **kwargs)
             if self._sum.divisor > 1 or not self._kept.keys().isdisjoint(keys):
@@ -110,7 +110,7 @@ class ReducedGradients:
         Undo DeepSpeed's notes that the parameters have been reduced, and are to be cleared.
         """
         buckets, kept, others = self._buckets, self._kept, []
-        marks, numbers = buckets.optimizer.params_already_reduced, buckets.numbers
+        marks, numbers = buckets.optimizer.params_already_reduced, buckets.param_ids
         for key, gradient in zip(keys, gradients, strict=True):
             setattr(buckets.parameters[key], buckets.attribute, None)
             marks[numbers[key]] = False
@@ -124,12 +124,12 @@ class ReducedGradients:
                 kept[key].add_(reduced)
             else:
                 others.append(reduced)
-            if buckets.memory_is_next:
+            if buckets.reuses_buffer:
                 if key not in self._zeros:
                     self._zeros[key] = gradient.new_zeros(()).expand_as(gradient)
                 gradient.data = self._zeros[key]
-        if buckets.clears_later:
-            zero12.clear_nothing_later(buckets.optimizer)
+        if buckets.defers_clearing:
+            zero12.clear_previous_gradients(buckets.optimizer)
         return others
 
     def restore(self) -> None:

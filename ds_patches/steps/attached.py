@@ -106,7 +106,7 @@ def _steps_of(engine: Any) -> EngineSteps | None:
 
 _engines: Attached[EngineSteps] = Attached("accumulation", _steps_of)
 #: Engines whose backwards compiled autograd compiles.
-_eager: Attached[bool] = Attached("eager_prologue", upstream_engine.keep_prologue_eager)
+_eager: Attached[bool] = Attached("eager_prologue", upstream_engine.disable_dynamo_for_prologue)
 #: In the `__dict__` of engines that were taken in, or left to stock.
 KEY = _engines.key
 
@@ -128,7 +128,7 @@ def take_in(engine: Any) -> EngineSteps | None:
     An engine whose backwards a compiler compiles is left, from the compilation on. A step that
     began before the patch is left until it ends.
     """
-    if coverage.is_compiled(engine) and coverage.is_left(engine):
+    if coverage.is_compiled(engine) and coverage.compiles_backward(engine):
         if (steps := of(engine)) is not None:
             steps.detach()
         _engines.leave(engine)
@@ -203,9 +203,9 @@ def _living_rivals(engine: Any) -> list[Any]:
     """Return the other engines that train a parameter of this one, as far as they are known."""
     found = _rivals.get(engine)
     if found is None or found[0] != engines.count:
-        mine = upstream_engine.trained(engine)
+        mine = upstream_engine.trained_ids(engine)
         others = (one for one in engines.known if one is not engine)
-        shared = [ref(o) for o in others if not mine.isdisjoint(upstream_engine.trained(o))]
+        shared = [ref(o) for o in others if not mine.isdisjoint(upstream_engine.trained_ids(o))]
         _rivals[engine] = found = engines.count, shared
     if not found[1]:  # as a rule, and asked in each step
         return []
@@ -252,7 +252,7 @@ def detach_all() -> None:
     _rivals.clear()
     _overtaken.clear()
     for engine, _ in _eager.detach_all():
-        upstream_engine.give_prologue_back(engine)
+        upstream_engine.restore_prologue(engine)
     for _, layers in _apart.detach_all():
         for layer in layers:
             layer.remove()

@@ -84,7 +84,7 @@ class BucketOrder:
         #: What the buckets hold of the order; None while they are filled as gradients come.
         self._filled: Order | None = None
         if self._buckets.diversion:
-            self._buckets.let_in()
+            self._buckets.stop_diverting()
 
     def admits(self, keys: Order) -> bool:
         """Return True if the buckets, into which `keys` came, are to be reduced now.
@@ -139,14 +139,14 @@ class BucketOrder:
         if self.held:
             raise Refused(_REDUCED)
         if self._buckets.diversion:
-            self._buckets.let_in()
+            self._buckets.stop_diverting()
         if self._buckets_cover_order and self._known_buckets is None:
             self._known_buckets = [*self._reduced, self._filled or []]
             self._order = _flat(self._known_buckets)
 
     def detach(self) -> None:
         """Leave the optimizer's buckets to it."""
-        self._buckets.let_in()
+        self._buckets.stop_diverting()
 
     # --- Of one backward --------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class BucketOrder:
 
         Backwards inside it lead to others.
         """
-        if self._buckets.come_late:
+        if self._buckets.reduces_after_backward:
             return set()
         return {key for key, param in self._buckets.parameters.items() if reaches(param)}
 
@@ -182,7 +182,7 @@ class BucketOrder:
 
     def _take_out(self) -> Order:
         """Empty the buckets: what came into them waits for its turn."""
-        keys = self._buckets.take_out()
+        keys = self._buckets.empty()
         for key in keys:
             self._let_wait(key)
         return keys
@@ -200,7 +200,7 @@ class BucketOrder:
         self._came.append(key)
         is_in_bucket = self._filled is not None and key in self._filled
         if is_in_bucket:  # it adds to that, or replaces it
-            self._buckets.fill_anew()
+            self._buckets.refill()
         if not is_in_bucket or key in self._due:
             self._let_wait(key)
             while self._due and self._is_ready(self._due[-1]):
@@ -217,7 +217,7 @@ class BucketOrder:
             if self._known_buckets and self._filled == self._known_buckets[len(self._reduced)]:
                 self._buckets.reduce(self._filled[0])
             if key not in self._filled:
-                self._buckets.put_in(key)
+                self._buckets.put(key)
             self._filled.append(key)
             self.held.pop(key, None)
 

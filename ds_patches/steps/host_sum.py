@@ -30,7 +30,7 @@ class HostSum:
         self._aside: list[torch.Tensor] = []  # fp32 partitions
         self._pending: set[int] = set()  # parameters whose host sum no boundary has delivered
         # Those that a script has put into the fp32 partition, and all whose gradients are there.
-        self._given = offload.filled(optimizer) if is_new else set[int]()
+        self._given = offload.nonzero_param_ids(optimizer) if is_new else set[int]()
         self._delivered = set(self._given)
         #: Parameters whose gradients the running backward has put into the fp32 partition.
         self._delivered_now: set[int] = set()
@@ -39,7 +39,7 @@ class HostSum:
             Layer(optimizer, "copy_grads_in_partition", self._copy),
             Layer(optimizer, offload.LINKING_METHOD, self._link),
         ]
-        offload.watch(optimizer, self._settle)
+        offload.watch_gradients(optimizer, self._settle)
 
     @property
     def is_due(self) -> bool:
@@ -54,8 +54,8 @@ class HostSum:
         begun = self._pending or self._delivered or is_given
         if begun and param_id not in self._delivered:
             synchronize()
-            if not offload.sums_in_partitions(self._optimizer):
-                offload.zero_partitions(self._optimizer, [param_id])
+            if not offload.host_sums_are_partitions(self._optimizer):
+                offload.zero_fp32_gradients(self._optimizer, [param_id])
                 offload.add_host_sums(self._optimizer, self._pending & {param_id})
         if is_given:
             self._pending.discard(param_id)
@@ -73,16 +73,16 @@ class HostSum:
             return
         synchronize()
         if zero12.any_sums_in_place(optimizer):
-            taken = offload.take_to_device(optimizer, self._given)
+            taken = offload.copy_sums_to_device(optimizer, self._given)
             self._pending |= taken
             self._delivered -= taken
             self._given -= taken
             return
         self._zero_what_is_older()
-        for gradient in offload.partitions(optimizer):
+        for gradient in offload.fp32_grads(optimizer):
             self._aside.append(gradient.clone())
             gradient.zero_()
-        if offload.sums_in_partitions(optimizer):
+        if offload.host_sums_are_partitions(optimizer):
             self._pending.clear()
 
     def add_back(self) -> None:
@@ -90,7 +90,7 @@ class HostSum:
         if not self._aside:
             return
         synchronize()
-        for gradient, before in zip(offload.partitions(self._optimizer), self._aside, strict=True):
+        for gradient, before in zip(offload.fp32_grads(self._optimizer), self._aside, strict=True):
             gradient.add_(before)
         self._aside = []
         offload.renew_norms(self._optimizer)
@@ -98,7 +98,7 @@ class HostSum:
     def finalize(self, wrapped: Callable[[], Any]) -> None:
         """DeepSpeed's step, its own boundary, copies host sums; here not over given ones."""
         self.add_back()
-        due = offload.due_at_step(self._optimizer)
+        due = offload.param_ids_due_at_step(self._optimizer)
         due -= self._delivered
         wrapped()
         self._pending -= due
@@ -113,13 +113,13 @@ class HostSum:
         if not self._pending and self._delivered.issuperset(optimizer.grad_position):
             return
         synchronize()
-        if not offload.sums_in_partitions(optimizer):
+        if not offload.host_sums_are_partitions(optimizer):
             self._zero_what_is_older()
             offload.add_host_sums(optimizer, self._pending)
 
     def drop(self) -> None:
         self._optimizer.local_overflow = False  # of what is dropped
-        for gradient in offload.partitions(self._optimizer):
+        for gradient in offload.fp32_grads(self._optimizer):
             gradient.zero_()
         for buffer in self._optimizer.accumulated_grads_in_cpu.values():
             buffer.zero_()
@@ -132,16 +132,16 @@ class HostSum:
 
     def detach(self) -> None:
         """Leave the optimizer to stock."""
-        offload.watch(self._optimizer, None)
+        offload.watch_gradients(self._optimizer, None)
 
     def _link(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """DeepSpeed makes anew what scripts read, as a checkpoint was loaded; watch that, too."""
         wrapped(*args, **kwargs)
-        offload.watch(self._optimizer, self._settle)
+        offload.watch_gradients(self._optimizer, self._settle)
 
     def _zero_what_is_older(self) -> None:
         optimizer = self._optimizer
-        offload.zero_partitions(optimizer, optimizer.grad_position.keys() - self._delivered)
+        offload.zero_fp32_gradients(optimizer, optimizer.grad_position.keys() - self._delivered)
 
     def _copy(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Stock's ``copy_grads_in_partition``, made to add to what is pending alone."""
@@ -150,13 +150,13 @@ class HostSum:
         param_id = optimizer.get_param_id(param)
         boundary = upstream_boundary.is_at_boundary(optimizer)
         adds = param_id in self._pending
-        kept = offload.where_micro_steps_are_kept(optimizer) if adds or not boundary else {}
+        kept = offload.accumulation_overrides(optimizer) if adds or not boundary else {}
         comes_again = boundary and param_id in self._delivered_now
-        before = offload.take_from_partition(optimizer, param_id) if comes_again else None
+        before = offload.copy_fp32_gradient(optimizer, param_id) if comes_again else None
         with meanwhile(optimizer, micro_step_id=int(adds), **kept):
             result = wrapped(*args, **kwargs)
         if before is not None:
-            offload.add_to_partition(optimizer, param_id, before)
+            offload.add_to_fp32_gradient(optimizer, param_id, before)
         if boundary:
             self._delivered_now.add(param_id)
             self._pending.discard(param_id)

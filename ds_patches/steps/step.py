@@ -163,7 +163,7 @@ class EngineSteps:
             self.sum.expect(divisor, self._before.state is not StepState.HELD)
         self.sum.begin_backward()
         is_held = self._before.state is StepState.HELD
-        if is_held and self.sum.holds_local and upstream_engine.gradients_came(self.engine) is None:
+        if is_held and self.sum.holds_local and upstream_engine.saw_gradients(self.engine) is None:
             self.sum.note()
         for listener in self.listeners:
             if listener.awaits_backwards:
@@ -227,7 +227,7 @@ class EngineSteps:
     def drop_failed_backward(self) -> None:
         """The last backward raised, and the step's gradients go with it, if it has brought any."""
         self.watch.forget()
-        came = upstream_engine.gradients_came(self.engine)
+        came = upstream_engine.saw_gradients(self.engine)
         may_have_come = self.sum.has_come() if came is None else came
         # It may have run over a graph that was freed.
         spares = self._before.state is StepState.HELD and not may_have_come
@@ -237,7 +237,7 @@ class EngineSteps:
                 "A backward raised: every gradient reduced since the last optimizer step was "
                 "dropped."
             )
-        upstream_engine.forget_backward(self.engine)
+        upstream_engine.reset_backward(self.engine)
         if spares:
             self.sum.spare()
         else:

@@ -22,7 +22,7 @@ from ds_patches.steps.graph_task import NO_TASK, current_task_id
 from ds_patches.steps.sums import GradientSum, divide
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
-from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import makes_muon_updates_in_backward
 
 _SECOND_WITH_MUON = (
@@ -50,7 +50,7 @@ class Zero3Sum(GradientSum):
         self._outer_task = NO_TASK
         self._nests = False  # a graph task has run inside a backward's
         self._has_reduced = False  # the backward a bucket
-        if not keeps_order():
+        if not is_single_stream():
             offload = optimizer.parameter_offload
             gathers = "pre_sub_module_backward_function"
             self.layers.append(Layer(offload, gathers, self._module_backward_begins))
@@ -72,23 +72,23 @@ class Zero3Sum(GradientSum):
         if not params:
             return
         if len({*map(id, params)}) < len(params):
-            zero3.hold_each_once(optimizer, dtype)
+            zero3.deduplicate_bucket(optimizer, dtype)
         if self.divisor > 1:
             with zero3.reduction_stream(optimizer):
                 divide([param.grad for param in params], self.divisor)
         self._has_reduced = True
         wrapped(*args, **kwargs)
         # For the next gradient alone, so not a layer, which all would pass.
-        vars(optimizer)[zero3.PUTTING_METHOD] = self._put
+        vars(optimizer)[zero3.BUCKETING_METHOD] = self._put
 
     def _put(self, param: Any) -> None:
         """DeepSpeed puts a gradient into the empty bucket, also one that was in the full one."""
         self._let_put()
         if param.grad is not None:
-            getattr(self._optimizer, zero3.PUTTING_METHOD)(param)
+            getattr(self._optimizer, zero3.BUCKETING_METHOD)(param)
 
     def _let_put(self) -> None:
-        vars(self._optimizer).pop(zero3.PUTTING_METHOD, None)
+        vars(self._optimizer).pop(zero3.BUCKETING_METHOD, None)
 
     def _module_backward_begins(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """DeepSpeed gathers a module; here its next gradients come behind those in buckets."""
@@ -112,7 +112,7 @@ class Zero3Sum(GradientSum):
         unwritten = ids - self._written.keys()
         adds = len(unwritten) < len(ids)
         if adds and unwritten:
-            zero3.zero(optimizer, unwritten)
+            zero3.zero_gradients(optimizer, unwritten)
         self._written |= by_id
         if optimizer.offload_optimizer:
             self._delivered -= ids
@@ -132,16 +132,16 @@ class Zero3Sum(GradientSum):
         by_id = {p.ds_id: p for p in params if p.requires_grad or p.ds_id in self._written}
         ids, written = by_id.keys(), self._written.keys()
         if written and (stale := ids - written):
-            zero3.zero(self._optimizer, stale)
+            zero3.zero_gradients(self._optimizer, stale)
         optimizer = self._optimizer
         if optimizer.offload_optimizer and (late := (ids & written) - self._delivered):
-            zero3.deliver(optimizer, late)
+            zero3.copy_to_host(optimizer, late)
         return by_id
 
     def given(self, by_id: dict[int, Any]) -> None:
         """Take what a script has put there for the gradients of this step so far."""
         if self._optimizer.offload_optimizer:
-            zero3.take_back(self._optimizer, by_id)
+            zero3.copy_from_host(self._optimizer, by_id)
         self._written |= by_id
         self._delivered |= by_id.keys()
 
@@ -158,15 +158,17 @@ class Zero3Sum(GradientSum):
         if not self._written and not any(map(live.layer_of, live.chain(optimizer.partition_grads))):
             return  # a library has put its own there: what that has written is not ours to zero
         if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written.keys():
-            zero3.zero(optimizer, unwritten)
+            zero3.zero_gradients(optimizer, unwritten)
         if not optimizer.offload_optimizer:
-            zero3.hand_over(optimizer, [p for p in self._written.values() if not p.requires_grad])
+            zero3.set_averages(
+                optimizer, [p for p in self._written.values() if not p.requires_grad]
+            )
         elif late := self._written.keys() - self._delivered:
-            zero3.deliver(optimizer, late)
+            zero3.copy_to_host(optimizer, late)
 
     def drop(self) -> None:
-        zero3.zero(self._optimizer, self._written)
-        zero3.clear(self._optimizer)
+        zero3.zero_gradients(self._optimizer, self._written)
+        zero3.clear_gradients(self._optimizer)
         self.step_taken()
 
     def spare(self) -> None:
@@ -197,7 +199,7 @@ class Zero3Sum(GradientSum):
         return [param for group in self._optimizer.fp16_groups for param in group]
 
     def is_late(self) -> bool:
-        return bool(zero3.in_buckets(self._optimizer))
+        return bool(zero3.params_in_buckets(self._optimizer))
 
     def has_come(self) -> bool:
         return self._has_reduced or self.is_late() or (self.holds_local and super().has_come())
@@ -205,15 +207,15 @@ class Zero3Sum(GradientSum):
     def reduce_local(self, lacking: set[Any]) -> None:
         for param in self.trained():
             if lacking and param in lacking:
-                zero3.give_zero_gradient(param)
+                zero3.set_zero_gradient(param)
             if param.grad is not None:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
         self._optimizer.independent_gradient_partition_epilogue()
 
     def drop_local(self) -> None:
-        zero3.clear(self._optimizer)
+        zero3.clear_gradients(self._optimizer)
         # Nothing waits there, but 0.17.2 never begins anew to count what a bucket holds. Full is
         # when to reduce: ranks must count alike, also after one of them alone has raised.
         zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)
-        zero3_gathers.reset(self._optimizer.parameter_offload)
+        zero3_gathers.reset_trace(self._optimizer.parameter_offload)

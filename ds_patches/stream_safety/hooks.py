@@ -9,7 +9,7 @@ from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps.attached import Attached
 from ds_patches.upstream import zero3, zero3_gathers
-from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import ZERO12, class_of
 
 from .order import Order
@@ -31,7 +31,7 @@ def deactivate() -> None:
 
 def _overlaps(optimizer: Any) -> bool:
     """Return True if an optimizer of stages 1 and 2 reduces on a stream of its own."""
-    return class_of(optimizer) == ZERO12 and optimizer.overlap_comm and not keeps_order()
+    return class_of(optimizer) == ZERO12 and optimizer.overlap_comm and not is_single_stream()
 
 
 def _order_of(optimizer: Any) -> Order | None:
@@ -58,12 +58,12 @@ def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """A gradient goes into its bucket, on the stream that reduces."""
-    zero3.reduction_waits(optimizer)
+    zero3.make_reduction_wait(optimizer)
     return wrapped(*args, **kwargs)
 
 
 def around_stage3_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The partitions are written that the next forward gathers."""
     result = wrapped(*args, **kwargs)
-    zero3_gathers.gather_waits(optimizer)
+    zero3_gathers.make_gathers_wait(optimizer)
     return result

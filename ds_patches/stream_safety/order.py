@@ -17,7 +17,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import current_task_id
 from ds_patches.upstream.accelerator import accelerator
-from ds_patches.upstream.zero12_buckets import buckets_turned_back, producers
+from ds_patches.upstream.zero12_buckets import producers, single_buffered_buckets
 
 #: What a parameter's hook calls: its gradient goes into a bucket.
 GRADIENT_METHOD = "reduce_independent_p_g_buckets_and_remove_grads"
@@ -45,7 +45,7 @@ class Order:
             Layer(optimizer, epilogue, self._backward_ends),
             *(
                 Layer(bucket, "clear", partial(_bucket_begins, bucket))
-                for bucket in buckets_turned_back(optimizer)
+                for bucket in single_buffered_buckets(optimizer)
             ),
         ]
         #: Around the method that each gradient passes, until all have come from one stream.

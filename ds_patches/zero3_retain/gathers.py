@@ -88,20 +88,20 @@ class Gathers(Listener):
             return
         if zero3_gathers.is_leaf(module):
             self._leaves.append(module)
-        self._stock[module] = stock = zero3_gathers.functions_at(module)
+        self._stock[module] = stock = zero3_gathers.module_functions(module)
         ours: zero3_gathers.Functions = NoEdge, NoEdge
-        if not zero3_gathers.holds_none(module):
-            transforms = zero3_gathers.lets_transforms_pass(stock)
+        if not zero3_gathers.never_has_params(module):
+            transforms = zero3_gathers.supports_transforms(stock)
             gathered = self._modules[module] = GatheredModule(self, module, transforms)
             ours = gathered.at_outputs, gathered.at_inputs
-        zero3_gathers.set_functions(module, ours)
+        zero3_gathers.set_module_functions(module, ours)
 
     def remove(self) -> None:
         """Put DeepSpeed's Functions back; graphs built meanwhile keep our edges."""
         self.taken_back = True
         for module, stock in self._stock.items():
-            zero3_gathers.set_functions(module, stock)
-        zero3_gathers.let_go(self.offload.module.parameters())
+            zero3_gathers.set_module_functions(module, stock)
+        zero3_gathers.release_hold(self.offload.module.parameters())
         self._stock.clear()
         self._modules.clear()
         self._leaves.clear()
@@ -185,7 +185,7 @@ class Gathers(Listener):
         if self._retains and not any(
             self._open.values()
         ):  # else nested, as reentrant checkpointing is
-            zero3_gathers.release(self.offload)
+            zero3_gathers.release_all(self.offload)
 
     def _run_deferred(self) -> None:
         with self._lock:

@@ -78,14 +78,14 @@ def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) ->
     """``GatheredParameters`` begins: forwards within the block do not release its parameters."""
     result = wrapped(*args, **kwargs)
     for gathers in _of_block(gathered):
-        zero3_gathers.hold_in_block(gathers.offload, gathered.params)
+        zero3_gathers.hold_params(gathers.offload, gathered.params)
     return result
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
     """``GatheredParameters`` ends: graphs made within it may still need its parameters."""
     for gathers in _of_block(gathered):
-        zero3_gathers.let_go(gathered.params)
+        zero3_gathers.release_hold(gathered.params)
         if torch.is_grad_enabled():
             gathers.used.note(gathered.params)
     return wrapped(*args, **kwargs)

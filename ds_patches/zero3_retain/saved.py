@@ -86,7 +86,7 @@ class Used:
     def _value(self, param: Any, writes: int, at: int) -> Tensor:
         if (self._version(), param._version) != (at, writes):
             raise Refused(_CHANGED)
-        if zero3.is_here(param):
+        if zero3.is_available(param):
             found: Tensor = param.detach()
             return found
         return zero3.full_value(param)

@@ -15,7 +15,7 @@ from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainRe
 from ds_patches.diagnostics.traincheck.steps import Steps
 from ds_patches.diagnostics.traincheck.trainable import SEEN, Trainable, trainables, watched
 from ds_patches.steps.ranks import on_any
-from ds_patches.upstream.coverage import is_left
+from ds_patches.upstream.coverage import compiles_backward
 
 log = logging.getLogger("ds_patches")
 
@@ -30,7 +30,9 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     report = TrainReport()
     params = trainables(engine.module)
     # Such graphs run no hook; and what an accumulation has begun with before, nobody has heard.
-    deaf = is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    deaf = (
+        compiles_backward(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    )
     steps = Steps(engine.optimizer, params, deaf)
     with watched(engine.module, params), steps.watched():
         yield report

@@ -40,7 +40,7 @@ class Steps:
     def watched(self) -> Iterator[None]:
         params = self._params.values()
         with ExitStack() as block:
-            for inner in fragments.stepping(self._optimizer):
+            for inner in fragments.torch_optimizers(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
             block.callback(Layer(self._optimizer, "step", self._step).remove)
             for param in params:
@@ -48,7 +48,7 @@ class Steps:
             self._before = self._fingerprints()
             yield
         is_deaf = self._deaf or not any(param.came for param in params)
-        is_taken = fragments.takes_from_parameters(self._optimizer)
+        is_taken = fragments.reads_parameter_gradients(self._optimizer)
         for key, param in self._params.items():
             param.held = key in self._slices
             param.came = (param.came or is_deaf) and (is_taken or not param.left)
@@ -88,7 +88,7 @@ class Steps:
     def _fingerprints(self) -> dict[int, list[float]]:
         """Tell gradients that stay in place over a step from those of before, without a copy."""
         params = [param.param for param in self._params.values()]
-        kept = fragments.kept(self._optimizer, params, self._slices)
+        kept = fragments.uncleared_gradients(self._optimizer, params, self._slices)
         pairs = [torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in kept.values()]
         return dict(zip(kept, torch.stack(pairs).tolist() if pairs else [], strict=True))
 
