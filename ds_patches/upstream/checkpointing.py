@@ -56,7 +56,7 @@ class SavedState:
             tensor.data, tensor.saved_data = data, saved_data
 
 
-def holds_saved_tensors(owner: Any) -> bool:
+def is_intact(owner: Any) -> bool:
     """Return True if the owner of a `SavedState` has not freed its tensors."""
     return getattr(owner, _TENSORS) is not None
 
