@@ -216,7 +216,7 @@ class LocalGradients(Listener):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients to a later backward outside. Raises Misused inside itself or a block."""
+        """Keep gradients local for a later backward. Raises Misused inside itself or a block."""
         engine = self._engine
         if self.in_block:
             raise Misused(
@@ -237,7 +237,7 @@ class LocalGradients(Listener):
     # --- Wrappers of DeepSpeed's methods ----------------------------------------------------------
 
     def _around_gradient(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """Leave a gradient on its parameter, where DeepSpeed's hook would reduce it."""
+        """Keep a gradient on its parameter, where DeepSpeed's hook would reduce it."""
         watch = self._steps.watch
         if self._is_torch_style and watch.task_id != current_task_id() and not watch.running:
             self._steps.parameter_entered()

@@ -89,7 +89,7 @@ def remove_leaf_hooks(engine: Any) -> None:
 
 
 def guards_layer_parameters() -> bool:
-    """Return True if a frame compiled for one layer is not reused for the next: 0.19.7 and later.
+    """Return True if a frame compiled for one layer is not reused for the next: 0.19.7.
 
     Before, its guards do not say which parameters it gathers.
     """

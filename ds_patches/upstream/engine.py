@@ -207,7 +207,7 @@ def unscale_norm(optimizer: Any, scale: float) -> None:
 
 @cache
 def reduces_before_it_adds() -> bool:
-    """Return True if fp32 sums are reduced before the last micro step is added: 0.18.3 to 0.18.9.
+    """Return True if fp32 sums are reduced before the last micro step: 0.18.3 to 0.18.9.
 
     PR 7985.
     """

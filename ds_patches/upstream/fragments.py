@@ -52,7 +52,7 @@ def slices_with_params(optimizer: Any) -> Slices:
 
 
 def weight_pair(param: Any, part: Slice) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a parameter as the model uses it, and as the optimizer steps it.
+    """Return this rank's part of a parameter in the model, and in the optimizer's weights.
 
     Two views of one shape; their dtypes may differ.
     """
