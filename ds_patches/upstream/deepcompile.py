@@ -235,7 +235,7 @@ def before_backward(inputs: Any, outputs: Any, action: Callable[[], None]) -> No
             return
         seen.add(node)
         pending.extend(next_node for next_node, _ in node.next_functions)
-    raise Refused("the backward of a compiled graph is not in what autograd has recorded of it")
+    raise Refused("autograd has not recorded the backward of this compiled graph: please report it")
 
 
 def _grad_fns(outputs: Any) -> list[Any]:
