@@ -140,7 +140,7 @@ def _divides_eagerly(engine: Any) -> bool:
 
     Without this, nothing divides the losses of pipelines and of compiled engines.
     """
-    return upstream_engine.divides_gradients(engine) and not coverage.is_left(engine)
+    return upstream_engine.divides_gradients(engine) and not coverage.compiles_backward(engine)
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -215,7 +215,7 @@ def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     if begun:
         logger.warning(_MIDDLE_OF_STEP, begun)
     else:
-        upstream_engine.count_anew(engine)
+        upstream_engine.restart_micro_steps(engine)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -237,14 +237,14 @@ def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs
     """Keep the gradients of earlier micro steps, which 0.17.6 to 0.18.2 lose."""
     if class_of(optimizer) != ZERO12:
         return wrapped(*args, **kwargs)
-    return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))
+    return zero12.collect_and_add(wrapped, optimizer, *in_order(wrapped, args, kwargs))
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     """Keep gradients on the CPU when they are sorted by dtype, which releases up to 0.19.7 drop."""
     (tensors,) = in_order(wrapped, args, kwargs)
     split = wrapped(tensors)
-    return split if sum(map(len, split)) == len(tensors) else zero12.by_dtype(tensors)
+    return split if sum(map(len, split)) == len(tensors) else zero12.bucket_by_dtype(tensors)
 
 
 # --- Gradients that a script reads or sets at stage 3, as ``safe_set_full_grad`` does -------------

@@ -12,7 +12,7 @@ from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.core.patch import Patch
-from ds_patches.upstream.classes import ENGINE, GATHERED, GATHERED_ONCE, ZERO3
+from ds_patches.upstream.classes import ENGINE, GATHER_ONCE_DEPENDENCIES, GATHERED, ZERO3
 
 PATCH = Patch(
     name="zero3_gather_once",
@@ -26,7 +26,7 @@ PATCH = Patch(
         GATHERED.target("__exit__", "ds_patches.steps.gather_once:around_exit"),
     ),
     dependencies=(
-        *GATHERED_ONCE,
+        *GATHER_ONCE_DEPENDENCIES,
         ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called at each gradient"),
     ),
     deactivate="deactivate",

@@ -49,7 +49,7 @@ class ReducedGradients:
 
     def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Reduce the buckets once all ranks have the same parameters in them."""
-        buckets, only_bucket = self._buckets, self._buckets.only
+        buckets, only_bucket = self._buckets, self._buckets.single
         in_epilogue, self.in_epilogue = self.in_epilogue, False  # calls inside this are not last
         keys = [*only_bucket.params] if only_bucket else buckets.contents(*args, **kwargs)
         # The buckets are empty if DeepSpeed reduces a parameter larger than a bucket.
@@ -59,12 +59,12 @@ class ReducedGradients:
             # DeepSpeed puts a parameter's second gradient into the bucket again. If the bucket
             # overflows, it is reduced with it, and the gradient goes first into the empty bucket.
             differs = len({*keys}) < len(keys)
-            firsts = keys if not buckets.is_one else keys[:1]
+            firsts = keys if not buckets.is_single else keys[:1]
             for key, gradient in zip(firsts, gradients, strict=False):  # inlined for speed
                 held = getattr(buckets.parameters[key], buckets.attribute)
                 differs |= buckets.keeps_gradients and held is not gradient
             if differs:
-                buckets.fill_anew()
+                buckets.refill()
                 keys = buckets.contents(*args, **kwargs)
                 gradients = buckets.gradients(*args, **kwargs)
             if self._sum.divisor > 1 or not self._reduced_before.keys().isdisjoint(keys):
@@ -110,7 +110,7 @@ class ReducedGradients:
         Clear DeepSpeed's notes of reduced parameters. Return the gradients that are not kept.
         """
         buckets, reduced_before, not_kept = self._buckets, self._reduced_before, []
-        marks, numbers = buckets.optimizer.params_already_reduced, buckets.numbers
+        marks, numbers = buckets.optimizer.params_already_reduced, buckets.param_ids
         for key, gradient in zip(keys, gradients, strict=True):
             setattr(buckets.parameters[key], buckets.attribute, None)
             marks[numbers[key]] = False
@@ -124,12 +124,12 @@ class ReducedGradients:
                 reduced_before[key].add_(reduced)
             else:
                 not_kept.append(reduced)
-            if buckets.memory_is_next:
+            if buckets.reuses_buffer:
                 if key not in self._zeros:
                     self._zeros[key] = gradient.new_zeros(()).expand_as(gradient)
                 gradient.data = self._zeros[key]
-        if buckets.clears_later:
-            zero12.clear_nothing_later(buckets.optimizer)
+        if buckets.defers_clearing:
+            zero12.clear_previous_gradients(buckets.optimizer)
         return not_kept
 
     def restore(self) -> None:

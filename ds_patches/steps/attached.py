@@ -106,7 +106,9 @@ def _make_steps(engine: Any) -> EngineSteps | None:
 
 _engines: Attached[EngineSteps] = Attached("accumulation", _make_steps)
 #: Engines whose backwards compiled autograd compiles, and whose prologue Dynamo must not compile.
-_eager_prologues: Attached[bool] = Attached("eager_prologue", upstream_engine.keep_prologue_eager)
+_eager_prologues: Attached[bool] = Attached(
+    "eager_prologue", upstream_engine.disable_dynamo_for_prologue
+)
 #: Key in the `__dict__` of tracked and of excluded engines, and of their optimizers.
 KEY = _engines.key
 
@@ -128,7 +130,7 @@ def track(engine: Any) -> EngineSteps | None:
     An engine is excluded once a compiler compiles its backwards. If the patch was applied in the
     middle of a step, the engine is tracked from the next step on.
     """
-    if coverage.is_compiled(engine) and coverage.is_left(engine):
+    if coverage.is_compiled(engine) and coverage.compiles_backward(engine):
         if (steps := steps_of(engine)) is not None:
             steps.detach()
         _engines.exclude(engine)
@@ -206,9 +208,9 @@ def _rivals_of(engine: Any) -> list[Any]:
     """Return the other known engines that train a parameter of this one."""
     count, rivals = _rivals.get(engine, (None, []))
     if count != engines.count:
-        params = upstream_engine.trained(engine)
+        params = upstream_engine.trained_ids(engine)
         others = (other for other in engines.known if other is not engine)
-        rivals = [ref(o) for o in others if not params.isdisjoint(upstream_engine.trained(o))]
+        rivals = [ref(o) for o in others if not params.isdisjoint(upstream_engine.trained_ids(o))]
         _rivals[engine] = engines.count, rivals
     return [rival for rival_ref in rivals if (rival := rival_ref()) is not None]
 
@@ -253,7 +255,7 @@ def detach_all() -> None:
     _rivals.clear()
     _overtaken.clear()
     for engine, _ in _eager_prologues.detach_all():
-        upstream_engine.give_prologue_back(engine)
+        upstream_engine.restore_prologue(engine)
     for _, layers in _hook_layers.detach_all():
         for layer in layers:
             layer.remove()

@@ -84,7 +84,7 @@ class BucketOrder:
         #: The keys in the buckets; None while DeepSpeed fills them as gradients arrive.
         self._bucket_keys: Order | None = None
         if self._buckets.diversion:
-            self._buckets.let_in()
+            self._buckets.stop_diverting()
 
     def admits(self, keys: Order) -> bool:
         """Return True if the buckets, which hold `keys`, are to be reduced now.
@@ -143,14 +143,14 @@ class BucketOrder:
         if self.held:
             raise Refused(_REDUCED_ALREADY)
         if self._buckets.diversion:
-            self._buckets.let_in()
+            self._buckets.stop_diverting()
         if self._buckets_cover_order and self._known_buckets is None:
             self._known_buckets = [*self._reduced, self._bucket_keys or []]
             self._order = _flatten(self._known_buckets)
 
     def detach(self) -> None:
         """Stop diverting gradients from the optimizer's buckets."""
-        self._buckets.let_in()
+        self._buckets.stop_diverting()
 
     # --- State of one backward --------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class BucketOrder:
 
         Empty if DeepSpeed reduces only after all gradients have arrived.
         """
-        if self._buckets.come_late:
+        if self._buckets.reduces_after_backward:
             return set()
         return {key for key, param in self._buckets.parameters.items() if reaches(param)}
 
@@ -186,7 +186,7 @@ class BucketOrder:
 
     def _empty_buckets(self) -> Order:
         """Empty the buckets, and hold their gradients. Return their keys."""
-        keys = self._buckets.take_out()
+        keys = self._buckets.empty()
         for key in keys:
             self._queue(key)
         return keys
@@ -204,7 +204,7 @@ class BucketOrder:
         self._arrived.append(key)
         is_in_bucket = self._bucket_keys is not None and key in self._bucket_keys
         if is_in_bucket:  # autograd has added to that gradient, or replaced it
-            self._buckets.fill_anew()
+            self._buckets.refill()
         if not is_in_bucket or key in self._remaining:
             self._queue(key)
             while self._remaining and self._is_ready(self._remaining[-1]):
@@ -221,7 +221,7 @@ class BucketOrder:
             if self._known_buckets and self._bucket_keys == self._known_buckets[len(self._reduced)]:
                 self._buckets.reduce(self._bucket_keys[0])
             if key not in self._bucket_keys:
-                self._buckets.put_in(key)
+                self._buckets.put(key)
             self._bucket_keys.append(key)
             self.held.pop(key, None)
 

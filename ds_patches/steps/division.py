@@ -64,7 +64,7 @@ def divided_backward(
         run(loss, retain_graph, scale_wrt_gas=False)
         return loss
     finally:
-        upstream_engine.keep_scale(engine, scale_wrt_gas)
+        upstream_engine.set_scale_wrt_gas(engine, scale_wrt_gas)
 
 
 def divide_scaled_loss(engine: Any, loss: torch.Tensor, is_nested: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callabl
     roots = [tensor.grad_fn or _accumulate_node_of(tensor) for tensor in tensors]
     if not roots:
         return
-    reduced: set[int] = set().union(*map(upstream_engine.trained, engines.known))
+    reduced: set[int] = set().union(*map(upstream_engine.trained_ids, engines.known))
     for node in _accumulate_nodes(roots):
         if id(node.variable) not in reduced:
             node.metadata[_SEEN] = True

@@ -24,8 +24,8 @@ from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.upstream import zero3
 from ds_patches.upstream import zero3_gathers as gathers
-from ds_patches.upstream.accelerator import keeps_order
-from ds_patches.upstream.coverage import why_not_once
+from ds_patches.upstream.accelerator import is_single_stream
+from ds_patches.upstream.coverage import why_not_gather_once
 
 _OLD_FORWARD = (
     "backward over a forward from before engine.step(): the parameters that it used are gone. "
@@ -66,7 +66,7 @@ class GatherOnce:
     """
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
-        self.why_not = why_not_once(engine)
+        self.why_not = why_not_gather_once(engine)
         self._engine, self._steps, self._sum = engine, steps, cast(Zero3Sum, steps.sum)
         self._offload = engine.optimizer.parameter_offload
         self._layers: list[Layer] = []  # not empty while open
@@ -86,17 +86,17 @@ class GatherOnce:
     def open(self) -> None:
         """All-gather the partitioned parameters and remove the module hooks. Collective."""
         offload = self._offload
-        gathers.gather(offload)
+        gathers.gather_all(offload)
         if self._layers:
             return
         _open_states.add(self)
         self._reduction_hash = self._reduction_hash or 0
         optimizer, arrival = self._engine.optimizer, "reduce_ready_partitions_and_remove_grads"
         self._layers = [
-            *gathers.hold(offload, self._close_and_run),
-            gathers.keep_trace(offload),
+            *gathers.block_releases(offload, self._close_and_run),
+            gathers.freeze_trace(offload),
             Layer(optimizer, zero3.REDUCING_METHOD, self._reduce_bucket),
-            *([] if keeps_order() else [Layer(optimizer, arrival, self._gradient_arrives)]),
+            *([] if is_single_stream() else [Layer(optimizer, arrival, self._gradient_arrives)]),
         ]
         self._handles = offload.forward_hooks
         self._restore_hooks = suspend([*offload.forward_hooks, *offload.backward_hooks])
@@ -116,7 +116,7 @@ class GatherOnce:
 
     def release(self) -> None:
         """Partition the gathered parameters, unless the engine is open again."""
-        gathers.release(self._offload)
+        gathers.release_all(self._offload)
 
     def orders_differ(self) -> bool:
         """Return True if ranks reduced different gradients since the last call. Collective."""
@@ -155,7 +155,7 @@ class GatherOnce:
         if step != self._steps.steps_taken:
             raise Refused(_OLD_FORWARD)
         self._task_id = current_task_id()
-        gathers.gather(self._offload)
+        gathers.gather_all(self._offload)
         if not self._layers:
             at_end_of_task(self.release)
 

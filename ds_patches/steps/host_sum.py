@@ -31,7 +31,7 @@ class HostSum:
         self._saved_partitions: list[torch.Tensor] = []  # fp32 partitions
         self._undelivered: set[int] = set()  # ids: only the host sum is current
         # Ids of parameters whose gradients a script set, and of all with gradients in partitions.
-        self._set_by_script = offload.filled(optimizer) if is_new else set[int]()
+        self._set_by_script = offload.nonzero_param_ids(optimizer) if is_new else set[int]()
         self._delivered = set(self._set_by_script)
         #: Ids of parameters whose gradients the running backward has written into the partitions.
         self._delivered_this_backward: set[int] = set()
@@ -40,7 +40,7 @@ class HostSum:
             Layer(optimizer, "copy_grads_in_partition", self._copy),
             Layer(optimizer, offload.LINKING_METHOD, self._link),
         ]
-        offload.watch(optimizer, self._bring_up_to_date)
+        offload.watch_gradients(optimizer, self._bring_up_to_date)
 
     @property
     def must_preserve_partitions(self) -> bool:
@@ -55,8 +55,8 @@ class HostSum:
         has_begun = self._undelivered or self._delivered or is_write
         if has_begun and param_id not in self._delivered:
             synchronize()
-            if not offload.sums_in_partitions(self._optimizer):
-                offload.zero_partitions(self._optimizer, [param_id])
+            if not offload.host_sums_are_partitions(self._optimizer):
+                offload.zero_fp32_gradients(self._optimizer, [param_id])
                 offload.add_host_sums(self._optimizer, self._undelivered & {param_id})
         if is_write:
             self._undelivered.discard(param_id)
@@ -74,16 +74,16 @@ class HostSum:
             return
         synchronize()
         if zero12.any_sums_in_place(optimizer):
-            moved = offload.take_to_device(optimizer, self._set_by_script)
+            moved = offload.copy_sums_to_device(optimizer, self._set_by_script)
             self._undelivered |= moved
             self._delivered -= moved
             self._set_by_script -= moved
             return
         self._zero_stale_partitions()
-        for gradient in offload.partitions(optimizer):
+        for gradient in offload.fp32_grads(optimizer):
             self._saved_partitions.append(gradient.clone())
             gradient.zero_()
-        if offload.sums_in_partitions(optimizer):
+        if offload.host_sums_are_partitions(optimizer):
             self._undelivered.clear()
 
     def add_saved_partitions(self) -> None:
@@ -91,7 +91,7 @@ class HostSum:
         if not self._saved_partitions:
             return
         synchronize()
-        partitions = offload.partitions(self._optimizer)
+        partitions = offload.fp32_grads(self._optimizer)
         for gradient, saved in zip(partitions, self._saved_partitions, strict=True):
             gradient.add_(saved)
         self._saved_partitions = []
@@ -100,7 +100,9 @@ class HostSum:
     def finalize(self, wrapped: Callable[[], Any]) -> None:
         """Copy host sums in a step that is its own boundary, but not over delivered gradients."""
         self.add_saved_partitions()
-        undelivered_ids = offload.due_at_step(self._optimizer)  # the set itself, which is changed
+        undelivered_ids = offload.param_ids_due_at_step(
+            self._optimizer
+        )  # the set itself, which is changed
         undelivered_ids -= self._delivered
         wrapped()
         self._undelivered -= undelivered_ids
@@ -115,13 +117,13 @@ class HostSum:
         if not self._undelivered and self._delivered.issuperset(optimizer.grad_position):
             return
         synchronize()
-        if not offload.sums_in_partitions(optimizer):
+        if not offload.host_sums_are_partitions(optimizer):
             self._zero_stale_partitions()
             offload.add_host_sums(optimizer, self._undelivered)
 
     def drop(self) -> None:
         self._optimizer.local_overflow = False  # the dropped gradients may have overflowed
-        for gradient in offload.partitions(self._optimizer):
+        for gradient in offload.fp32_grads(self._optimizer):
             gradient.zero_()
         for buffer in self._optimizer.accumulated_grads_in_cpu.values():
             buffer.zero_()
@@ -134,16 +136,16 @@ class HostSum:
 
     def detach(self) -> None:
         """Stop watching what scripts read and set."""
-        offload.watch(self._optimizer, None)
+        offload.watch_gradients(self._optimizer, None)
 
     def _link(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Watch the lists that scripts read again, after a checkpoint has replaced them."""
         wrapped(*args, **kwargs)
-        offload.watch(self._optimizer, self._bring_up_to_date)
+        offload.watch_gradients(self._optimizer, self._bring_up_to_date)
 
     def _zero_stale_partitions(self) -> None:
         optimizer = self._optimizer
-        offload.zero_partitions(optimizer, optimizer.grad_position.keys() - self._delivered)
+        offload.zero_fp32_gradients(optimizer, optimizer.grad_position.keys() - self._delivered)
 
     def _copy(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Copy a reduced gradient to the host, and add it only to sums of this step."""
@@ -152,13 +154,13 @@ class HostSum:
         param_id = optimizer.get_param_id(param)
         boundary = upstream_boundary.is_at_boundary(optimizer)
         adds = param_id in self._undelivered
-        settings = offload.where_micro_steps_are_kept(optimizer) if adds or not boundary else {}
+        settings = offload.accumulation_overrides(optimizer) if adds or not boundary else {}
         arrives_again = boundary and param_id in self._delivered_this_backward
-        saved = offload.take_from_partition(optimizer, param_id) if arrives_again else None
+        saved = offload.copy_fp32_gradient(optimizer, param_id) if arrives_again else None
         with meanwhile(optimizer, micro_step_id=int(adds), **settings):
             result = wrapped(*args, **kwargs)
         if saved is not None:
-            offload.add_to_partition(optimizer, param_id, saved)
+            offload.add_to_fp32_gradient(optimizer, param_id, saved)
         if boundary:
             self._delivered_this_backward.add(param_id)
             self._undelivered.discard(param_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_patches.core import log
 from ds_patches.upstream import fragments
-from ds_patches.upstream.classes import is_half
+from ds_patches.upstream.classes import is_fp16_wrapper
 
 logger = logging.getLogger("ds_patches.weights_by_hand")
 
@@ -66,7 +66,7 @@ class OptimizerParameters:
             return
         name_of = {id(param): name for name, param in engine.module.named_parameters()}
         # Half precision optimizers up to 0.18 also copy and train frozen parameters, once unfrozen.
-        copied = fragments.slices(engine.optimizer) if is_half(engine.optimizer) else {}
+        copied = fragments.slices(engine.optimizer) if is_fp16_wrapper(engine.optimizer) else {}
         names_by: dict[str, list[str]] = {_UNFROZEN: [], _FROZEN: []}
         for (param, group), trained in zip(self._entries, self._required_grad, strict=True):
             is_updated = group["lr"] and any(map(group.get, _MOVING))

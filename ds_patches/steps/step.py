@@ -167,7 +167,7 @@ class EngineSteps:
             self.sum.set_divisor(divisor, self._previous_step.state is not StepState.HELD)
         self.sum.begin_backward()
         is_held = self._previous_step.state is StepState.HELD
-        if is_held and self.sum.holds_local and upstream_engine.gradients_came(self.engine) is None:
+        if is_held and self.sum.holds_local and upstream_engine.saw_gradients(self.engine) is None:
             self.sum.record_gradients()
         for listener in self.listeners:
             if listener.awaits_backwards:
@@ -231,7 +231,7 @@ class EngineSteps:
     def drop_failed_backward(self) -> None:
         """Drop the step's gradients after a backward raised, if it has brought any."""
         self.watch.clear_failure()
-        has_gradients = upstream_engine.gradients_came(self.engine)
+        has_gradients = upstream_engine.saw_gradients(self.engine)
         if has_gradients is None:  # DeepSpeed does not count them
             has_gradients = self.sum.may_have_gradients()
         # Without gradients the step is kept: the backward may have failed on a freed graph.
@@ -242,7 +242,7 @@ class EngineSteps:
                 "A backward raised: every gradient reduced since the last optimizer step was "
                 "dropped."
             )
-        upstream_engine.forget_backward(self.engine)
+        upstream_engine.reset_backward(self.engine)
         if keeps_step:
             self.sum.end_failed_empty_backward()
         else:

@@ -22,9 +22,9 @@ from ds_patches.steps.host_sum import HostSum
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
-from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import is_muon
-from ds_patches.upstream.zero12_buckets import ReduceBuckets, reduce_together
+from ds_patches.upstream.zero12_buckets import ReduceBuckets, shares_buckets
 
 # Muon orthogonalises the gradients of each epilogue, and the sum of two results is not orthogonal.
 _SECOND_WITH_MUON = (
@@ -54,7 +54,7 @@ class Zero12Sum(GradientSum):
             self.layers.append(Layer(engine, "allreduce_gradients", self._allreduce))
             optimizer.overlap_comm = False  # it would reduce in the backward
         self._buckets = ReduceBuckets(optimizer)
-        self._order = BucketOrder(self._buckets) if reduce_together(optimizer) else None
+        self._order = BucketOrder(self._buckets) if shares_buckets(optimizer) else None
         self._reduced_gradients = ReducedGradients(self._buckets, self._order, self)
         self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._reduced_gradients.reduce))
         self._is_muon = is_muon(optimizer)
@@ -152,14 +152,14 @@ class Zero12Sum(GradientSum):
         if self._host_sum is not None:
             self._host_sum.complete()
         elif self._was_dropped and not self._reduced_at_boundary:
-            zero12.give_zeros(self._optimizer)
+            zero12.set_zero_averages(self._optimizer)
 
     def drop(self) -> None:
         optimizer = self._optimizer
         for gradients in (optimizer.averaged_gradients, zero12.pending_gradients(optimizer)):
             for group in gradients:
                 gradients[group] = None
-        zero12.clear(optimizer)
+        zero12.clear_gradients(optimizer)
         optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
         if self._host_sum is not None:
             self._host_sum.drop()
@@ -224,7 +224,7 @@ class Zero12Sum(GradientSum):
         Every release then copies the whole sum to the host, if the optimizer is offloaded.
         """
         optimizer = self._optimizer
-        if optimizer.overlap_comm and not keeps_order():
+        if optimizer.overlap_comm and not is_single_stream():
             optimizer.reduction_stream.synchronize()  # reads the buckets of an earlier step
         zero12.release_buffers(optimizer)
         with zero12.averaging_local_sums(optimizer):
@@ -233,14 +233,14 @@ class Zero12Sum(GradientSum):
             for group, params in enumerate(optimizer.bit16_groups):
                 for param in params:
                     if missing and param in missing:
-                        zero12.give_zero_gradient(optimizer, param)
+                        zero12.set_zero_gradient(optimizer, param)
                     if optimizer.get_gradient_for_reduction(param) is not None:
                         optimizer.reduce_ready_partitions_and_remove_grads(param, group)
             optimizer.overlapping_partition_gradients_reduce_epilogue()
-        zero12.clear(optimizer)
+        zero12.clear_gradients(optimizer)
 
     def drop_local(self) -> None:
-        zero12.clear(self._optimizer)
+        zero12.clear_gradients(self._optimizer)
         zero12.release_buffers(self._optimizer)
         self._optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
 

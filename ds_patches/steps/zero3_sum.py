@@ -22,7 +22,7 @@ from ds_patches.steps.graph_task import NO_TASK, current_task_id
 from ds_patches.steps.sums import GradientSum, divide
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
-from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import makes_muon_updates_in_backward
 
 _SECOND_WITH_MUON = (
@@ -50,7 +50,7 @@ class Zero3Sum(GradientSum):
         self._outer_task = NO_TASK
         self._has_nested_task = False  # a graph task ran inside a backward's
         self._has_reduced = False  # the running backward has reduced a bucket
-        if not keeps_order():
+        if not is_single_stream():
             offload = optimizer.parameter_offload
             gathers = "pre_sub_module_backward_function"
             self.layers.append(Layer(offload, gathers, self._module_backward_begins))
@@ -72,23 +72,23 @@ class Zero3Sum(GradientSum):
         if not params:
             return
         if len({*map(id, params)}) < len(params):
-            zero3.hold_each_once(optimizer, dtype)
+            zero3.deduplicate_bucket(optimizer, dtype)
         if self.divisor > 1:
             with zero3.reduction_stream(optimizer):
                 divide([param.grad for param in params], self.divisor)
         self._has_reduced = True
         wrapped(*args, **kwargs)
         # An attribute for the next gradient only. A layer would be called for every gradient.
-        vars(optimizer)[zero3.PUTTING_METHOD] = self._put_in_bucket
+        vars(optimizer)[zero3.BUCKETING_METHOD] = self._put_in_bucket
 
     def _put_in_bucket(self, param: Any) -> None:
         """Put a gradient into the emptied bucket, unless the full one held it."""
         self._stop_intercepting_put()
         if param.grad is not None:
-            getattr(self._optimizer, zero3.PUTTING_METHOD)(param)
+            getattr(self._optimizer, zero3.BUCKETING_METHOD)(param)
 
     def _stop_intercepting_put(self) -> None:
-        vars(self._optimizer).pop(zero3.PUTTING_METHOD, None)
+        vars(self._optimizer).pop(zero3.BUCKETING_METHOD, None)
 
     def _module_backward_begins(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Make the next gradients of a module wait for those in the buckets."""
@@ -112,7 +112,7 @@ class Zero3Sum(GradientSum):
         unwritten = ids - self._written.keys()
         adds = len(unwritten) < len(ids)
         if adds and unwritten:
-            zero3.zero(optimizer, unwritten)
+            zero3.zero_gradients(optimizer, unwritten)
         self._written |= by_id
         if optimizer.offload_optimizer:
             self._delivered -= ids
@@ -132,16 +132,16 @@ class Zero3Sum(GradientSum):
         by_id = {p.ds_id: p for p in params if p.requires_grad or p.ds_id in self._written}
         ids, written = by_id.keys(), self._written.keys()
         if written and (stale := ids - written):
-            zero3.zero(self._optimizer, stale)
+            zero3.zero_gradients(self._optimizer, stale)
         optimizer = self._optimizer
         if optimizer.offload_optimizer and (undelivered := (ids & written) - self._delivered):
-            zero3.deliver(optimizer, undelivered)
+            zero3.copy_to_host(optimizer, undelivered)
         return by_id
 
     def mark_written(self, by_id: dict[int, Any]) -> None:
         """Count gradients that a script has set as those of this step."""
         if self._optimizer.offload_optimizer:
-            zero3.take_back(self._optimizer, by_id)
+            zero3.copy_from_host(self._optimizer, by_id)
         self._written |= by_id
         self._delivered |= by_id.keys()
 
@@ -158,15 +158,17 @@ class Zero3Sum(GradientSum):
         if not self._written and not any(map(live.layer_of, live.chain(optimizer.partition_grads))):
             return  # another library has replaced partition_grads, and writes the partitions
         if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written.keys():
-            zero3.zero(optimizer, unwritten)
+            zero3.zero_gradients(optimizer, unwritten)
         if not optimizer.offload_optimizer:
-            zero3.hand_over(optimizer, [p for p in self._written.values() if not p.requires_grad])
+            zero3.set_averages(
+                optimizer, [p for p in self._written.values() if not p.requires_grad]
+            )
         elif undelivered := self._written.keys() - self._delivered:
-            zero3.deliver(optimizer, undelivered)
+            zero3.copy_to_host(optimizer, undelivered)
 
     def drop(self) -> None:
-        zero3.zero(self._optimizer, self._written)
-        zero3.clear(self._optimizer)
+        zero3.zero_gradients(self._optimizer, self._written)
+        zero3.clear_gradients(self._optimizer)
         self.step_taken()
 
     def end_failed_empty_backward(self) -> None:
@@ -197,7 +199,7 @@ class Zero3Sum(GradientSum):
         return [param for group in self._optimizer.fp16_groups for param in group]
 
     def has_nonlocal_gradients(self) -> bool:
-        return bool(zero3.in_buckets(self._optimizer))
+        return bool(zero3.params_in_buckets(self._optimizer))
 
     def may_have_gradients(self) -> bool:
         if self._has_reduced or self.has_nonlocal_gradients():
@@ -207,15 +209,15 @@ class Zero3Sum(GradientSum):
     def reduce_local(self, missing: set[Any]) -> None:
         for param in self.trainable():
             if missing and param in missing:
-                zero3.give_zero_gradient(param)
+                zero3.set_zero_gradient(param)
             if param.grad is not None:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
         self._optimizer.independent_gradient_partition_epilogue()
 
     def drop_local(self) -> None:
-        zero3.clear(self._optimizer)
+        zero3.clear_gradients(self._optimizer)
         # The buckets have no parameters, but 0.17.2 never resets the count of elements, by which it
         # decides that a bucket is full. Ranks must count alike, also after one of them has raised.
         zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)
-        zero3_gathers.reset(self._optimizer.parameter_offload)
+        zero3_gathers.reset_trace(self._optimizer.parameter_offload)

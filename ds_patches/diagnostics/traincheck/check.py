@@ -15,7 +15,7 @@ from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainRe
 from ds_patches.diagnostics.traincheck.steps import Steps
 from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
 from ds_patches.steps.ranks import any_rank
-from ds_patches.upstream.coverage import is_left
+from ds_patches.upstream.coverage import compiles_backward
 
 log = logging.getLogger("ds_patches")
 
@@ -30,7 +30,9 @@ def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
     report = TrainReport()
     params = trainables(engine.module)
     # Hooks do not run in compiled backwards, and did not in those before the block.
-    is_partial = is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    is_partial = (
+        compiles_backward(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    )
     steps = Steps(engine.optimizer, params, is_partial)
     with recorded(engine.module, params), steps.recorded():
         yield report

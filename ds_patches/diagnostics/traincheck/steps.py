@@ -40,7 +40,7 @@ class Steps:
     def recorded(self) -> Iterator[None]:
         params = self._params.values()
         with ExitStack() as block:
-            for inner in fragments.stepping(self._optimizer):
+            for inner in fragments.torch_optimizers(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
             block.callback(Layer(self._optimizer, "step", self._step).remove)
             for param in params:
@@ -48,7 +48,7 @@ class Steps:
             self._before = self._fingerprints()
             yield
         is_partial = self._is_partial or not any(param.has_gradient for param in params)
-        is_read = fragments.takes_from_parameters(self._optimizer)
+        is_read = fragments.reads_parameter_gradients(self._optimizer)
         for key, param in self._params.items():
             param.in_optimizer = key in self._slices
             has_gradient = param.has_gradient or is_partial
@@ -89,7 +89,7 @@ class Steps:
     def _fingerprints(self) -> dict[int, list[float]]:
         """Return sum and norm of each gradient that stays in place over a step, by parameter id."""
         params = [param.param for param in self._params.values()]
-        grads = fragments.kept(self._optimizer, params, self._slices)
+        grads = fragments.uncleared_gradients(self._optimizer, params, self._slices)
         sums = [torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in grads.values()]
         return dict(zip(grads, torch.stack(sums).tolist() if sums else [], strict=True))
 
