@@ -42,13 +42,13 @@ test: install ## lint, and the quick tests, on the newest DeepSpeed: ten minutes
 
 test-turn: frameworks ## a part of what test-all adds, in turn: fifteen minutes
 	$(PYTEST) --turn-of $(TURNS)
-	TEST_RANKS_FORK=1 $(BIN)/python -m tests.releases run --turn-of $(RELEASE_TURNS) --within 120
+	TEST_RANKS_FORK=1 $(BIN)/python -m tools.releases run --turn-of $(RELEASE_TURNS) --within 120
 
 test-all: frameworks ## lint, every test, and the core tests on every release: hours
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST)
-	$(BIN)/python -m tests.releases run --whole 0.18.2
-	$(BIN)/python -m tests.releases record
+	$(BIN)/python -m tools.releases run --whole 0.18.2
+	$(BIN)/python -m tools.releases record
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check --extend-exclude .releases .
@@ -62,13 +62,13 @@ pages: install ## the generated parts of the pages in docs/
 	$(BIN)/python -m tools.pages
 
 shapes: install ## what the code looks like in each release, into ds_patches/core/shapes.json
-	$(BIN)/python -m tests.releases shapes
+	$(BIN)/python -m tools.releases shapes
 
 install: .venv/.project ## .venv with torch, DeepSpeed, the project and its tools
 
 frameworks: install ## what only test-all has: frameworks, and older releases in .releases
 	$(BIN)/pip install --quiet --editable '.[frameworks]'
-	$(BIN)/python -m tests.releases install $(OLDER)
+	$(BIN)/python -m tools.releases install $(OLDER)
 
 # What an example needs; nothing of the tests.
 .venv/.demo: pyproject.toml .venv/.torch

@@ -26,17 +26,17 @@ examples:
   ds-patches prove outputs
   ds-patches run -- torchrun train.py
 
-exit status: 0, nothing is wrong; 1, something is; 2, nobody could look, or a flag means nothing
-all errors and what helps: {page}
+exit status: 0, nothing is wrong; 1, something is; 2, no diagnosis, or a flag is invalid
+all errors and their cures: {page}
 """
 
-_STATUS = "0, done; 2, a flag means nothing, or it cannot be done"
+_STATUS = "0, done; 2, a flag is invalid, or it cannot be done"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status: 2 for a flag that means nothing."""
-    # Python has it ignored: a reader that goes away would be a traceback here, and what `run`
-    # becomes would ignore it too.
+    """Run one command. Returns its exit status: 2 for an invalid flag."""
+    # Python ignores this signal. Without this line, output to a closed pipe ends in a traceback,
+    # and the command that `run` starts ignores the signal too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _must_begin_with_a_command(words: Sequence[str], commands: Iterable[str]) -> None:
-    """Raise FlagError for a command that there is not."""
+    """Raise FlagError for an unknown command."""
     if words and not words[0].startswith("-") and words[0] not in commands:
         hint = " (it is now doctor)" if words[0] == "explain" else nearest(words[0], commands)
         raise FlagError(f"there is no command {words[0]!r}{hint}")
@@ -89,8 +89,8 @@ def _prove(chosen: Namespace) -> int:
     from ds_patches.diagnostics import prove
 
     if chosen.name is None and not chosen.all:
-        return prove.listed(as_json=chosen.json)
-    # It ends what it has begun, as after an interruption.
+        return prove.print_proofs(as_json=chosen.json)
+    # Ends the processes of running proofs, as an interruption does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if chosen.all:
         return prove.prove_all(chosen.device, as_json=chosen.json)
@@ -102,7 +102,9 @@ def _prove(chosen: Namespace) -> int:
 def _run(chosen: Namespace) -> None:
     from ds_patches.startup import command
 
-    flags.read(registry.patches())  # one that means nothing: a program would run on unpatched
+    flags.read(
+        registry.patches()
+    )  # raises for an invalid flag, with which a program would run unpatched
     for hint in flags.misspelt(os.environ):
         print(f"ds_patches: {hint}", file=sys.stderr)
     words = chosen.words[1:] if chosen.words[:1] == ["--"] else chosen.words
@@ -129,7 +131,7 @@ def _parser() -> ArgumentParser:
     parser.set_defaults(commands=commands.choices)
     as_json, whole, of_release = (ArgumentParser(add_help=False) for _ in range(3))
     as_json.add_argument("--json", action="store_true", help="print JSON")
-    whole.add_argument("-v", "--verbose", action="store_true", help="say all there is to say")
+    whole.add_argument("-v", "--verbose", action="store_true", help="print all details")
     of_release.add_argument(
         "--release", type=Version, metavar="X.Y.Z", help="default: as in the log, or installed"
     )
@@ -154,11 +156,11 @@ def _parser() -> ArgumentParser:
     doctor = add(
         "doctor",
         _doctor,
-        "say what is wrong with a configuration, a log, or this environment, and what helps",
+        "diagnose a configuration, a log, or this environment",
         of_release,
         whole,
         as_json,
-        end="0, nothing that is known is wrong, or it is cured; 1, something is; 2, could not look",
+        end="0, no known defect, or all are cured; 1, something is wrong; 2, no diagnosis",
     )
     doctor.add_argument(
         "files",
@@ -172,18 +174,18 @@ def _parser() -> ArgumentParser:
         _prove,
         "train a defect on two ranks: plain PyTorch, stock and patched DeepSpeed",
         as_json,
-        end="0, patched is right; 1, it is not, or --all lacks one; 2, nobody could look",
+        end="0, patched is right; 1, it is not, or --all lacks one; 2, no result",
     )
     what = prove.add_mutually_exclusive_group()
     what.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
-    what.add_argument("--all", action="store_true", help="all that this release gets wrong")
+    what.add_argument("--all", action="store_true", help="every defect of this release")
     prove.add_argument("--device", choices=("cpu", "cuda"), help="default: as DeepSpeed chooses")
     prove.add_argument("--script", action="store_true", help="print the script, for an issue")
     prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")
-    run = add("run", _run, "run a command, and all that it starts, patched")
+    run = add("run", _run, "run a command, and every process that it starts, patched")
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     status = add("status", _status, "list the patches: name, state, reason", whole, as_json)
-    status.add_argument("name", nargs="?", metavar="NAME", help="say all about one patch")
+    status.add_argument("name", nargs="?", metavar="NAME", help="print all details of one patch")
     return parser
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.quick import sampling
-from tests.releases import this_turn
 from tests.world import World
+from tools.releases import this_turn
 
 # Tests that import DeepSpeed in pytest's own process mean the CPU one, also beside a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

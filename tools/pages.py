@@ -21,7 +21,15 @@ from packaging.version import Version
 from ds_patches.core import registry
 from ds_patches.core.patch import Patch, Target
 from ds_patches.diagnostics import findings
-from ds_patches.diagnostics.defects import DEFECTS, DOINGS, FIXES, SETTINGS, TOLD, Defect, wrong_in
+from ds_patches.diagnostics.defects import (
+    DEFECTS,
+    DOCUMENTED,
+    FIXES,
+    SCRIPT_ACTIONS,
+    SETTINGS,
+    Defect,
+    wrong_in,
+)
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -107,7 +115,7 @@ def _symptoms() -> str:
     """Return a row for each defect."""
     ids = Counter[str]()
     rows = []
-    for defect in (*TOLD, *reversed(FIXES)):
+    for defect in (*DOCUMENTED, *reversed(FIXES)):
         script, *others = _cells(defect)
         name = defect.anchor
         ids[name] += 1
@@ -138,12 +146,12 @@ def _links(defect: Defect) -> str:
 
 def _needs(defect: Defect) -> str:
     """Return what brings the defect about, as the chooser of the site reads it."""
-    needs = [n for n in defect.needs.split() if n in {*SETTINGS, *DOINGS} - {"script"}]
+    needs = [n for n in defect.needs.split() if n in {*SETTINGS, *SCRIPT_ACTIONS} - {"script"}]
     return f"<br><small>{', '.join(needs)}</small>" if needs else ""
 
 
 def _measured(defect: Defect) -> str:
-    """Return the result of the defect's proof, as `tests.releases measure` has recorded it."""
+    """Return the result of the defect's proof, as `tools.releases measure` has recorded it."""
     measured = _proofs().get(defect.proof, {})
     releases = sorted((at for at in measured if defect.is_wrong(Version(at))), key=Version)
     if not releases:
@@ -192,7 +200,7 @@ def _words() -> str:
         for name, places in SETTINGS.items()
         if name in used
     ]
-    return _table(("word", "what it is"), [*rows, *DOINGS.items()])
+    return _table(("word", "what it is"), [*rows, *SCRIPT_ACTIONS.items()])
 
 
 def _readme() -> str:

@@ -1,4 +1,4 @@
-"""What accumulation is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+"""Targets and dependencies of accumulation. Data only; the code is in `hooks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_patches.upstream.classes import (
 )
 
 _COUNTS = ">=0.18.3,<=0.18.6"
-_UNREDUCED = "holds the gradients that a backward that raised left unreduced"
+_UNREDUCED = "holds the unreduced gradients of a backward that raised"
 
 _TARGETS = (
     ENGINE.target("forward", "around_forward"),
@@ -48,7 +48,7 @@ _DEPENDENCIES = (
     ),
     ZERO3.needs(
         "independent_gradient_partition_epilogue",
-        "hands the partition buffers to the step, whether written or not",
+        "gives the step all gradient partitions, also those that no backward has written",
     ),
     ZERO12.needs(
         "async_accumulate_grad_in_cpu_via_gpu",
@@ -57,15 +57,13 @@ _DEPENDENCIES = (
     Dependency(
         "deepspeed.utils.tensor_fragment",
         "tensor_fragment.get_lp_grad_fragment",
-        "with CPU offload, takes what a script reads or gives from the optimizer's list",
+        "with CPU offload, indexes the optimizer's list when a script reads or sets a gradient",
     ),
-    ZERO12.needs(
-        "_release_ipg_buffers", "gives the reduce buffers back after a backward that raised"
-    ),
+    ZERO12.needs("_release_ipg_buffers", "frees the reduce buffers after a backward that raised"),
     Dependency(
         "deepspeed.runtime.utils",
         "count_used_parameters_in_backward",
-        "is what both optimizers import by this name",
+        "is imported by both optimizers under this name",
         _COUNTS,
     ),
     Dependency(ZERO12.module, "IPGBucket", _UNREDUCED, ">=0.17.2"),
@@ -75,26 +73,30 @@ _DEPENDENCIES = (
         "BF16_Optimizer.update_hp_grads",
         "adds each backward's bf16 gradients to the fp32 ones",
     ),
-    ZERO12.needs("reduce_ipg_grads", "reduces what is in the buckets"),
-    ZERO12.needs("average_tensor", "averages a bucket that is divided before, in its memory"),
+    ZERO12.needs("reduce_ipg_grads", "reduces the buckets"),
+    ZERO12.needs("average_tensor", "averages a bucket, which is divided before in place"),
     ZERO3.needs("__reduce_and_partition_ipg_grads", "reduces a bucket; wrapped at each optimizer"),
-    ZERO3.needs("__add_grad_to_ipg_bucket", "puts a gradient in, also one that was just reduced"),
+    ZERO3.needs(
+        "__add_grad_to_ipg_bucket", "puts a gradient into a bucket, also one that was just reduced"
+    ),
     OFFLOAD.needs(
         "pre_sub_module_backward_function",
         "begins a module's backward; wrapped where devices have streams",
     ),
-    ZERO12.needs("reduce_ready_partitions_and_remove_grads", "takes each gradient that comes"),
+    ZERO12.needs(
+        "reduce_ready_partitions_and_remove_grads", "is called for each gradient that arrives"
+    ),
     ZERO12.needs(
         "reduce_independent_p_g_buckets_and_remove_grads",
         "puts a gradient into a bucket, and reduces one that is full",
     ),
     ZERO12.needs(
         "copy_grads_in_partition",
-        "with CPU offload, copies a micro step to the host; wrapped at such optimizers alone",
+        "with CPU offload, copies a micro step to the host; wrapped at such optimizers only",
     ),
     ZERO12.needs(
         "reduce_gradients",
-        "at stage 1 with overlap_comm, leaves out what the last backward did not reach",
+        "at stage 1 with overlap_comm, skips parameters that the last backward did not reach",
     ),
     ENGINE.needs(
         "_backward_epilogue", "reduces and partitions at the end of every backward", TORCH_STYLE
@@ -108,7 +110,7 @@ _DEPENDENCIES = (
     Dependency(
         HOOK_STATE.module,
         HOOK_STATE.name,
-        "is reset by the next forward only, so a later backward must ask for it",
+        "is reset by the next forward only, so another backward has to reset it",
         COUNTING,
     ),
     ZERO3.needs(
@@ -122,7 +124,7 @@ _DEPENDENCIES = (
 PATCH = Patch(
     name="accumulation",
     summary="gradients of a step add up, as in PyTorch",
-    remove_when="a release adds up what PyTorch adds up; none up to 0.19.8 does",
+    remove_when="a release adds up the gradients that PyTorch adds up; none up to 0.19.8 does",
     upstream=upstream("PR 7665", "PR 7967", "PR 7981", "PR 7985", "issue 7718", "issue 7724"),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,

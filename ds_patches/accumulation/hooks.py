@@ -1,7 +1,6 @@
-"""The wrappers around DeepSpeed's methods. None of them is called for each parameter.
+"""The wrappers of DeepSpeed's methods. None of them is called once per parameter.
 
-An engine is taken in at its first forward, so one that was built before the patch was applied is
-as good as one built after.
+An engine is tracked from its first forward on, also if it was built before the patch was applied.
 """
 
 from __future__ import annotations
@@ -19,17 +18,13 @@ from ds_patches.steps import attached
 from ds_patches.steps.bf16_sum import Bf16Sum
 from ds_patches.steps.division import (
     divide_leaves,
-    divide_scaled,
+    divide_scaled_loss,
     divided_backward,
     engine_backwards,
-    is_divided,
+    is_loss_divided,
 )
-from ds_patches.steps.graph_task import (
-    NO_TASK,
-    current_task_id,
-    with_graphs,
-)
-from ds_patches.steps.step import EngineSteps, refuse_missed
+from ds_patches.steps.graph_task import NO_TASK, current_task_id, graph_tensors
+from ds_patches.steps.step import EngineSteps, refuse_unseen_backward
 from ds_patches.steps.sums import GradientSum
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.steps.zero12_sum import Zero12Sum
@@ -39,41 +34,41 @@ from ds_patches.upstream.classes import BF16, ZERO3, ZERO12, class_of
 
 logger = logging.getLogger("ds_patches.accumulation")
 
-_IN_THE_MIDDLE = (
-    "engine.set_train_batch_size() after %d micro step(s) of a step, which is now of another "
-    "number of them: call it right after the engine.step() that ends one."
+_MIDDLE_OF_STEP = (
+    "engine.set_train_batch_size() after %d micro step(s) of a step, which changes the number of "
+    "its micro steps: call it right after the engine.step() that ends a step."
 )
 
-#: Looked up in the `__dict__` of an engine or its optimizer, as `attached.of` does, by each wrapper
-#: that a training step calls: a call less for each.
+#: The wrappers that a training step calls look it up in the `__dict__` of an engine or its
+#: optimizer, as `attached.steps_of` does, which saves a call.
 KEY = attached.KEY
-#: The list of parameters that was counted last, in which graph task, and how many that reaches.
+#: The last call of `around_count`: the id of the parameters' list, the graph task, and the count.
 _counted = (0, NO_TASK, 0)
 
 
 def activate() -> Sequence[str]:
-    """Name what is out of reach."""
-    attached.keep(_sum_of)
-    if not (found := [*engines.known]):
+    """Start tracking engines. Return a note about engines that were built before, if any."""
+    attached.track_engines(_make_sum)
+    if not (known := [*engines.known]):
         return []
-    begun = sum(map(attached.waits, found))
-    late = f" ({begun} in the middle of a step: after that)" if begun else ""
-    return [f"{len(found)} engine(s) built before: patched from their next forward on{late}"]
+    begun = sum(map(attached.began_on_stock, known))
+    late = f" ({begun} in the middle of a step: from the next step on)" if begun else ""
+    return [f"{len(known)} engine(s) built before: patched from their next forward on{late}"]
 
 
 def deactivate() -> None:
-    """Leave every engine to stock."""
+    """Stop tracking every engine."""
     attached.detach_all()
 
 
-def _sum_of(engine: Any) -> GradientSum | None:
-    """Return what adds up the gradients of an engine's steps; None leaves the engine to stock."""
+def _make_sum(engine: Any) -> GradientSum | None:
+    """Return the gradient sum of an engine; None if the patch does not cover the engine."""
     reason = coverage.why_not_covered(engine)
     if reason is None:
         sums = {ZERO12: Zero12Sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
         return sums[class_of(engine.optimizer)](engine)
     if reason:
-        logger.warning("accumulation leaves this engine to stock DeepSpeed: %s.", reason)
+        logger.warning("accumulation does not patch this engine: %s.", reason)
     return None
 
 
@@ -81,47 +76,47 @@ def _sum_of(engine: Any) -> GradientSum | None:
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's forward; here its outputs are watched, because backwards begin at them."""
+    """Watch the outputs of DeepSpeed's forward, because backwards begin at them."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or coverage.is_compiled(engine):
-        steps = attached.take_in(engine)
+        steps = attached.track(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
-    if attached.counted != engines.count:
-        attached.keep_apart()
+    if attached.checked_engine_count != engines.count:
+        attached.separate_rivals()
     if steps.watch.raised:
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
-        tensors = with_graphs(outputs)
+        tensors = graph_tensors(outputs)
         steps.forward_ran(tensors)
-        if steps.divides and engine.gradient_accumulation_steps() > 1:
-            divide_leaves((args, kwargs), tensors, steps.divisor_now)
+        if steps.divides_plain_backwards and engine.gradient_accumulation_steps() > 1:
+            divide_leaves((args, kwargs), tensors, steps.running_divisor)
     return outputs
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's backward of a loss; here it counts for this engine, whatever made the loss."""
+    """Count DeepSpeed's backward of a loss for this engine, whatever made the loss."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or coverage.is_compiled(engine):
-        steps = attached.take_in(engine)
+        steps = attached.track(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-        return wrapped(loss, *rest)  # for upstream to refuse
+        return wrapped(loss, *rest)  # DeepSpeed raises
     run = wrapped
     if upstream_engine.divides_at_outputs() and (
-        steps.divides if steps is not None else _divides_eagerly(engine)
+        steps.divides_plain_backwards if steps is not None else _divides_eagerly(engine)
     ):
         run = partial(divided_backward, wrapped, engine)
     engine_backwards.append(engine)
     begun, handle = 0 if steps is None else steps.backwards_begun, None
     try:
         if steps is not None:
-            if loss.grad_fn is None or loss._backward_hooks:  # which are to come after ours
+            if loss.grad_fn is None or loss._backward_hooks:  # it begins before its hooks
                 loss = loss.view_as(loss)
-            handle = loss.register_hook(partial(steps.entered, is_backward=True))  # type: ignore[no-untyped-call]
+            handle = loss.register_hook(partial(steps.enter_backward, is_backward=True))  # type: ignore[no-untyped-call]
             for listener in steps.listeners:
-                run = listener.backward_by(run)
+                run = listener.wrap_backward(run)
         return run(loss, *rest)
     except BaseException:
         if steps is not None and steps.backwards_begun != begun:
@@ -134,73 +129,73 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed divides the gradient that comes to an output; here, it is divided when reduced."""
-    if vars(engine).get(KEY) is None and not (is_divided() and _divides_eagerly(engine)):
+    """Return an output's gradient undivided: it is divided when it is reduced."""
+    if vars(engine).get(KEY) is None and not (is_loss_divided() and _divides_eagerly(engine)):
         return wrapped(*args, **kwargs)
     return in_order(wrapped, args, kwargs)[0]
 
 
 def _divides_eagerly(engine: Any) -> bool:
-    """Return True if the losses of an engine that is left to stock are divided here.
+    """Return True if the loss of an engine that is not tracked is divided here.
 
-    Without this, those of pipelines and of compiled engines are divided nowhere.
+    Without this, nothing divides the losses of pipelines and of compiled engines.
     """
-    return upstream_engine.divides_gradients(engine) and not coverage.is_left(engine)
+    return upstream_engine.divides_gradients(engine) and not coverage.compiles_backward(engine)
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed scales a loss; here, its gradient is divided by the micro steps as well.
+    """Scale a loss as DeepSpeed does, and divide its gradient by the micro steps.
 
-    Accepts the ``retain_graph`` of upstream's open pull request 8135; it is not needed here.
+    Accepts the ``retain_graph`` of upstream's open pull request 8135, which is not needed here.
     """
-    steps = attached.take_in(engine)
+    steps = attached.track(engine)
     scaled = wrapped(
-        *args, **{key: given for key, given in kwargs.items() if key != "retain_graph"}
+        *args, **{key: value for key, value in kwargs.items() if key != "retain_graph"}
     )
-    if steps is not None and steps.divides and engine.optimizer.needs_scaler():
-        divide_scaled(engine, scaled, lambda: steps.watch.running)
+    if steps is not None and steps.divides_plain_backwards and engine.optimizer.needs_scaler():
+        divide_scaled_loss(engine, scaled, lambda: steps.watch.running)
     return scaled
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's prologue runs once for a forward; here, once for a backward."""
+    """Run DeepSpeed's prologue once per backward, where DeepSpeed runs it once per forward."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or steps.prologue_is_due:
         return wrapped(*args, **kwargs)
     if steps.watch.task_id != current_task_id():
-        steps.entered()
+        steps.enter_backward()
     return None
 
 
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed begins a backward, in its prologue or at a gradient that came past all outputs."""
+    """Begin a backward at a gradient that bypassed all outputs, unless one is running."""
     steps: EngineSteps | None = vars(state).get(KEY)
     if steps is None or steps.prologue_is_due or steps.watch.running:
         return wrapped(*args, **kwargs)
-    return steps.parameter_entered()
+    return steps.enter_at_parameter()
 
 
 def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed runs the epilogue of a plain backward; here not of one within another.
+    """Run the epilogue of a plain backward, unless it is nested or has reached no parameter.
 
-    In 0.18.3 and 0.18.4 it does so at the last gradient of a graph task; here, as a backward ends.
+    In 0.18.3 and 0.18.4 DeepSpeed runs it at a graph task's last gradient; here at the task's end.
     """
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is not None:
         watch = steps.watch
-        if steps.ends_late and watch.running:
+        if steps.defers_epilogue and watch.running:
             steps.epilogue_is_due = True
             return None
         if watch.task_id not in (None, current_task_id()) and watch.running:
-            return None  # one inside another leaves it to the outer one
+            return None  # nested: the outer backward runs it
         is_plain = engine not in engine_backwards
-        if is_plain and upstream_engine.reached_no_parameter(engine) and steps.passed_by():
+        if is_plain and upstream_engine.reached_no_parameter(engine) and steps.end_empty_backward():
             return None
     return wrapped(*args, **kwargs)
 
 
 def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The engine's ``zero_grad()``, and its ZeRO optimizer's."""
+    """Drop the step's gradients in ``zero_grad()`` of the engine or its ZeRO optimizer."""
     steps: EngineSteps | None = vars(owner).get(KEY)
     result = wrapped(*args, **kwargs)
     if steps is not None:
@@ -209,29 +204,29 @@ def around_zero_grad(wrapped: Wrapped, owner: Any, args: Args, kwargs: Kwargs) -
 
 
 def around_batch_size(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> None:
-    """DeepSpeed changes the number of micro steps; here a step begins at the call.
+    """Begin a step of the new number of micro steps at this call.
 
-    Upstream counts as if there had always been so many, so the next step would end early.
+    DeepSpeed counts as if every step had had the new number, so the next step would end early.
     """
     begun = engine.micro_steps % engine.gradient_accumulation_steps()
     wrapped(*args, **kwargs)
-    if engine.pipeline_parallelism:  # whose schedule counts for itself
+    if engine.pipeline_parallelism:  # its schedule counts by itself
         return
     if begun:
-        logger.warning(_IN_THE_MIDDLE, begun)
+        logger.warning(_MIDDLE_OF_STEP, begun)
     else:
-        upstream_engine.count_anew(engine)
+        upstream_engine.restart_micro_steps(engine)
 
 
 def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's step of the optimizer; here it finds only gradients of this step."""
+    """Step the optimizer with gradients of this step only."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None:
-        if KEY not in vars(engine):  # nobody has called the engine, but ``engine.module``
-            refuse_missed(engine)
+        if KEY not in vars(engine):  # only ``engine.module`` was called
+            refuse_unseen_backward(engine)
         return wrapped(*args, **kwargs)
     result = steps.step(partial(wrapped, *args, **kwargs))
-    attached.has_stepped(engine)
+    attached.note_step(engine)
     return result
 
 
@@ -239,45 +234,45 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
 
 
 def around_all_grad_tensors(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed takes the gradients of a micro step; 0.17.6 to 0.18.2 forget earlier ones."""
+    """Keep the gradients of earlier micro steps, which 0.17.6 to 0.18.2 lose."""
     if class_of(optimizer) != ZERO12:
         return wrapped(*args, **kwargs)
-    return zero12.add_to_earlier(wrapped, optimizer, *in_order(wrapped, args, kwargs))
+    return zero12.collect_and_add(wrapped, optimizer, *in_order(wrapped, args, kwargs))
 
 
 def around_split(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed sorts gradients by dtype; up to 0.19.7 it drops those on a CPU."""
+    """Keep gradients on the CPU when they are sorted by dtype, which releases up to 0.19.7 drop."""
     (tensors,) = in_order(wrapped, args, kwargs)
-    found = wrapped(tensors)
-    return found if sum(map(len, found)) == len(tensors) else zero12.by_dtype(tensors)
+    split = wrapped(tensors)
+    return split if sum(map(len, split)) == len(tensors) else zero12.bucket_by_dtype(tensors)
 
 
-# --- Gradients that a script reads or gives by hand at stage 3, as ``safe_set_full_grad`` does ---
+# --- Gradients that a script reads or sets at stage 3, as ``safe_set_full_grad`` does -------------
 #
-# What is given is newer than all that a step has so far, and what is read is of this step: an older
-# step's gradient, of a parameter that this one has not reached, reads as zero.
+# A gradient that is set replaces the step's gradient so far. A gradient that is read is one of this
+# step: zero, if no backward of this step has reached the parameter.
 
 
 def around_get_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed reads a parameter's gradient, or this rank's part of it."""
+    """Zero gradients of older steps before DeepSpeed reads a parameter's gradient."""
     if (partitions := _partitions_of(optimizer)) is not None:
-        partitions.settle(*in_order(wrapped, args, kwargs))
+        partitions.zero_stale(*in_order(wrapped, args, kwargs))
     return wrapped(*args, **kwargs)
 
 
 def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed sets a parameter's gradient, or changes several by a function."""
+    """Count a gradient that DeepSpeed sets, for a script, as one of this step."""
     if (partitions := _partitions_of(optimizer)) is None:
         return wrapped(*args, **kwargs)
     _, params = in_order(wrapped, args, kwargs)
-    by_id = partitions.settle(*params if isinstance(params, (list, tuple)) else [params])
+    by_id = partitions.zero_stale(*params if isinstance(params, (list, tuple)) else [params])
     result = wrapped(*args, **kwargs)
-    partitions.given(by_id)
+    partitions.mark_written(by_id)
     return result
 
 
 def _partitions_of(optimizer: Any) -> Zero3Sum | None:
-    steps = vars(optimizer).get(KEY) or attached.of_optimizer(optimizer)
+    steps = vars(optimizer).get(KEY) or attached.steps_of_optimizer(optimizer)
     return steps.sum if steps is not None and isinstance(steps.sum, Zero3Sum) else None
 
 
@@ -285,14 +280,14 @@ def _partitions_of(optimizer: Any) -> Zero3Sum | None:
 
 
 def around_count(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed counts at each gradient what a backward will reach; here, once for a backward.
+    """Count the parameters that a backward reaches once per backward, not once per gradient.
 
-    To PyTorch 2.4 a parameter has its node only where gradients are recorded.
+    Up to PyTorch 2.4 a parameter has an autograd node only while gradients are enabled.
     """
     global _counted
     (parameters,) = in_order(wrapped, args, kwargs)
     task = current_task_id()
-    counted = _counted  # another thread may be in another task
+    counted = _counted  # one read: another thread may replace it
     if counted[:2] != (id(parameters), task) or task == NO_TASK:
         with torch.enable_grad():
             counted = _counted = id(parameters), task, wrapped(parameters)

@@ -1,4 +1,4 @@
-"""What activation_checkpointing is, and where it touches DeepSpeed. Data only."""
+"""The targets and dependencies of activation_checkpointing. Data only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TARGETS = (
     Target(_MODULE, "non_reentrant_checkpoint", "around_non_reentrant"),
 )
 
-_EMPTIED = "empties a tensor that it saves elsewhere"
+_EMPTIED = "empties a tensor that it offloads or partitions"
 
 _DEPENDENCIES = (
-    _NODE.needs("forward", "saves in attributes of the node"),
-    _NODE.needs("backward", "gives them up when it has recomputed"),
+    _NODE.needs("forward", "saves tensors and states in attributes of its node"),
+    _NODE.needs("backward", "frees them when it has recomputed"),
     Dependency(_MODULE, "get_partitioned_activations_for_backward", _EMPTIED),
     Dependency(_MODULE, "get_cpu_activations_for_backward", _EMPTIED),
     Dependency(_MODULE, "CudaRNGStatesTracker", "draws from a dict of states, which it changes"),

@@ -10,86 +10,89 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps import graph_task
-from ds_patches.upstream.checkpointing import Saved, Variables, is_whole, node_of
+from ds_patches.upstream import checkpointing
+from ds_patches.upstream.checkpointing import ClosureVariables, SavedState
 
 Unpack = Callable[[Any], torch.Tensor]
 
 
 def around_checkpoint(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """The reentrant one: its node recomputes, runs a backward and gives up what it has saved."""
+    """Keep what the reentrant ``checkpoint`` saved for another backward over its graph."""
     outputs = wrapped(*args, **kwargs)
-    if (node := node_of(outputs)) is not None:
+    if (node := checkpointing.checkpoint_node(outputs)) is not None:
         node.register_prehook(_before_backward)
     return outputs
 
 
 def _before_backward(_: Any) -> None:
+    """Restore what an earlier backward freed; keep a copy if the graph is retained."""
     node: Any = torch._C._current_autograd_node()
     saved = getattr(node, "_ds_patches_saved", None)
-    if saved is not None:  # and the backward before this one may have raised
-        saved.put_back(node)
+    if saved is not None:  # an earlier backward may have raised before `_after_backward`
+        saved.restore(node)
     if not graph_task.retains_graph():
         node._ds_patches_saved = None
-    elif saved is None and is_whole(node):
-        node._ds_patches_saved = Saved(node)
+    elif saved is None and checkpointing.is_intact(node):
+        node._ds_patches_saved = SavedState(node)
         node.register_hook(_after_backward)
 
 
 def _after_backward(*_: Any) -> None:
+    """Restore what this backward freed, if its graph is retained."""
     node: Any = torch._C._current_autograd_node()
     if node._ds_patches_saved is not None:
-        node._ds_patches_saved.put_back(node)
+        node._ds_patches_saved.restore(node)
 
 
 def around_non_reentrant(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """The other one: it recomputes once, and keeps the result for as long as there is a graph."""
+    """Make ``non_reentrant_checkpoint`` recompute in each backward, not in the first only."""
 
     def checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
-        return wrapped(_in_each_backward(function), *inputs)
+        return wrapped(_recomputing_in_each_backward(function), *inputs)
 
     return checkpoint(*args, **kwargs)
 
 
-def _in_each_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, of which each backward recomputes what its first call has saved.
+def _recomputing_in_each_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose saved tensors each backward recomputes.
 
-    Up to torch 2.7 nothing tells which hooks take what is saved.
+    Unchanged up to torch 2.7, which does not tell which saved-tensor hooks are in place.
     """
-    hooks_now, ran = graph_task.top_saved_tensors_hooks, False
+    top_hooks, has_run = graph_task.top_saved_tensors_hooks, False
 
     def run(*inputs: Any) -> Any:
-        nonlocal ran
-        if ran or hooks_now is None:
+        nonlocal has_run
+        if has_run or top_hooks is None:
             return function(*inputs)
-        ran, (pack, unpack) = True, hooks_now(True)
-        with saved_tensors_hooks(pack, _handing_out(unpack)):
+        has_run, (pack, unpack) = True, top_hooks(True)
+        with saved_tensors_hooks(pack, _freeing_unpack(unpack)):
             return function(*inputs)
 
     return run
 
 
-def _handing_out(unpack: Unpack) -> Unpack:
-    """Return `unpack`, which in a backward that retains its graph keeps no tensor that it returns.
+def _freeing_unpack(unpack: Unpack) -> Unpack:
+    """Return `unpack`, which keeps none of the tensors that it returns if the graph is retained.
 
-    After such a backward all is as the forward left it.
+    After such a backward the checkpoint's state is as the forward left it.
     """
-    owner, task_id = Variables(unpack), graph_task.NO_TASK
-    saved: Saved | None = None
+    owner, task_id = ClosureVariables(unpack), graph_task.NO_TASK
+    saved: SavedState | None = None
 
-    def put_back() -> None:
+    def restore() -> None:
         nonlocal saved
         if saved is not None:
             owner.storage.clear()
-            saved.put_back(owner)
+            saved.restore(owner)
             saved = None
 
     def unpack_once(holder: Any) -> torch.Tensor:
         nonlocal saved, task_id
         if task_id != graph_task.current_task_id() or holder not in owner.storage:
-            put_back()  # the backward before this one raised, or somebody unpacks it twice
-        if saved is None and graph_task.retains_graph() and is_whole(owner):
-            saved, task_id = Saved(owner), graph_task.current_task_id()
-            graph_task.at_end_of_task(put_back)
+            restore()  # an earlier backward raised, or a tensor is unpacked twice
+        if saved is None and graph_task.retains_graph() and checkpointing.is_intact(owner):
+            saved, task_id = SavedState(owner), graph_task.current_task_id()
+            graph_task.at_end_of_task(restore)
         tensor = unpack(holder)
         if saved is not None:
             del owner.storage[holder]

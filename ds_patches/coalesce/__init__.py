@@ -1,4 +1,4 @@
-"""N backwards, one gradient reduction."""
+"""Several backwards with one gradient reduction."""
 
 from ds_patches.core import api
 

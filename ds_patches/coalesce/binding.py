@@ -1,4 +1,4 @@
-"""What coalesce is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+"""The targets and dependencies of coalesce. Data only; `hooks` does the work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ds_patches.core.patch import Patch, upstream
 from ds_patches.upstream.classes import (
     COORDINATOR,
     ENGINE,
+    GATHER_ONCE_DEPENDENCIES,
     GATHERED,
-    GATHERED_ONCE,
     TORCH_STYLE,
     ZERO3,
     ZERO12,
@@ -24,24 +24,24 @@ _TARGETS = (
 )
 
 
-#: Beside what `accumulation` relies on, without which it is not applied.
+#: In addition to those of `accumulation`, which this patch requires.
 _DEPENDENCIES = (
-    ENGINE.needs("step", "reads what is reduced; wrapped at one engine, as allreduce_gradients"),
+    ENGINE.needs("step", "reads reduced gradients; wrapped at one engine, as allreduce_gradients"),
     ENGINE.needs(
         "allreduce_gradients",
         "ends a backward; wrapped at an engine whose gradients stay on its parameters",
     ),
     ENGINE.needs(
-        "is_gradient_accumulation_boundary", "goes by the flag that a flush raises and puts back"
+        "is_gradient_accumulation_boundary", "reads the flag that a reduction sets and restores"
     ),
     ZERO12.needs("fill_grad_accum_attribute", "moves a gradient to its fp32 sum, at stage 1"),
-    ZERO12.needs("backward", "allocates the reduce buffers that a flush allocates", "<=0.16.4"),
+    ZERO12.needs("backward", "allocates the reduce buffers, as a reduction does", "<=0.16.4"),
     ZERO12.needs("backward_prologue", _BEGINS, ">=0.16.5,<=0.18.2"),
     ZERO12.needs("setup_buckets", _BEGINS, TORCH_STYLE),
     ZERO12.needs("process_gradients", _OF_HOOKS, ">=0.16.5"),
     ZERO3.needs("reduce_ready_partitions_and_remove_grads", _OF_HOOKS),
-    *GATHERED_ONCE,
-    COORDINATOR.needs("_invalidate_trace", "starts a trace again that an exception cut short"),
+    *GATHER_ONCE_DEPENDENCIES,
+    COORDINATOR.needs("_invalidate_trace", "drops a trace that an exception left incomplete"),
     COORDINATOR.needs(
         "release_backward_leftovers", "empties the stack that an exception left", ">=0.19.3"
     ),

@@ -1,4 +1,4 @@
-"""The wrappers around DeepSpeed's methods: the block, and ``no_sync()``."""
+"""The wrappers around ``coalesce_grad_reduction()`` and ``no_sync()``."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ logger = logging.getLogger("ds_patches.coalesce")
 
 _UNDIVIDED = (
     "engine.no_sync(): up to DeepSpeed 0.18.2 a backward in it is not divided by "
-    "gradient_accumulation_steps, and one outside is: divide by hand in it"
+    "gradient_accumulation_steps, unlike one outside: divide the loss yourself inside"
 )
-_said_of: WeakSet[Any] = WeakSet()  # engines
+_warned: WeakSet[Any] = WeakSet()  # engines
 
 
-def _take_in(engine: Any) -> LocalGradients | None:
-    steps = attached.of(engine.optimizer)
+def _local_gradients_of(engine: Any) -> LocalGradients | None:
+    """Return new `LocalGradients` of an engine; None if it cannot have a block."""
+    steps = attached.steps_of(engine.optimizer)
     return None if steps is None or why_no_block(engine) else LocalGradients(engine, steps)
 
 
-_local: Attached[LocalGradients] = Attached("coalesce", _take_in)
+_local: Attached[LocalGradients] = Attached("coalesce", _local_gradients_of)
 
 
 def activate() -> Sequence[str]:
-    """Take in the engines that are known already, and add the block where DeepSpeed has none."""
+    """Attach to the engines that exist, and add the block's method where DeepSpeed has none."""
     attached.subscribe(_local)
     upstream_engine.add_method(coalesce_grad_reduction)
     return []
 
 
 def may_unapply() -> None:
-    """Raise Misused inside a block, whose gradients nobody would reduce."""
+    """Raise Misused inside a block, whose gradients would never be reduced."""
     if any(local.in_block or local.in_no_sync for _, local in _local.all()):
         raise Misused(
-            "coalesce is taken back inside coalesce_grad_reduction() or no_sync(): leave that first"
+            "coalesce cannot be unapplied inside coalesce_grad_reduction() or no_sync(): leave the "
+            "block first"
         )
 
 
 def deactivate() -> None:
-    """Leave every engine to stock."""
+    """Remove the block's method, and the wrappers from every engine."""
     upstream_engine.remove_method(coalesce_grad_reduction)
     for local in attached.unsubscribe(_local):
         local.end()
@@ -60,18 +62,18 @@ def deactivate() -> None:
 def around_coalesce(
     wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs
 ) -> AbstractContextManager[None]:
-    """DeepSpeed's block; here with an exit that reduces nothing after an exception."""
+    """Replace DeepSpeed's block by one that reduces nothing after an exception."""
     return coalesce_grad_reduction(engine, *args, **kwargs)
 
 
 def coalesce_grad_reduction(self: Any) -> AbstractContextManager[None]:
-    """Reduce the gradients of several backwards at once, when the block ends.
+    """Reduce the gradients of several backwards at once, when the block ends. Collective.
 
     Inside, each parameter's ``grad`` is this rank's unreduced sum, of the parameter's shape and
-    dtype. Raises NotCovered for an engine that cannot have a block, as without ZeRO; Misused if it
-    is nested or without managed gradient accumulation; Refused in a step that the patch has not
-    seen begin, and at the end if a backward raised inside and was caught there.
-    See ``ds_patches.coalesce``.
+    dtype. Raises NotCovered for an engine that cannot have a block, for example without ZeRO;
+    Misused if it is nested or without managed gradient accumulation; Refused in a step that began
+    before the patch was applied, and at the end if a backward raised inside and the exception was
+    caught there. See ``ds_patches.coalesce``.
     """
     engine = self
     if not upstream_boundary.manages_boundary(engine):
@@ -81,13 +83,13 @@ def coalesce_grad_reduction(self: Any) -> AbstractContextManager[None]:
         )
     if (reason := why_no_block(engine)) is not None:
         raise NotCovered(f"coalesce_grad_reduction() {reason}")
-    is_kept = attached.take_in(engine) is not None
-    if attached.waits(engine):
+    is_covered = attached.track(engine) is not None
+    if attached.began_on_stock(engine):
         raise Refused(
             "coalesce_grad_reduction() in a step that began before the patch was applied: "
             "open it after the next engine.step()"
         )
-    if not is_kept or (local := _local.get(engine)) is None:
+    if not is_covered or (local := _local.get(engine)) is None:
         raise NotCovered(
             "coalesce_grad_reduction() does not cover this engine: accumulation leaves it to "
             "DeepSpeed"
@@ -96,14 +98,14 @@ def coalesce_grad_reduction(self: Any) -> AbstractContextManager[None]:
 
 
 def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's ``no_sync()``; here also at stages 2 and 3, and at stage 1 with overlap_comm."""
+    """Run ``no_sync()`` also at stages 2 and 3, and at stage 1 with overlap_comm."""
     overlaps = getattr(engine.optimizer, "overlap_comm", False)
     if not (engine.zero_optimization_partition_gradients() or overlaps):  # DeepSpeed's own works
         divides = upstream_engine.has_torch_style_backward(engine)
-        if not divides and engine.gradient_accumulation_steps() > 1 and engine not in _said_of:
-            _said_of.add(engine)
+        if not divides and engine.gradient_accumulation_steps() > 1 and engine not in _warned:
+            _warned.add(engine)
             logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
-    attached.take_in(engine)
+    attached.track(engine)
     local = _local.get(engine)
     return wrapped(*args, **kwargs) if local is None else local.no_sync()

@@ -1,4 +1,4 @@
-"""One engine while its gradients stay on their parameters: in a block, or for ``no_sync()``."""
+"""The gradients of an engine that stay on their parameters: in a block, or in ``no_sync()``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("ds_patches.coalesce")
 
 _RAISED = (
     "A coalesce_grad_reduction() block raised: its gradients were dropped, and at ZeRO 1 those of "
-    "the step's earlier micro steps, which lie with them."
+    "the step's earlier micro steps, which are summed in the same place."
 )
 _UNSCALED = (
     "backward() of a tensor in fp16: this DeepSpeed scales a loss in engine.backward() alone. Call "
@@ -35,30 +35,30 @@ _UNSCALED = (
 
 
 class LocalGradients(Listener):
-    """Where the gradients of one engine's backwards stay.
+    """The unreduced gradients of one engine's backwards, on their parameters.
 
-    While they stay on the parameters, autograd adds up, and nothing is reduced: the methods that
-    would do so are wrapped at this one engine. At all other times nothing of ours is there.
+    While they stay there autograd adds them up, and nothing is reduced: the methods of this engine
+    that would reduce them are wrapped. At all other times there are no wrappers.
     """
 
-    awaits_backwards = False  # but while gradients stay
+    awaits_backwards = False  # True while gradients stay
 
     def __init__(self, engine: Any, steps: EngineSteps) -> None:
         self.sum, self._group = steps.sum, reduction_group(engine)
-        #: Whether a block, or ``no_sync()``, is open.
+        #: True while a block, or ``no_sync()``, is open.
         self.in_block = self.in_no_sync = False
-        #: A backward that raised since a block was opened.
+        #: True if a backward has raised since a block was opened.
         self.failed = False
         self._engine, self._steps = engine, steps
         self._layers: list[Layer] = []
-        #: A backward has begun since gradients stay.
-        self.waiting = False
-        #: Where a step is its own boundary: whether each backward reduces, or the step does.
-        self._finalizes = self._step_reduces = False
+        #: True if a backward has begun since `begin`.
+        self.has_backward = False
+        #: Without managed gradient accumulation: True if each backward reduces; if the step does.
+        self._reduces_in_backward = self._reduces_in_step = False
         if not upstream_boundary.manages_boundary(engine):
-            self._finalizes = engine.zero_optimization_partition_gradients()
-            self._step_reduces = not self._finalizes
-        #: Whether DeepSpeed knows of plain backwards, and divides them by the micro steps.
+            self._reduces_in_backward = engine.zero_optimization_partition_gradients()
+            self._reduces_in_step = not self._reduces_in_backward
+        #: True if DeepSpeed supports plain backwards, and divides them by the micro steps.
         self._is_torch_style = has_torch_style_backward(engine)
 
     def begin(self) -> None:
@@ -66,63 +66,65 @@ class LocalGradients(Listener):
         if self._layers:
             return
         engine, optimizer = self._engine, self._engine.optimizer
-        upstream_engine.forget_last_step(engine)
+        upstream_engine.clear_last_step(engine)
         self.sum.begin_local()
         method = upstream_engine.gradient_method(optimizer)
         self._layers = [
-            Layer(optimizer, method, self._gradient_arrives),
-            Layer(engine, "allreduce_gradients", self._backward_ends),
-            Layer(engine, "step", self._step),
+            Layer(optimizer, method, self._around_gradient),
+            Layer(engine, "allreduce_gradients", self._around_allreduce),
+            Layer(engine, "step", self._around_step),
         ]
         if not self._is_torch_style:
-            self._layers.append(Layer(engine, "backward", self._backward))
+            self._layers.append(Layer(engine, "backward", self._around_backward))
         self.awaits_backwards = True
 
     def end(self) -> None:
-        """Let DeepSpeed reduce as ever from here on."""
+        """Remove the wrappers: DeepSpeed reduces gradients again."""
         for layer in self._layers:
             layer.remove()
         self._layers = []
         self.sum.end_local()
-        self.waiting = self.awaits_backwards = False
+        self.has_backward = self.awaits_backwards = False
 
     def reduce(self) -> None:
-        """Add what is there to the gradients of the step, if any rank has one. A collective."""
-        had_backward = self.waiting
+        """Reduce the local gradients into the step's sum, unless no rank has any. Collective."""
+        had_backward = self.has_backward
         self.end()
-        if (lacking := self.sum.lacking(self._group)) is None:
+        if (missing := self.sum.missing_params(self._group)) is None:
             return
-        if not had_backward:  # but another rank had
+        if not had_backward:  # but another rank has
             self.sum.begin_backward()
-        boundary = nullcontext() if self._finalizes else upstream_boundary.at_boundary(self._engine)
-        with boundary:
-            self.sum.reduce_local(lacking)
+        boundary = upstream_boundary.at_boundary(self._engine)
+        with nullcontext() if self._reduces_in_backward else boundary:
+            self.sum.reduce_local(missing)
 
-    # --- What `accumulation` tells of the engine's backwards --------------------------------------
+    # --- Called by `accumulation` at the engine's backwards ---------------------------------------
 
-    def backward_begins(self, again: bool) -> None:
+    def backward_begins(self, same_forward: bool) -> None:
+        """Note that a backward has begun. Raises Refused if its loss is fp16 and not scaled."""
         is_plain = self._engine not in engine_backwards
         if is_plain and self._engine.fp16_enabled() and not self._is_torch_style:
             raise Refused(_UNSCALED)
-        self._keep()
+        self._note_backward()
 
     def backward_nested(self) -> None:
-        """The outer one ends with one reduction, whatever runs inside it.
+        """Keep gradients local, so that the outer backward ends with one reduction.
 
-        Unless some of its gradients are on their way already: then all are reduced as they come.
+        Not if some of its gradients are being reduced already: then all are reduced as they arrive.
         """
-        if self._layers or not self.sum.is_late():
+        if self._layers or not self.sum.has_nonlocal_gradients():
             self.begin()
-            self._keep()
+            self._note_backward()
 
-    def _keep(self) -> None:
-        self.waiting = True
-        self.sum.note_trained()
+    def _note_backward(self) -> None:
+        self.has_backward = True
+        self.sum.record_trainable()
 
-    def dropped(self, failed: bool) -> None:
+    def gradients_dropped(self, failed: bool) -> None:
+        """Clear the notes of backwards whose gradients were dropped."""
         self.failed |= failed
         if self.in_block or self.in_no_sync:
-            self.waiting = False
+            self.has_backward = False
         else:
             self.end()
 
@@ -130,7 +132,7 @@ class LocalGradients(Listener):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Keep gradients on the parameters, and reduce them once; or drop them if it raised.
+        """Keep gradients on the parameters; reduce them once at the end, or drop them on errors.
 
         Raises Refused if a backward inside raised and the exception was caught inside; Misused
         inside itself or ``no_sync()``.
@@ -138,121 +140,122 @@ class LocalGradients(Listener):
         engine = self._engine
         if self.in_block:
             raise Misused(
-                "coalesce_grad_reduction() cannot be nested inside another: one of this engine is "
-                "open"
+                "coalesce_grad_reduction() cannot be nested inside another of the same engine: "
+                "remove the inner one"
             )
         if engine.inside_no_sync_ctxt:
             raise Misused(
-                "coalesce_grad_reduction() cannot be nested inside another no_sync context: open "
-                "it outside of no_sync(), which it needs no more"
+                "coalesce_grad_reduction() cannot be nested inside another no_sync context: remove "
+                "no_sync(), which a block does not need"
             )
-        gathered = self._gathers()
-        boundary, before = upstream_boundary.asked_boundary(engine), self._steps.present
+        gather = self._gather_once()
+        boundary, previous_step = upstream_boundary.user_boundary(engine), self._steps.current_step
         try:
-            if gathered is not None:
-                gathered.begin()
+            if gather is not None:
+                gather.begin()
             self.begin()
             self.in_block, self.failed = True, False
             engine.inside_no_sync_ctxt = True
-            closed: GeneratorExit | None = None
+            early_exit: GeneratorExit | None = None
             try:
                 yield
-            except GeneratorExit as error:  # left early, as by `break`: nothing has failed
-                closed = error
-            self._end_block(gathered)
-            if closed is None:
+            except GeneratorExit as error:  # left early, for example by `break`: nothing has failed
+                early_exit = error
+            self._end_block(gather)
+            if early_exit is None:
                 return
         except BaseException:
-            self._leave_block(gathered)
-            had_backward = self.waiting or self.failed
+            self._leave_block(gather)
+            had_backward = self.has_backward or self.failed
             self.end()
             self._steps.recover()
-            upstream_engine.forget_backward(engine)
+            upstream_engine.reset_backward(engine)
             for timer in getattr(engine.timers, "timers", {}).values():
-                if timer.started_:  # it refuses to be started again
+                if timer.started_:  # a running timer cannot be started again
                     timer.stop()
             upstream_boundary.restore_boundary(engine, boundary)
             if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
                 self.sum.drop_local()
                 logger.warning(_RAISED)
             if had_backward and not self.failed:
-                self._steps.back_to(before)
+                self._steps.resume_after_block(previous_step)
             raise
-        raise closed
+        raise early_exit
 
-    def _gathers(self) -> GatherOnce | None:
-        """Return what gathers once for a block; None if it gathers as DeepSpeed does."""
+    def _gather_once(self) -> GatherOnce | None:
+        """Return the `GatherOnce` of a block; None if it gathers as DeepSpeed does."""
         if not self._engine.zero_optimization_partition_weights():
             return None
-        gathered = gather_once.of(self._engine, self._steps)
-        reason = gathered.why_not
+        gather = gather_once.state_of(self._engine, self._steps)
+        reason = gather.why_not
         how = "in each forward and backward" if reason else "once"
         why = reason or "all fit into stage3_max_live_parameters"
         lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
-        return None if reason else gathered
+        return None if reason else gather
 
-    def _end_block(self, gathered: GatherOnce | None) -> None:
-        """Reduce what the block has. Raises Refused where a backward in it has raised."""
+    def _end_block(self, gather: GatherOnce | None) -> None:
+        """Reduce the block's gradients. Raises Refused if a backward in it raised."""
         self._steps.recover()
         if self.failed:
             raise Refused(
-                "a backward inside this coalesce_grad_reduction() raised, and what was caught "
-                "inside had dropped its gradients; let the exception leave the block"
+                "a backward inside this coalesce_grad_reduction() raised, and its gradients were "
+                "dropped; do not catch the exception inside: let the exception leave the block"
             )
-        self._leave_block(gathered)
-        if gathered is not None:
-            gathered.release()
+        self._leave_block(gather)
+        if gather is not None:
+            gather.release()
         self.reduce()
 
-    def _leave_block(self, gathered: GatherOnce | None) -> None:
+    def _leave_block(self, gather: GatherOnce | None) -> None:
+        """Clear the flags of a block, and restore DeepSpeed's module hooks."""
         self._engine.inside_no_sync_ctxt = self.in_block = False
-        if gathered is not None:
-            gathered.end()
+        if gather is not None:
+            gather.end()
 
     # --- no_sync() --------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Raises Misused inside itself or a block."""
+        """Keep gradients local for a later backward. Raises Misused inside itself or a block."""
         engine = self._engine
         if self.in_block:
             raise Misused(
                 "no_sync context manager reentry is unsupported: it is nested in "
-                "coalesce_grad_reduction(), in which nothing is reduced anyway"
+                "coalesce_grad_reduction(), which reduces nothing before its end: remove it"
             )
         if self.in_no_sync:
-            raise Misused("no_sync context manager reentry is unsupported: leave the outer one out")
+            raise Misused("no_sync context manager reentry is unsupported: remove the outer one")
         self.begin()
         self.in_no_sync = engine.inside_no_sync_ctxt = True
         try:
             yield
         finally:
             self.in_no_sync = engine.inside_no_sync_ctxt = False
-            if not self.waiting:
+            if not self.has_backward:
                 self.end()
 
-    # --- In the place of DeepSpeed's methods ------------------------------------------------------
+    # --- Wrappers of DeepSpeed's methods ----------------------------------------------------------
 
-    def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed's hook of a parameter hands its gradient on; here that stays where it is."""
+    def _around_gradient(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """Keep a gradient on its parameter, where DeepSpeed's hook would reduce it."""
         watch = self._steps.watch
         if self._is_torch_style and watch.task_id != current_task_id() and not watch.running:
-            self._steps.parameter_entered()
+            self._steps.enter_at_parameter()
 
-    def _backward_ends(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed reduces at the end of a backward; here the sum, at the boundary, or nothing."""
-        if self.in_block or self.in_no_sync:  # up to 0.18.2 it is asked for there, too
+    def _around_allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """Reduce the sum of backwards at the boundary, instead of each backward's gradients."""
+        if self.in_block or self.in_no_sync:  # up to 0.18.2 DeepSpeed calls this there, too
             return
-        if self._finalizes or self._engine.is_gradient_accumulation_boundary():
+        if self._reduces_in_backward or self._engine.is_gradient_accumulation_boundary():
             self.reduce()
 
-    def _backward(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Divide the loss by the micro steps, as outside: to 0.18.2, under no_sync it is not."""
+    def _around_backward(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Divide a loss in ``no_sync()`` too by the micro steps: DeepSpeed does from 0.18.3 on."""
         with meanwhile(self._engine, inside_no_sync_ctxt=False):
             return wrapped(*args, **kwargs)
 
-    def _step(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        """DeepSpeed's step; here it only counts a micro step, also inside ``no_sync()``.
+    def _around_step(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run DeepSpeed's step, which before the boundary only counts a micro step.
 
         Raises Misused in a block, and at the boundary in ``no_sync()``; Refused at the boundary if
         nothing was reduced.
@@ -260,8 +263,8 @@ class LocalGradients(Listener):
         engine = self._engine
         if self.in_block:
             raise Misused(
-                "engine.step() inside coalesce_grad_reduction(), where nothing is reduced yet, as "
-                "inside no_sync(). Step after the block."
+                "engine.step() inside coalesce_grad_reduction(): as inside no_sync(), no gradients "
+                "are reduced yet. Step after the block."
             )
         managed = upstream_boundary.manages_boundary(engine)
         if not managed or engine.is_gradient_accumulation_boundary():
@@ -271,8 +274,8 @@ class LocalGradients(Listener):
                     "boundary: its gradients are not reduced. Run the last backward of the step, "
                     "and step, outside."
                 )
-            is_due = self.waiting and not self._step_reduces
-            if is_due and any(self.sum.have_local()):
+            is_due = self.has_backward and not self._reduces_in_step
+            if is_due and any(self.sum.has_local_gradients()):
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "

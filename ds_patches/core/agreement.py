@@ -1,4 +1,4 @@
-"""Two checks of each new engine: do its ranks have the same patches, and are all wrappers in place?
+"""Checks of each new engine: its ranks have the same patches, and all wrappers are in place.
 
 A patch that changes which collectives run hangs the job, or trains on wrong gradients, if only some
 ranks apply it. So each rank posts its patches to the process group's store before the construction
@@ -16,23 +16,24 @@ from functools import cache
 from typing import Any
 
 from ds_patches import __version__
-from ds_patches.core import columns, engines, lifecycle, registry, release
+from ds_patches.core import columns, engines, registry, release
 from ds_patches.core.errors import RanksDisagree
 from ds_patches.core.journal import Journal
+from ds_patches.core.lifecycle import lifecycles
 from ds_patches.core.log import logger
 from ds_patches.core.patch import Target
 from ds_patches.core.state import WrapperState
 
-#: Seconds after which a waiting rank logs which ranks it waits for.
-_NAMED_AFTER = 60.0
-#: A message that every rank prints lists ranks in at most this many letters.
-_LONG = 60
+#: Seconds after which a waiting rank warns which ranks it waits for.
+_WARN_AFTER = 60.0
+#: The longest list of ranks in a message that every rank prints, in characters.
+_MAX_LIST = 60
 _KEY = "ds_patches/rank"
 _INIT = Target(engines.MODULE, "DeepSpeedEngine.__init__", "around_init")
 _journal = Journal()
 
-#: What one rank posts: the versions of both packages, and by patch "live" or why it is not.
-Holdings = dict[str, str]
+#: The versions of both packages, and for each patch "live" or why it is not, on one rank.
+RankPatches = dict[str, str]
 
 
 def start() -> None:
@@ -42,11 +43,11 @@ def start() -> None:
         try:
             _journal.install([_INIT], lambda _: around_init)
         except AttributeError as error:
-            logger.warning("new engines are not checked: %s", error)
+            logger.warning("new engines are not compared across ranks: %s", error)
 
 
 def stop() -> None:
-    """Unwrap the constructor, and forget the engines."""
+    """Unwrap the constructor, and clear the registered engines."""
     _journal.remove()
     engines.known.clear()
     _warn_once.cache_clear()
@@ -58,16 +59,16 @@ def around_init(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
     compare(engine, store or _post())
     engines.add(engine)
-    for name, of_patch in [*lifecycle.lifecycles.items()]:
-        for key, (state, why) in of_patch.journal.states().items():
+    for name, lifecycle in [*lifecycles.items()]:
+        for key, (state, reason) in lifecycle.journal.states().items():
             if state is WrapperState.REPLACED:
-                _warn_once(f"{name}: {key} is {why}")
+                _warn_once(f"{name}: {key} is {reason}")
 
 
 def compare(engine: Any, store: Any) -> None:
     """Compare the patches of the ranks of a new engine, and log which are live.
 
-    store: where this rank has posted its patches; None if no other rank can read them.
+    store: the store to which this rank has posted its patches; None if there is none.
 
     Raises RanksDisagree if a patch that is live on this rank is not live on another, if versions
     differ, or if a rank posts nothing within the timeout of the process group.
@@ -75,21 +76,24 @@ def compare(engine: Any, store: Any) -> None:
     import torch.distributed as dist
 
     ranks = [0]
-    if store is not None and "live" in holdings().values():
+    if store is not None and "live" in rank_patches().values():
         group = reduction_group(engine)
         ranks = dist.get_process_group_ranks(group)
         try:
             difference = compare_posted(store, ranks, patience(group, engine.device))
-        except RuntimeError as error:  # the store ends with the rank that hosts it
-            logger.info("the ranks of this engine are not compared, as one has ended: %s", error)
+        except RuntimeError as error:  # the rank that hosts the store has ended
+            logger.info("ranks of this engine are not compared, since one has ended: %s", error)
             return
         if difference:
-            raise RanksDisagree(f"the ranks of this engine differ: {difference}")
+            raise RanksDisagree(
+                f"the ranks of this engine differ: {difference}; use the same packages and "
+                "variables on every host"
+            )
     if not dist.is_initialized() or dist.get_rank() == 0:
-        names = [name for name in registry.patches() if lifecycle.lifecycles[name].was_applied]
+        names = [name for name in registry.patches() if lifecycles[name].was_applied]
         patches = f"{', '.join(names)} live" if names else "no patch is live"
-        where = f" on all {len(ranks)} ranks of this engine" if len(ranks) > 1 else ""
-        logger.info("%s on DeepSpeed %s: %s%s", *_versions().values(), patches, where)
+        ranks_text = f" on all {len(ranks)} ranks of this engine" if len(ranks) > 1 else ""
+        logger.info("%s on DeepSpeed %s: %s%s", *_versions().values(), patches, ranks_text)
 
 
 def compare_posted(store: Any, ranks: Sequence[int], timeout: float) -> str:
@@ -99,59 +103,59 @@ def compare_posted(store: Any, ranks: Sequence[int], timeout: float) -> str:
     """
     keys = {rank: f"{_KEY}/{rank}" for rank in ranks}
 
-    def absent() -> str:
-        ranks = [rank for rank, key in keys.items() if not store.check([key])]
-        return f"{_named(ranks)} did not say which patches are applied there"
+    def describe_absent() -> str:
+        absent = [rank for rank, key in keys.items() if not store.check([key])]
+        return f"{_listed(absent)} did not post which patches are applied there"
 
-    if not wait(lambda: store.check([*keys.values()]), timeout, absent):
+    if not wait(lambda: store.check([*keys.values()]), timeout, describe_absent):
         return (
-            f"after {timeout:.0f} s, {absent()}: none may be (is ds_patches installed, and "
-            "DS_PATCHES set, on that host?)"
+            f"after {timeout:.0f} s, {describe_absent()}, perhaps none: check that ds_patches is "
+            "installed and DS_PATCHES is set on that host"
         )
     posted = store.multi_get([*keys.values()])
     return "; ".join(differences(dict(zip(keys, map(json.loads, posted), strict=True))))
 
 
-def differences(holdings: Mapping[int, Holdings]) -> Iterator[str]:
-    """Yield each version, and each patch live on any rank, that is not the same on all ranks."""
-    every = [item for held in holdings.values() for item in held.items()]
-    live = sorted({name for name, state in every if state == "live"})
+def differences(patches: Mapping[int, RankPatches]) -> Iterator[str]:
+    """Yield a text for each version, and each patch live on any rank, that differs by rank."""
+    states = [item for of_rank in patches.values() for item in of_rank.items()]
+    live = sorted({name for name, state in states if state == "live"})
     for subject in (*_versions(), *live) if live else ():
         ranks: dict[str, list[int]] = {}
-        for rank, held in holdings.items():
-            ranks.setdefault(held.get(subject, "unknown to ds_patches"), []).append(rank)
+        for rank, of_rank in patches.items():
+            ranks.setdefault(of_rank.get(subject, "unknown to ds_patches"), []).append(rank)
         if len(ranks) > 1:
-            each = ", ".join(f"{state} on {_named(where)}" for state, where in ranks.items())
-            yield f"{subject} is {each}"
+            by_state = (f"{state} on {_listed(group)}" for state, group in ranks.items())
+            yield f"{subject} is {', '.join(by_state)}"
 
 
-def holdings() -> Holdings:
+def rank_patches() -> RankPatches:
     """Return the versions, and the state of each patch that changes collectives, on this rank."""
     posted = _versions()
     for name, patch in registry.patches().items():
         if patch.collectives:
-            of_patch = lifecycle.lifecycles[name]
-            posted[name] = "live" if of_patch.journal.is_in_place else of_patch.reason or "off"
+            lifecycle = lifecycles[name]
+            posted[name] = "live" if lifecycle.journal.is_in_place else lifecycle.reason or "off"
     return posted
 
 
 def wait(
-    condition: Callable[[], bool], timeout: float, absent: Callable[[], str] | None = None
+    condition: Callable[[], bool], timeout: float, describe: Callable[[], str] | None = None
 ) -> bool:
     """Poll a condition; return False after `timeout` seconds.
 
-    absent: says what is missing, for a warning after a minute.
+    describe: returns what is missing, for a warning that is logged after a minute.
 
     `store.wait` would block every other thread that uses the store.
     """
-    begin, pause = time.monotonic(), 0.001
+    started, pause = time.monotonic(), 0.001
     while not condition():
-        waited = time.monotonic() - begin
+        waited = time.monotonic() - started
         if waited > timeout:
             return False
-        if absent and waited > _NAMED_AFTER:
-            logger.warning("an engine's ranks wait: %s", absent())
-            absent = None
+        if describe and waited > _WARN_AFTER:
+            logger.warning("this rank waits to construct an engine: %s", describe())
+            describe = None
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
     return True
@@ -191,10 +195,10 @@ def _post() -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if (shared := store()) is None:
-        _warn_once("this process group has no store: its ranks' patches are not compared")
+        _warn_once("this process group has no store, so the patches of its ranks are not compared")
         return None
-    with suppress(RuntimeError):  # the store has ended
-        shared.set(f"{_KEY}/{dist.get_rank()}", json.dumps(holdings()))
+    with suppress(RuntimeError):  # the rank that hosts the store has ended
+        shared.set(f"{_KEY}/{dist.get_rank()}", json.dumps(rank_patches()))
     return shared
 
 
@@ -207,8 +211,8 @@ def _versions() -> dict[str, str]:
     return {"ds_patches": __version__, "DeepSpeed": release.version_text()}
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     spans = columns.spans(sorted(ranks), range(max(ranks) + 1))
-    if len(spans) > _LONG:
-        return f"{len(ranks)} ranks ({spans[:_LONG].rpartition(', ')[0]}, ...)"
+    if len(spans) > _MAX_LIST:
+        return f"{len(ranks)} ranks ({spans[:_MAX_LIST].rpartition(', ')[0]}, ...)"
     return f"rank{'s' * (len(ranks) > 1)} {spans}"

@@ -17,7 +17,7 @@ from ds_patches.core.state import PatchStatus, State, Statuses
 #: it, and applies patches at the end of the import.
 _lock = threading.RLock()
 
-#: Asks for the status of a patch that was taken back, whatever the flags say.
+#: The request to read the status of a patch that was taken back, whatever the flags are.
 _WANTED = Request(wanted=True, why="", force=False)
 
 
@@ -58,9 +58,9 @@ def apply_and_report(requests: Requests, names: Sequence[str]) -> Statuses:
     """Apply these patches, warn or raise if one is not live, and return all statuses."""
     applied = _apply(requests, names)
     _report([*applied.values()], strict=requests.strict)
-    others = {name: request for name, request in requests.by_name.items() if name not in applied}
-    every = applied | (_statuses(others) if others else {})
-    return Statuses((name, every[name]) for name in requests.by_name)
+    left_out = {name: request for name, request in requests.by_name.items() if name not in applied}
+    statuses = applied | (_statuses(left_out) if left_out else {})
+    return Statuses((name, statuses[name]) for name in requests.by_name)
 
 
 def unapply_all() -> Statuses:
@@ -78,8 +78,8 @@ def apply(name: str, *, force: bool = False) -> PatchStatus:
 
     force: apply it also to a release that is too new, or to unknown code.
 
-    Raises PatchNotApplied, with the reason, if the patch is not live afterwards: then nothing of it
-    is left. Raises UnknownPatch and FlagError as `apply_all` does.
+    Raises PatchNotApplied, with the reason, if the patch is not live afterwards; it is then rolled
+    back. Raises UnknownPatch and FlagError as `apply_all` does.
     """
     registry.patch(name, "apply")
     requests = flags.read(registry.patches(), only=name, force=name if force else None)
@@ -143,7 +143,7 @@ def _apply(requests: Requests, names: Sequence[str]) -> dict[str, PatchStatus]:
 def _statuses(requests: Mapping[str, Request]) -> Statuses:
     installed = release.installed()
     with _one_call():
-        return Statuses((n, lifecycles[n].status(wish, installed)) for n, wish in requests.items())
+        return Statuses((n, lifecycles[n].status(req, installed)) for n, req in requests.items())
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _report(statuses: Sequence[PatchStatus], *, strict: bool) -> None:
     """Log a warning for each reason why patches are not live; raise if strict, or if one failed."""
     missing = [status for status in statuses if not status.live]
     in_range = [status for status in missing if status.state is not State.OUT_OF_RANGE]
-    # A patch that is not for this release is no news, unless that is true of all of them.
+    # That a patch is out of range is worth a warning only if all patches are.
     if len(missing) - len(in_range) < len(statuses):
         missing = in_range
     groups: dict[tuple[State, str], list[str]] = {}

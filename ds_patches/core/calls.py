@@ -1,4 +1,4 @@
-"""The arguments of a wrapper, and attributes that have another value for a while."""
+"""The arguments of a wrapped call, and attributes that are set for the length of a block."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def in_order(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> Args:
     names, required = names[bound:], required - bound
     if not kwargs and required <= len(args) <= len(names):
         return args
-    given = dict(zip(names, args, strict=False))
-    if len(args) <= len(names) and kwargs.keys() <= {*names} - given.keys():
-        given |= kwargs
-        last = max((index for index, name in enumerate(names) if name in given), default=0)
-        values = defaults | given
+    values = dict(zip(names, args, strict=False))
+    if len(args) <= len(names) and kwargs.keys() <= {*names} - values.keys():
+        values |= kwargs
+        last = max((index for index, name in enumerate(names) if name in values), default=0)
+        values = defaults | values
         if values.keys() >= {*names}:
             return tuple(values[name] for name in names[: last + 1])
     try:
         inspect.signature(function).bind(*[None] * bound, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{function.__qualname__}() {error}") from None
-    raise TypeError(f"{function.__qualname__}() takes some of {', '.join(kwargs)} by name alone")
+    raise TypeError(f"{function.__qualname__}() takes some of {', '.join(kwargs)} only by name")
 
 
 @cache

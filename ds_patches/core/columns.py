@@ -14,8 +14,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in padded]
 
 
-def spans(values: Sequence[Any], every: Sequence[Any]) -> str:
-    """Write values as spans, for example "0, 2-7"; `every` says which values are neighbours."""
-    grouped = groupby(enumerate(values), lambda pair: every.index(pair[1]) - pair[0])
+def spans(values: Sequence[Any], order: Sequence[Any]) -> str:
+    """Write values as spans, for example "0, 2-7"; neighbours in `order` are joined."""
+    grouped = groupby(enumerate(values), lambda pair: order.index(pair[1]) - pair[0])
     runs = [[value for _, value in run] for _, run in grouped]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -21,10 +21,10 @@ def tree(file: Path) -> ast.Module:
 
 def by_name(scope: list[ast.stmt], qualname: str) -> Definition | None:
     """Return the function or class that `qualname` names after these statements; None if absent."""
-    name, _, rest = qualname.partition(".")
+    name, _, path = qualname.partition(".")
     # The last definition wins, as it does when the module runs.
     last = next((d for d in reversed([*_definitions(scope)]) if d.name == name), None)
-    return by_name(last.body, rest) if last and rest else last
+    return by_name(last.body, path) if last and path else last
 
 
 def imported_from(scope: list[ast.stmt], name: str) -> str | None:

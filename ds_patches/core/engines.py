@@ -25,13 +25,13 @@ def add(*engines: Any) -> None:
 
 
 def built() -> list[Any]:
-    """Return all constructed engines of the process, except those that ``gc.freeze()`` hides."""
+    """Return all constructed engines of the process, except those hidden by ``gc.freeze()``."""
     base = getattr(sys.modules.get(MODULE), "DeepSpeedEngine", None)
     dist: Any = sys.modules.get("torch.distributed")
     if base is None or dist is None or not (dist.is_available() and dist.is_initialized()):
         return []  # no engine is constructed, or trains, without a process group
     classes: list[type] = [base]
-    for engine_class in classes:  # it grows
+    for engine_class in classes:  # the list grows in this loop
         classes += engine_class.__subclasses__()
     # An object refers to its class, so the collector finds it, in C. type(), not isinstance: a
     # proxy claims the class of the engine that it stands for.

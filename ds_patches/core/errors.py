@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ds_patches.core.state import PatchStatus
 
 
-#: A message quotes at most this many letters of a value.
+#: The longest quote of a value in a message, in characters.
 _QUOTED = 80
 
 
@@ -31,21 +31,21 @@ class FlagError(DsPatchesError, ValueError):
 
 
 class UnknownPatch(FlagError):
-    """A name that no patch has."""
+    """A name that no patch has; `source` is the flag or the function that was given it."""
 
-    def __init__(self, name: str, known: Iterable[str], where: str, meant: str = "") -> None:
+    def __init__(self, name: str, known: Iterable[str], source: str, meant: str = "") -> None:
         names = tuple(known)
         guess = f" (did you mean {meant!r}?)" if meant in names else nearest(name, names)
         super().__init__(
-            f"{where}: no patch is named {cut(name)!r}{guess}; "
+            f"{source}: no patch is named {cut(name)!r}{guess}; "
             f"the patches are: {', '.join(names) or '(none)'}"
         )
 
 
 class Refused(DsPatchesError, RuntimeError):
-    """A call would train on wrong numbers: nothing was done, and the message says what helps.
+    """A call that would train on wrong gradients; it changed nothing, and the message has the cure.
 
-    Where DeepSpeed refuses the same call, a subclass also derives from DeepSpeed's exception.
+    Where DeepSpeed refuses the same call, a subclass also derives from the type it raises.
     """
 
 
@@ -54,7 +54,7 @@ class Misused(Refused, AssertionError):
 
 
 class NotChecked(DsPatchesError, RuntimeError):
-    """A train check could not check anything."""
+    """`train_check` has no verdict."""
 
 
 class NotCovered(Refused, NotImplementedError):
@@ -83,7 +83,7 @@ def cut(text: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Return " (did you mean 'that'?)" for the most similar word, "" if none is similar.
+    """Return " (did you mean 'word'?)" for the most similar word, "" if none is similar.
 
     prefix: the beginning of all words, which is not compared.
     """

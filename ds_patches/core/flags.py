@@ -1,4 +1,4 @@
-"""The user's wishes: arguments of a call override variables, and variables override defaults."""
+"""The flags: arguments of a call override variables, and variables override defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OURS = re.compile(f"{PREFIX}(_|$)").match
 _LISTS = {"": ("all", "none"), "_SKIP": (), "_FORCE": ()}
 
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-#: What a switch is meant to be where the name of a patch is expected.
+#: The word to suggest for a switch where the name of a patch is expected.
 _SWITCHES = dict.fromkeys(_YES, "all") | dict.fromkeys(_NO, "none")
 
 #: Names of patches; a text is split at commas.
@@ -74,7 +74,7 @@ def read(
     force = _listed(force, patches, "force") or ()
     wishes = {name: _wish(patch, only, skip, env) for name, patch in patches.items()}
     forced = {*force, *_split(env.get(f"{PREFIX}_FORCE", ""))}
-    # What a wanted patch requires is wanted too. If that is left out by name, so are both.
+    # A patch that a wanted one requires is wanted too; if it is left out by name, both are.
     barred = {
         name: f"needs {required}, which is left out: {wishes[required][1]}"
         for name in patches
@@ -83,7 +83,7 @@ def read(
     }
     for name in _split(env.get(PREFIX, "")) if only is None else only:
         if name in barred and wishes[name][0]:
-            raise FlagError(f"{name} is asked for by name ({wishes[name][1]}), and {barred[name]}")
+            raise FlagError(f"{name} is asked for by name ({wishes[name][1]}) and {barred[name]}")
     wanted = [name for name, (wish, _) in wishes.items() if wish and name not in barred]
     needed_by = {required: name for name in wanted for required in patches[name].requires}
     requests = {}
@@ -104,13 +104,13 @@ def misspelt(env: Mapping[str, str]) -> list[str]:
     """Return a hint for each variable whose name resembles one of ours: DS_PATCHS."""
     from difflib import get_close_matches  # slow to import, and only commands need it
 
-    others = [name for name in env if not _OURS(name)]
-    similar = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.88) for name in others}
-    return [f"{name} means nothing; {known[0]} does" for name, known in similar.items() if known]
+    foreign = [name for name in env if not _OURS(name)]
+    similar = {name: get_close_matches(name, VARIABLES, 1, cutoff=0.88) for name in foreign}
+    return [f"{name} is unknown; did you mean {k[0]}?" for name, k in similar.items() if k]
 
 
 def is_strict() -> bool:
-    """Return True if the environment asks for strict mode, also where another flag is wrong."""
+    """Return True if the environment asks for strict mode, even if another flag is invalid."""
     return os.environ.get(f"{PREFIX}_STRICT", "").strip().lower() in _YES
 
 
@@ -121,13 +121,13 @@ def _environment(patches: Mapping[str, Patch]) -> dict[str, str]:
         if name not in VARIABLES:
             guess = nearest(name, VARIABLES, PREFIX)
             if (patch := name.removeprefix(f"{PREFIX}_").lower()) in patches:
-                guess = f"; {PREFIX}_SKIP={patch} leaves a patch out"
+                guess = f"; {PREFIX}_SKIP={patch} leaves that patch out"
             known = ", ".join(VARIABLES)
-            raise FlagError(f"{name} means nothing{guess}; the variables are: {known}")
+            raise FlagError(f"{name} is unknown{guess}; the variables are: {known}")
     for suffix, words in _LISTS.items():
         _listed(env.get(PREFIX + suffix), [*words, *patches], PREFIX + suffix)
     if "none" in (chosen := _split(env.get(PREFIX, ""))) and len(chosen) > 1:
-        raise FlagError(f"{PREFIX} is {cut(env[PREFIX])!r}; `none` stands alone")
+        raise FlagError(f"{PREFIX} is {cut(env[PREFIX])!r}; use `none` without other words")
     return env
 
 
@@ -150,16 +150,16 @@ def _wish(
     return True, "on by default"
 
 
-def _listed(names: Names | None, known: Iterable[str], where: str) -> tuple[str, ...] | None:
+def _listed(names: Names | None, known: Iterable[str], source: str) -> tuple[str, ...] | None:
     """Return the names in a list; raises UnknownPatch for an unknown one, or a text without any."""
     if names is None:
         return None
     if isinstance(names, bool):
-        raise FlagError(f"{names} stands where names of patches are wanted")
+        raise FlagError(f"{names} is not a list of patches' names")
     listed = (_split(names) or (names,)) if isinstance(names, str) else tuple(names)
     for name in listed:
         if name not in known:
-            raise UnknownPatch(name, known, where, _SWITCHES.get(name.lower(), ""))
+            raise UnknownPatch(name, known, source, _SWITCHES.get(name.lower(), ""))
     return listed
 
 

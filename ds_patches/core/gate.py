@@ -1,4 +1,4 @@
-"""The gate: may a patch be applied to the installed DeepSpeed, by its version and by its code?
+"""The gate: decides by version and code if the installed DeepSpeed may be patched.
 
 The version decides with which recorded release the code is compared. Every place that the patch
 names in that release has to be as it was recorded, and so has every target that it leaves out
@@ -25,7 +25,7 @@ class Verdict:
 
     release: DeepSpeed's version; None if it is not installed, or names no version.
     targets: the functions that the patch wraps in this release.
-    drift: the places whose code differs from what was recorded of the release.
+    drift: the places whose code differs from the recorded code of the release.
     is_fixed: the installed code is that of a later release, which has the fix.
     """
 
@@ -84,32 +84,34 @@ def check_alone(patch: Patch, installed: Release | None, force: bool) -> Verdict
     if installed is None:
         return Verdict(State.NOT_INSTALLED, "DeepSpeed is not installed")
     if (version := installed.version) is None:
-        reason = f"DeepSpeed says that it is {installed.text}: no release to compare it with"
+        reason = f"DeepSpeed's version is {installed.text}: no release to compare its code with"
         return Verdict(State.REFUSED, reason)
-    name, like = f"DeepSpeed {version}", shape.nearest_release(version)
-    if like is None or not release.covers(patch.supported, like):
+    name, nearest = f"DeepSpeed {version}", shape.nearest_release(version)
+    if nearest is None or not release.covers(patch.supported, nearest):
         return Verdict(State.OUT_OF_RANGE, f"{name} is not in {patch.supported}", version)
-    if not (wrapped := targets(patch, like)):
-        return Verdict(State.OUT_OF_RANGE, f"{name} has nothing that the patch wraps", version)
-    every = {place.key: place for place in (*patch.targets, *places(patch, like))}
+    if not (wrapped := targets(patch, nearest)):
+        return Verdict(
+            State.OUT_OF_RANGE, f"{name} has none of the functions that the patch wraps", version
+        )
+    by_key = {place.key: place for place in (*patch.targets, *places(patch, nearest))}
     shapes = {}
-    for key, place in every.items():
+    for key, place in by_key.items():
         try:
             shapes[key] = shape.of(place, installed.folder)
         except Exception as error:  # the source cannot be parsed
             return Verdict(State.REFUSED, _failed(place.module, error))
-    missing = [p for p in places(patch, like) if shapes[p.key] == shape.ABSENT]
-    others = (p for key, p in every.items() if shapes[key] != shape.of_release(p, like))
-    drifted = [*dict.fromkeys((*missing, *others))]
+    missing = [p for p in places(patch, nearest) if shapes[p.key] == shape.ABSENT]
+    changed = (p for key, p in by_key.items() if shapes[key] != shape.of_release(p, nearest))
+    drifted = [*dict.fromkeys((*missing, *changed))]
     if drifted and all(_is_fixed(patch, target, shapes[target.key]) for target in wrapped):
         reason = f"{name} has later code, in which it is fixed"
         return Verdict(State.OUT_OF_RANGE, reason, version, is_fixed=True)
     # A missing target cannot be wrapped, forced or not.
     absent = [p for p in missing if isinstance(p, Target)]
     drift = tuple(_drift(place, shapes[place.key]) for place in absent or drifted)
-    more = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
+    suffix = f", and {len(drift) - 1} more (see doctor -v)" if len(drift) > 1 else ""
     if absent or (drift and not force):
-        return Verdict(State.REFUSED, f"{drift[0]}{more}", version, drift=drift)
+        return Verdict(State.REFUSED, f"{drift[0]}{suffix}", version, drift=drift)
     is_tested = release.covers(patch.supported, version)
     if not is_tested and not force:
         reason = f"{name} is newer than {patch.supported}; every shape is known, "
@@ -117,7 +119,7 @@ def check_alone(patch: Patch, installed: Release | None, force: bool) -> Verdict
         return Verdict(State.REFUSED, reason, version)
     reason = f"{name} is in {patch.supported}, every shape is known"
     if drift or not is_tested:
-        reason = f"forced: {drift[0] if drift else name}{more}"
+        reason = f"forced: {drift[0] if drift else name}{suffix}"
     return Verdict(State.READY, reason, version, wrapped, drift)
 
 
@@ -140,7 +142,7 @@ def _drift(place: Place, digest: str) -> str:
     text = f"{place.key} is {digest}" if is_word else f"{place.key} has the unknown shape {digest}"
     if spans := shape.known(place).get(digest):
         text = f"{place.key} is that of {spans}"
-    if where := live.site(place) if shape.is_loaded(place.module) else None:
-        theirs = next(value for value in live.chain(live.raw(*where)) if not live.layer_of(value))
-        text += f", live from {live.origin(theirs)}"
+    if site := live.site(place) if shape.is_loaded(place.module) else None:
+        foreign = next(value for value in live.chain(live.raw(*site)) if not live.layer_of(value))
+        text += f", live from {live.origin(foreign)}"
     return text

@@ -70,22 +70,22 @@ class Journal:
         ]
 
     def _install(self, target: Target, around: Around) -> Layer:
-        where = live.site(target)
-        if where is None or live.raw(*where) is live.MISSING:
+        site = live.site(target)
+        if site is None or live.raw(*site) is live.MISSING:
             raise AttributeError(f"{target.key} does not exist")
-        for value in live.chain(live.raw(*where)):
+        for value in live.chain(live.raw(*site)):
             layer: Layer | None = live.layer_of(value)
             if layer is not None and layer.around is around:
                 # It was removed while another library held it, and is switched on again: else that
                 # library could put back a wrapper that is switched off, in the place of a new one.
                 layer.on[:] = [True]
                 return layer
-        return Layer(*where, around)
+        return Layer(*site, around)
 
 
 def _state(layer: Layer, target: Target) -> tuple[WrapperState, str]:
     if live.site(target) != (layer.owner, layer.name):
-        return WrapperState.REPLACED, "replaced by its module, which was imported anew"
+        return WrapperState.REPLACED, "gone: its module was imported again"
     if (above := layer.above()) is None:
         value = live.origin(live.raw(layer.owner, layer.name))
         return WrapperState.REPLACED, f"replaced by {value}, or wrapped without functools.wraps"

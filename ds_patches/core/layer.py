@@ -1,4 +1,4 @@
-"""One wrapper of ours around one function: installed, found beneath other wrappers, removed."""
+"""A wrapper around one function: installs it, finds it in a chain of wrappers, removes it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ds_patches.core.calls import Around
 class Layer:
     """A wrapper around one function, installed from its construction until `remove`.
 
-    After that, a caller that still holds the wrapper calls straight through it.
+    After that, the wrapper passes each call straight through to the function.
 
     owner, name: a module or class, and its function; or any object and its method, to wrap the
         calls of this object alone.
     around: called in place of the function, with the bound function, the instance or None, the
         positional and the named arguments.
-    own: the owner's `__dict__`. original: the value in it before, or MISSING.
+    namespace: the owner's `__dict__`. original: its value before, or MISSING.
     installed: wrapt's wrapper.
     on: the wrapper is in effect while this list is not empty; wrapt reads it in C.
 
@@ -29,8 +29,8 @@ class Layer:
     def __init__(self, owner: Any, name: str, around: Around) -> None:
         from ds_patches.core.wrappers import Function, Method  # wrapt: only when needed
 
-        self.owner, self.name, self.own, self.around = owner, name, vars(owner), around
-        self.original = self.own.get(name, live.MISSING)
+        self.owner, self.name, self.namespace, self.around = owner, name, vars(owner), around
+        self.original = self.namespace.get(name, live.MISSING)
         beneath = getattr(owner, name) if self.original is live.MISSING else self.original
         if isinstance(self.original, (type, *live.CARRIERS)) or not callable(beneath):
             raise TypeError(
@@ -45,7 +45,7 @@ class Layer:
 
     def above(self) -> list[Any] | None:
         """Return the wrappers over this one, outermost first; None if it is not in the chain."""
-        chain = live.chain(self.own.get(self.name, live.MISSING))
+        chain = live.chain(self.namespace.get(self.name, live.MISSING))
         return next((chain[:i] for i, layer in enumerate(chain) if layer is self.installed), None)
 
     def remove(self) -> None:
@@ -56,7 +56,9 @@ class Layer:
         if not above:
             original = self.original
             while (layer := live.layer_of(original)) and not layer.on:
-                original = layer.original  # was removed while another library hid this one
+                original = (
+                    layer.original
+                )  # a layer that was removed while another library's wrapper lay over this one
             self._put(original)
         elif upper := live.layer_of(above[-1]):
             upper.original = self.original

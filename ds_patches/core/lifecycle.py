@@ -79,8 +79,8 @@ class Lifecycle:
         """Return the status from the live objects; without a verdict, asks the gate if needed."""
         states = self.journal.states()
         if states:
-            state, reason = _of_wrappers(states)
-        elif isinstance(self.failure, ImportFails):  # as it does without the patch
+            state, reason = _state_of_wrappers(states)
+        elif isinstance(self.failure, ImportFails):  # the import raises without the patch, too
             state, reason = State.REFUSED, str(self.failure)
         elif self.failure is not None:
             state, reason = State.FAILED, f"{type(self.failure).__name__}: {self.failure}"
@@ -132,9 +132,9 @@ class Lifecycle:
             logger.warning("%s: %s", patch.name, note)
 
 
-def _of_wrappers(states: States) -> tuple[State, str]:
-    replaced = [f"{k} is {why}" for k, (s, why) in states.items() if s is WrapperState.REPLACED]
-    over = (f"{key} is {why}" for key, (_, why) in states.items() if why)
+def _state_of_wrappers(states: States) -> tuple[State, str]:
+    replaced = [f"{k} is {text}" for k, (s, text) in states.items() if s is WrapperState.REPLACED]
+    over = (f"{key} is {text}" for key, (_, text) in states.items() if text)
     in_place = f"{len(states)} of {len(states)} wrappers in place"
     reason = "; ".join(replaced or over) or in_place
     return State.FAILED if replaced else State.APPLIED, reason

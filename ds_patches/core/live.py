@@ -1,4 +1,4 @@
-"""Live objects: the owner of a place, the chain of wrappers in it, and where a value comes from."""
+"""Live objects: the owner of a place, its chain of wrappers, and the origin of a value."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def innermost(value: Any) -> Any:
 
 def layer_of(value: Any) -> Any:
     """Return the `Layer` of a wrapper of ours; None for any other value."""
-    # Asks the type: another library's wrapper around ours hands our attribute on.
+    # By the type: another library's wrapper around ours has our attribute through its proxy.
     return value._self_layer if hasattr(type(value), "_self_layer") else None
 
 

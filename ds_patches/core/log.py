@@ -32,8 +32,8 @@ def level_for_the_job() -> int:
 
 def named(names: Sequence[str]) -> str:
     """Return a list for a message: the first three names, and the number of the others."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    suffix = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + suffix
 
 
 #: Looks `sys.stderr` up for each line, since a notebook or a test replaces it.

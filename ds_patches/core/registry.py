@@ -23,11 +23,11 @@ def patches() -> Mapping[str, Patch]:
     return _patches_in(tuple(our_path))
 
 
-def patch(name: str, where: str = "ds_patches") -> Patch:
+def patch(name: str, source: str = "ds_patches") -> Patch:
     """Return a patch by its name; raises UnknownPatch, which lists the names."""
     known = patches()
     if name not in known:
-        raise UnknownPatch(name, known, where)
+        raise UnknownPatch(name, known, source)
     return known[name]
 
 
@@ -35,7 +35,9 @@ def patch(name: str, where: str = "ds_patches") -> Patch:
 def _patches_in(path: tuple[str, ...]) -> Mapping[str, Patch]:
     patches = {name: import_module(module).PATCH for name, module in sorted(_modules(path))}
     if not patches:
-        raise DsPatchesError(f"no patch is found in {', '.join(path)}: not installed whole")
+        raise DsPatchesError(
+            f"no patch in {', '.join(path)}: reinstall ds_patches, which is incomplete"
+        )
     return patches
 
 

@@ -91,7 +91,7 @@ def is_loaded(module: str) -> bool:
 
 
 def of(place: Place, folder: Path) -> str:
-    """Return the shape of a place: of the live object if its module is loaded, else of the source.
+    """Return the shape of a place, of the live object if its module is loaded, else the source.
 
     folder: the DeepSpeed package's folder.
     """
@@ -115,8 +115,8 @@ def parsed(place: Place, folder: Path) -> str:
 
 def of_live(place: Place) -> str:
     """Return the shape of a place in an imported module, beneath all wrappers."""
-    where = live.site(place)
-    value = live.innermost(live.raw(*where)) if where else live.MISSING
+    site = live.site(place)
+    value = live.innermost(live.raw(*site)) if site else live.MISSING
     if value is live.MISSING:
         return ABSENT
     code = getattr(value, "__code__", None)
@@ -186,8 +186,8 @@ def _stamp(path: str) -> Stamp | None:
 def _begins(path: str, code: CodeType) -> bool:
     """Return True if the file still has this function's `def` on the line that the code names."""
     linecache.checkcache(path)
-    rest = linecache.getlines(path)[code.co_firstlineno - 1 :]
-    head = next((line for line in rest if not line.lstrip().startswith("@")), "")
+    lines = linecache.getlines(path)[code.co_firstlineno - 1 :]
+    head = next((line for line in lines if not line.lstrip().startswith("@")), "")
     return _DEF.findall(head) == [code.co_name]
 
 

@@ -1,4 +1,4 @@
-"""wrapt's wrapper around a function of DeepSpeed, changed so that compiled code calls it as well.
+"""wrapt's wrapper around a function of DeepSpeed, changed so that compiled code calls it.
 
 Where Dynamo traces a call of wrapt's own wrapper, it silently calls the original, or fails. Marked
 as `torch.compiler.disable` marks a function, the wrapper is a graph break and runs eagerly (torch

@@ -11,7 +11,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import layered
 from ds_patches.core.patch import Class, Patch, upstream
-from ds_patches.upstream.classes import ENGINE, FP16, FP16_UNFUSED, TORCH_STYLE, is_half
+from ds_patches.upstream.classes import ENGINE, FP16, FP16_UNFUSED, TORCH_STYLE, is_fp16_wrapper
 from ds_patches.upstream.engine import as_engine_backward, unscale_norm
 
 _OVERFLOW = Class("deepspeed.runtime.utils", "CheckOverflow")
@@ -73,8 +73,8 @@ _NO_STATE = (
 
 def _scales_losses(engine: Any) -> bool:
     """Return True without ZeRO if the optimizer has the scale, and not PyTorch's GradScaler."""
-    is_half = engine.fp16_enabled() and not engine.zero_optimization()
-    return is_half and engine.torch_autocast_z0_gradscaler is None
+    is_fp16 = engine.fp16_enabled() and not engine.zero_optimization()
+    return is_fp16 and engine.torch_autocast_z0_gradscaler is None
 
 
 class _LossScale:
@@ -204,7 +204,7 @@ def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed saves and loads: an optimizer that is none of ZeRO's would be in no file."""
-    if not (is_half(engine.optimizer) and engine.bfloat16_enabled()):
+    if not (is_fp16_wrapper(engine.optimizer) and engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
     no = lambda *_: False  # noqa: E731
     with layered(engine, bfloat16_enabled=no, zero_optimization=no):

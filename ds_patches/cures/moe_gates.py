@@ -33,13 +33,13 @@ def around_several(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any
     from ds_patches.upstream import moe
 
     logits, k, factor, least, *rest = in_order(wrapped, args, kwargs)
-    if not moe.drops(rest[:1], rest[2:]):
+    if not moe.drops_tokens(rest[:1], rest[2:]):
         return wrapped(*args, **kwargs)
     if moe.compares_logits():
-        logits = moe.comparable(logits)
+        logits = moe.comparable_logits(logits)
     if (takes := moe.capacity(logits, factor * k, least)) <= len(logits):
         return wrapped(logits, k, factor, least, *rest)
-    return moe.padded(wrapped(logits, k, 0.0, len(logits), *rest), takes)
+    return moe.pad_to_capacity(wrapped(logits, k, 0.0, len(logits), *rest), takes)
 
 
 def around_one(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
@@ -48,6 +48,7 @@ def around_one(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
 
     logits, factor, least, *rest = in_order(wrapped, args, kwargs)
     takes = moe.capacity(logits, factor, least)
-    if least > len(logits) or takes <= len(logits) or not moe.drops(rest[2:3]) or any(rest[5:]):
+    drops = moe.drops_tokens(rest[2:3])
+    if least > len(logits) or takes <= len(logits) or not drops or any(rest[5:]):
         return wrapped(*args, **kwargs)
-    return moe.padded(wrapped(logits, 0.0, len(logits), *rest), takes)
+    return moe.pad_to_capacity(wrapped(logits, 0.0, len(logits), *rest), takes)

@@ -53,7 +53,7 @@ def around_convert(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> N
 
 def around_enter(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
     """In ``zero.Init``, ``Module.apply`` sends what a function has made of each module."""
-    from ds_patches.upstream.zero3 import after_applied, is_partitioned
+    from ds_patches.upstream.zero3 import after_module_apply, is_partitioned
 
     def flatten(module: Any) -> None:
         for param in filter(is_partitioned, module.parameters(recurse=False)):
@@ -61,7 +61,7 @@ def around_enter(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Non
 
     wrapped(*args, **kwargs)
     if init.override_module_apply:
-        after_applied(flatten)
+        after_module_apply(flatten)
 
 
 @contextmanager

@@ -28,12 +28,12 @@ apply, unapply, is_applied = api.of(__name__)
 
 def around_load(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed's loader flattens the states of each group's parameters."""
-    from ds_patches.upstream.fragments import mappings
+    from ds_patches.upstream.fragments import hp_mappings
 
     groups, *_ = in_order(wrapped, args, kwargs)
-    weights = [mapping.hp_fragment for mapping, _ in mappings(optimizer, groups)]
+    weights = [mapping.hp_fragment for mapping, _ in hp_mappings(optimizer, groups)]
     result = wrapped(*args, **kwargs)
-    for (mapping, flat), part in zip(mappings(optimizer, groups), weights, strict=True):
+    for (mapping, flat), part in zip(hp_mappings(optimizer, groups), weights, strict=True):
         mapping.hp_fragment = part
         mapping.set_optim_state_fragment(flat, optimizer.optimizer.state.get(flat, {}))
     return result

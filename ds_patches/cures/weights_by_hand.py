@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_patches.steps.attached import Attached
-    from ds_patches.steps.given import GivenParameters
+    from ds_patches.steps.optimizer_params import OptimizerParameters
 
 _FRAGMENTS = "deepspeed.utils.tensor_fragment"
 
@@ -83,7 +83,7 @@ class _Weights:
         for param, before, writes in self._changed():
             if (part := slices.get(id(param))) is None:  # another rank's
                 continue
-            weights, copy = fragments.both(param, part)
+            weights, copy = fragments.weight_pair(param, part)
             weights = weights.to(copy.device)
             rounded = copy.to(weights.dtype)
             new = ~_same(weights, rounded, writes)
@@ -110,12 +110,12 @@ def _same(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
 
 
 @cache
-def _given() -> Attached[GivenParameters]:
+def _given() -> Attached[OptimizerParameters]:
     """Return what is known of each engine that was built since."""
     from ds_patches.steps.attached import Attached
-    from ds_patches.steps.given import GivenParameters
+    from ds_patches.steps.optimizer_params import OptimizerParameters
 
-    return Attached(f"{PATCH.name}_given", GivenParameters)
+    return Attached(f"{PATCH.name}_given", OptimizerParameters)
 
 
 @cache
@@ -129,7 +129,7 @@ def _weights() -> Attached[_Weights]:
         if getattr(optimizer, "params_in_nvme_and_cpu", False):  # partitioned into files
             return None
         try:
-            params = [param for param, _ in fragments.located(optimizer)]
+            params = [param for param, _ in fragments.slices_with_params(optimizer)]
         except NotChecked:
             return None
         return _Weights([] if class_of(optimizer) == ZERO3 else params)
@@ -174,7 +174,7 @@ def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     """DeepSpeed is about to wrap the optimizer, which has all parameters until then."""
     result = wrapped(*args, **kwargs)
     if (given := _given()(engine)) is not None:
-        given.check(engine)
+        given.warn_of_unfit(engine)
     return result
 
 
@@ -184,7 +184,7 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     if weights is None:
         return wrapped(*args, **kwargs)
     if (given := _given().get(engine)) is not None:
-        given.look(engine)
+        given.warn_of_frozen(engine)
     weights.take(engine.optimizer)
     result = wrapped(*args, **kwargs)
     weights.read()
@@ -215,9 +215,9 @@ def around_set(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> 
     """DeepSpeed's ``safe_set_full_fp32_param`` sets this rank's part of the fp32 weights."""
     result, param, value = _set_at_stage3(wrapped, optimizer, args, kwargs)
     if param is not None:
-        from ds_patches.upstream.zero3 import is_here
+        from ds_patches.upstream.zero3 import is_available
 
-        if is_here(param):  # small parameters stay gathered
+        if is_available(param):  # small parameters stay gathered
             param.data.copy_(value.reshape(param.shape))
     return result
 
@@ -241,7 +241,7 @@ def _set_at_stage3(
     from ds_patches.upstream import fragments
     from ds_patches.upstream.zero3 import drop_secondary
 
-    partition, copy = fragments.both(param, fragments.slice_at_stage3(optimizer, param))
+    partition, copy = fragments.weight_pair(param, fragments.slice_at_stage3(optimizer, param))
     partition.copy_(copy)
     drop_secondary(param)
     return result, param, value

@@ -93,11 +93,11 @@ def around_sums(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
     """Called at the end of each backward, for bf16 parameters with fp32 gradients."""
     import torch.distributed as dist  # every command reads this file, and few need torch
 
-    from ds_patches.upstream.fragments import read_sums
+    from ds_patches.upstream.fragments import expose_gradient_sums
 
     wrapped(*args, **kwargs)
     if dist.get_world_size(optimizer.dp_process_group) > 1:  # else it may read right
-        read_sums(optimizer)
+        expose_gradient_sums(optimizer)
 
 
 def around_overflow(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

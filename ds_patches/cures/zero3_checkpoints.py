@@ -51,11 +51,11 @@ def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
         or engine.has_moe_layers  # their weights are read from files of their own
     ):
         return wrapped(*args, **kwargs)
-    from ds_patches.upstream.engine import reading_weights_of
+    from ds_patches.upstream.engine import reading_weights_by_tag
 
     # Without this, load_module_only reads the module's own weights, which are empty at ZeRO-3.
     options["load_optimizer_states"] = False
-    with reading_weights_of(tag):
+    with reading_weights_by_tag(tag):
         path, states = wrapped(folder, tag, **options)
     if loads_states and states:
         states.pop("optimizer", None)  # as if it had been loaded

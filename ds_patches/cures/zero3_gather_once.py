@@ -1,6 +1,7 @@
 """ZeRO-3 gathers parameters once a step, where all of them fit into stage3_max_live_parameters.
 
-Not applied by default: neither its time nor its memory was measured on GPUs yet.
+Not applied by default: it was measured with few settings, and ranks that use different parameters
+raise an error with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.core.patch import Patch
-from ds_patches.upstream.classes import ENGINE, GATHERED, GATHERED_ONCE, ZERO3
+from ds_patches.upstream.classes import ENGINE, GATHER_ONCE_DEPENDENCIES, GATHERED, ZERO3
 
 PATCH = Patch(
     name="zero3_gather_once",
@@ -25,7 +26,7 @@ PATCH = Patch(
         GATHERED.target("__exit__", "ds_patches.steps.gather_once:around_exit"),
     ),
     dependencies=(
-        *GATHERED_ONCE,
+        *GATHER_ONCE_DEPENDENCIES,
         ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called at each gradient"),
     ),
     deactivate="deactivate",
@@ -64,11 +65,11 @@ def _gather(engine: Any) -> None:
     from ds_patches.steps import attached, gather_once
     from ds_patches.upstream.coverage import is_compiled
 
-    steps = attached.take_in(engine)
+    steps = attached.track(engine)
     # The first backward tells whether others run inside it, and registers external parameters.
     if steps is None or not steps.backwards_begun:
         return
-    gathered = gather_once.of(engine, steps)
+    gathered = gather_once.state_of(engine, steps)
     compiled = is_compiled(engine) or hasattr(engine.module, "_orig_mod")
     reason = gathered.why_not or ("it is compiled" if compiled else None)
     how, why = ("in each forward and backward", reason) if reason else ("once", "all fit")
@@ -84,7 +85,7 @@ def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     """
     from ds_patches.steps import attached
 
-    steps = attached.of(engine)
-    if steps is not None and steps.gather_once is not None and steps.gather_once.differs():
+    steps = attached.steps_of(engine)
+    if steps is not None and steps.gather_once is not None and steps.gather_once.orders_differ():
         raise Refused(_DIFFER)
     return wrapped(*args, **kwargs)

@@ -49,12 +49,12 @@ def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> A
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """DeepSpeed registers the modules below one; for a root, each gets a new number."""
-    from ds_patches.upstream.zero3_gathers import renumbered
+    from ds_patches.upstream.zero3_gathers import keeping_trace_ids
 
     module = in_order(wrapped, args, kwargs)[0]
     if module is not offload.module:
         return wrapped(*args, **kwargs)
-    with renumbered(offload.get_param_coordinator()):
+    with keeping_trace_ids(offload.get_param_coordinator()):
         return wrapped(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What dc_fallback is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+"""The targets and dependencies of dc_fallback. Data only; `hooks` does the work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _native(name: str, why: str) -> Dependency:
 _OF_COMPILED = "; wrapped at engines that DeepCompile has compiled"
 
 _DEPENDENCIES = (
-    ENGINE.needs("forward", f"calls the module, or what was compiled of it{_OF_COMPILED}"),
+    ENGINE.needs("forward", f"calls the module or its compiled form{_OF_COMPILED}"),
     ENGINE.needs("_backward_prologue", f"begins every backward{_OF_COMPILED}"),
     ENGINE.needs("_backward_epilogue", f"ends every backward{_OF_COMPILED}"),
     ENGINE.needs("zero_grad", f"asks for zero gradients{_OF_COMPILED}"),
@@ -32,35 +32,35 @@ _DEPENDENCIES = (
     Dependency(
         f"{_COMPILE}.init_z3",
         "init_z3",
-        "removes all hooks that gather or reduce; has the step read the gradient partitions",
+        "removes all hooks that gather or reduce; makes the step read the gradient partitions",
     ),
-    Dependency(OFFLOAD.module, "ZeROOrderedDict", "holds a module's parameters; ours is one"),
+    Dependency(OFFLOAD.module, "ZeROOrderedDict", "holds a module's parameters; subclassed"),
     _native(
         "deepcompile_z3_forward_context",
         "does nothing for an engine without a fallback of DeepSpeed's own",
     ),
     _native(
         "DeepCompileZ3EagerFallback.release_gathered_params",
-        "lets go of all that DeepSpeed's own fallback has gathered",
+        "releases the parameters that DeepSpeed's own fallback has gathered",
     ),
     Dependency(
         f"{_COMPILE}.util",
         "deepcompile_backward_prologue",
-        "tells the graphs whether a backward is at the boundary; here they are told again",
+        "tells the graphs if a backward is at the boundary; the patch may tell them otherwise",
     ),
     Dependency(
         f"{_COMPILE}.backend",
         "make_backend",
-        "waits for a backward of each graph whose frame was partitioned once; told to forget that",
+        "waits for a backward of each graph whose frame had one; the patch resets that",
     ),
-    Dependency(f"{_COMPILE}.graph_param", "DSGraphParamManager", "knows the parameters of a graph"),
+    Dependency(f"{_COMPILE}.graph_param", "DSGraphParamManager", "holds the parameters of a graph"),
     ZERO3.needs("has_overflow", "reads the flat partitions"),
     ZERO3.needs(
         "_prepare_fp32_grad_for_sub_group",
         "steps with the partitions that averaged_gradients points at",
     ),
     Dependency(
-        GATHERED.module, "free_param", "leaves what was gathered to whoever still refers to it"
+        GATHERED.module, "free_param", "frees a gathered tensor when its last reference goes"
     ),
 )
 

@@ -1,9 +1,9 @@
-"""What is private in TorchDynamo, in one place.
+"""TorchDynamo's private functions, in one place.
 
-A frame that Dynamo skips still has it look at every function that the frame calls. A function that
-asks whether it is being compiled would so be compiled by itself, and be told yes: that is how the
-fallback of DeepSpeed 0.19.3 to 0.19.8 fails in a loop with a graph break, where its getter is a
-compiled frame that gathers nothing.
+When Dynamo skips a frame, it still looks at every function that the frame calls. A function that
+asks if it is being compiled would be compiled by itself, and be told yes. That is how the fallback
+of DeepSpeed 0.19.3 to 0.19.8 fails in a loop with a graph break: its getter is a compiled frame
+that gathers nothing.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from ds_patches.core.errors import NotCovered
 from ds_patches.steps import graph_task
 
 
-def leave_alone(function: Callable[..., Any]) -> None:
-    """Have Dynamo never compile `function` by itself; compiled frames that call it still trace it.
+def skip_function(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling `function` by itself; frames that call it still trace it.
 
-    Functions that it calls are looked at again: they want `disabled`.
+    Dynamo looks at the functions that it calls: these have to be `disabled`.
     """
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
 
 
-def look_again(function: Callable[..., Any]) -> None:
-    """Take `leave_alone` back."""
+def unskip_function(function: Callable[..., Any]) -> None:
+    """Undo `skip_function`."""
     from torch._C._dynamo.eval_frame import reset_code
 
     reset_code(function.__code__)
 
 
 def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run without Dynamo, and all that it calls. Not for what compiled frames trace."""
+    """Return `function`, run without Dynamo with all that it calls. Not for traced functions."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def backend(wanted: Any) -> Callable[..., Any]:
-    """What compiles a graph for PyTorch alone, by its name or as it is."""
+def find_backend(name_or_backend: Any) -> Callable[..., Any]:
+    """Return the backend of this name, or the callable itself, that compiles for PyTorch alone."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    found: Callable[..., Any] = lookup_backend(wanted)
-    return found
+    backend: Callable[..., Any] = lookup_backend(name_or_backend)
+    return backend
 
 
-def switch(callback: Any = None) -> Any:
-    """From here on nothing is compiled on this thread; return what `switch` takes to go back.
+def set_callback(callback: Any = None) -> Any:
+    """Set Dynamo's callback of this thread, None to compile nothing; return the previous one.
 
-    For functions that were left alone: at the end of a compiled or a `disabled` one, Dynamo is what
-    it was at its beginning.
+    Only for functions passed to `skip_function`: at the end of a compiled or a `disabled` function,
+    Dynamo restores the callback of its beginning.
     """
     from torch._C._dynamo.eval_frame import set_eval_frame
 
@@ -61,8 +61,8 @@ def switch(callback: Any = None) -> Any:
 class SavedTensorsHooks:
     """``torch.autograd.graph.saved_tensors_hooks`` for eager code alone.
 
-    What a compiled graph saves must come back as the object that it was: of a parameter, hooks give
-    back a tensor without its attributes, and DeepCompile asks for those.
+    A compiled graph must get the very objects back that it has saved: hooks replace a parameter by
+    a tensor without its attributes, which DeepCompile reads.
     """
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
@@ -78,9 +78,9 @@ class SavedTensorsHooks:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def run_without(self, graph: Callable[..., Any], inputs: Any) -> Any:
-        """Run a compiled graph with these hooks out of its way, where they are the innermost.
+        """Run a compiled graph without these hooks, if they are the innermost ones.
 
-        Raises NotCovered with torch 2.7 and older, which do not tell which ones are.
+        Raises NotCovered with torch 2.7 and older, which do not tell which hooks are in place.
         """
         if not self._entered:
             return graph(*inputs)
@@ -100,7 +100,7 @@ class SavedTensorsHooks:
 
 
 def is_compiling_a_frame() -> bool:
-    """Return True while Dynamo compiles a frame: it reads parameters, to build guards on them."""
+    """Return True while Dynamo compiles a frame, and reads parameters to build its guards."""
     from torch._guards import CompileContext
 
     return CompileContext.try_get() is not None

@@ -1,4 +1,4 @@
-"""What a module of the engine gets: hooks around its calls, and a place for its parameters."""
+"""The hooks around a module's calls, and the dict through which its parameters are read."""
 
 from __future__ import annotations
 
@@ -14,75 +14,75 @@ from ds_patches.upstream import deepcompile, zero3
 from . import dynamo
 from .uses import Uses
 
-#: What a parameter is to be seen as; raw in frames that are being compiled.
-See = Callable[[torch.nn.Parameter], torch.Tensor]
+#: Returns the tensor that eager code gets for a parameter; not called while a frame is compiled.
+ReadParam = Callable[[torch.nn.Parameter], torch.Tensor]
 
 
 def call_hooks(engine: Any, uses: Uses) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return hooks before and after each call of a module that eager code makes."""
-    root, begin = engine.module, dynamo.disabled(uses.calls.open)
-    end = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
-    compiles_within = deepcompile.tells_layers_apart()
-    leaves = set(deepcompile.leaves(engine))
+    """Return hooks to run before and after each call of a module by eager code."""
+    root, open_call = engine.module, dynamo.disabled(uses.calls.open)
+    close_call = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
+    compiles_submodules = deepcompile.guards_layer_parameters()
+    leaves = set(deepcompile.leaf_modules(engine))
 
     def before_call(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        call = begin(module)
-        # Ranks compile together, and what runs in a leaf differs by rank.
-        if module in leaves or not (compiles_within or module is root):
-            call.dynamo = dynamo.switch()
+        call = open_call(module)
+        # Ranks compile together, but may run different parts of a leaf module.
+        if module in leaves or not (compiles_submodules or module is root):
+            call.dynamo_callback = dynamo.set_callback()
 
     def after_call(module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for call in reversed(end(module)):
-            if call.dynamo is not None:
-                dynamo.switch(call.dynamo)
+        for call in reversed(close_call(module)):
+            if call.dynamo_callback is not None:
+                dynamo.set_callback(call.dynamo_callback)
 
-    for function in (before_call, after_call, dynamo.switch):
-        dynamo.leave_alone(function)
+    for function in (before_call, after_call, dynamo.set_callback):
+        dynamo.skip_function(function)
     return before_call, after_call
 
 
-def watch(module: torch.nn.Module, see: See) -> Callable[[], None]:
-    """Show parameters of `module` through `see`; return what undoes that."""
-    before = module._parameters
-    watched = _watched()(module, see)
-    for name, param in before.items():
+def watch(module: torch.nn.Module, read: ReadParam) -> Callable[[], None]:
+    """Make reads of `module`'s parameters return `read(param)`; return a function to undo it."""
+    original = module._parameters
+    watched = _watched_class()(module, read)
+    for name, param in original.items():
         OrderedDict.__setitem__(watched, name, param)
     module._parameters = watched
-    return functools.partial(_put_back, module, before)
+    return functools.partial(_put_back, module, original)
 
 
-def _put_back(module: torch.nn.Module, before: Any) -> None:
-    """The container that was there, with what the module holds now."""
-    now = dict(module._parameters.items())
-    before.clear()
-    before.update(now)
-    module._parameters = before
+def _put_back(module: torch.nn.Module, original: Any) -> None:
+    """Restore the module's own dict, with the parameters that the module has now."""
+    current = dict(module._parameters.items())
+    original.clear()
+    original.update(current)
+    module._parameters = original
 
 
 @functools.cache
-def _watched() -> type:
-    stock: Any = zero3.parameters_class()
+def _watched_class() -> type:
+    stock: Any = zero3.parameter_dict_class()
 
     class WatchedParameters(stock):  # type: ignore[misc]
-        """Parameters of one module; a copy of it is an ordinary one."""
+        """The parameters of one module, through `read`; a copy is an ordinary dict."""
 
-        def __init__(self, parent_module: torch.nn.Module, see: See) -> None:
+        def __init__(self, parent_module: torch.nn.Module, read: ReadParam) -> None:
             super().__init__(parent_module)
-            self._see = see
+            self._read = read
 
         def __getitem__(self, key: str) -> Any:
             param = super(stock, self).__getitem__(key)
             if torch.compiler.is_compiling():
-                return param  # a graph gathers by itself
-            return self._see(param)
+                return param  # the compiled graph gathers it
+            return self._read(param)
 
         def __reduce__(self) -> Any:
             parent = zero3.module_of(self)
             return stock, (parent,), None, None, iter(list(self.items()))
 
-    dynamo.leave_alone(WatchedParameters.__getitem__)
+    dynamo.skip_function(WatchedParameters.__getitem__)
     return WatchedParameters

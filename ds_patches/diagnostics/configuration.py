@@ -1,4 +1,4 @@
-"""A training's configuration, read for what decides which defects can show."""
+"""The configuration of a training: which settings decide that a defect can occur."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from ds_patches.core.errors import FlagError
-from ds_patches.diagnostics import given
-from ds_patches.diagnostics.defects import KEYS, SAID, SETTINGS, Defect
+from ds_patches.diagnostics import inputs
+from ds_patches.diagnostics.defects import DEFAULT_TEXTS, KEYS, SETTINGS, Defect
 from ds_patches.diagnostics.findings import SCRIPT
 
-#: Whether something is so; where that is open, by which setting, or SCRIPT.
+#: For each condition True, False, the setting that decides it, or SCRIPT; and the "stage".
 Facts = Mapping[str, bool | str | int]
 Settings = Mapping[str, Any]
 
-#: Every configuration of DeepSpeed has one of these, and Accelerate's words for it one of those.
+#: Keys of which every DeepSpeed configuration has one, and Accelerate's file without one.
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_ITS = ("zero_optimization", *_BATCHES)
-_WORDS = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
-#: How a YAML of a framework, or of DeepSpeed's settings, is known among logs.
+_DEEPSPEED = ("zero_optimization", *_BATCHES)
+_ACCELERATE = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
+#: Matches the YAML of a framework, or of DeepSpeed's settings; and a line of prose or of an error.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
-_SUFFIXES = (".json", ".yaml", ".yml")
+_PROSE = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
 _STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
-_HALVES = {"bf16": "fp16", "fp16": "bf16"}
-#: What stands for off.
+#: The half precision dtypes, each with the other one.
+_HALF_DTYPES = {"bf16": "fp16", "fp16": "bf16"}
+#: Values that mean off.
 _OFF = ("", "0", "0.0", "false", "f", "no", "n", "off", "none")
-#: Older names of sections of `zero_optimization`, which are switches.
-_OLDER = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-#: The configurations that ms-swift ships, by the names that stand for them.
+#: Deprecated switches of `zero_optimization`, and the sections that replaced them.
+_DEPRECATED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+#: Names of the configurations that ms-swift ships, and their common settings.
 _SWIFT = re.compile(r"zero([0-3])(_offload)?")
-_AUTO = dict.fromkeys((*_BATCHES, _STEPS, _CLIPPING, "bf16", "fp16"), "auto")
+_SWIFT_SETTINGS = dict.fromkeys((*_BATCHES, _STEPS, _CLIPPING, "bf16", "fp16"), "auto")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a training's settings are; by default nothing is known.
+    """The settings of a training; by default none is known.
 
-    facts: what decides. settings: as the file has them. warnings: what DeepSpeed reads otherwise.
+    settings: as in the file. warnings: keys that DeepSpeed does not know or refuses.
     """
 
     facts: Facts = field(default_factory=dict)
@@ -49,116 +50,116 @@ class Configuration:
     warnings: tuple[str, ...] = ()
 
     def conditions(self, defect: Defect) -> tuple[str, ...] | None:
-        """Return on what a defect depends, open settings and SCRIPT; None if it cannot show."""
+        """Return the undecided settings a defect needs, and SCRIPT; None if it cannot occur."""
         if defect.stages and self.facts.get("stage") not in (None, *defect.stages):
             return None
-        each = [self.facts.get(name, SCRIPT) for name in defect.needs.split()]
-        if False in each:
+        facts = [self.facts.get(name, SCRIPT) for name in defect.needs.split()]
+        if False in facts:
             return None
-        return tuple(dict.fromkeys(fact for fact in each if isinstance(fact, str)))
+        return tuple(dict.fromkeys(fact for fact in facts if isinstance(fact, str)))
 
     def evidence(self, defect: Defect) -> tuple[str, ...]:
-        """Return the settings that bring a defect about, as the file has them."""
+        """Return the settings that cause a defect, as they are written in the file."""
         names = [name for name in defect.needs.split() if self.facts.get(name) is True]
         stage = [f"ZeRO {self.facts['stage']}"] if "stage" in self.facts else []
         return (*stage, *map(self._quoted, names))
 
     def _quoted(self, name: str) -> str:
-        for place in reversed(SETTINGS.get(name, [])):
-            key = place.partition("=")[0]
+        for setting in reversed(SETTINGS.get(name, [])):
+            key = setting.partition("=")[0]
             value = _value(self.settings, key)
-            # Not a container: of a YAML with aliases its text may be longer than any memory.
+            # Not a container: with YAML aliases, its text may be larger than memory.
             if isinstance(value, (bool, int, float, str)):
                 return f'"{key}": {str(value).lower()[:40]}'
-        return SAID.get(name, name.replace("_", " "))
+        return DEFAULT_TEXTS.get(name, name.replace("_", " "))
 
 
-def is_one(name: str, text: str) -> bool:
-    """Return True if a file is a configuration, or means to be one."""
-    is_short = len(text) <= given.LONGEST
-    begins = text.lstrip()[:1] == "{" and not re.match(r"\s*\{[^\n]*\}\s*\n\s*\{", text)
-    return name.endswith(_SUFFIXES) or begins or (is_short and bool(_YAML.search(text)))
+def is_configuration(name: str, text: str) -> bool:
+    """Return True if a file is to be read as a configuration, by its name or content."""
+    is_json = text.lstrip()[:1] == "{" and not re.match(r"\s*\{[^\n]*\}\s*\n\s*\{", text)
+    is_yaml = len(text) <= inputs.MAX_CONFIG and _YAML.search(text) and not _PROSE.search(text)
+    return name.endswith((".json", ".yaml", ".yml")) or is_json or bool(is_yaml)
 
 
 def read(name: str, text: str, folder: Path) -> Configuration:
-    """Read DeepSpeed's JSON, or the YAML of a framework around one.
+    """Read DeepSpeed's JSON, or a framework's YAML that contains or names it.
 
-    Raises FlagError for a file that is none of these.
+    folder: the folder for relative paths in the file. Raises FlagError for any other file.
     """
     warnings: list[str] = []
-    outer = given.settings(name, text, warnings)
+    outer = inputs.settings(name, text, warnings)
     if (kind := outer.get("distributed_type", "DEEPSPEED")) != "DEEPSPEED":
-        its = kind if isinstance(kind, str) else type(kind).__name__
-        raise FlagError(f"{name} has no DeepSpeed configuration: its distributed_type is {its}")
+        kind = kind if isinstance(kind, str) else type(kind).__name__
+        raise FlagError(f"{name} has no DeepSpeed configuration: its distributed_type is {kind}")
     inner = outer.get("deepspeed_config", outer.get("deepspeed", outer))
     if isinstance(inner, Mapping):
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
-        inner = _named(name, inner, folder, warnings)
-    if not isinstance(inner, Mapping) or not any(key in inner for key in (*_ITS, *_WORDS)):
-        near = [_near(key, "") for key in inner] if isinstance(inner, Mapping) else []
-        hint = "".join(f"; did you mean {key!r}?" for key in filter(None, near))
+        inner = _referenced(name, inner, folder, warnings)
+    if not isinstance(inner, Mapping) or {*inner}.isdisjoint((*_DEEPSPEED, *_ACCELERATE)):
+        similar = [_similar(key, "") for key in inner] if isinstance(inner, Mapping) else []
+        hint = "".join(f"; did you mean {key!r}?" for key in filter(None, similar))
         raise FlagError(f"{name} has no DeepSpeed configuration{hint}")
-    return of(name, inner, outer if inner is not outer else None, warnings)
+    return from_settings(name, inner, outer if inner is not outer else None, warnings)
 
 
-def of(
+def from_settings(
     name: str, inner: Settings, outer: Settings | None = None, warnings: list[str] | None = None
 ) -> Configuration:
-    """Return what settings decide. inner: DeepSpeed's, or Accelerate's words for it.
+    """Return the configuration for settings; raises FlagError if one has a wrong type.
 
-    outer: the file around it. Raises FlagError if one has a wrong type.
+    inner: DeepSpeed's settings, or Accelerate's keys for them. outer: the framework's file.
     """
-    warned = [*(warnings or ()), *_misspelt(inner)]
+    warnings = [*(warnings or ()), *_misspelt(inner)]
     try:
         facts = _facts(inner, outer)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise FlagError(f"{name} has a setting of a wrong type: {error}") from error
-    return Configuration(facts, {**(outer or {}), **inner}, tuple(warned))
+    return Configuration(facts, {**(outer or {}), **inner}, tuple(warnings))
 
 
-def said(setting: str) -> str:
-    """Return in words what it takes of an open setting."""
+def condition(setting: str) -> str:
+    """Return the value of an undecided setting with which a defect occurs, as text."""
     return f"{setting} is above 1" if setting == _STEPS else f"{setting} is on"
 
 
 def _facts(inner: Settings, outer: Settings | None) -> Facts:
-    """outer fills in what is "auto"; what Accelerate's words lack, is."""
-    if isinstance(on := inner.get("zero_optimization"), bool):  # its older form
+    """Return the facts; `outer` has the values of settings that are "auto" or have no key."""
+    if isinstance(on := inner.get("zero_optimization"), bool):  # the deprecated form of the section
         inner = {**inner, "zero_optimization": {"stage": 1} if on else {}}
-    if "bfloat16" in inner:  # its older name
+    if "bfloat16" in inner:  # the deprecated name of the section
         inner = {"bf16": inner["bfloat16"], **inner}
     for name in ("zero_optimization", "optimizer", "scheduler", "checkpoint"):
         if not isinstance(inner.get(name, {}), Mapping):
-            raise TypeError(f"{name} is no section")
+            raise TypeError(f"{name} is not a section")
     zero: Settings = inner.get("zero_optimization", {})
-    older = {new: {"device": "cpu"} for old, new in _OLDER.items() if _switch(zero.get(old), old)}
-    if older:
-        inner = {**inner, "zero_optimization": (zero := older | dict(zero))}
-    words = "zero_optimization" not in inner and any(name in inner for name in _WORDS)
-    stage = float(zero.get("stage", inner.get("zero_stage", 2 if words else 0)))
+    cpu = {"device": "cpu"}
+    if offloads := {new: cpu for old, new in _DEPRECATED.items() if _switch(zero.get(old), old)}:
+        inner = {**inner, "zero_optimization": (zero := offloads | dict(zero))}
+    is_accelerates = "zero_optimization" not in inner and any(key in inner for key in _ACCELERATE)
+    stage = float(zero.get("stage", inner.get("zero_stage", 2 if is_accelerates else 0)))
     if stage not in range(4):
-        raise ValueError("there is no such ZeRO stage")
+        raise ValueError(f"there is no ZeRO stage {stage:g}")
     stage = int(stage)
     schedule: Settings = inner.get("scheduler", {})
-    halves = {name: _half(name, inner, outer) for name in _HALVES}
+    halves = {name: _half(name, inner, outer) for name in _HALF_DTYPES}
     if [*halves.values()] == [True, True]:
         raise ValueError("bf16 and fp16 are both on")
-    half = next((on for on in (True in halves.values(), *halves.values()) if on), False)
-    facts = settings({**(outer or {}), **inner})  # a trainer's `optim`, too
-    is_accelerates = outer is not None and bool({"deepspeed_config", "distributed_type"} & {*outer})
+    half = next((is_on for is_on in (True in halves.values(), *halves.values()) if is_on), False)
+    facts = settings({**(outer or {}), **inner})  # with a trainer's `optim`
+    fills_in = outer is not None and bool({"deepspeed_config", "distributed_type"} & {*outer})
     return facts | halves | {
         "stage": stage,
         "zero3": stage == 3,
         "overlap": _switch(zero.get("overlap_comm", stage == 3), "overlap_comm"),
-        "accumulation": _accumulates(inner, outer or {}, words),
-        "unclipped": inner.get(_CLIPPING) is None and not words,
-        "filled": is_accelerates and inner.get(_CLIPPING, "auto" if words else 0) == "auto",
+        "accumulation": _accumulates(inner, outer or {}, is_accelerates),
+        "unclipped": inner.get(_CLIPPING) is None and not is_accelerates,
+        "filled": fills_in and inner.get(_CLIPPING, "auto" if is_accelerates else 0) == "auto",
         "sums": facts["sums"] and halves["bf16"],
         "bf16_or_fp16": half,
         "single": SCRIPT if isinstance(half, str) else not half,
         "pipeline": "pipeline" in inner or SCRIPT,
-        # Without a schedule in the configuration the script has one, or none.
+        # Without a schedule in the configuration, the script decides.
         "warmup": "warmup_max_lr" not in schedule.get("params", {}) and facts["warmup"]
                   if schedule else SCRIPT,
         "cosine": facts["cosine"] if schedule else SCRIPT,
@@ -168,11 +169,11 @@ def _facts(inner: Settings, outer: Settings | None) -> Facts:
 
 
 def settings(config: Settings) -> dict[str, bool | str | int]:
-    """Return what a configuration of DeepSpeed says of the table's settings; "auto" is open."""
+    """Return the value of each of the table's settings; SCRIPT if it is "auto"."""
     facts: dict[str, bool | str | int] = {}
-    for name, places in SETTINGS.items():
-        each = [_is_on(config, *place.split("=", 1)) for place in places]
-        facts[name] = True in each or (SCRIPT if None in each else False)
+    for name, keys in SETTINGS.items():
+        values = [_is_on(config, *key.split("=", 1)) for key in keys]
+        facts[name] = True in values or (SCRIPT if None in values else False)
     return facts
 
 
@@ -183,29 +184,29 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _is_on(config: Any, key: str, pattern: str = "") -> bool | None:
-    config = _value(config, key)
-    # Of a YAML with aliases the text of a container may be longer than any memory.
-    value = "..." if isinstance(config, (Mapping, list)) else str(config).lower()
+    setting = _value(config, key)
+    # With YAML aliases, the text of a container may be larger than memory.
+    value = "..." if isinstance(setting, (Mapping, list)) else str(setting).lower()
     if value == "auto":
         return None
     return bool(re.fullmatch(pattern, value)) if pattern else value not in _OFF
 
 
-def _accumulates(inner: Settings, outer: Settings, words: bool) -> bool | str:
-    follows = all(isinstance(inner.get(name), int) for name in _BATCHES)
+def _accumulates(inner: Settings, outer: Settings, is_accelerates: bool) -> bool | str:
+    is_implied = all(isinstance(inner.get(name), int) for name in _BATCHES)
     value = inner.get(_STEPS)
-    value = ("auto" if words or follows else 1) if value is None else value
+    value = ("auto" if is_accelerates or is_implied else 1) if value is None else value
     value = outer.get(_STEPS, value) if value == "auto" else value
     return _STEPS if value == "auto" else int(value) > 1
 
 
 def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
-    """A framework may switch it on where DeepSpeed's file has no section for it, too."""
+    """Return if a half dtype is on, its name if undecided; a framework may have switched it on."""
     section = inner.get(name, {"enabled": False} if outer is None else "auto")
     value = section.get("enabled", False) if isinstance(section, Mapping) else section
     if value == "auto" and outer:
         chosen = outer.get("mixed_precision")
-        if chosen in _HALVES or outer.get(_HALVES[name]) is True:
+        if chosen in _HALF_DTYPES or outer.get(_HALF_DTYPES[name]) is True:
             value = chosen == name
         else:
             value = outer.get(name, "auto")
@@ -224,25 +225,27 @@ def _misspelt(config: Settings) -> list[str]:
     for section in KEYS:
         keys = config.get(section) if section else config
         for key in keys if isinstance(keys, Mapping) else ():
-            if near := _near(key, section):
-                of = f" in {section!r}" * bool(section)
-                warnings.append(f"DeepSpeed does not know {key!r}{of}: did you mean {near!r}?")
+            if similar := _similar(key, section):
+                place = f" in {section!r}" * bool(section)
+                warnings.append(
+                    f"DeepSpeed does not know {key!r}{place}: did you mean {similar!r}?"
+                )
     return warnings
 
 
-def _near(key: Any, section: str) -> str:
+def _similar(key: Any, section: str) -> str:
     known = KEYS[section]
-    is_known = not isinstance(key, str) or key in known or key in _WORDS
+    is_known = not isinstance(key, str) or key in known or key in _ACCELERATE
     return "" if is_known else next(iter(get_close_matches(key, known, 1, 0.85)), "")
 
 
-def _named(name: str, inner: str, folder: Path, warnings: list[str]) -> Settings:
-    """Return the configuration that a framework's file names."""
-    beside = (folder / inner, Path(inner), folder / Path(inner).name)
-    if file := next(filter(os.path.exists, beside), None):
-        text = given.content(Path(file), given.LONGEST + 1).decode(errors="replace")
-        return given.settings(str(file), text, warnings)
+def _referenced(name: str, inner: str, folder: Path, warnings: list[str]) -> Settings:
+    """Return the configuration whose file a framework's file names."""
+    candidates = (folder / inner, Path(inner), folder / Path(inner).name)
+    if file := next(filter(os.path.exists, candidates), None):
+        text = inputs.content(Path(file), inputs.MAX_CONFIG + 1).decode(errors="replace")
+        return inputs.settings(str(file), text, warnings)
     if swift := _SWIFT.fullmatch(inner):
         offload = {"offload_optimizer": {"device": "cpu"}} if swift[2] else {}
-        return {**_AUTO, "zero_optimization": {"stage": int(swift[1]), **offload}}
-    raise FlagError(f"{name} names {inner!r}, and there is no such file")
+        return {**_SWIFT_SETTINGS, "zero_optimization": {"stage": int(swift[1]), **offload}}
+    raise FlagError(f"{name} names {inner!r}, which does not exist")

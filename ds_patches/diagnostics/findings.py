@@ -1,4 +1,4 @@
-"""A finding: a defect that a training meets, what shows it, and what helps."""
+"""A finding: a defect that a training has, its evidence, and its cure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from packaging.version import Version
 from ds_patches.core import gate, registry, release
 from ds_patches.diagnostics.defects import HARMS, TESTED, Defect, plain
 
-#: The one command, and what stands for it in a script.
+#: The command that applies the patches to a training.
 APPLY = "ds-patches run -- torchrun train.py"
-#: On what a finding depends: an open setting, or this.
+#: In `Finding.depends`: the defect depends on the script, not on a setting.
 SCRIPT = "script"
-#: Why a patch would not be applied: a build has the fix of a later release.
-FIXED = "not needed: what it cures is fixed here"
+#: The reason to refuse a patch if the installed code has the fix of a later release.
+FIXED = "not needed: the installed code has the fix"
 
 
 @dataclass(frozen=True)
 class Cure:
-    """What helps in one release. by: "patch", "applied", "setting", "upgrade" or "nothing"."""
+    """The cure in a release. kind: "patch", "applied", "setting", "upgrade" or "nothing"."""
 
-    by: str
+    kind: str
     why: str
     do: str
 
@@ -33,9 +33,9 @@ class Cure:
 class Finding:
     """A defect of a training.
 
-    evidence: the settings that bring it about, or the line of a log that shows it.
-    depends: the open settings on which it depends, and SCRIPT. is_sure: of a log, the traceback
-    shows this defect; else the message may be another's, too.
+    evidence: the settings that cause it, or the line of a log.
+    depends: the undecided settings on which it depends, and SCRIPT.
+    is_sure: False if the message in the log may be that of another defect.
     """
 
     defect: Defect
@@ -47,18 +47,18 @@ class Finding:
 
     @property
     def is_open(self) -> bool:
-        """True if the script decides, too."""
+        """True if it also depends on the script."""
         return SCRIPT in self.depends
 
     @property
     def counts(self) -> bool:
-        """True if something is wrong, as far as anybody can tell without the script."""
+        """True if it makes the exit status 1: wrong weights or a crash, without a live patch."""
         harmful = self.defect.harm != "cost" and bool(self.defect.stages)
-        return harmful and self.cure.by != "applied" and not self.is_open
+        return harmful and self.cure.kind != "applied" and not self.is_open
 
     @property
     def rank(self) -> tuple[bool, bool, int, bool]:
-        """What a log shows comes first, then what settings decide; of those the worst."""
+        """Sort key: findings of a log first, then those that settings decide; worst first."""
         harm = [*HARMS].index(self.defect.harm) if self.defect.stages else len(HARMS)
         return not self.is_logged, self.is_open, harm, bool(self.depends)
 
@@ -77,46 +77,46 @@ class Finding:
             "evidence": self.evidence,
             "depends": self.depends,
             "sure": self.is_sure,
-            "cure": cure.by,
+            "cure": cure.kind,
             "why": cure.why,
             "do": plain(cure.do),
         }
 
 
 def cure(
-    defect: Defect, version: Version | None, answers: Mapping[str, str], *, is_applied: bool = False
+    defect: Defect, version: Version | None, refusals: Mapping[str, str], *, is_live: bool = False
 ) -> Cure:
-    """Return what helps where a release is wrong; version: None if it is not known.
+    """Return the cure of a defect in a release; version: None if it is not known.
 
-    answers: for each patch, why it would not be applied; nothing if it would. is_applied: it is.
+    refusals: by patch, the reason why it would not be applied; "" if it would.
+    is_live: the start-up hook applies patches in this environment.
     """
     if not defect.stages:
         return Cure("setting", "no defect of DeepSpeed", defect.do)
-    why = answers.get(defect.patch, "not installed") if defect.patch else ""
-    if defect.patch and not why and is_applied:
+    refusal = refusals.get(defect.patch, "not installed") if defect.patch else ""
+    if defect.patch and not refusal and is_live:
         return Cure("applied", f"{defect.patch} fixes this, and is applied", defect.do)
-    if defect.patch and not why:
-        also = f"; and {defect.do}" if defect.do else ""
-        why = f"{defect.patch} fixes this; not applied"
-        return Cure("patch", why, f"{APPLY}{also}")
-    ends = [end for end in (defect.right, floor(defect)) if end]
-    ends = [end for end in ends if not version or Version(end) > version]
-    better = min(ends, key=Version, default="")
+    if defect.patch and not refusal:
+        command = f"{APPLY}; and {defect.do}" if defect.do else APPLY
+        return Cure("patch", f"{defect.patch} fixes this; not applied", command)
+    cured_from = [first for first in (defect.right, floor(defect)) if first]
+    newer = [first for first in cured_from if not version or Version(first) > version]
+    better = min(newer, key=Version, default="")
     upgrade = f"upgrade DeepSpeed to {better} or later" if better else ""
     if better and better != defect.right:
-        upgrade += f", and apply {defect.patch}"  # which is for no older one
-    said = f"{defect.patch} is {why}" if why else "no patch fixes this"
+        upgrade += f", and apply {defect.patch}"  # it does not support older releases
+    why = f"{defect.patch} is {refusal}" if refusal else "no patch fixes this"
     if defect.do and not defect.patch:
-        return Cure("setting", said, " or ".join(filter(None, (defect.do, upgrade))))
+        return Cure("setting", why, " or ".join(filter(None, (defect.do, upgrade))))
     if upgrade:
-        return Cure("upgrade", said, upgrade)
-    if why and version and version > Version(TESTED):
-        return Cure("nothing", said, f"DeepSpeed {TESTED} with {defect.patch} is right")
-    return Cure("nothing", said, "not known: no release or setting that helps")
+        return Cure("upgrade", why, upgrade)
+    if refusal and version and version > Version(TESTED):
+        return Cure("nothing", why, f"DeepSpeed {TESTED} with {defect.patch} is right")
+    return Cure("nothing", why, "not known: no release or setting that helps")
 
 
 def floor(defect: Defect) -> str:
-    """Return from when on the patch is for the releases that are wrong, if not from the first."""
+    """Return the first release that the patch supports, if older ones have the defect; else ""."""
     if not (patch := registry.patches().get(defect.patch)):
         return ""
     supported = SpecifierSet(patch.supported)
@@ -124,14 +124,14 @@ def floor(defect: Defect) -> str:
     return first if Version(first) > Version(defect.first) else ""
 
 
-def of_release(version: Version) -> dict[str, str]:
-    """Return for each patch why a release is not one of its; nothing if it is."""
+def out_of_range(version: Version) -> dict[str, str]:
+    """Return for each patch why it does not support a release; "" if it does."""
     ranges = {name: patch.supported for name, patch in registry.patches().items()}
-    return {n: "" if release.covers(its, version) else f"for {its}" for n, its in ranges.items()}
+    return {n: "" if release.covers(r, version) else f"for {r}" for n, r in ranges.items()}
 
 
 def refusal(verdict: gate.Verdict) -> str:
-    """Return why a patch would not be applied to the installed DeepSpeed; nothing if it would."""
+    """Return why a patch would not be applied to the installed DeepSpeed; "" if it would."""
     if verdict.is_fixed:
         return FIXED
     return "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"

@@ -1,6 +1,6 @@
-"""What a log tells: its release, its settings, and the errors that it ends in.
+"""Reads a log: DeepSpeed's release, its settings, and the last error of each rank.
 
-Of the errors the last of each rank counts, with those that led to it: others were survived.
+Errors that led to the last one count too. Training went on after all earlier ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from packaging.version import Version
 
-#: Anywhere in a log, as DeepSpeed prints its configuration; and how evidence says so.
+#: Matches a log of DeepCompile; then `Error.evidence` ends in `_IS_COMPILED`.
 _COMPILED = re.compile('deepcompile=True|"deepcompile": ?true|deepspeed/compile/')
 _IS_COMPILED = "DeepCompile is on"
-#: Letters of a log's end that are looked through for errors, and of its begin for settings.
-_END = 1 << 22
+#: Characters at a log's end that are searched for errors, and at its start for settings.
+_SEARCHED = 1 << 22
 _ERROR = re.compile(
     r"""(?<![a-zA-Z0-9_.])(?:\w+\.)*(?!ChildFailed|CalledProcess)
         (?:[A-Z]\w*(?:Error|Exception|Interrupt|EnforceNotMet)
@@ -28,35 +28,35 @@ _ERROR = re.compile(
     |(?:return[ ]code[ ]=|exitcode:)[ ]-(?!15\b)""",
     re.VERBOSE,
 )
-#: Who has printed a line, as torchrun, mpirun, pdsh and others begin it.
+#: Prefix of a line with the rank that printed it, as torchrun and mpirun write it, but no pytest's.
 _RANK = re.compile(
-    r"^(?:[^\[\n]{0,60}(\[rank\d{1,9}\]):"
+    r"^(?:(?!E )[^\[\n]{0,60}(\[rank\d{1,9}\]):"
     r"|[ \t]{0,9}(?:(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):|(\[\d+,\d+\])<std(?:err|out)>:))",
     re.MULTILINE,
 )
 _FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d|\.py:\d+ in ", re.MULTILINE)
 _DEEP_FRAME = re.compile(r"(?:torch|deepspeed)/[\w/]{1,200}\.py\b")
-#: Colours, also where their first character was lost, and the frames of rich's tracebacks.
-_PAINT = re.compile("\x1b?\\[[0-9;]{1,20}m|\x1b\\[[0-9;]{0,20}[A-Za-z]|[│┃]")
+#: Escape sequences of colours, also without their first character, and rich's frames.
+_COLOUR = re.compile("\x1b?\\[[0-9;]{1,20}m|\x1b\\[[0-9;]{0,20}[A-Za-z]|[│┃]")
 _BEGIN = "Traceback (most recent call last)"
-#: Between an error and the one that it led to; above one that nothing came of; errors that led on.
+#: Text between an error and the next one of a chain; text above an ignored error; chain length.
 _LED_TO = re.compile("The above exception was the direct|During handling of the above exception")
 _IGNORED = "Exception ignored in"
-_CHAIN = 8
-#: Lines of a message, and of the traceback before it, that are looked at; ranks.
-_MESSAGE, _TRACEBACK, _RANKS = 12, 400, 4096
-#: What ds_patches itself says, as a warning or at the end of a traceback; not what is live.
-_OURS = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
-#: What stands for something that is left out.
-CUT = "…"
-#: As DeepSpeed prints its own release; and as ds_report, pip, and forms of issues have it.
-_OWN_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
+_MAX_CHAIN = 8
+#: Lines of a message and of the traceback before it that are examined; ranks.
+_MAX_MESSAGE, _MAX_TRACEBACK, _MAX_RANKS = 12, 400, 4096
+#: A message of ds_patches, as a warning or an error; not the line on live patches.
+_OWN_MESSAGE = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
+#: Stands for omitted text.
+OMITTED = "…"
+#: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it.
+_PRINTED_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
 _RELEASE = re.compile(
     r"(?<![\w/-])deepspeed(?:\[\w+\])?"
     r"(?:[\s:=@,|(*`\"'.-]|version|info|release|installed|v(?=\d)){1,60}?(0\.\d+\.\d+)\b",
     re.IGNORECASE,
 )
-#: As DeepSpeed prints its configuration, with the first key; and single settings of it.
+#: DeepSpeed's printed configuration, with the first key; and its printed single settings.
 _JSON = re.compile(r"(?:json =\s*|^\s*)(\{)(?=\s*\")", re.MULTILINE)
 _SETTING = re.compile(r"^.*\bprint\]\s+(\w+) \.{3,}\s(\S+)$", re.MULTILINE)
 _PRINTED = {
@@ -66,7 +66,7 @@ _PRINTED = {
     "bfloat16_enabled": ("bf16", "enabled"),
     "fp16_enabled": ("fp16", "enabled"),
 }
-#: NCCL's watchdog: which collective a rank waited in.
+#: NCCL's watchdog: the collective in which a rank waited.
 _WAITS = re.compile(
     r"Watchdog caught .{0,80}WorkNCCL\(SeqNum=\d+, OpType=(\w+)(?:, NumelIn=(\d+))?"
 )
@@ -75,12 +75,12 @@ _DIFFER = "ranks wait in different collectives"
 
 @dataclass(frozen=True)
 class Error:
-    """An error as it is printed; a text that has none is one as a whole.
+    """A printed error; a text without one is an error as a whole.
 
-    line: the first line of the message. message: what stands behind the exception's name.
-    evidence: the traceback and the message, and whether the log shows DeepCompile.
-    has_frames: whether there are any. has_traceback: whether there are frames of PyTorch or
-        DeepSpeed, so that what they lack did not happen: a traceback may be cut to the user's own.
+    line: the first line of the message. message: the whole message, with the exception's name.
+    evidence: the traceback and the message, and `_IS_COMPILED` if the log shows DeepCompile.
+    has_frames: the traceback has frames. has_traceback: it has frames of PyTorch or DeepSpeed, so
+        it was not cut to the user's own, and a function that is not in it was not called.
     """
 
     line: str
@@ -92,58 +92,60 @@ class Error:
 
 @dataclass(frozen=True)
 class Log:
-    """What stands in a log.
+    """The content of a log.
 
-    has_error: whether `errors` are such; else they are the text. releases: that it names.
-    config: DeepSpeed's configuration. said: what ds_patches says in it.
+    has_error: False if the log has no error, and `errors` has the whole text.
+    releases: DeepSpeed's releases in it. config: DeepSpeed's configuration.
+    own_messages: the messages of ds_patches.
     """
 
     errors: tuple[Error, ...]
     has_error: bool
     releases: tuple[Version, ...]
     config: Mapping[str, Any] | None
-    said: tuple[str, ...]
+    own_messages: tuple[str, ...]
 
 
 def read(text: str) -> Log:
-    """Look through a text of any length."""
-    end = _PAINT.sub("", text[-_END:])
+    """Parse a log of any length."""
+    end = _COLOUR.sub("", text[-_SEARCHED:])
     lines = end.splitlines()
-    ranks: dict[str, list[int]] = {}  # of each the numbers of its lines
+    ranks: dict[str, list[int]] = {}  # the line numbers of each rank
     for number, line in enumerate(lines):
         ranks.setdefault(_rank(line), []).append(number)
-    shown = _IS_COMPILED if _COMPILED.search(text) else ""
+    compiled = _IS_COMPILED if _COMPILED.search(text) else ""
     places = []
     for numbers in ranks.values():
-        own = [lines[number] for number in numbers]
-        places += [(numbers[index], own, index) for index in _last(own)]
+        of_rank = [lines[number] for number in numbers]
+        places += [(numbers[index], of_rank, index) for index in _last_errors(of_rank)]
     places.sort(key=lambda place: place[0])
-    errors = [_error(own, index, shown) for _, own, index in places[-_RANKS:]]
-    for waits in zip(*_WAITS.findall(end), strict=True):
-        if len({*waits} - {""}) > 1:
+    errors = [_error(of_rank, index, compiled) for _, of_rank, index in places[-_MAX_RANKS:]]
+    for collectives in zip(*_WAITS.findall(end), strict=True):  # names, then sizes
+        if len({*collectives} - {""}) > 1:
             line = next(line for line in lines if _WAITS.search(line)).strip()
             errors = [Error(line, _DIFFER, _DIFFER)]
-    whole = Error(text.strip().partition("\n")[0], end, f"{end}\n{shown}")
-    own_release = {*_OWN_RELEASE.findall(text)}
-    releases = sorted(map(Version, own_release or {*_RELEASE.findall(text)}))
-    said = tuple(dict.fromkeys(_OURS.findall(text)))
-    config = _config(_PAINT.sub("", text[:_END]))
-    return Log(tuple(errors or [whole]), bool(errors), tuple(releases), config, said)
+    full_text = Error(text.strip().partition("\n")[0], end, f"{end}\n{compiled}")
+    printed = {*_PRINTED_RELEASE.findall(text)}
+    releases = sorted(map(Version, printed or {*_RELEASE.findall(text)}))
+    own_messages = tuple(dict.fromkeys(_OWN_MESSAGE.findall(text)))
+    config = _config(_COLOUR.sub("", text[:_SEARCHED]))
+    return Log(tuple(errors or [full_text]), bool(errors), tuple(releases), config, own_messages)
 
 
-def alike(text: str) -> str:
-    """Return the letters of a text, without what differs from case to case: numbers but 0, ranks.
+def normalized(text: str) -> str:
+    """Return a text in the form in which messages are compared.
 
-    CUT stands where something is left out.
+    Lower case, without spaces, punctuation and ranks; "N" replaces each list of numbers but 0, and
+    OMITTED three dots.
     """
-    text = _RANK.sub(" ", _PAINT.sub("", text.lower())).replace("...", CUT)
-    return re.sub(rf"[^\w{CUT}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
+    text = _RANK.sub(" ", _COLOUR.sub("", text.lower())).replace("...", OMITTED)
+    return re.sub(rf"[^\w{OMITTED}]|_", "", re.sub(r"\b[1-9]\d*(, [1-9]\d*)*", "N", text))
 
 
 def _config(text: str) -> Mapping[str, Any] | None:
-    """Return the last configuration in a text, or what single lines print of one."""
+    """Return the last configuration that a text prints, as JSON or in single lines; else None."""
     text = _RANK.sub("", text)
-    for start in reversed([found.start(1) for found in _JSON.finditer(text)][-64:]):
+    for start in reversed([match.start(1) for match in _JSON.finditer(text)][-64:]):
         try:
             config, _ = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):
@@ -152,48 +154,48 @@ def _config(text: str) -> Mapping[str, Any] | None:
             return dict(config)
     single: dict[str, Any] = {}
     for name, value in _SETTING.findall(text):
-        if place := _PRINTED.get(name):
+        if keys := _PRINTED.get(name):
             is_plain = re.fullmatch(r"[\d.]+|True|False", value)
-            printed = json.loads(value.lower()) if is_plain else None
-            single[place[0]] = {place[1]: printed} if len(place) > 1 else printed
+            setting = json.loads(value.lower()) if is_plain else None
+            single[keys[0]] = {keys[1]: setting} if len(keys) > 1 else setting
     return single if "zero_optimization" in single else None
 
 
 def _rank(line: str) -> str:
-    found = _RANK.match(line)
-    return (found[1] or found[2] or found[3]) if found else ""
+    prefix = _RANK.match(line)
+    return (prefix[1] or prefix[2] or prefix[3]) if prefix else ""
 
 
-def _last(lines: Sequence[str]) -> list[int]:
-    """Return which of a rank's lines are its last error, and those that led to it."""
+def _last_errors(lines: Sequence[str]) -> list[int]:
+    """Return the indices of a rank's last error, and of the errors that led to it."""
     last: list[int] = []
-    leads = False
-    is_begun = None  # of an error that is ignored, whether its traceback is
+    led_on = False
+    has_begun = None  # None, or for an ignored error if its traceback has begun
     for index, line in enumerate(lines):
         if _LED_TO.search(line):
-            leads = True
+            led_on = True
         elif _IGNORED in line:
-            is_begun = False
-        elif _BEGIN in line and is_begun is not None:
-            is_begun = None if is_begun else True  # a second one is not its own
+            has_begun = False
+        elif _BEGIN in line and has_begun is not None:
+            has_begun = None if has_begun else True  # a second traceback is another error's
         elif _ERROR.search(line):
-            if is_begun is None:
-                last = [*(last if leads else ()), index][-_CHAIN:]
-            leads, is_begun = False, None
+            if has_begun is None:
+                last = [*(last if led_on else ()), index][-_MAX_CHAIN:]
+            led_on, has_begun = False, None
     return last
 
 
-def _error(lines: Sequence[str], index: int, shown: str) -> Error:
-    """Return the error in one of a rank's lines, with what is of the same traceback."""
+def _error(lines: Sequence[str], index: int, compiled: str) -> Error:
+    """Return the error in line `index` of a rank, with its traceback."""
 
     def is_inside(line: str) -> bool:
         return _BEGIN not in line
 
-    before = reversed(lines[max(0, index - _TRACEBACK) : index])
+    before = reversed(lines[max(0, index - _MAX_TRACEBACK) : index])
     traceback = "\n".join([*takewhile(is_inside, before)][::-1])
-    after = takewhile(is_inside, lines[index + 1 : index + _MESSAGE])
+    after = takewhile(is_inside, lines[index + 1 : index + _MAX_MESSAGE])
     message = "\n".join([lines[index], *after])
-    evidence = f"{traceback}\n{message}\n{shown}"
+    evidence = f"{traceback}\n{message}\n{compiled}"
     frames = f"{traceback}\n{lines[index]}"
     has_frames, is_deep = bool(_FRAME.search(frames)), bool(_DEEP_FRAME.search(frames))
     return Error(lines[index].strip(), message, evidence, has_frames, is_deep)

@@ -1,4 +1,4 @@
-"""`prove`: a row of what is wrong here, trained by plain PyTorch, stock and patched DeepSpeed."""
+"""`prove`: trains a defect's script by plain PyTorch, stock and patched DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from packaging.version import Version
 
 from ds_patches.core import columns, flags, release
 from ds_patches.core.errors import DsPatchesError, FlagError, nearest
-from ds_patches.diagnostics import findings, picture, proofs
+from ds_patches.diagnostics import findings, plot, proofs
 from ds_patches.diagnostics.defects import Defect, plain, wrong_in
 from ds_patches.diagnostics.proofs import ranks
 
 SIDES = ("PyTorch", "stock", "patched")
 #: Exit statuses: patched is right; it is not.
 RIGHT, WRONG = 0, 1
-#: Of what PyTorch learns: half precision is off by 3e-4, and the smallest defect by 1e-2.
+#: The largest `Run.off` that is right: half precision is off by 3e-4, the smallest defect by 1e-2.
 ROUNDING = 1e-3
-_PATIENCE = 300  # seconds
-_running: set[int] = set()  # groups of processes
+#: Seconds until a proof counts as hanging.
+_TIMEOUT = 300
+#: Process groups of the proofs that run.
+_running: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Run:
 
     @property
     def off(self) -> float:
-        """The largest distance from PyTorch, in parts of what PyTorch learns.
+        """The largest difference from PyTorch's losses, relative to their range.
 
-        An error, and a loss that is no number, is as far off as can be; `max` would pass over it.
+        Infinite for an error or a loss that is not finite, which `max` would ignore.
         """
         if self.error:
             return math.inf
@@ -63,63 +65,65 @@ class Run:
 
     @property
     def brief(self) -> str:
-        """What came of it in a word or two: for an error its name."""
+        """The exception's name, or `off` as text."""
         name = re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", self.error, flags=re.S)
         return name or f"off by {self.off:.2g}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the losses as texts, as JSON has no NaN."""
+        """Return the run with losses as texts, since JSON has no NaN."""
         off = None if self.error else str(self.off)
         losses = [*map(str, self.losses)]
         return {"losses": losses, "error": self.error, "off": off, "right": self.is_right}
 
 
-def listed(*, as_json: bool = False) -> int:
-    """Print what this release gets wrong and a proof shows."""
-    here = _here()
-    rows = [(name, _told(name, row), _unable(name, "")) for name, row in shown(here).items()]
+def print_proofs(*, as_json: bool = False) -> int:
+    """Print the proofs of the installed release's defects."""
+    installed = _installed()
+    defects = shown(installed)
+    rows = [(name, _title(name, d), _device_needed(name, "")) for name, d in defects.items()]
     if as_json:
-        results = [{"name": name, "row": row, "needs": why or None} for name, row, why in rows]
+        results = [{"name": name, "row": row, "needs": need or None} for name, row, need in rows]
         return _print_json(RIGHT, results)
-    print(f"what DeepSpeed {here} gets wrong, and `ds-patches prove NAME` shows:")
-    cells = [(name, f"{row} ({why})" if why else row) for name, row, why in rows]
+    print(f"defects of DeepSpeed {installed} that `ds-patches prove NAME` shows:")
+    cells = [(name, f"{row} ({need})" if need else row) for name, row, need in rows]
     print(*(f"  {line}" for line in columns.aligned(cells)), sep="\n")
     return RIGHT
 
 
 def shown(version: Version) -> dict[str, Defect]:
-    """Return the rows that a release has and a patch cures, by the names of their proofs."""
-    found: dict[str, Defect] = {}
+    """Return the defects of a release that a patch fixes, by the names of their proofs."""
+    by_proof: dict[str, Defect] = {}
     for defect in wrong_in(version):
         is_cured = version >= Version(findings.floor(defect) or defect.first)
         if defect.proof and is_cured:
-            found.setdefault(defect.proof, defect)
+            by_proof.setdefault(defect.proof, defect)
     for name, proof in proofs.PROOFS.items():
-        if proof.row in found:
-            found[name] = found[proof.row]
-    return found
+        if proof.row in by_proof:
+            by_proof[name] = by_proof[proof.row]
+    return by_proof
 
 
 def prove(
     name: str, svg: Path | None = None, *, device: str | None = None, as_json: bool = False
 ) -> int:
-    """Train the script of a row on all sides, and print what they come to.
+    """Train a proof's script on all sides and print the losses; return the exit status.
 
-    svg: the file of a picture of it. device: "cpu" or "cuda", else DeepSpeed's own choice.
+    svg: the file to plot the losses into. device: "cpu" or "cuda"; by default DeepSpeed's choice.
+    Raises FlagError if the proof does not exist or cannot run on the device.
     """
     title, text = _composed(name)
     if svg:
-        picture.must_draw(svg)
+        plot.check(svg)
     device = _device(device or ("cpu" if "cpu" in proofs.PROOFS[name].only else None))
-    if why := _unable(name, device):
-        raise FlagError(f"{name} {why}")
+    if device_needed := _device_needed(name, device):
+        raise FlagError(f"{name} {device_needed}")
     if not as_json:
         print(f"{title}\n", flush=True)
     return compare(text, title, svg, device=device, as_json=as_json)
 
 
 def print_script(name: str) -> int:
-    """Print the script of a row, which needs DeepSpeed and torch alone."""
+    """Print the script of a proof, which needs only DeepSpeed and torch."""
     print(_composed(name)[1], end="")
     return RIGHT
 
@@ -127,12 +131,12 @@ def print_script(name: str) -> int:
 def _composed(name: str) -> tuple[str, str]:
     """Return the title and the script of a proof."""
     if name not in proofs.PROOFS:
-        known = [*proofs.PROOFS]
-        raise FlagError(f"no proof is named {name!r}{nearest(name, known)}: `ds-patches prove`")
-    here, row_name = _here(), proofs.PROOFS[name].row or name
+        guess = nearest(name, proofs.PROOFS)
+        raise FlagError(f"no proof is named {name!r}{guess}; `ds-patches prove` lists them")
+    installed, row_name = _installed(), proofs.PROOFS[name].row or name
     rows = [defect for defect in wrong_in() if defect.proof == row_name]
-    row = next((defect for defect in rows if defect.is_wrong(here)), rows[-1])
-    title = f"DeepSpeed {here}, {_told(name, row)}"
+    row = next((defect for defect in rows if defect.is_wrong(installed)), rows[-1])
+    title = f"DeepSpeed {installed}, {_title(name, row)}"
     return title, proofs.compose(name, _stage(name, row), title)
 
 
@@ -142,35 +146,37 @@ def _print_json(status: int, results: Any) -> int:
 
 
 def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
-    """Train all that this release gets wrong, and print a line for each; or why it cannot run."""
-    here, device = _here(), _device(device)
-    rows = shown(here)
+    """Run all proofs of the installed release and print a line for each; return the exit status."""
+    installed, device = _installed(), _device(device)
+    rows = shown(installed)
     width = max(map(len, rows), default=0)
     if not as_json:
-        print(f"DeepSpeed {here} on {_hardware(device)}", flush=True)
+        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
         print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
     results = []
-    # Each has six processes.
+    # Each proof runs six processes.
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
         try:
-            answers = pool.map(lambda name: _brief(name, rows[name], device), rows)
-            for name, (is_shown, sides) in zip(rows, answers, strict=True):
+            outcomes = pool.map(lambda name: _brief(name, rows[name], device), rows)
+            for name, (is_shown, sides) in zip(rows, outcomes, strict=True):
                 if not as_json:
                     cells = (f"{cell:<22}" for cell in sides)
                     print("  ".join([f"{name:<{width}}", *cells]).rstrip(), flush=True)
                 results.append({"name": name, "shown": is_shown, "sides": sides})
-        except BaseException:  # an interruption: the pool waits for what it has begun
+        except (
+            BaseException
+        ):  # an interruption: without this, the pool waits for the running proofs
             pool.shutdown(wait=False, cancel_futures=True)
-            _end(*_running)
+            _kill(*_running)
             raise
     status = RIGHT if all(result["shown"] for result in results) else WRONG
     return _print_json(status, results) if as_json else status
 
 
 def _brief(name: str, row: Defect, device: str) -> tuple[bool, list[str]]:
-    """Train one of all; return whether it is shown, where it can be, and what it comes to."""
-    if why := _unable(name, device):
-        return True, [why]
+    """Run a proof; return False if it does not show the defect, and the cells of its line."""
+    if device_needed := _device_needed(name, device):
+        return True, [device_needed]
     try:
         runs = _train(proofs.compose(name, _stage(name, row), name), device)
     except DsPatchesError as error:
@@ -187,10 +193,10 @@ def compare(
     device: str = "cpu",
     as_json: bool = False,
 ) -> int:
-    """Run a reproducer on all sides, and print what they come to; returns the exit status."""
+    """Run a reproducer on all sides and print the losses; return the exit status."""
     runs = _train(text, device)
     if svg:
-        picture.draw(title, {side: run.losses for side, run in runs.items()}, svg)
+        plot.draw(title, {side: run.losses for side, run in runs.items()}, svg)
     status = RIGHT if runs["patched"].is_right else WRONG
     if as_json:
         sides = {side: run.as_json() for side, run in runs.items()}
@@ -207,26 +213,26 @@ def compare(
     return status
 
 
-def _here() -> Version:
-    found = release.installed()
-    if not found or not found.version:
-        raise DsPatchesError("prove needs an installed DeepSpeed")
-    return found.version
+def _installed() -> Version:
+    installed = release.installed()
+    if not installed or not installed.version:
+        raise DsPatchesError("prove needs DeepSpeed: install it for this Python")
+    return installed.version
 
 
-def _device(given: str | None) -> str:
-    """Return what proofs run on: by default what DeepSpeed chooses, of those that we know."""
+def _device(option: str | None) -> str:
+    """Return "cuda" or "cpu": the option, or the one that DeepSpeed would choose."""
     import torch
 
-    device = given or os.environ.get("DS_ACCELERATOR", "cuda")
+    device = option or os.environ.get("DS_ACCELERATOR", "cuda")
     has_gpu = torch.cuda.is_available()
-    if given == "cuda" and not has_gpu:
-        raise FlagError("--device cuda: torch sees no GPU")
+    if option == "cuda" and not has_gpu:
+        raise FlagError("--device cuda: torch finds no GPU")
     return "cuda" if device == "cuda" and has_gpu else "cpu"
 
 
-def _unable(name: str, device: str) -> str:
-    """Return why a device does not show a proof, if it does not."""
+def _device_needed(name: str, device: str) -> str:
+    """Return why a proof needs another device; "" if it does not."""
     if not (only := proofs.PROOFS[name].only) or device in only:
         return ""
     return f"needs a {'CPU' if 'cpu' in only else 'GPU'}: {only[1]}"
@@ -240,41 +246,41 @@ def _hardware(device: str) -> str:
     return f"{gpus}, torch {torch.__version__}"
 
 
-def _stage(name: str, one: Defect) -> int:
+def _stage(name: str, defect: Defect) -> int:
     stage = proofs.PROOFS[name].stage
-    return one.stages[-1] if stage is None else stage
+    return defect.stages[-1] if stage is None else stage
 
 
-def _told(name: str, one: Defect) -> str:
-    return f"ZeRO {_stage(name, one)}: {plain(one.script)}: {plain(one.outcome)}"
+def _title(name: str, defect: Defect) -> str:
+    return f"ZeRO {_stage(name, defect)}: {plain(defect.script)}: {plain(defect.outcome)}"
 
 
 def _train(text: str, device: str) -> dict[str, Run]:
-    """Train on all sides at once, each in processes of its own."""
-    theirs = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
-    theirs |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
+    """Train on all sides at once, each in its own processes. Raises if PyTorch's side fails."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
+    environment |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "proof.py")
         script.write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", ranks.__name__, str(script), *SIDES]
         with Path(folder, "log").open("wb") as log, subprocess.Popen(
-            command, env=theirs, stdin=subprocess.PIPE, stdout=log, stderr=log,
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
             start_new_session=True,
-        ) as started:  # fmt: skip
+        ) as process:  # fmt: skip
             try:
-                _running.add(started.pid)
+                _running.add(process.pid)
                 with suppress(subprocess.TimeoutExpired):
-                    started.wait(_PATIENCE)
-            finally:  # also of an interruption
-                _running.remove(started.pid)
-                _end(started.pid)
+                    process.wait(_TIMEOUT)
+            finally:  # also after an interruption
+                _running.remove(process.pid)
+                _kill(process.pid)
         runs = {side: _outcome(script, side) for side in SIDES}
     if error := runs["PyTorch"].error:
         raise DsPatchesError(f"plain PyTorch does not train: {error}")
     return {side: replace(run, expected=runs["PyTorch"].losses) for side, run in runs.items()}
 
 
-def _end(*groups: int) -> None:
+def _kill(*groups: int) -> None:
     for group in groups:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -283,11 +289,11 @@ def _end(*groups: int) -> None:
 def _outcome(script: Path, side: str) -> Run:
     files = [ranks.log(script, side, rank) for rank in range(ranks.RANKS)]
     logs = [file.read_text("utf-8", errors="replace") for file in files if file.exists()]
-    if found := re.search(r"^(?:PyTorch|DeepSpeed)((?: [-+.\w]+)+)$", "\n".join(logs), re.M):
-        return Run(tuple(map(float, found[1].split())))
-    # A rank that fails for another's sake says that its connection is closed.
+    if losses := re.search(r"^(?:PyTorch|DeepSpeed)((?: [-+.\w]+)+)$", "\n".join(logs), re.M):
+        return Run(tuple(map(float, losses[1].split())))
+    # A rank that fails because another one failed logs that its connection was closed: last.
     for text in sorted(logs, key=lambda text: "Connection closed by peer" in text):
         last = text.rpartition("Traceback (most recent call last):\n")[2]
         if error := last != text and re.search(r"^\w.*$", last, re.M):
             return Run(error=error[0])
-    return Run(error="no answer: it hangs")
+    return Run(error="hangs: neither losses nor a traceback")

@@ -1,4 +1,4 @@
-"""`status`: all there is to say of one patch."""
+"""`status NAME`: all details of one patch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ds_patches.core.state import PatchStatus, State
 
 
 def in_full(status: PatchStatus) -> str:
-    """Return a paragraph on one patch."""
+    """Return a paragraph with the patch's state, reason, targets, notes and links."""
     patch = registry.patch(status.name)
-    here = f"{status.brief}; " if status.state is State.READY else ""
-    rows = [("state", status.state.value), ("why", here + status.reason)]
+    brief = f"{status.brief}; " if status.state is State.READY else ""
+    rows = [("state", status.state.value), ("why", brief + status.reason)]
     rows.append(("DeepSpeed", status.installed or "not installed"))
     rows += [("requires", name) for name in patch.requires]
-    rows += [("target", f"{key} is {where.value}") for key, where in status.targets.items()]
+    rows += [("target", f"{key} is {state.value}") for key, state in status.targets.items()]
     rows += [("note", note) for note in status.notes]
     rows += [("upstream", f"{link.label}, {link.url}") for link in status.upstream]
     lines = (f"  {line}" for line in columns.aligned(rows))

@@ -1,4 +1,4 @@
-"""One training, as `doctor` is given it: a configuration, and logs."""
+"""The training that `doctor` diagnoses: a configuration, and logs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches.core.errors import FlagError
-from ds_patches.diagnostics import configuration, given, log
+from ds_patches.diagnostics import configuration, inputs, log
 from ds_patches.diagnostics.configuration import Configuration
 
-#: Bytes of a log's end that are read.
-_LOG = 1 << 28
-#: What is a path, and no line of a log.
+#: Bytes at a log's end that are read.
+_MAX_LOG = 1 << 28
+#: Matches a path, and no line of a log.
 _PATH = re.compile(r"\S*/\S*|\S+\.[A-Za-z]\w{1,4}")
 #: What Lightning's strategy for DeepSpeed logs, and its modules in tracebacks.
 _LIGHTNING = re.compile("initializing deepspeed distributed: GLOBAL_RANK|lightning[./_]pytorch")
@@ -29,7 +29,7 @@ USAGE = (
 
 @dataclass
 class Training:
-    """What is known of one training. names: of its files. is_lightning: a log is Lightning's."""
+    """The inputs of one diagnosis. names: of the files. is_lightning: a log is of Lightning."""
 
     names: list[str] = field(default_factory=list)
     config: Configuration = field(default_factory=Configuration)
@@ -41,50 +41,51 @@ class Training:
         """Add a file: a configuration or a log, by its content."""
         text = content.decode(errors="replace")
         self.names.append(name)
-        if configuration.is_one(name, text):
+        if configuration.is_configuration(name, text):
             if self.is_configured:
-                raise FlagError(f"{name} is a second configuration: ask for each by itself")
+                raise FlagError(f"{name} is a second configuration: run doctor once for each")
             self.config, self.is_configured = configuration.read(name, text, folder), True
         elif any(map(str.isalpha, text)):
             self.logs.append(log.read(text))
             self.is_lightning |= bool(_LIGHTNING.search(text))
         else:
-            raise FlagError(f"{name} has no word: neither a configuration nor a log")
+            raise FlagError(f"{name} has no word: it is neither a configuration nor a log")
 
-    def settle(self) -> None:
-        """Take the settings from a log, if no configuration was given."""
-        printed = [logged.config for logged in self.logs if logged.config]
+    def use_printed_settings(self) -> None:
+        """Use the settings that a log prints, if there is no configuration file."""
+        printed = [log.config for log in self.logs if log.config]
         if printed and not self.is_configured:
-            with suppress(FlagError):  # a part, or of another release
-                self.config, self.is_configured = configuration.of("log", printed[-1]), True
+            with suppress(FlagError):  # a part of a configuration, or of another release
+                self.config = configuration.from_settings("log", printed[-1])
+                self.is_configured = True
         if self.is_lightning:
             self.config = replace(self.config, facts={**self.config.facts, "lightning": True})
 
     @property
-    def said(self) -> list[str]:
-        """What ds_patches says in the logs."""
-        return [line for logged in self.logs for line in logged.said]
+    def own_messages(self) -> list[str]:
+        """The messages of ds_patches in the logs."""
+        return [line for log in self.logs for line in log.own_messages]
 
     @property
     def releases(self) -> list[Version]:
-        """The releases that the logs name."""
-        return sorted({version for logged in self.logs for version in logged.releases})
+        """The releases of DeepSpeed in the logs, oldest first."""
+        return sorted({version for log in self.logs for version in log.releases})
 
 
 def read(words: Sequence[str], config: Path | None = None) -> Training:
-    """Read what `doctor` is given: files, "-" for the standard input, or one line of a log."""
+    """Read the arguments of `doctor`: files, "-" for the standard input, or one line of a log."""
     case = Training()
     for word in [*([str(config)] if config else []), *words]:
         path = Path(word)
         if word == "-":
-            case.add("the standard input", given.piped(sys.stdin.buffer), Path())
+            case.add("the standard input", inputs.end_of_stream(sys.stdin.buffer), Path())
         elif _PATH.fullmatch(word) or os.path.lexists(word):
-            case.add(word, given.content(path, _LOG, end=True), path.parent)
+            case.add(word, inputs.content(path, _MAX_LOG, end=True), path.parent)
         elif len(words) > 1 or config:
             raise FlagError(f"{word!r} is no file; {USAGE}")
         elif any(map(str.isalpha, word)):
             case.logs.append(log.read(word))
         else:
             raise FlagError(f"there is no word in {word!r}; {USAGE}")
-    case.settle()
+    case.use_printed_settings()
     return case

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 
 def apply() -> None:
-    """Apply the patches that the environment wants; failures raise in strict mode alone."""
+    """Apply the patches that the environment wants; a failure raises only in strict mode."""
     import threading
 
     from ds_patches.core import api, errors, flags, log, registry
     from ds_patches.core.lifecycle import lifecycles
 
-    log.set_up()  # flags may be wrong, which is logged
+    log.set_up()  # before the flags are read, since an invalid flag is logged
     try:
         requests = flags.read(registry.patches())
         log.set_up(requests.level)
@@ -30,6 +30,6 @@ def apply() -> None:
             if threading.current_thread() is not threading.main_thread():
                 log.logger.critical("%s", error)  # Python prints nothing if a thread exits
             raise SystemExit(f"ds_patches: {error} ({flags.PREFIX}_STRICT)") from error
-        if not isinstance(error, errors.PatchNotApplied):  # which was logged before
-            log.logger.log(log.level_for_the_job(), "nothing is applied to deepspeed: %s", error)
+        if not isinstance(error, errors.PatchNotApplied):  # which `apply_and_report` has logged
+            log.logger.log(log.level_for_the_job(), "no patch is applied: %s", error)
             log.logger.debug("auto-apply failed", exc_info=error)

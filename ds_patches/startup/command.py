@@ -1,4 +1,4 @@
-"""`ds-patches run -- COMMAND`: run a command, and all that it starts, with the patches."""
+"""`ds-patches run -- COMMAND`: run a command, and every process it starts, with the patches."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class StartupError(DsPatchesError):
     """`ds-patches run` cannot run the command, or cannot patch it."""
 
 
-def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the command, which then gets its signals and gives its exit code.
+def run(command_line: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the command, which then gets its signals and sets its exit status.
 
-    words: a program or a Python script, and its arguments.
+    command_line: a program or a Python script, and its arguments.
     Raises StartupError if there is no such command or, in strict mode, if it would run unpatched.
     """
-    command = _command(words)
-    options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
+    command = _command(command_line)
+    options = itertools.takewhile(lambda option: option.startswith("-"), command[1:])
     if "-S" in options and Path(command[0]).name.startswith("python"):
-        doubt = (
+        problem = (
             "python -S runs no start-up hook, so the command runs unpatched; call "
             "ds_patches.apply_all() in the script"
         )
         if flags.is_strict():
-            raise StartupError(f"{doubt} ({flags.PREFIX}_STRICT)")
-        print(f"ds_patches: {doubt}", file=sys.stderr, flush=True)
-    # Python ignores this signal, and the command would inherit that.
+            raise StartupError(f"{problem} ({flags.PREFIX}_STRICT)")
+        print(f"ds_patches: {problem}", file=sys.stderr, flush=True)
+    # Python ignores this signal; without this line the command would inherit that.
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**environment, **variables(environment)})
@@ -47,23 +47,24 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables under which a program, and all that it starts, applies the patches."""
-    chosen = {} if environment.get("DS_PATCHES", "").strip() else {"DS_PATCHES": "all"}
-    given = environment.get("PYTHONPATH")
-    path = given.split(os.pathsep) if given else []  # an empty entry is the working directory
-    # Without this hook, which comes first, and those of other copies of the package.
-    others = [folder for folder in path if Path(folder).parts[-3:] != HOOK.parts[-3:]]
-    return chosen | {"PYTHONPATH": os.pathsep.join([str(HOOK), *others])}
+    """Return the variables that make a program, and every process it starts, apply the patches."""
+    patches = {} if environment.get("DS_PATCHES", "").strip() else {"DS_PATCHES": "all"}
+    folders = environment.get("PYTHONPATH")
+    path = folders.split(os.pathsep) if folders else []  # an empty entry is the working directory
+    # Hooks of this and of other copies of the package are dropped: this one comes first.
+    remaining = [folder for folder in path if Path(folder).parts[-3:] != HOOK.parts[-3:]]
+    return patches | {"PYTHONPATH": os.pathsep.join([str(HOOK), *remaining])}
 
 
-def _command(words: Sequence[str]) -> list[str]:
-    if not words:
+def _command(command_line: Sequence[str]) -> list[str]:
+    if not command_line:
         raise StartupError("run needs a command: ds-patches run -- torchrun train.py")
-    first, *rest = words
-    if first.endswith(".py"):
-        return [sys.executable, first, *rest]
-    # This environment's first: a launcher of another environment would run unpatched.
-    program = shutil.which(first, path=str(Path(sys.executable).parent)) or shutil.which(first)
-    if program is None:
-        raise StartupError(f"there is no command {first!r}")
-    return [program, *rest]
+    program, *arguments = command_line
+    if program.endswith(".py"):
+        return [sys.executable, program, *arguments]
+    # This environment's program first: one of another environment would run unpatched.
+    own_scripts = str(Path(sys.executable).parent)
+    file = shutil.which(program, path=own_scripts) or shutil.which(program)
+    if file is None:
+        raise StartupError(f"there is no command {program!r}")
+    return [file, *arguments]

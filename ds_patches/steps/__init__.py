@@ -1,17 +1,17 @@
-"""How an engine trains: a step, its backwards and its sums, what is attached to an engine.
+"""Steps, backwards and gradient sums of an engine, and the patches' state of it.
 
-- `graph_task`: what a backward is, seen from inside it, and which outputs lead into its graph;
-- `step`, `state`, `listener`: which backwards belong to a step, its state, what it asks of
-  its gradients, and what patches do at its backwards;
-- `arrivals`: a gradient that comes to a parameter again in one backward, at stages 1 and 2;
+- `graph_task`: a backward as a run of the autograd engine, and the outputs that lead to it;
+- `step`, `state`, `listener`: a step's backwards and states, and the patches' callbacks;
+- `arrivals`: at stages 1 and 2, several gradients of one parameter in one backward;
 - `sums`, `zero12_sum`, `host_sum`, `bf16_sum`, `zero3_sum`: the sum of a step's gradients, by
-  optimizer, and of local ones, which a block leaves on the parameters;
-- `bucket_order`: in which order ranks reduce the buckets of ZeRO 1 and 2;
-- `division`: a gradient is divided by the micro steps once, where it is reduced;
-- `saved_view`: a view that autograd has saved, and how to make it again;
-- `attached`: a patch's own state of an engine or optimizer, which dies with its owner; the engines
-  whose steps are followed, and who listens to them;
-- `ranks`: what ranks tell each other.
+  optimizer, and of local gradients, which a block leaves unreduced on the parameters;
+- `bucket_order`: the order in which the ranks reduce the buckets of ZeRO 1 and 2;
+- `division`: the division of gradients by the micro steps, once, where they are reduced;
+- `gather_once`: ZeRO 3 with all parameters gathered once;
+- `optimizer_params`: warnings about the parameters that the optimizer was constructed with;
+- `saved_view`: the description of a view that autograd saved, from which the view can be rebuilt;
+- `attached`: a patch's state of an engine or optimizer, the tracked engines and their listeners;
+- `ranks`: flags that ranks reduce, and their rendezvous in the store.
 
-It knows `core` and `upstream`, and no patch.
+Imports `core` and `upstream`, and no patch.
 """

@@ -1,12 +1,12 @@
-"""Stages 1 and 2: a gradient that comes to a parameter again in one backward counts again.
+"""Stages 1 and 2: several gradients of one parameter in one backward all count.
 
-DeepSpeed expects one gradient for each parameter in a backward. Reentrant checkpointing of a layer
-that runs twice brings two. Autograd adds the second to ``grad``, and that is either in a reduce
-bucket, which then has the parameter twice, or has been reduced, and the sum would be of a reduced
-and an unreduced gradient. So the rule here is: ``grad`` is what has come and is not reduced. A
-bucket that differs from it is filled anew. What a bucket has reduced leaves the parameter, is added
-to what was reduced of it before in this backward, and comes back when the epilogue collects the
-gradients. Nothing is copied unless a gradient comes again.
+DeepSpeed expects one gradient per parameter and backward. Reentrant checkpointing of a layer that
+runs twice brings two. Autograd adds the second to ``grad``. If the first is still in a reduce
+bucket, the bucket then lists the parameter twice. If it was reduced, ``grad`` is the sum of a
+reduced and an unreduced gradient. So here ``grad`` holds only unreduced gradients: a bucket that
+differs from it is filled again, and a reduced gradient is removed from its parameter, added to
+those that were reduced before in this backward, and restored when the epilogue collects the
+gradients. Nothing is copied unless a parameter gets another gradient.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 
 class ReducedGradients:
-    """What one optimizer has reduced in the running backward, and holds outside its buckets."""
+    """The gradients that one optimizer has reduced in the running backward."""
 
     def __init__(self, buckets: ReduceBuckets, order: BucketOrder | None, sum: GradientSum) -> None:
-        """order: that of the ranks. sum: what tells by how much gradients are to be divided."""
+        """order: the ranks' common order, or None. sum: its divisor divides the gradients."""
         self._buckets, self._order, self._sum = buckets, order, sum
-        #: Whether the epilogue reduces, which then collects the gradients.
-        self.is_last = False
-        #: This rank's reduced gradients, each of its parameter's shape, by the bucket's key.
-        self._kept: dict[Any, torch.Tensor] = {}
-        #: Gradients that the reduction stream still reads: alive until the next reduction.
+        #: True while the epilogue reduces, which then collects the gradients.
+        self.in_epilogue = False
+        #: By the bucket's key: this rank's reduced gradients, of the parameters' shapes.
+        self._reduced_before: dict[Any, torch.Tensor] = {}
+        #: Gradients that the reduction stream may still read: kept alive until the next reduction.
         self._being_read: list[torch.Tensor] = []
-        #: What takes the place of a reduced gradient that may come into the same memory once more.
+        #: By key: expanded zeros in place of a reduced gradient whose memory is used again.
         self._zeros: dict[Any, torch.Tensor] = {}
-        #: Whether a bucket was reduced in this backward.
-        self.any = False
+        #: True if a bucket was reduced in this backward.
+        self.has_reduced = False
 
     def forget(self) -> None:
-        """Drop them, as a backward begins or has raised."""
-        self._kept.clear()
+        """Drop the reduced gradients, as a backward begins or has raised."""
+        self._reduced_before.clear()
         self._being_read = []
-        self.any = False
+        self.has_reduced = False
 
     def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed reduces what is in the buckets, at once or when it is due among the ranks."""
-        buckets, only = self._buckets, self._buckets.only
-        is_last, self.is_last = self.is_last, False  # others may come inside it
-        keys = [*only.params] if only else buckets.contents(*args, **kwargs)
-        # None: a parameter comes that is larger than a bucket.
+        """Reduce the buckets once all ranks have the same parameters in them."""
+        buckets, only_bucket = self._buckets, self._buckets.single
+        in_epilogue, self.in_epilogue = self.in_epilogue, False  # calls inside this are not last
+        keys = [*only_bucket.params] if only_bucket else buckets.contents(*args, **kwargs)
+        # The buckets are empty if DeepSpeed reduces a parameter larger than a bucket.
         if keys and (self._order is None or self._order.admits(keys)):
-            self.any = True
-            gradients = [*only.grads] if only else buckets.gradients(*args, **kwargs)
-            # DeepSpeed puts a gradient that comes again in again. If the bucket overflows, it is
-            # reduced, and the gradient, which it held, still goes first into the empty bucket.
+            self.has_reduced = True
+            gradients = [*only_bucket.grads] if only_bucket else buckets.gradients(*args, **kwargs)
+            # DeepSpeed puts a parameter's second gradient into the bucket again. If the bucket
+            # overflows, it is reduced with it, and the gradient goes first into the empty bucket.
             differs = len({*keys}) < len(keys)
-            firsts = keys if not buckets.is_one else keys[:1]
-            for key, gradient in zip(firsts, gradients, strict=False):  # without a call
+            firsts = keys if not buckets.is_single else keys[:1]
+            for key, gradient in zip(firsts, gradients, strict=False):  # inlined for speed
                 held = getattr(buckets.parameters[key], buckets.attribute)
                 differs |= buckets.keeps_gradients and held is not gradient
             if differs:
-                buckets.fill_anew()
+                buckets.refill()
                 keys = buckets.contents(*args, **kwargs)
                 gradients = buckets.gradients(*args, **kwargs)
-            if self._sum.divisor > 1 or not self._kept.keys().isdisjoint(keys):
+            if self._sum.divisor > 1 or not self._reduced_before.keys().isdisjoint(keys):
                 self._add(wrapped, args, kwargs, keys, gradients)
             else:
                 wrapped(*args, **kwargs)
                 if buckets.keeps_gradients:
-                    self._being_read = self._take(keys, gradients)
-        if is_last:
+                    self._being_read = self._detach_reduced(keys, gradients)
+        if in_epilogue:
             self.restore()
 
     def _add(
@@ -84,57 +84,57 @@ class ReducedGradients:
         keys: list[Any],
         gradients: list[torch.Tensor],
     ) -> None:
-        """Reduce the buckets by `run`, and add what was reduced before, or divide."""
+        """Reduce the buckets by `run`, divide, and add the gradients that were reduced before."""
         buckets, divisor = self._buckets, self._sum.divisor
         if divisor > 1 and buckets.knows_producers:
             with buckets.reduction_stream(behind_producers=True):
                 divide(buckets.tensors(*args, **kwargs), divisor)
             divisor = 1
-        with layered(buckets.optimizer, copy_grads_in_partition=self._copy):
+        with layered(buckets.optimizer, copy_grads_in_partition=self._copy_to_partition):
             run(*args, **kwargs)
         if buckets.keeps_gradients:
             with buckets.reduction_stream(), torch.no_grad():
-                self._being_read = self._take(keys, gradients, divisor)
+                self._being_read = self._detach_reduced(keys, gradients, divisor)
 
-    def _copy(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed copies a reduced gradient to the partition's memory, which has one place."""
+    def _copy_to_partition(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        """Copy a parameter's first reduced gradient to the partition; later ones are added."""
         param = args[0] if args else kwargs["param"]
-        if self._buckets.key_of(param) not in self._kept:
+        if self._buckets.key_of(param) not in self._reduced_before:
             wrapped(*args, **kwargs)
 
-    def _take(
+    def _detach_reduced(
         self, keys: list[Any], gradients: list[torch.Tensor], divisor: int = 1
     ) -> list[torch.Tensor]:
-        """Take the reduced gradients from their parameters; return those that are not kept.
+        """Remove the reduced gradients from their parameters, and add those reduced before.
 
-        Undo DeepSpeed's notes that the parameters have been reduced, and are to be cleared.
+        Clear DeepSpeed's notes of reduced parameters. Return the gradients that are not kept.
         """
-        buckets, kept, others = self._buckets, self._kept, []
-        marks, numbers = buckets.optimizer.params_already_reduced, buckets.numbers
+        buckets, reduced_before, not_kept = self._buckets, self._reduced_before, []
+        marks, numbers = buckets.optimizer.params_already_reduced, buckets.param_ids
         for key, gradient in zip(keys, gradients, strict=True):
             setattr(buckets.parameters[key], buckets.attribute, None)
             marks[numbers[key]] = False
-            reduced = gradient.data  # another object: DeepSpeed may give this one other memory
+            reduced = gradient.data  # a new object: DeepSpeed may replace the memory of `gradient`
             if divisor > 1:
                 divide([reduced], divisor)
-            if key in buckets.stays_on_parameter and key not in kept:
-                kept[key] = reduced
+            if key in buckets.stays_on_parameter and key not in reduced_before:
+                reduced_before[key] = reduced
                 continue
-            if key in kept:
-                kept[key].add_(reduced)
+            if key in reduced_before:
+                reduced_before[key].add_(reduced)
             else:
-                others.append(reduced)
-            if buckets.memory_is_next:
+                not_kept.append(reduced)
+            if buckets.reuses_buffer:
                 if key not in self._zeros:
                     self._zeros[key] = gradient.new_zeros(()).expand_as(gradient)
                 gradient.data = self._zeros[key]
-        if buckets.clears_later:
-            zero12.clear_nothing_later(buckets.optimizer)
-        return others
+        if buckets.defers_clearing:
+            zero12.clear_previous_gradients(buckets.optimizer)
+        return not_kept
 
     def restore(self) -> None:
-        """Give the parameters the sums of this backward, which the epilogue collects."""
+        """Give the parameters the gradients of this backward, which the epilogue collects."""
         attribute, parameters = self._buckets.attribute, self._buckets.parameters
-        for key, gradient in self._kept.items():
+        for key, gradient in self._reduced_before.items():
             setattr(parameters[key], attribute, gradient)
-        self._kept.clear()
+        self._reduced_before.clear()

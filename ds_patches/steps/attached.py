@@ -1,6 +1,6 @@
-"""What patches know of each engine or optimizer: it lies in the object's own `__dict__`.
+"""Per-engine state of the patches, kept in the engine's or optimizer's own `__dict__`.
 
-Of every engine `accumulation` keeps its steps. Other patches ask for them, and require it.
+`accumulation` tracks the steps of every engine. Patches that use them require `accumulation`.
 """
 
 from __future__ import annotations
@@ -23,77 +23,77 @@ from ds_patches.upstream import engine as upstream_engine
 logger = logging.getLogger("ds_patches.accumulation")
 
 _STEPS_FROM_OLDER = (
-    "engine.step() of an engine whose parameters another engine has trained since: deepspeed."
-    "initialize() was called on this model twice. Each steps from its own copy of the weights, and "
-    "what the other has learned is lost, unless a checkpoint was loaded. Train one of them alone."
+    "engine.step() of an engine whose parameters another engine has trained since its last step: "
+    "deepspeed.initialize() was called twice on this model. Each engine steps its own copy of the "
+    "weights, so the other's updates are lost, unless a checkpoint was loaded. Train only one."
 )
 
 State = TypeVar("State")
 
 
 class Attached(Generic[State]):
-    """State that is made for an object when the patch first sees it, and dies with the object.
+    """State of an object, made when the patch first sees the object, and freed with it.
 
-    make: returns what there is to know of an object; None leaves the object to stock.
+    make: returns the state of an object, or None to exclude the object from the patch.
     """
 
     def __init__(self, patch: str, make: Callable[[Any], State | None]) -> None:
         self.key, self._make = f"_ds_patches_{patch}", make
-        self._objects: WeakSet[Any] = WeakSet()
+        self._owners: WeakSet[Any] = WeakSet()
         self._parts: WeakSet[Any] = WeakSet()
 
-    def __call__(self, thing: Any) -> State | None:
-        """Return the state of `thing`, which is made if there is none."""
-        here = vars(thing)
-        if self.key not in here:
-            here[self.key] = self._make(thing)
-            self._objects.add(thing)
-        state: State | None = here[self.key]
+    def __call__(self, owner: Any) -> State | None:
+        """Return the state of `owner`, made at the first call; None if it is excluded."""
+        attributes = vars(owner)
+        if self.key not in attributes:
+            attributes[self.key] = self._make(owner)
+            self._owners.add(owner)
+        state: State | None = attributes[self.key]
         return state
 
-    def get(self, thing: Any) -> State | None:
-        """Return the state of `thing`, if it was made."""
-        state: State | None = vars(thing).get(self.key)
+    def get(self, owner: Any) -> State | None:
+        """Return the state of `owner`, or None if it was not made."""
+        state: State | None = vars(owner).get(self.key)
         return state
 
     def share(self, part: Any, state: State) -> None:
-        """Have `get` answer for a part of an object, too."""
+        """Make `get` return `state` for `part`, which is a part of another object, too."""
         vars(part)[self.key] = state
         self._parts.add(part)
 
-    def leave(self, thing: Any) -> None:
-        """Leave an object to stock from now on, whatever was known of it."""
-        state = vars(thing).get(self.key)
-        vars(thing)[self.key] = None
-        self._objects.add(thing)
+    def exclude(self, owner: Any) -> None:
+        """Exclude `owner` from the patch from now on, and drop its state."""
+        state = vars(owner).get(self.key)
+        vars(owner)[self.key] = None
+        self._owners.add(owner)
         for part in self._parts if state is not None else ():
             if vars(part).get(self.key) is state:
                 vars(part)[self.key] = None
 
     def all(self) -> list[tuple[Any, State]]:
-        """Return every object that is not left to stock, with its state."""
-        found = [(thing, self.get(thing)) for thing in self._objects]
-        return [(thing, state) for thing, state in found if state is not None]
+        """Return every object that is not excluded, with its state."""
+        states = [(owner, self.get(owner)) for owner in self._owners]
+        return [(owner, state) for owner, state in states if state is not None]
 
     def detach_all(self) -> list[tuple[Any, State]]:
-        """Take the state from every object; return what `all` was."""
-        found = self.all()
-        for one in (*self._objects, *self._parts):
-            vars(one).pop(self.key, None)
-        self._objects.clear()
+        """Remove the state from every object. Return the pairs that `all` returned."""
+        states = self.all()
+        for holder in (*self._owners, *self._parts):
+            vars(holder).pop(self.key, None)
+        self._owners.clear()
         self._parts.clear()
-        return found
+        return states
 
 
-#: Returns what adds up the gradients of an engine's steps; None leaves the engine to stock.
-SumOf = Callable[[Any], GradientSum | None]
-_sum_of: SumOf | None = None
-#: What other patches make of an engine listens to its steps.
+#: Returns the gradient sum of an engine, or None to exclude the engine.
+MakeSum = Callable[[Any], GradientSum | None]
+_make_sum: MakeSum | None = None
+#: States of other patches, which are added to the listeners of each tracked engine.
 _subscribers: list[Attached[Any]] = []
 
 
-def _steps_of(engine: Any) -> EngineSteps | None:
-    if _sum_of is None or (sum_ := _sum_of(engine)) is None:
+def _make_steps(engine: Any) -> EngineSteps | None:
+    if _make_sum is None or (sum_ := _make_sum(engine)) is None:
         return None
     steps = EngineSteps(engine, sum_)
     _engines.share(engine.optimizer, steps)
@@ -104,126 +104,129 @@ def _steps_of(engine: Any) -> EngineSteps | None:
     return steps
 
 
-_engines: Attached[EngineSteps] = Attached("accumulation", _steps_of)
-#: Engines whose backwards compiled autograd compiles.
-_eager: Attached[bool] = Attached("eager_prologue", upstream_engine.keep_prologue_eager)
-#: In the `__dict__` of engines that were taken in, or left to stock.
+_engines: Attached[EngineSteps] = Attached("accumulation", _make_steps)
+#: Engines whose backwards compiled autograd compiles, and whose prologue Dynamo must not compile.
+_eager_prologues: Attached[bool] = Attached(
+    "eager_prologue", upstream_engine.disable_dynamo_for_prologue
+)
+#: Key in the `__dict__` of tracked and of excluded engines, and of their optimizers.
 KEY = _engines.key
 
 
-def keep(sum_of: SumOf) -> None:
-    """Keep the steps of engines from their next forward on."""
-    global _sum_of
-    _sum_of = sum_of
+def track_engines(make_sum: MakeSum) -> None:
+    """Track the steps of every engine from its next forward on."""
+    global _make_sum
+    _make_sum = make_sum
 
 
-def of(owner: Any) -> EngineSteps | None:
-    """Return what is kept of an engine, or of its optimizer; None if it is left to stock."""
+def steps_of(owner: Any) -> EngineSteps | None:
+    """Return the steps of a tracked engine, given the engine or its optimizer; else None."""
     return _engines.get(owner)
 
 
-def take_in(engine: Any) -> EngineSteps | None:
-    """Return what is kept of an engine, from its first forward on; None if it is left to stock.
+def track(engine: Any) -> EngineSteps | None:
+    """Track an engine from this forward on. Return its steps, or None if it is excluded.
 
-    An engine whose backwards a compiler compiles is left, from the compilation on. A step that
-    began before the patch is left until it ends.
+    An engine is excluded once a compiler compiles its backwards. If the patch was applied in the
+    middle of a step, the engine is tracked from the next step on.
     """
-    if coverage.is_compiled(engine) and coverage.is_left(engine):
-        if (steps := of(engine)) is not None:
+    if coverage.is_compiled(engine) and coverage.compiles_backward(engine):
+        if (steps := steps_of(engine)) is not None:
             steps.detach()
-        _engines.leave(engine)
-        _eager(engine)
-    return None if waits(engine) else _engines(engine)
+        _engines.exclude(engine)
+        _eager_prologues(engine)
+    return None if began_on_stock(engine) else _engines(engine)
 
 
-def waits(engine: Any) -> bool:
-    """Whether the running step began on stock, which is to end it."""
+def began_on_stock(engine: Any) -> bool:
+    """Return True if the patch was applied in the engine's running step, until that ends."""
     return KEY not in vars(engine) and upstream_boundary.is_in_a_step(engine)
 
 
-def of_optimizer(optimizer: Any) -> EngineSteps | None:
-    """Return what is kept of an optimizer's engine, also before its first forward."""
+def steps_of_optimizer(optimizer: Any) -> EngineSteps | None:
+    """Return the steps of an optimizer's engine, also before its first forward; else None."""
     if KEY not in vars(optimizer):
-        _engines.leave(optimizer)  # if it has none: to look for it takes a while
+        _engines.exclude(optimizer)  # so that an optimizer without an engine is searched for once
         for engine in [*engines.known]:
             if vars(engine).get("optimizer") is optimizer:
-                take_in(engine)
-    return of(optimizer)
+                track(engine)
+    return steps_of(optimizer)
 
 
 # --- Engines that train the same parameters -------------------------------------------------------
 #
-# ``initialize`` was called again on a model, or a part of it. The hooks of the older engine stay,
-# unless its ``destroy()`` is called; and its optimizer steps from a copy of the weights. Stock puts
-# each gradient into the buckets of both, and each reduces it.
+# ``deepspeed.initialize`` was called again on a model, or on a part of it. The gradient hooks of
+# the older engine stay registered unless its ``destroy()`` is called, and its optimizer steps its
+# own copy of the weights. Without patches each gradient goes into the buckets of both engines, and
+# both reduce it.
 
-#: Of each engine, how many there had been when it was looked at, and those that share a parameter.
+#: By engine: `engines.count` when its rivals were searched, and the engines that share parameters.
 _rivals: WeakKeyDictionary[Any, tuple[int, list[ref[Any]]]] = WeakKeyDictionary()
-#: Those that a rival has stepped since their last step; False: it was said.
+#: Engines that a rival has stepped since their own last step; False once the warning was logged.
 _overtaken: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-#: How many engines there had been when they were kept apart.
-counted = 0
+#: `engines.count` when `separate_rivals` last ran.
+checked_engine_count = 0
 
 
-def keep_apart() -> None:
-    """Keep engines of the same parameters from taking gradients of each other's backwards."""
-    global counted
-    counted = engines.count
+def separate_rivals() -> None:
+    """Make engines of the same parameters ignore the gradients of each other's backwards."""
+    global checked_engine_count
+    checked_engine_count = engines.count
     for engine in [*engines.known]:
-        if _living_rivals(engine):
-            _apart(engine)
+        if _rivals_of(engine):
+            _hook_layers(engine)
 
 
-def _layers_at_hooks(engine: Any) -> list[Layer]:
+def _wrap_hook_methods(engine: Any) -> list[Layer]:
+    """Wrap the optimizer's methods that the parameters' gradient hooks call."""
     around = partial(_around_hook, ref(engine))
     methods = upstream_engine.methods_of_hooks(engine.optimizer)
     return [Layer(engine.optimizer, name, around) for name in methods]
 
 
-#: Of engines that have rivals: around what the hooks of their parameters call.
-_apart: Attached[list[Layer]] = Attached("apart", _layers_at_hooks)
+#: By engine that has rivals: the wrappers of the methods that its parameters' hooks call.
+_hook_layers: Attached[list[Layer]] = Attached("apart", _wrap_hook_methods)
 
 
-def _around_hook(engine: ref[Any], wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    one = engine()
-    return None if one is not None and _stands_by(one) else wrapped(*args, **kwargs)
+def _around_hook(engine_ref: ref[Any], wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    engine = engine_ref()
+    ignored = engine is not None and _ignores_backward(engine)
+    return None if ignored else wrapped(*args, **kwargs)
 
 
-def _stands_by(engine: Any) -> bool:
-    """Whether the running backward is that of another engine alone."""
-    steps = of(engine)
-    if steps is None and (KEY in vars(engine) or waits(engine)):
-        return False  # left to stock: nobody knows
+def _ignores_backward(engine: Any) -> bool:
+    """Return True if the running backward belongs to another engine, and not to this one."""
+    steps = steps_of(engine)
+    if steps is None and (KEY in vars(engine) or began_on_stock(engine)):
+        return False  # its backwards are not tracked, so the running one may be its own
     is_own = steps is not None and steps.watch.running
-    theirs = [] if is_own else map(of, _living_rivals(engine))
-    return any(one is not None and one.watch.running for one in theirs)
+    rivals = [] if is_own else map(steps_of, _rivals_of(engine))
+    return any(rival is not None and rival.watch.running for rival in rivals)
 
 
-def _living_rivals(engine: Any) -> list[Any]:
-    """Return the other engines that train a parameter of this one, as far as they are known."""
-    found = _rivals.get(engine)
-    if found is None or found[0] != engines.count:
-        mine = upstream_engine.trained(engine)
-        others = (one for one in engines.known if one is not engine)
-        shared = [ref(o) for o in others if not mine.isdisjoint(upstream_engine.trained(o))]
-        _rivals[engine] = found = engines.count, shared
-    if not found[1]:  # as a rule, and asked in each step
-        return []
-    return [one for rival in found[1] if (one := rival()) is not None]
+def _rivals_of(engine: Any) -> list[Any]:
+    """Return the other known engines that train a parameter of this one."""
+    count, rivals = _rivals.get(engine, (None, []))
+    if count != engines.count:
+        params = upstream_engine.trained_ids(engine)
+        others = (other for other in engines.known if other is not engine)
+        rivals = [ref(o) for o in others if not params.isdisjoint(upstream_engine.trained_ids(o))]
+        _rivals[engine] = engines.count, rivals
+    return [rival for rival_ref in rivals if (rival := rival_ref()) is not None]
 
 
-def has_stepped(engine: Any) -> None:
-    """Have other engines of the same parameters told, once, that they step from older ones."""
-    rivals = _living_rivals(engine)
-    for one in rivals:
-        _overtaken.setdefault(one, True)
+def note_step(engine: Any) -> None:
+    """Warn once if this engine steps from older weights than a rival has trained since."""
+    rivals = _rivals_of(engine)
+    for rival in rivals:
+        _overtaken.setdefault(rival, True)
     if rivals and _overtaken.get(engine):
         _overtaken[engine] = False
         logger.warning(_STEPS_FROM_OLDER)
 
 
 def subscribe(subscriber: Attached[Any]) -> None:
-    """Have a listener made of each engine that is known, and of each that comes."""
+    """Make a listener for each tracked engine, and for each that is tracked later."""
     _subscribers.append(subscriber)
     for engine, steps in _engines.all():
         _listen(subscriber, engine, steps)
@@ -235,25 +238,25 @@ def _listen(subscriber: Attached[Any], engine: Any, steps: EngineSteps) -> None:
 
 
 def unsubscribe(subscriber: Attached[Any]) -> list[Any]:
-    """Make no more, and take those from the engines that there are; returns them."""
+    """Remove a subscriber's listeners from all engines, and make no more. Return them."""
     if subscriber in _subscribers:
         _subscribers.remove(subscriber)
-    found = subscriber.detach_all()
-    for engine, listener in found:
-        if (steps := of(engine)) is not None:
+    listeners = subscriber.detach_all()
+    for engine, listener in listeners:
+        if (steps := steps_of(engine)) is not None:
             steps.listeners.remove(listener)
-    return [listener for _, listener in found]
+    return [listener for _, listener in listeners]
 
 
 def detach_all() -> None:
-    """Give every engine back to stock."""
-    global _sum_of
-    _sum_of = None
+    """Stop tracking every engine."""
+    global _make_sum
+    _make_sum = None
     _rivals.clear()
     _overtaken.clear()
-    for engine, _ in _eager.detach_all():
-        upstream_engine.give_prologue_back(engine)
-    for _, layers in _apart.detach_all():
+    for engine, _ in _eager_prologues.detach_all():
+        upstream_engine.restore_prologue(engine)
+    for _, layers in _hook_layers.detach_all():
         for layer in layers:
             layer.remove()
     for _, steps in _engines.detach_all():

@@ -1,11 +1,12 @@
-"""Gradients are divided by the micro steps once: where they are reduced.
+"""Division of gradients by the micro steps: once, where they are reduced.
 
-From 0.18.3 on DeepSpeed divides a plain ``loss.backward()`` at the engine's outputs. A loss can go
-past them, by a weight or by ``engine.module(x)``, or pass several that lead to one another. Each
-gradient passes a reduce bucket, so here the sum of a step divides there, by `divisor_of`.
+From 0.18.3 on DeepSpeed divides the gradients of a plain ``loss.backward()`` at the engine's
+outputs. A gradient may bypass the outputs, as that of a penalty on a weight or of
+``engine.module(x)``, or pass several outputs that are computed from one another. But each gradient
+passes one reduce bucket, so the step's `GradientSum` divides there, by `divisor_of`.
 ``engine.backward(loss)`` divides the loss, and so does ``engine.scale(loss)`` if it scales it.
 
-What leaves an engine by an input is not reduced: the leaves that lead to the input divide.
+Gradients that leave the engine by its inputs pass no bucket: the leaves that they reach divide.
 """
 
 from __future__ import annotations
@@ -18,31 +19,29 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core import engines
-from ds_patches.steps.graph_task import NO_TASK, accumulates, current_task_id, with_graphs
+from ds_patches.steps.graph_task import NO_TASK, accumulates, current_task_id, graph_tensors
 from ds_patches.upstream import engine as upstream_engine
 
-#: In the metadata of an autograd node: it made an output of an engine, or divides for a leaf.
-_KNOWN = "ds_patches.division"
-
-
-#: The engines whose ``backward`` runs, the innermost last.
+#: Key in an autograd node's metadata: an engine's output, or a leaf whose gradient is divided.
+_SEEN = "ds_patches.division"
+#: The engines whose ``backward`` is running, innermost last.
 engine_backwards: list[Any] = []
 
 
-class _Scaled:
-    """The graph task that began at a loss of ``engine.scale``."""
+class _ScaledLoss:
+    """The graph task of the last backward that began at a loss of ``engine.scale``."""
 
-    task = NO_TASK
+    task_id = NO_TASK
 
 
-def is_divided() -> bool:
-    """Return True if the gradients of the running backward come divided."""
-    return bool(engine_backwards) or _Scaled.task == current_task_id() != NO_TASK
+def is_loss_divided() -> bool:
+    """Return True if the loss of the running backward was divided by the micro steps."""
+    return bool(engine_backwards) or _ScaledLoss.task_id == current_task_id() != NO_TASK
 
 
 def divisor_of(engine: Any) -> int:
-    """Return by how much the gradients of the backward that begins are still to be divided."""
-    if is_divided() or not upstream_engine.divides_plain_backwards(engine):
+    """Return the divisor that the reduction applies to the gradients of the running backward."""
+    if is_loss_divided() or not upstream_engine.divides_plain_backwards(engine):
         return 1
     return int(engine.gradient_accumulation_steps())
 
@@ -54,10 +53,10 @@ def divided_backward(
     retain_graph: bool = False,
     scale_wrt_gas: bool = True,
 ) -> Any:
-    """Run ``engine.backward``, which `run` is, and divide its loss, as DeepSpeed does not.
+    """Divide the loss by the micro steps, and call ``engine.backward``, which is `run`.
 
-    Outputs of a forward from before the patch have hooks that know of `scale_wrt_gas` alone. The
-    engine keeps it for plain backwards that follow.
+    `scale_wrt_gas` is stored at the engine: plain backwards that follow use it, and so do the
+    output hooks of forwards that ran before the patch was applied.
     """
     try:
         if scale_wrt_gas:
@@ -65,59 +64,62 @@ def divided_backward(
         run(loss, retain_graph, scale_wrt_gas=False)
         return loss
     finally:
-        upstream_engine.keep_scale(engine, scale_wrt_gas)
+        upstream_engine.set_scale_wrt_gas(engine, scale_wrt_gas)
 
 
-def divide_scaled(engine: Any, loss: torch.Tensor, is_nested: Callable[[], bool]) -> None:
+def divide_scaled_loss(engine: Any, loss: torch.Tensor, is_nested: Callable[[], bool]) -> None:
     """Divide the gradient of a loss of ``engine.scale``: undivided, half precision may overflow."""
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
         if is_nested() or not accumulates():
             return gradient
         divisor = divisor_of(engine)
-        _Scaled.task = current_task_id()
+        _ScaledLoss.task_id = current_task_id()
         return gradient / divisor
 
     loss.register_hook(unserializable_hook(divide))  # type: ignore[no-untyped-call]
 
 
-def divide_leaves(inputs: Any, outputs: list[torch.Tensor], divisor: Callable[[], int]) -> None:
-    """Have the leaves divide that lead to the inputs of a forward, but for those of engines.
+def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callable[[], int]) -> None:
+    """Register hooks that divide the gradients of the leaves behind a forward's inputs.
 
-    Their gradients pass the engine, and no bucket. divisor: of the running backward.
+    Parameters of engines are left out, because their gradients pass a bucket.
+
+    outputs: of the forward, where the search for another forward's leaves stops.
+    get_divisor: returns the divisor of the running backward.
     """
     for output in outputs:
         node: Any = output.grad_fn
-        node.metadata[_KNOWN] = True
-    tensors = with_graphs(inputs, leaves=True)
-    roots = [tensor.grad_fn or _node_of(tensor) for tensor in tensors]
+        node.metadata[_SEEN] = True
+    tensors = graph_tensors(inputs, leaves=True)
+    roots = [tensor.grad_fn or _accumulate_node_of(tensor) for tensor in tensors]
     if not roots:
         return
-    reduced: set[int] = set().union(*map(upstream_engine.trained, engines.known))
-    for node in _leaves_beneath(roots):
+    reduced: set[int] = set().union(*map(upstream_engine.trained_ids, engines.known))
+    for node in _accumulate_nodes(roots):
         if id(node.variable) not in reduced:
-            node.metadata[_KNOWN] = True
-            node.register_prehook(partial(_divide, divisor))
+            node.metadata[_SEEN] = True
+            node.register_prehook(partial(_divide, get_divisor))
 
 
-def _divide(divisor: Callable[[], int], gradients: Any) -> Any:
-    by = divisor()
-    return tuple(gradient if gradient is None else gradient / by for gradient in gradients)
+def _divide(get_divisor: Callable[[], int], gradients: Any) -> Any:
+    divisor = get_divisor()
+    return tuple(gradient if gradient is None else gradient / divisor for gradient in gradients)
 
 
-def _node_of(leaf: torch.Tensor) -> Any:
+def _accumulate_node_of(leaf: torch.Tensor) -> Any:
     with torch.enable_grad():
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def _leaves_beneath(pending: list[Any]) -> Iterator[Any]:
-    """Yield the nodes that accumulate, up to outputs of engines, which have seen to theirs."""
+def _accumulate_nodes(pending: list[Any]) -> Iterator[Any]:
+    """Yield the AccumulateGrad nodes below these nodes, up to the outputs of engines."""
     seen = set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen or _KNOWN in node.metadata:
+        if node is None or node in seen or _SEEN in node.metadata:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             yield node
-        pending += [beneath for beneath, _ in node.next_functions]
+        pending += [next_node for next_node, _ in node.next_functions]

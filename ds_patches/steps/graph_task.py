@@ -1,9 +1,9 @@
-"""One run of the autograd engine, seen from inside it, and what leads there. Plain PyTorch.
+"""One run of the autograd engine, seen from inside it, and the graph that leads to it.
 
-PyTorch numbers every run of the engine (`torch._C._current_graph_task_id`) and lets code that
-runs inside it queue a callback for its end. A run that raises never calls back: it drops the
-callback, and with it the last reference to it. So a weak reference tells all three fates of a run
-apart: alive (still running), finished, or gone without finishing (raised).
+PyTorch numbers every run of the engine (`torch._C._current_graph_task_id`), and calls the callbacks
+that code inside the run has queued (`queue_callback`) when the run ends. A run that raises drops
+its callbacks without calling them. So a weak reference to a callback tells whether a run is running
+(alive), finished (called), or has raised (gone and not called). Plain PyTorch, without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch.utils import checkpoint
 NO_TASK = -1
 #: Id of the graph task that is running on this thread, or :data:`NO_TASK`.
 current_task_id: Callable[[], int] = torch._C._current_graph_task_id
-#: Have a function called when the running graph task ends, unless it raises.
+#: Queues a callback for the end of the running graph task. It is not called if the task raises.
 at_end_of_task: Callable[[Callable[[], None]], None]
 at_end_of_task = torch.autograd.Variable._execution_engine.queue_callback
 
-#: Called with True, the hooks that take what this thread saves for a backward; from torch 2.8 on.
+#: Called with True, returns the saved tensors hooks of this thread, or None; from torch 2.8 on.
 top_saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 
-#: In a graph task: whether the graph stays for another one; to torch 2.5 nothing tells, and it may.
+#: Returns True if the running graph task may keep its graph (`retain_graph`); always to torch 2.5.
 retains_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
 
 
-def recomputes_for_hooks() -> bool:
-    """Whether ``checkpoint(use_reentrant=False)`` is recomputing, in the running graph task.
+def is_recomputing() -> bool:
+    """Return True if ``checkpoint(use_reentrant=False)`` recomputes, in this graph task.
 
-    DeepSpeed's ``non_reentrant_checkpoint`` counts, too. Up to torch 2.7 nothing tells which hooks
-    take what is saved, but the call that recomputes is in the stack.
+    DeepSpeed's ``non_reentrant_checkpoint`` counts, too. Up to torch 2.7 the saved tensors hooks
+    cannot be queried, so the stack is searched for the function that recomputes.
     """
     if top_saved_tensors_hooks is not None:
         return top_saved_tensors_hooks(True) is not None
@@ -54,31 +54,32 @@ def recomputes_for_hooks() -> bool:
 
 
 def accumulates() -> bool:
-    """Whether the running graph task adds to leaves beneath the tensor whose hook this is in.
+    """Return True if the running graph task accumulates into leaves below the hook's node.
 
-    ``torch.autograd.grad`` hands gradients out, and so does a backward whose `inputs` are others.
+    False in ``torch.autograd.grad``, which returns gradients, and in a ``backward(inputs=...)`` of
+    other leaves.
     """
-    return any(map(_gets_its_gradient, _leaves_beneath(torch._C._current_autograd_node())))
+    return any(map(_will_accumulate, _accumulate_nodes(torch._C._current_autograd_node())))
 
 
 def reaches(leaf: torch.Tensor) -> bool:
-    """Whether the running graph task adds to this leaf. A task inside it is another."""
+    """Return True if the running graph task accumulates into this leaf, itself and not nested."""
     if not leaf.requires_grad:
         return False
     with torch.enable_grad():
         ((node, _),) = leaf.view_as(leaf).grad_fn.next_functions  # type: ignore[union-attr]
-    return _gets_its_gradient(node)
+    return _will_accumulate(node)
 
 
-def _gets_its_gradient(leaf: Any) -> bool:
+def _will_accumulate(leaf: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # so it answers of a leaf that torch.autograd.grad was asked for
+    except RuntimeError:  # PyTorch raises for a leaf that is an input of torch.autograd.grad
         return False
 
 
-def _leaves_beneath(node: Any) -> Iterator[Any]:
-    """Depth first: of most modules the first is a node or two away."""
+def _accumulate_nodes(node: Any) -> Iterator[Any]:
+    """Yield the AccumulateGrad nodes below a node, depth first."""
     pending, seen = [node], set()
     while pending:
         node = pending.pop()
@@ -87,70 +88,70 @@ def _leaves_beneath(node: Any) -> Iterator[Any]:
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
             yield node
-        pending.extend(beneath for beneath, _ in node.next_functions)
+        pending.extend(next_node for next_node, _ in node.next_functions)
 
 
 class Entry(Enum):
-    """What begins where a graph task is entered."""
+    """The event at a hook in a graph task, as `TaskWatch.enter` classifies it."""
 
-    #: A backward begins here.
+    #: A backward begins.
     BEGINS = auto()
-    #: The same, but for the one before, which raised: that is to be dealt with first.
+    #: The backward before raised, and the caller has to handle that first.
     AFTER_FAILURE = auto()
-    #: One inside that which runs, as by reentrant checkpointing, or in a hook: it is part of it.
+    #: A backward inside the running one, and part of it: by reentrant checkpointing, or in a hook.
     NESTED = auto()
 
 
 class TaskWatch:
-    """Which backward is running, and how the last one ended."""
+    """The graph task of the running backward, and whether the last backward raised."""
 
-    __slots__ = ("_end", "task_id")
+    __slots__ = ("_end_callback", "task_id")
 
     def __init__(self) -> None:
-        #: Of the backward that was entered last, until its end: `current_task_id()` is the same
-        #: inside that one alone, as no number comes twice.
+        #: Id of the graph task of the backward that was entered last; None after its end. A hook is
+        #: in that backward, and in none nested in it, if `current_task_id()` is the same.
         self.task_id: int | None = None
-        self._end: ref[Callable[[], None]] | None = None
+        self._end_callback: ref[Callable[[], None]] | None = None
 
     @property
     def running(self) -> bool:
-        """Whether the backward that was entered last has not ended."""
-        return self._end is not None and self._end() is not None
+        """True if the backward that was entered last has not ended."""
+        return self._end_callback is not None and self._end_callback() is not None
 
     @property
     def raised(self) -> bool:
-        """True when the last backward is gone and never called back.
+        """True if the backward that was entered last raised.
 
-        A thread of a device may hold it a moment longer: until it takes up its next work, so not
-        when that is a backward of the same model.
+        A device thread of autograd may keep a raised graph task alive, as if it ran, until the
+        thread's next work; a backward of the same model is such work.
         """
-        return self._end is not None and self._end() is None
+        return self._end_callback is not None and self._end_callback() is None
 
     def enter(self) -> Entry:
-        """Tell what begins, inside a graph task that is not `task_id`."""
-        if self._end is not None:
-            return Entry.AFTER_FAILURE if self._end() is None else Entry.NESTED
+        """Classify the event at a hook in the current graph task, which is not `task_id`."""
+        if self._end_callback is not None:
+            return Entry.AFTER_FAILURE if self._end_callback() is None else Entry.NESTED
 
-        def end() -> None:  # held by the autograd engine alone
-            self._end = self.task_id = None
+        def end() -> None:  # only the autograd engine refers to it
+            self._end_callback = self.task_id = None
 
         at_end_of_task(end)
-        self._end, self.task_id = ref(end), current_task_id()
+        self._end_callback, self.task_id = ref(end), current_task_id()
         return Entry.BEGINS
 
-    def forget(self) -> None:
-        """Take the failure as handled."""
-        self._end = None
+    def clear_failure(self) -> None:
+        """Forget that the last backward raised."""
+        self._end_callback = None
 
 
-def with_graphs(outputs: Any, leaves: bool = False) -> list[torch.Tensor]:
-    """Return the tensors with a graph behind them, in nested tuples, lists, dicts and dataclasses.
+def graph_tensors(outputs: Any, leaves: bool = False) -> list[torch.Tensor]:
+    """Return the tensors with a ``grad_fn`` in nested tuples, lists, dicts and dataclasses.
 
-    leaves: also leaves that require a gradient.
+    leaves: also return leaves that require a gradient.
     """
     tensors: list[torch.Tensor] = []
     pending = [outputs]
-    for value in pending:  # which become more
+    for value in pending:  # grows in the loop
         if isinstance(value, torch.Tensor):
             if value.grad_fn is not None or (leaves and value.requires_grad):
                 tensors.append(value)

@@ -1,9 +1,10 @@
-"""Stages 1 and 2 with an offloaded optimizer: micro steps add up on the host.
+"""Stages 1 and 2 with an offloaded optimizer: the sum of the micro steps on the host.
 
-Stock keeps a sum per parameter there, which a backward at the boundary copies over the fp32
-gradients that the step reads. It never clears either: up to 0.18.9 what the second micro step adds
-is lost to the third, a parameter that a later forward reaches first finds the last step's sum, and
-one that no backward at the boundary reaches is stepped with an older gradient.
+The optimizer steps with fp32 gradients in this rank's partitions. DeepSpeed adds the gradients of
+micro steps to a buffer per parameter on the host (the host sum), and copies the sum into the
+partition in a backward at the boundary. It clears neither of them: up to 0.18.9 the second of three
+micro steps is lost, a parameter that a later micro step reaches first starts from the sum of an
+older step, and one that no backward at the boundary reaches is stepped with an older gradient.
 """
 
 from __future__ import annotations
@@ -22,146 +23,149 @@ from ds_patches.upstream.accelerator import synchronize
 
 
 class HostSum:
-    """Which of one optimizer's parameters have gradients of the present step on the host."""
+    """An offloaded optimizer's host sums and partitions, and which of them are current."""
 
     def __init__(self, optimizer: Any, is_new: bool) -> None:
-        """is_new: no step was taken, so that what is there already was given by a script."""
+        """is_new: no step was taken yet, so gradients in the partitions were set by a script."""
         self._optimizer = optimizer
-        self._aside: list[torch.Tensor] = []  # fp32 partitions
-        self._pending: set[int] = set()  # parameters whose host sum no boundary has delivered
-        # Those that a script has put into the fp32 partition, and all whose gradients are there.
-        self._given = offload.filled(optimizer) if is_new else set[int]()
-        self._delivered = set(self._given)
-        #: Parameters whose gradients the running backward has put into the fp32 partition.
-        self._delivered_now: set[int] = set()
-        #: At this one optimizer: it is called for every parameter, and only here it matters.
+        self._saved_partitions: list[torch.Tensor] = []  # fp32 partitions
+        self._undelivered: set[int] = set()  # ids: only the host sum is current
+        # Ids of parameters whose gradients a script set, and of all with gradients in partitions.
+        self._set_by_script = offload.nonzero_param_ids(optimizer) if is_new else set[int]()
+        self._delivered = set(self._set_by_script)
+        #: Ids of parameters whose gradients the running backward has written into the partitions.
+        self._delivered_this_backward: set[int] = set()
+        #: Of this optimizer only: every parameter of every optimizer would pass a class's wrapper.
         self.layers = [
             Layer(optimizer, "copy_grads_in_partition", self._copy),
             Layer(optimizer, offload.LINKING_METHOD, self._link),
         ]
-        offload.watch(optimizer, self._settle)
+        offload.watch_gradients(optimizer, self._bring_up_to_date)
 
     @property
-    def is_due(self) -> bool:
-        """Whether the next backward has to leave alone what a script has put in the partitions."""
-        return bool(self._given or self._aside)
+    def must_preserve_partitions(self) -> bool:
+        """True if the next backward must not overwrite gradients that a script has set."""
+        return bool(self._set_by_script or self._saved_partitions)
 
-    def _settle(self, param_id: int, is_given: bool) -> None:
-        """Make a gradient what this step has so far, before a script reads or gives one.
+    def _bring_up_to_date(self, param_id: int, is_write: bool) -> None:
+        """Write this step's gradient into the partition before a script reads or sets it.
 
-        Once the step has begun, what an older one has left is zero.
+        Gradients of older steps are zeroed once the step has gradients.
         """
-        begun = self._pending or self._delivered or is_given
-        if begun and param_id not in self._delivered:
+        has_begun = self._undelivered or self._delivered or is_write
+        if has_begun and param_id not in self._delivered:
             synchronize()
-            if not offload.sums_in_partitions(self._optimizer):
-                offload.zero_partitions(self._optimizer, [param_id])
-                offload.add_host_sums(self._optimizer, self._pending & {param_id})
-        if is_given:
-            self._pending.discard(param_id)
+            if not offload.host_sums_are_partitions(self._optimizer):
+                offload.zero_fp32_gradients(self._optimizer, [param_id])
+                offload.add_host_sums(self._optimizer, self._undelivered & {param_id})
+        if is_write:
+            self._undelivered.discard(param_id)
             self._delivered.add(param_id)
-            self._given.add(param_id)
+            self._set_by_script.add(param_id)
 
     def begin_backward(self) -> None:
-        """Note that the backward that begins has delivered nothing yet."""
-        self._delivered_now.clear()
+        """Forget which parameters the last backward delivered."""
+        self._delivered_this_backward.clear()
 
-    def set_aside(self) -> None:
-        """Take the fp32 partitions out; the backward then runs as a step's only one would."""
+    def save_partitions(self) -> None:
+        """Save and zero the fp32 partitions, or copy them to the sums on the device, if any."""
         optimizer = self._optimizer
-        if self._aside or not self._delivered:
+        if self._saved_partitions or not self._delivered:
             return
         synchronize()
         if zero12.any_sums_in_place(optimizer):
-            taken = offload.take_to_device(optimizer, self._given)
-            self._pending |= taken
-            self._delivered -= taken
-            self._given -= taken
+            moved = offload.copy_sums_to_device(optimizer, self._set_by_script)
+            self._undelivered |= moved
+            self._delivered -= moved
+            self._set_by_script -= moved
             return
-        self._zero_what_is_older()
-        for gradient in offload.partitions(optimizer):
-            self._aside.append(gradient.clone())
+        self._zero_stale_partitions()
+        for gradient in offload.fp32_grads(optimizer):
+            self._saved_partitions.append(gradient.clone())
             gradient.zero_()
-        if offload.sums_in_partitions(optimizer):
-            self._pending.clear()
+        if offload.host_sums_are_partitions(optimizer):
+            self._undelivered.clear()
 
-    def add_back(self) -> None:
-        """Add what was set aside, after the backward's epilogue."""
-        if not self._aside:
+    def add_saved_partitions(self) -> None:
+        """Add the saved partitions to the current ones, after the backward's epilogue."""
+        if not self._saved_partitions:
             return
         synchronize()
-        for gradient, before in zip(offload.partitions(self._optimizer), self._aside, strict=True):
-            gradient.add_(before)
-        self._aside = []
+        partitions = offload.fp32_grads(self._optimizer)
+        for gradient, saved in zip(partitions, self._saved_partitions, strict=True):
+            gradient.add_(saved)
+        self._saved_partitions = []
         offload.renew_norms(self._optimizer)
 
     def finalize(self, wrapped: Callable[[], Any]) -> None:
-        """DeepSpeed's step, its own boundary, copies host sums; here not over given ones."""
-        self.add_back()
-        due = offload.due_at_step(self._optimizer)
-        due -= self._delivered
+        """Copy host sums in a step that is its own boundary, but not over delivered gradients."""
+        self.add_saved_partitions()
+        undelivered_ids = offload.param_ids_due_at_step(
+            self._optimizer
+        )  # the set itself, which is changed
+        undelivered_ids -= self._delivered
         wrapped()
-        self._pending -= due
-        self._delivered |= due
+        self._undelivered -= undelivered_ids
+        self._delivered |= undelivered_ids
 
     def complete(self) -> None:
-        """Make the fp32 partitions whole, as a step is about to read them."""
+        """Write the step's gradients into the fp32 partitions, before the optimizer reads them."""
         optimizer = self._optimizer
-        self.add_back()  # a backward that was to add to it has reached no parameter
-        if self._given:
+        self.add_saved_partitions()  # if the backward reached no parameter, and had no epilogue
+        if self._set_by_script:
             offload.renew_norms(optimizer)
-        if not self._pending and self._delivered.issuperset(optimizer.grad_position):
+        if not self._undelivered and self._delivered.issuperset(optimizer.grad_position):
             return
         synchronize()
-        if not offload.sums_in_partitions(optimizer):
-            self._zero_what_is_older()
-            offload.add_host_sums(optimizer, self._pending)
+        if not offload.host_sums_are_partitions(optimizer):
+            self._zero_stale_partitions()
+            offload.add_host_sums(optimizer, self._undelivered)
 
     def drop(self) -> None:
-        self._optimizer.local_overflow = False  # of what is dropped
-        for gradient in offload.partitions(self._optimizer):
+        self._optimizer.local_overflow = False  # the dropped gradients may have overflowed
+        for gradient in offload.fp32_grads(self._optimizer):
             gradient.zero_()
         for buffer in self._optimizer.accumulated_grads_in_cpu.values():
             buffer.zero_()
 
     def step_taken(self) -> None:
-        self._aside = []
-        self._pending.clear()
+        self._saved_partitions = []
+        self._undelivered.clear()
         self._delivered.clear()
-        self._given.clear()
+        self._set_by_script.clear()
 
     def detach(self) -> None:
-        """Leave the optimizer to stock."""
-        offload.watch(self._optimizer, None)
+        """Stop watching what scripts read and set."""
+        offload.watch_gradients(self._optimizer, None)
 
     def _link(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed makes anew what scripts read, as a checkpoint was loaded; watch that, too."""
+        """Watch the lists that scripts read again, after a checkpoint has replaced them."""
         wrapped(*args, **kwargs)
-        offload.watch(self._optimizer, self._settle)
+        offload.watch_gradients(self._optimizer, self._bring_up_to_date)
 
-    def _zero_what_is_older(self) -> None:
+    def _zero_stale_partitions(self) -> None:
         optimizer = self._optimizer
-        offload.zero_partitions(optimizer, optimizer.grad_position.keys() - self._delivered)
+        offload.zero_fp32_gradients(optimizer, optimizer.grad_position.keys() - self._delivered)
 
     def _copy(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Stock's ``copy_grads_in_partition``, made to add to what is pending alone."""
+        """Copy a reduced gradient to the host, and add it only to sums of this step."""
         optimizer = self._optimizer
-        param = args[0] if args else in_order(wrapped, args, kwargs)[0]  # of every parameter
+        param = args[0] if args else in_order(wrapped, args, kwargs)[0]  # in_order is slow
         param_id = optimizer.get_param_id(param)
         boundary = upstream_boundary.is_at_boundary(optimizer)
-        adds = param_id in self._pending
-        kept = offload.where_micro_steps_are_kept(optimizer) if adds or not boundary else {}
-        comes_again = boundary and param_id in self._delivered_now
-        before = offload.take_from_partition(optimizer, param_id) if comes_again else None
-        with meanwhile(optimizer, micro_step_id=int(adds), **kept):
+        adds = param_id in self._undelivered
+        settings = offload.accumulation_overrides(optimizer) if adds or not boundary else {}
+        arrives_again = boundary and param_id in self._delivered_this_backward
+        saved = offload.copy_fp32_gradient(optimizer, param_id) if arrives_again else None
+        with meanwhile(optimizer, micro_step_id=int(adds), **settings):
             result = wrapped(*args, **kwargs)
-        if before is not None:
-            offload.add_to_partition(optimizer, param_id, before)
+        if saved is not None:
+            offload.add_to_fp32_gradient(optimizer, param_id, saved)
         if boundary:
-            self._delivered_now.add(param_id)
-            self._pending.discard(param_id)
+            self._delivered_this_backward.add(param_id)
+            self._undelivered.discard(param_id)
             self._delivered.add(param_id)
         else:
             offload.store_host_sum(optimizer, param)
-            self._pending.add(param_id)
+            self._undelivered.add(param_id)
         return result

@@ -1,4 +1,4 @@
-"""The base of what patches do at the backwards of an engine."""
+"""The base class of the patches' callbacks at the backwards of an engine."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import Any
 
 
 class Listener:
-    """What a patch does at an engine's backwards. A method does nothing unless overridden."""
+    """Callbacks at an engine's backwards. They do nothing unless overridden."""
 
-    #: Whether `backward_begins` is to be called.
+    #: True if `backward_begins` is to be called.
     awaits_backwards = True
 
-    def backward_begins(self, again: bool) -> None:
-        """A backward begins; its graph task runs. `again`: no forward has run since the last."""
+    def backward_begins(self, same_forward: bool) -> None:
+        """Called in the graph task of a backward that begins.
 
-    def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs ``engine.backward(loss)``: `run`, or something around it."""
+        same_forward: no forward has run since the last backward.
+        """
+
+    def wrap_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that runs ``engine.backward(loss)``: `run`, or a wrapper of it."""
         return run
 
     def backward_nested(self) -> None:
-        """A backward over a forward of the engine begins inside the running one."""
+        """Called when a backward over a forward of the engine begins inside the running one."""
 
     def backward_raised(self) -> None:
-        """A backward raised; whether `dropped` follows depends on what it had brought."""
+        """Called after a backward raised; then `gradients_dropped` if it had brought gradients."""
 
-    def dropped(self, failed: bool) -> None:
-        """The step's gradients were dropped: by the user, or because a backward `failed`."""
+    def gradients_dropped(self, failed: bool) -> None:
+        """Called when the step's gradients were dropped: by the user, or as a backward `failed`."""

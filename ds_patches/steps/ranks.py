@@ -1,4 +1,4 @@
-"""What ranks tell each other: flags, by a collective; and by none, that they are at a place."""
+"""Flags that ranks reduce by a collective, and a rendezvous of ranks in the store."""
 
 from __future__ import annotations
 
@@ -13,43 +13,46 @@ from ds_patches.core import agreement
 from ds_patches.upstream.accelerator import accelerator
 
 
-def on_any(flags: Sequence[bool], group: Any) -> torch.Tensor:
-    """Return int32 flags on the device: 1 where one is true on any rank of a group. A collective.
+def any_rank(flags: Sequence[bool], group: Any) -> torch.Tensor:
+    """Return, for each flag, whether it is True on any rank of the group. Collective.
 
-    Nobody waits for the others before it is read.
+    An int32 tensor on the device, of 1 and 0. Asynchronous on a device: the host waits for the
+    other ranks when it reads the flags.
     """
-    as_told = {"dtype": torch.int32, "device": accelerator().current_device_name()}
-    # To copy a list to a device waits for all that the device has to do.
-    told = torch.ones(len(flags), **as_told) if all(flags) else torch.tensor(flags, **as_told)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return told
+    options = {"dtype": torch.int32, "device": accelerator().current_device_name()}
+    # A copy from the host waits until the device has done all of its queued work.
+    on_any = torch.ones(len(flags), **options) if all(flags) else torch.tensor(flags, **options)
+    dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=group)
+    return on_any
 
 
-def meeting(subject: str, ranks: Sequence[int], me: int) -> str:
-    """Return a place in the store where these ranks meet: for each, their next over a subject.
+def rendezvous_key(subject: str, ranks: Sequence[int], rank: int) -> str:
+    """Return a key in the store for the next rendezvous of these ranks over a subject.
 
-    The store itself counts, so that the ranks of a process group that was built anew, some of them
-    in new processes, begin anew.
+    The store counts each rank's rendezvous. So the counts start again with the store of a new
+    process group, in which some ranks may be new processes.
     """
-    place = f"ds_patches/{subject}/{hashlib.sha256(repr((*ranks,)).encode()).hexdigest()[:16]}"
-    return f"{place}/{agreement.store().add(f'{place}/{me}', 1)}"
+    prefix = f"ds_patches/{subject}/{hashlib.sha256(repr((*ranks,)).encode()).hexdigest()[:16]}"
+    return f"{prefix}/{agreement.store().add(f'{prefix}/{rank}', 1)}"
 
 
-def come(store: Any, place: str, ranks: Sequence[int], me: int, patience: float) -> list[int]:
-    """Wait at a place in the store; return the ranks that did not arrive in time.
+def wait_at_rendezvous(
+    store: Any, key: str, ranks: Sequence[int], rank: int, timeout: float
+) -> list[int]:
+    """Wait in the store, up to `timeout` seconds. Return the ranks that did not arrive.
 
-    Not by a collective, as a rank that raised takes part in none.
+    Not a collective, because a rank that raised does not take part in collectives.
     """
-    came = f"{place}/came"
-    store.set(f"{place}/{me}", "")
-    store.add(came, 1)
-    if agreement.wait(lambda: store.add(came, 0) >= len(ranks), patience):
+    arrived = f"{key}/arrived"
+    store.set(f"{key}/{rank}", "")
+    store.add(arrived, 1)
+    if agreement.wait(lambda: store.add(arrived, 0) >= len(ranks), timeout):
         return []
-    return [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
+    return [other for other in ranks if not store.check([f"{key}/{other}"])]
 
 
-def patience() -> float:
-    """Seconds that a collective of the default group would wait."""
+def collective_timeout() -> float:
+    """Return the timeout of the default group's collectives, in seconds."""
     from torch.distributed import distributed_c10d
 
     group = distributed_c10d._get_default_group()

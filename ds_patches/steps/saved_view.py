@@ -1,4 +1,4 @@
-"""A note of a tensor that autograd has saved: a gathered parameter, or a view of one."""
+"""Identity of a tensor that autograd has saved: a gathered parameter, or a view of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class SavedView(NamedTuple):
-    """Which elements of a storage a tensor has: tensors of equal notes have equal values."""
+    """The elements of a storage that a tensor shows. Tensors with equal views have equal values."""
 
-    storage: int  # as `storage_of` has it
+    storage: int  # `storage_of` the tensor
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -18,7 +18,7 @@ class SavedView(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedView | None:
-        """Return None for a tensor whose memory does not tell its values: sparse, or negated."""
+        """Return a tensor's view; None if it is sparse, negated or conjugated."""
         if not (storage := storage_of(tensor)) or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset())
@@ -26,5 +26,5 @@ class SavedView(NamedTuple):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identify the memory of a tensor for as long as anything refers to it; 0 if it has none."""
+    """Return an id of a tensor's memory, unique while anything refers to it; 0 if it has none."""
     return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else 0

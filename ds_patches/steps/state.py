@@ -1,4 +1,4 @@
-"""The states of a step: which backwards belong to it, and what they have left."""
+"""The states of a step: the backwards that belong to it, and whether it has gradients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from enum import Enum, auto
 
 
 class StepState(Enum):
-    """What the backwards since the last ``engine.step()`` have left."""
+    """State of the gradients that the backwards since the last ``engine.step()`` brought."""
 
-    #: No gradient: there was no backward, or the user has dropped what it brought.
+    #: No gradient: there was no backward, or the user dropped its gradients.
     EMPTY = auto()
-    #: Gradients.
+    #: Has gradients.
     HELD = auto()
-    #: No gradient: the last backward raised, and took those of the others with it.
+    #: No gradient: the last backward raised, and the step's gradients were dropped.
     FAILED = auto()
 
 
@@ -21,9 +21,8 @@ class StepState(Enum):
 class Step:
     """One step of an engine, from one update of its parameters to the next.
 
-    first, last: while it is HELD, the numbers of the micro steps that its first and its last
-        backward were in, as ``engine.micro_steps`` counts them.
-    is_foreign: all its gradients are of the ``engine.backward`` of other engines.
+    first, last: while HELD, the `engine.micro_steps` of the step's first and last backward.
+    is_foreign: other engines' ``engine.backward`` brought all of its gradients.
     """
 
     state: StepState = StepState.EMPTY
@@ -32,11 +31,11 @@ class Step:
     is_foreign: bool = False
 
     def after_backward(self, micro_step: int, is_foreign: bool = False) -> Step:
-        """Return the step with one more backward, in this micro step."""
+        """Return the step after one more backward, in this micro step."""
         if self.state is not StepState.HELD:
             return Step(StepState.HELD, micro_step, micro_step, is_foreign)
         return Step(StepState.HELD, self.first, micro_step, self.is_foreign and is_foreign)
 
     def has_backward_in(self, micro_step: int) -> bool:
-        """Whether its last backward was in this micro step."""
+        """Return True if the step's last backward was in this micro step."""
         return self.state is StepState.HELD and self.last == micro_step

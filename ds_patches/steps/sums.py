@@ -1,4 +1,4 @@
-"""What adds up the gradients of a step: the base of `zero12_sum`, `zero3_sum` and `bf16_sum`."""
+"""The sum of a step's gradients: the base class of `zero12_sum`, `zero3_sum` and `bf16_sum`."""
 
 from __future__ import annotations
 
@@ -8,169 +8,174 @@ import torch
 import torch.distributed as dist
 
 from ds_patches.core.layer import Layer
-from ds_patches.steps.ranks import on_any
+from ds_patches.steps.ranks import any_rank
 
 
 class GradientSum:
-    """How a ZeRO stage adds up the backwards of one step. A method does nothing unless overridden.
+    """The gradients of one step, which a ZeRO stage adds up over the step's backwards.
 
-    A backward brings reduced gradients. In a block it brings local ones, which autograd adds up on
-    the parameters, until `reduce_local` brings the sum as one backward would.
+    Each backward adds reduced gradients. In a block backwards leave local ones, which autograd adds
+    up on the parameters, until `reduce_local` reduces them. Methods do nothing unless overridden.
 
-    layers: around methods of the engine and its optimizer, until they are left to stock.
+    layers: wrappers of methods of this engine and its optimizer.
     """
 
-    #: Whether DeepSpeed itself calls zero_grad() now: no user has asked for that.
-    upstream_zeroes = False
-    #: Whether zero_grad() right after ``engine.step()`` has counted a micro step drops nothing.
+    #: True while DeepSpeed itself calls zero_grad(), which is no request of the user.
+    in_upstream_zero_grad = False
+    #: True if zero_grad() right after ``engine.step()`` has counted a micro step drops nothing.
     keeps_earlier_micro_steps = True
 
-    #: By how much the gradients that have come are still to be divided, as they are reduced.
+    #: The divisor that the reduction applies to the gradients of the running backward.
     divisor = 1
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
-        #: Whether the gradients of earlier backwards of the step may be on the parameters.
+        #: True if the parameters may hold gradients of the step's earlier backwards.
         self.holds_local = False
-        self._trained_before: set[Any] = set()
-        self._marks: list[tuple[int, int]] = []
+        self._recorded_trainable: set[Any] = set()
+        self._recorded_versions: list[tuple[int, int]] = []
 
-    def expect(self, divisor: int, is_first: bool = False) -> None:
-        """Have the gradients of the backward that begins divided by `divisor` at their reduction.
+    def set_divisor(self, divisor: int, is_first: bool = False) -> None:
+        """Set the divisor by which the reduction divides the gradients of the backward that begins.
 
-        They add to local ones, which are made to be divided by the same; is_first: there are none.
+        Local gradients of earlier backwards are rescaled to the same divisor.
+
+        is_first: there are none, since the step had no gradients before this backward.
         """
-        before, self.divisor = self.divisor, divisor
-        if before != divisor and self.holds_local and not is_first:
-            divide(self.local(), before / divisor)
+        previous, self.divisor = self.divisor, divisor
+        if previous != divisor and self.holds_local and not is_first:
+            divide(self.local_gradients(), previous / divisor)
 
-    def local(self) -> list[torch.Tensor]:
-        """Return the gradients that have come and are not reduced."""
-        return [param.grad for param in self.trained() if param.grad is not None]
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients on the parameters, which are not reduced."""
+        return [param.grad for param in self.trainable() if param.grad is not None]
 
     def begin_backward(self) -> None:
-        """Let the backward that begins add what it reduces."""
+        """Prepare the sum for the gradients of a backward that begins."""
 
-    def has_come(self) -> bool:
-        """Return True if the backward that raised has brought a gradient, or may have."""
-        return self._marks != self.marks()
+    def may_have_gradients(self) -> bool:
+        """Return True if the backward that raised may have brought a gradient."""
+        return self._recorded_versions != self.gradient_versions()
 
-    def note(self) -> None:
-        """Note the gradients on the parameters, as a backward begins, for `has_come`."""
-        self._marks = self.marks()
+    def record_gradients(self) -> None:
+        """Record the gradients on the parameters as a backward begins, for `may_have_gradients`."""
+        self._recorded_versions = self.gradient_versions()
 
-    def marks(self) -> list[tuple[int, int]]:
-        """Return what tells whether a gradient on a parameter is another, or has been added to."""
+    def gradient_versions(self) -> list[tuple[int, int]]:
+        """Return ids and versions of the gradients on the parameters; any change changes them."""
         gradients = [param.grad for param in self.parameters() if param.grad is not None]
         return [(id(gradient), gradient._version) for gradient in gradients]
 
-    def pass_by(self) -> bool:
-        """End a backward that has brought nothing; return whether to skip DeepSpeed's epilogue."""
+    def end_empty_backward(self) -> bool:
+        """End a backward that reached no parameter of this engine.
+
+        Return True to skip DeepSpeed's epilogue.
+        """
         return False
 
-    def lacks(self, unreduced: bool) -> bool:
-        """Return whether a step lacks gradients, as no backward has run at the boundary.
+    def lacks_gradients(self, has_unreduced: bool) -> bool:
+        """Return True if a step has no gradients to use, as no backward ran at the boundary.
 
-        unreduced: whether earlier micro steps have brought some.
+        has_unreduced: earlier micro steps have brought gradients.
         """
         return False
 
     def complete(self) -> None:
-        """Make the gradients whole, as a step is about to read them."""
+        """Complete the sum, before the optimizer reads it."""
 
     def drop(self) -> None:
-        """Forget the step's gradients so far."""
+        """Drop the step's gradients."""
 
-    def spare(self) -> None:
-        """End a backward that raised before it has brought anything."""
-        self.pass_by()
+    def end_failed_empty_backward(self) -> None:
+        """End a backward that raised before it brought a gradient."""
+        self.end_empty_backward()
 
-    def abandon(self) -> None:
-        """Drop the step's gradients, and those in buckets, after a backward that raised."""
+    def drop_failed_backward(self) -> None:
+        """Drop the step's gradients, and those in the buckets, after a backward that raised."""
         self.drop()
 
     def step_taken(self) -> None:
-        """Begin a new step: the optimizer has used the gradients."""
+        """Begin a new step, after the optimizer has used the gradients."""
 
-    def put_back(self, at: int) -> None:
-        """Let a layer take effect again, where another library has put back what it had found."""
-        layer = self.layers[at]
+    def reinstall_layer(self, index: int) -> None:
+        """Install a layer again if another library has restored the method beneath it."""
+        layer = self.layers[index]
         if layer.above() is None:
             layer.remove()
-            self.layers[at] = Layer(layer.owner, layer.name, layer.around)
+            self.layers[index] = Layer(layer.owner, layer.name, layer.around)
 
     def detach(self) -> None:
-        """Leave the optimizer to stock, which divides none of the gradients that have come."""
+        """Remove the layers. Divide the local gradients first, as DeepSpeed will not."""
         if self.holds_local and self.divisor != 1:
-            divide(self.local(), self.divisor)
+            divide(self.local_gradients(), self.divisor)
         for layer in self.layers:
             layer.remove()
 
     # --- Local gradients --------------------------------------------------------------------------
 
     def parameters(self) -> list[Any]:
-        """Return the optimizer's parameters, in an order that is the same on all ranks."""
+        """Return the optimizer's parameters, in the same order on all ranks."""
         return []
 
     def begin_local(self) -> None:
-        """Expect backwards whose gradients stay on the parameters, until `end_local`."""
+        """Expect backwards that leave their gradients on the parameters, until `end_local`."""
         self.holds_local = True
-        self._trained_before.clear()
+        self._recorded_trainable.clear()
 
-    def note_trained(self) -> None:
-        """Note which parameters train, as such a backward begins: they may be frozen after it."""
-        self._trained_before.update(param for param in self.parameters() if param.requires_grad)
+    def record_trainable(self) -> None:
+        """Record the trainable parameters of a local backward: they may be frozen after it."""
+        self._recorded_trainable.update(param for param in self.parameters() if param.requires_grad)
 
     def end_local(self) -> None:
-        """Expect backwards that are reduced, unless the stage keeps those of micro steps local."""
+        """Expect backwards that reduce, unless the stage keeps gradients of micro steps local."""
         self.holds_local = False
 
-    def trained(self) -> list[Any]:
-        """Return the parameters that train now, or did in a backward that was noted."""
-        before = self._trained_before
-        return [param for param in self.parameters() if param.requires_grad or param in before]
+    def trainable(self) -> list[Any]:
+        """Return the parameters that are trainable now, or were in a recorded backward."""
+        recorded = self._recorded_trainable
+        return [param for param in self.parameters() if param.requires_grad or param in recorded]
 
-    def have_local(self) -> list[bool]:
-        """Return of each of them whether it has a local gradient."""
-        return [param.grad is not None for param in self.trained()]
+    def has_local_gradients(self) -> list[bool]:
+        """Return, for each trainable parameter, True if it has a local gradient."""
+        return [param.grad is not None for param in self.trainable()]
 
-    def is_late(self) -> bool:
-        """Whether the backward that runs has brought gradients that are not local any more."""
+    def has_nonlocal_gradients(self) -> bool:
+        """Return True if gradients of the running backward are in buckets or reduced."""
         return False
 
-    def lacking(self, group: Any) -> set[Any] | None:
-        """Return the parameters that have a local gradient on another rank alone. A collective.
+    def missing_params(self, group: Any) -> set[Any] | None:
+        """Return the parameters that have a local gradient on other ranks only. Collective.
 
-        DeepSpeed's reducer leaves out what has no gradient, so ranks that differ in what they have
-        would wait for each other in different collectives. None where no rank has a gradient. A
-        rank that has all does not wait for what others tell.
+        None if no rank has a gradient. DeepSpeed's reducer skips parameters without a gradient, so
+        ranks with gradients of different parameters would wait for each other in different
+        collectives. A rank that has all gradients does not wait for the others' flags.
 
         group: the process group of the ranks that share the gradients.
         """
-        here = self.have_local()
+        local = self.has_local_gradients()
         alone = dist.get_world_size(group) == 1
-        told = on_any(here, group) if here and not alone else None
-        if here and all(here):
+        on_any = any_rank(local, group) if local and not alone else None
+        if local and all(local):
             return set()
-        anywhere = here if told is None else told.tolist()
+        anywhere = local if on_any is None else on_any.tolist()
         if not any(anywhere):
             return None
-        found = zip(self.trained(), here, anywhere, strict=True)
-        return {param for param, one, any_ in found if any_ and not one}
+        flags = zip(self.trainable(), local, anywhere, strict=True)
+        return {param for param, is_local, is_anywhere in flags if is_anywhere and not is_local}
 
-    def reduce_local(self, lacking: set[Any]) -> None:
-        """Add the local gradients, and zeros for `lacking`, to those of the step. A collective."""
+    def reduce_local(self, missing: set[Any]) -> None:
+        """Reduce the local gradients, and zeros for `missing`, into the step's sum. Collective."""
 
     def drop_local(self) -> None:
-        """Forget them, and leave the optimizer as it is before a backward."""
+        """Drop the local gradients, and reset the optimizer to its state before a backward."""
 
 
 @torch.no_grad()
 def divide(gradients: list[torch.Tensor], divisor: float) -> None:
-    """Divide gradients in their memory; one that is no block of it, as an expanded one, moves."""
-    blocks = [gradient for gradient in gradients if gradient.is_contiguous()]
-    if blocks:
-        torch._foreach_div_(blocks, divisor)
-    for gradient in gradients if len(blocks) < len(gradients) else ():
+    """Divide gradients in place. A gradient that is not contiguous gets new memory."""
+    contiguous = [gradient for gradient in gradients if gradient.is_contiguous()]
+    if contiguous:
+        torch._foreach_div_(contiguous, divisor)
+    for gradient in gradients if len(contiguous) < len(gradients) else ():
         if not gradient.is_contiguous():
             gradient.data = gradient.data / divisor

@@ -1,12 +1,12 @@
-"""Stage 3: gradients of the backwards of a step add up in the partition buffer.
+"""Stage 3: the sum of a step's gradients in the partition buffer.
 
-Each rank holds one flat slice per parameter. Stock copies into it or adds to it by a counter that
-moves with the *forward* from 0.18.5 on, and never clears it: what an earlier step left there for
-a parameter without a gradient stays, and is stepped with. Here a slice is copied into when its
-step writes it first, added to from then on, and zeroed if its step has not written it at all.
+Each rank holds a flat slice per parameter, its gradient partition. DeepSpeed copies or adds to it
+by a counter that from 0.18.5 on moves with the *forward*, and never zeroes it: a parameter without
+a gradient is stepped with that of an older step. Here the first gradient of a step is copied, later
+ones are added, and partitions that the step has not written are zeroed.
 
-A gradient that comes to a parameter again in one backward counts again. Autograd adds it to the one
-in the reduce bucket, which then has the parameter twice: it is reduced once.
+If a parameter gets several gradients in one backward, autograd adds them to the one in the reduce
+bucket, which then lists the parameter twice: it is reduced once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_patches.steps.graph_task import NO_TASK, current_task_id
 from ds_patches.steps.sums import GradientSum, divide
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
-from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import makes_muon_updates_in_backward
 
 _SECOND_WITH_MUON = (
@@ -33,7 +33,7 @@ _SECOND_WITH_MUON = (
 
 
 def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The stage 3 optimizer partitions the gradients of a bucket."""
+    """Partition a bucket's gradients so that they add to those of the same step."""
     steps = vars(optimizer).get(KEY)
     if steps is None or not isinstance(steps.sum, Zero3Sum):
         return wrapped(*args, **kwargs)
@@ -41,22 +41,22 @@ def around_partition_grads(wrapped: Wrapped, optimizer: Any, args: Args, kwargs:
 
 
 class Zero3Sum(GradientSum):
-    """Which gradient partitions of one stage 3 optimizer hold gradients of the present step."""
+    """The gradient partitions of one stage 3 optimizer, and which ones this step has written."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
         self._optimizer = optimizer = engine.optimizer
         self.layers.append(Layer(optimizer, zero3.REDUCING_METHOD, self._reduce_bucket))
         self._outer_task = NO_TASK
-        self._nests = False  # a graph task has run inside a backward's
-        self._has_reduced = False  # the backward a bucket
-        if not keeps_order():
+        self._has_nested_task = False  # a graph task ran inside a backward's
+        self._has_reduced = False  # the running backward has reduced a bucket
+        if not is_single_stream():
             offload = optimizer.parameter_offload
             gathers = "pre_sub_module_backward_function"
             self.layers.append(Layer(offload, gathers, self._module_backward_begins))
-        #: By ``ds_id``, the parameters whose partitions hold gradients of this step.
+        #: By ``ds_id``, the parameters whose partitions this step has written.
         self._written: dict[int, Any] = {}
-        self._delivered: set[int] = set()  # of them, those that reached an offloaded optimizer
+        self._delivered: set[int] = set()  # their ids, if the offloaded optimizer has the gradient
 
     def begin_backward(self) -> None:
         if self._written and makes_muon_updates_in_backward(self._optimizer):
@@ -65,54 +65,54 @@ class Zero3Sum(GradientSum):
         self._has_reduced = False
 
     def _reduce_bucket(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed reduces a bucket, because it is full or as a backward ends."""
+        """Divide a bucket's gradients and reduce each of its parameters once."""
         optimizer = self._optimizer
         dtype = zero3.dtype_of_bucket(optimizer, *args, **kwargs)
         params = zero3.bucket_of(optimizer, dtype)
         if not params:
             return
         if len({*map(id, params)}) < len(params):
-            zero3.hold_each_once(optimizer, dtype)
+            zero3.deduplicate_bucket(optimizer, dtype)
         if self.divisor > 1:
             with zero3.reduction_stream(optimizer):
                 divide([param.grad for param in params], self.divisor)
         self._has_reduced = True
         wrapped(*args, **kwargs)
-        # For the next gradient alone, so not a layer, which all would pass.
-        vars(optimizer)[zero3.PUTTING_METHOD] = self._put
+        # An attribute for the next gradient only. A layer would be called for every gradient.
+        vars(optimizer)[zero3.BUCKETING_METHOD] = self._put_in_bucket
 
-    def _put(self, param: Any) -> None:
-        """DeepSpeed puts a gradient into the empty bucket, also one that was in the full one."""
-        self._let_put()
+    def _put_in_bucket(self, param: Any) -> None:
+        """Put a gradient into the emptied bucket, unless the full one held it."""
+        self._stop_intercepting_put()
         if param.grad is not None:
-            getattr(self._optimizer, zero3.PUTTING_METHOD)(param)
+            getattr(self._optimizer, zero3.BUCKETING_METHOD)(param)
 
-    def _let_put(self) -> None:
-        vars(self._optimizer).pop(zero3.PUTTING_METHOD, None)
+    def _stop_intercepting_put(self) -> None:
+        vars(self._optimizer).pop(zero3.BUCKETING_METHOD, None)
 
     def _module_backward_begins(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        """DeepSpeed gathers a module; here its next gradients come behind those in buckets."""
+        """Make the next gradients of a module wait for those in the buckets."""
         self.order_behind_buckets(args[0] if args else kwargs["sub_module"])
         wrapped(*args, **kwargs)
 
     def order_behind_buckets(self, module: Any = None) -> None:
-        """Make the gradients that come next, of a module or of any, wait for those in buckets.
+        """Make the next gradients of a module, or of all, wait for those in the buckets.
 
-        Only where graph tasks run inside a backward's: there a parameter may get another one.
+        Only if graph tasks run inside a backward's, where a parameter may get another gradient.
         """
-        self._nests |= current_task_id() not in (self._outer_task, NO_TASK)
-        if self._nests:
+        self._has_nested_task |= current_task_id() not in (self._outer_task, NO_TASK)
+        if self._has_nested_task:
             zero3.wait_for_buckets(self._optimizer, module)
 
     def partition(self, wrapped: Wrapped, params: list[Any], gradients: list[Any]) -> Any:
-        """Stock's ``partition_grads``, made to copy what is new in this step, and to add else."""
+        """Copy a step's first gradient of each parameter into its partition; add later ones."""
         optimizer = self._optimizer
         by_id = {param.ds_id: param for param in params}
         ids = by_id.keys()
         unwritten = ids - self._written.keys()
         adds = len(unwritten) < len(ids)
         if adds and unwritten:
-            zero3.zero(optimizer, unwritten)
+            zero3.zero_gradients(optimizer, unwritten)
         self._written |= by_id
         if optimizer.offload_optimizer:
             self._delivered -= ids
@@ -120,59 +120,61 @@ class Zero3Sum(GradientSum):
                 self._delivered |= ids
         if adds == (optimizer.micro_step_id > 0):
             return wrapped(params, gradients)
-        # Above zero means "add" to every release; the value itself means nothing else there.
+        # Every release adds if it is above 0, and uses it for nothing else here.
         with meanwhile(optimizer, micro_step_id=int(adds)):
             return wrapped(params, gradients)
 
-    def settle(self, *params: Any) -> dict[int, Any]:
-        """Zero what earlier steps have left of these parameters, before a script looks.
+    def zero_stale(self, *params: Any) -> dict[int, Any]:
+        """Zero the partitions that this step has not written, before a script reads or sets them.
 
-        Returns those that train, by ``ds_id``.
+        Return the trainable ones of these parameters, by ``ds_id``.
         """
         by_id = {p.ds_id: p for p in params if p.requires_grad or p.ds_id in self._written}
         ids, written = by_id.keys(), self._written.keys()
         if written and (stale := ids - written):
-            zero3.zero(self._optimizer, stale)
+            zero3.zero_gradients(self._optimizer, stale)
         optimizer = self._optimizer
-        if optimizer.offload_optimizer and (late := (ids & written) - self._delivered):
-            zero3.deliver(optimizer, late)
+        if optimizer.offload_optimizer and (undelivered := (ids & written) - self._delivered):
+            zero3.copy_to_host(optimizer, undelivered)
         return by_id
 
-    def given(self, by_id: dict[int, Any]) -> None:
-        """Take what a script has put there for the gradients of this step so far."""
+    def mark_written(self, by_id: dict[int, Any]) -> None:
+        """Count gradients that a script has set as those of this step."""
         if self._optimizer.offload_optimizer:
-            zero3.take_back(self._optimizer, by_id)
+            zero3.copy_from_host(self._optimizer, by_id)
         self._written |= by_id
         self._delivered |= by_id.keys()
 
-    def lacks(self, unreduced: bool) -> bool:
+    def lacks_gradients(self, has_unreduced: bool) -> bool:
         optimizer = self._optimizer
         return not optimizer.offload_optimizer and upstream_boundary.lacks_averages(optimizer)
 
     def complete(self) -> None:
-        """Zero what this step has not written; hand on what no boundary backward did.
+        """Zero the partitions that this step has not written, and deliver those that it has.
 
-        What was written counts, also of a parameter that was frozen since.
+        A parameter that was frozen after its gradient was written is stepped, too.
         """
         optimizer = self._optimizer
         if not self._written and not any(map(live.layer_of, live.chain(optimizer.partition_grads))):
-            return  # a library has put its own there: what that has written is not ours to zero
+            return  # another library has replaced partition_grads, and writes the partitions
         if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written.keys():
-            zero3.zero(optimizer, unwritten)
+            zero3.zero_gradients(optimizer, unwritten)
         if not optimizer.offload_optimizer:
-            zero3.hand_over(optimizer, [p for p in self._written.values() if not p.requires_grad])
-        elif late := self._written.keys() - self._delivered:
-            zero3.deliver(optimizer, late)
+            zero3.set_averages(
+                optimizer, [p for p in self._written.values() if not p.requires_grad]
+            )
+        elif undelivered := self._written.keys() - self._delivered:
+            zero3.copy_to_host(optimizer, undelivered)
 
     def drop(self) -> None:
-        zero3.zero(self._optimizer, self._written)
-        zero3.clear(self._optimizer)
+        zero3.zero_gradients(self._optimizer, self._written)
+        zero3.clear_gradients(self._optimizer)
         self.step_taken()
 
-    def spare(self) -> None:
+    def end_failed_empty_backward(self) -> None:
         zero3.partition_parameters(self._optimizer)
 
-    def abandon(self) -> None:
+    def drop_failed_backward(self) -> None:
         zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)
         self._optimizer.averaged_gradients = {}
@@ -184,9 +186,9 @@ class Zero3Sum(GradientSum):
         self._delivered.clear()
 
     def detach(self) -> None:
-        """Leave the optimizer to stock, which in the middle of a step is to add to its sum."""
+        """Remove the layers. In the middle of a step, let DeepSpeed add to its gradients."""
         super().detach()
-        self._let_put()
+        self._stop_intercepting_put()
         if self._written:
             self.complete()
             self._optimizer.micro_step_id = max(1, self._optimizer.micro_step_id)
@@ -196,24 +198,26 @@ class Zero3Sum(GradientSum):
     def parameters(self) -> list[Any]:
         return [param for group in self._optimizer.fp16_groups for param in group]
 
-    def is_late(self) -> bool:
-        return bool(zero3.in_buckets(self._optimizer))
+    def has_nonlocal_gradients(self) -> bool:
+        return bool(zero3.params_in_buckets(self._optimizer))
 
-    def has_come(self) -> bool:
-        return self._has_reduced or self.is_late() or (self.holds_local and super().has_come())
+    def may_have_gradients(self) -> bool:
+        if self._has_reduced or self.has_nonlocal_gradients():
+            return True
+        return self.holds_local and super().may_have_gradients()
 
-    def reduce_local(self, lacking: set[Any]) -> None:
-        for param in self.trained():
-            if lacking and param in lacking:
-                zero3.give_zero_gradient(param)
+    def reduce_local(self, missing: set[Any]) -> None:
+        for param in self.trainable():
+            if missing and param in missing:
+                zero3.set_zero_gradient(param)
             if param.grad is not None:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
         self._optimizer.independent_gradient_partition_epilogue()
 
     def drop_local(self) -> None:
-        zero3.clear(self._optimizer)
-        # Nothing waits there, but 0.17.2 never begins anew to count what a bucket holds. Full is
-        # when to reduce: ranks must count alike, also after one of them alone has raised.
+        zero3.clear_gradients(self._optimizer)
+        # The buckets have no parameters, but 0.17.2 never resets the count of elements, by which it
+        # decides that a bucket is full. Ranks must count alike, also after one of them has raised.
         zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)
-        zero3_gathers.reset(self._optimizer.parameter_offload)
+        zero3_gathers.reset_trace(self._optimizer.parameter_offload)

@@ -1,4 +1,4 @@
-"""What stream_safety is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+"""The targets and dependencies of stream_safety. Data only; `hooks` does the work."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _DEPENDENCIES = (
     ),
     ZERO12.needs(
         "independent_gradient_partition_epilogue",
-        f"waits for all that is reduced{_AT_OPTIMIZERS}",
+        f"waits for all reductions{_AT_OPTIMIZERS}",
     ),
     ZERO12.needs("average_tensor", f"reduces one tensor{_AT_OPTIMIZERS}"),
-    ZERO12.needs("allreduce_and_copy", f"reduces what is not contiguous{_AT_OPTIMIZERS}"),
+    ZERO12.needs("allreduce_and_copy", f"reduces non-contiguous gradients{_AT_OPTIMIZERS}"),
     ZERO12.needs(
-        "copy_grads_in_partition", "reads a buffer on the reduction stream, inside its wrapper"
+        "copy_grads_in_partition", "reads a bucket on the reduction stream, inside its wrapper"
     ),
-    ZERO12.needs("_release_ipg_buffers", "lets go of the buffers when all streams have met"),
-    ZERO12.needs("allreduce_bucket", "allocates on the stream that it reduces on"),
+    ZERO12.needs("_release_ipg_buffers", "frees the buffers after all streams have waited"),
+    ZERO12.needs("allreduce_bucket", "allocates on the reduction stream"),
     Dependency(
         ZERO12.module,
         "IPGBucket.clear",
-        f"begins a bucket, always in its first buffer{_AT_OPTIMIZERS}",
+        f"empties a bucket, and starts it in its first buffer{_AT_OPTIMIZERS}",
         ">=0.17.2,<=0.18.4",
     ),
-    COORDINATOR.needs("__all_gather_params", "gathers on a stream of its own"),
+    COORDINATOR.needs("__all_gather_params", "gathers on its own stream"),
 )
 
 PATCH = Patch(
     name="stream_safety",
     summary="overlap_comm without races",
-    remove_when="a DeepSpeed release waits for all of this by itself; none up to 0.19.8 does",
+    remove_when="a DeepSpeed release has all of these waits; none up to 0.19.8 does",
     upstream=upstream("issue 8364", "PR 7805", "PR 7898", "PR 7965", "PR 8080"),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,

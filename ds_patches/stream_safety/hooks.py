@@ -1,4 +1,4 @@
-"""The wrappers around DeepSpeed's functions, and the optimizers they have met."""
+"""The wrappers around DeepSpeed's optimizers, and the stream order of each optimizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps.attached import Attached
 from ds_patches.upstream import zero3, zero3_gathers
-from ds_patches.upstream.accelerator import keeps_order
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import ZERO12, class_of
 
-from .order import Order
+from .order import StreamOrder
 
 
 def activate() -> Sequence[str]:
-    """Take in the engines that exist already."""
+    """Wrap the optimizers of engines that exist already."""
     for engine in [*engines.known]:
         if _overlaps(engine.optimizer):
             _orders(engine.optimizer)
@@ -24,46 +24,46 @@ def activate() -> Sequence[str]:
 
 
 def deactivate() -> None:
-    """Leave every optimizer as DeepSpeed made it."""
+    """Remove the wrappers from every optimizer."""
     for _, order in _orders.detach_all():
         order.remove()
 
 
 def _overlaps(optimizer: Any) -> bool:
     """Return True if an optimizer of stages 1 and 2 reduces on a stream of its own."""
-    return class_of(optimizer) == ZERO12 and optimizer.overlap_comm and not keeps_order()
+    return class_of(optimizer) == ZERO12 and optimizer.overlap_comm and not is_single_stream()
 
 
-def _order_of(optimizer: Any) -> Order | None:
+def _order_of(optimizer: Any) -> StreamOrder | None:
     """Return the stream order of an optimizer; None if it uses one stream, as most do."""
-    return Order(optimizer) if _overlaps(optimizer) else None
+    return StreamOrder(optimizer) if _overlaps(optimizer) else None
 
 
-_orders: Attached[Order] = Attached("stream_safety", _order_of)
+_orders: Attached[StreamOrder] = Attached("stream_safety", _order_of)
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed makes an optimizer of stage 1 or 2: its streams are put in order from here on."""
+    """Wrap the methods of a new optimizer of stage 1 or 2 that reduces on its own stream."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result
 
 
 def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Take in an optimizer that `activate` has not found, as after gc.freeze()."""
+    """Wrap an optimizer that `activate` has not found, as after ``gc.freeze()``."""
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result
 
 
 def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A gradient goes into its bucket, on the stream that reduces."""
-    zero3.reduction_waits(optimizer)
+    """Make the reduction stream wait for the backward's before it copies a gradient."""
+    zero3.make_reduction_wait(optimizer)
     return wrapped(*args, **kwargs)
 
 
 def around_stage3_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The partitions are written that the next forward gathers."""
+    """Make the next forward's all-gathers wait for the step, which writes the partitions."""
     result = wrapped(*args, **kwargs)
-    zero3_gathers.gather_waits(optimizer)
+    zero3_gathers.make_gathers_wait(optimizer)
     return result

@@ -1,12 +1,12 @@
-"""What is private in DeepSpeed, each fact once, and for which releases it holds.
+"""DeepSpeed's private names, each in one place, with the releases that have them.
 
-Told apart by what an object has, and not by its release. It knows no patch: a patch asks here, and
-says what is to be done.
+Functions here test for attributes rather than compare versions. They know of no patch: a patch
+holds the policy, and calls this package to carry it out.
 
-- `classes`: those that bindings name, and that an engine's optimizer may have; `coverage`: which
-  engines a patch covers; `engine`: the engine; `boundary`: its gradient accumulation boundary;
-- `zero12`, `zero12_buckets`, `zero12_offload`: stages 1 and 2, by gradients, buckets, and the host;
-- `zero3`, `zero3_gathers`: stage 3, by gradients, and by parameters and the modules that gather;
-- `fragments`: what optimizers step with, by parameter; `accelerator`;
-  `checkpointing`; `deepcompile`; `moe`.
+- `classes`: DeepSpeed's classes, by name and module; `coverage`: which engines a patch covers;
+- `engine`: the engine and its backwards; `boundary`: its gradient accumulation boundary;
+- `zero12`, `zero12_buckets`, `zero12_offload`: gradients of stages 1 and 2, buckets, CPU offload;
+- `zero3`, `zero3_gathers`: stage 3: gradients and parameters; all-gathers and module hooks;
+- `fragments`: each optimizer's fp32 weights and gradients, by parameter;
+- `accelerator`; `checkpointing`: activation checkpointing; `deepcompile`; `moe`.
 """

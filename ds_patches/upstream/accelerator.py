@@ -1,4 +1,4 @@
-"""What several patches ask of DeepSpeed's accelerator, which stands for the kind of device."""
+"""DeepSpeed's accelerator: its streams, and waits between them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from typing import Any
 
 
 def accelerator() -> Any:
+    """Return DeepSpeed's accelerator object for the kind of device in use."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
 
 
-def keeps_order() -> bool:
-    """Return True if the device has no streams that have to wait for each other, as the CPU."""
+def is_single_stream() -> bool:
+    """Return True if the device runs all work in order, without streams, as the CPU."""
     return bool(accelerator().resolves_data_dependency())
 
 
 def wait_for_current(stream: Any) -> None:
-    """Let `stream` wait for what is queued on the current one."""
-    if not keeps_order():
-        # Not told of which device, PyTorch asks the driver for all of them: 30 microseconds.
+    """Make `stream` wait for the current stream."""
+    if not is_single_stream():
+        # Without a device index PyTorch queries the driver for every device: 30 microseconds.
         device = getattr(stream, "device_index", None)
         stream.wait_stream(accelerator().current_stream(device))
 
 
 def synchronize() -> None:
-    """Let the host wait for all streams, where it is not always with them."""
+    """Make the host wait for all streams, on devices that run asynchronously."""
     if not accelerator().is_synchronized_device():
         accelerator().synchronize()

@@ -1,4 +1,4 @@
-"""The gradient accumulation boundary: of an engine, of its optimizer, and between two of them."""
+"""The gradient accumulation boundary of an engine and of its optimizer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def lacks_averages(optimizer: Any) -> bool:
 
 
 def is_at_boundary(optimizer: Any) -> bool:
-    """Return True at the boundary: an attribute of the optimizer, from 0.19.5 a method."""
+    """Return True if the optimizer is at the boundary: an attribute, from 0.19.5 a method."""
     boundary = optimizer.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
 
 def is_in_a_step(engine: Any) -> bool:
-    """Return True if stock's backwards have left gradients for a step, or its block is open."""
+    """Return True if backwards without the patches left gradients, or their block is open."""
     optimizer, kind = engine.optimizer, class_of(engine.optimizer)
     if getattr(optimizer, "_coalesce_grad_reduction", False):
         return True
     if kind == ZERO12:
-        return bool(optimizer.micro_step_id >= 0)  # -1 from a step to its first backward
+        return bool(optimizer.micro_step_id >= 0)  # -1 until the first backward of a step
     if kind != ZERO3:
         return False
-    # From 0.18.5 on the next forward counts.
+    # From 0.18.5 on the next forward increments the id, not the backward.
     return optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
 
 
@@ -39,31 +39,31 @@ def manages_boundary(engine: Any) -> bool:
     return managed is None or bool(managed())
 
 
-def asked_boundary(engine: Any) -> bool | None:
-    """Return what the user has set; None for DeepSpeed's own count."""
-    asked: bool | None = engine._is_gradient_accumulation_boundary
-    return asked
+def user_boundary(engine: Any) -> bool | None:
+    """Return the boundary that the user has set, or None if DeepSpeed counts micro steps."""
+    boundary: bool | None = engine._is_gradient_accumulation_boundary
+    return boundary
 
 
 @contextmanager
 def at_boundary(engine: Any) -> Iterator[None]:
-    """Let engine and optimizer take what is reduced here for the last of its step."""
-    asked = asked_boundary(engine)
+    """Set the boundary of the engine and its optimizer meanwhile, as in a step's last backward."""
+    boundary = user_boundary(engine)
     engine._is_gradient_accumulation_boundary = True
-    _tell_optimizer(engine.optimizer, True)
+    _set_optimizer_boundary(engine.optimizer, True)
     try:
         yield
     finally:
-        restore_boundary(engine, asked)
+        restore_boundary(engine, boundary)
 
 
-def restore_boundary(engine: Any, asked: bool | None) -> None:
-    """Put back what `asked_boundary` was."""
-    engine._is_gradient_accumulation_boundary = asked
-    _tell_optimizer(engine.optimizer, engine.is_gradient_accumulation_boundary())
+def restore_boundary(engine: Any, boundary: bool | None) -> None:
+    """Restore the engine's boundary to a value of `user_boundary`."""
+    engine._is_gradient_accumulation_boundary = boundary
+    _set_optimizer_boundary(engine.optimizer, engine.is_gradient_accumulation_boundary())
 
 
-def _tell_optimizer(optimizer: Any, boundary: bool) -> None:
+def _set_optimizer_boundary(optimizer: Any, boundary: bool) -> None:
     if hasattr(optimizer, "set_gradient_accumulation_boundary"):  # 0.19.5
         optimizer.set_gradient_accumulation_boundary(boundary)
     else:

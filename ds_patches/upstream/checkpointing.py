@@ -1,6 +1,6 @@
-"""What a checkpoint saves in its forward, and gives up when it recomputes.
+"""The tensors and states that an activation checkpoint saves, and frees when it recomputes.
 
-``checkpoint`` keeps it in attributes of its autograd node, ``non_reentrant_checkpoint`` in
+``checkpoint`` keeps them in attributes of its autograd node, ``non_reentrant_checkpoint`` in
 variables that its inner functions share. The names are the same in both, and in all releases.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 _TENSORS = "deepspeed_saved_tensors"
-_GIVEN_UP = (_TENSORS, "non_tensor_args", "tensor_flags")
+_FREED = (_TENSORS, "non_tensor_args", "tensor_flags")
 _RNG_STATES = "fwd_cuda_rng_state_tracker"
 
 
-class Variables:
-    """Variables that a function shares with the one around it, as attributes."""
+class ClosureVariables:
+    """The variables that a function shares with its enclosing function, as attributes."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -30,38 +30,39 @@ class Variables:
         self._cells[name].cell_contents = value
 
 
-class Saved:
-    """All that a checkpoint has saved, as its forward left it.
+class SavedState:
+    """A copy of what a checkpoint saved in its forward.
 
-    owner: the autograd node, or the `Variables`.
+    owner: the autograd node, or the `ClosureVariables`.
     """
 
     def __init__(self, owner: Any) -> None:
-        self._values = {name: getattr(owner, name) for name in _GIVEN_UP}
-        # A recomputation that draws from a tracked generator changes the dict.
+        self._values = {name: getattr(owner, name) for name in _FREED}
+        # A recomputation that draws from a tracked generator changes the dict in place.
         self._rng_states = dict(getattr(owner, _RNG_STATES))
-        # A tensor that was partitioned or moved to the CPU is empty until the recomputation.
-        self._elsewhere = [
+        # Tensors that were partitioned or moved to the CPU are empty until the recomputation.
+        self._offloaded = [
             (tensor, tensor.data, tensor.saved_data)
             for tensor in self._values[_TENSORS]
             if getattr(tensor, "saved_data", None) is not None
         ]
 
-    def put_back(self, owner: Any) -> None:
+    def restore(self, owner: Any) -> None:
+        """Put the saved state back into the node or the closure."""
         for name, value in self._values.items():
             setattr(owner, name, value)
         setattr(owner, _RNG_STATES, dict(self._rng_states))
-        for tensor, data, saved_data in self._elsewhere:
+        for tensor, data, saved_data in self._offloaded:
             tensor.data, tensor.saved_data = data, saved_data
 
 
-def is_whole(owner: Any) -> bool:
-    """Return True if the owner of `Saved` has given nothing up."""
+def is_intact(owner: Any) -> bool:
+    """Return True if the owner of a `SavedState` has not freed its tensors."""
     return getattr(owner, _TENSORS) is not None
 
 
-def node_of(outputs: Any) -> Any:
-    """Return the autograd node of what ``checkpoint`` returned, or None where nothing trains."""
-    every = outputs if isinstance(outputs, tuple) else (outputs,)
-    nodes = (output.grad_fn for output in every if isinstance(output, torch.Tensor))
+def checkpoint_node(outputs: Any) -> Any:
+    """Return the autograd node of ``checkpoint``'s outputs, or None without gradients."""
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    nodes = (output.grad_fn for output in tensors if isinstance(output, torch.Tensor))
     return next((node for node in nodes if hasattr(node, _TENSORS)), None)

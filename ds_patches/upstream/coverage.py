@@ -1,4 +1,4 @@
-"""Which engines a patch covers, and why it leaves the others to stock DeepSpeed."""
+"""Which engines a patch covers, and the reason for each that it does not."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from ds_patches.upstream.classes import (
     ZERO3,
     ZERO12,
     class_of,
-    is_half,
+    is_fp16_wrapper,
     private,
 )
 
 # --- Compiled engines -----------------------------------------------------------------------------
 
-#: Nothing, until somebody has imported it.
-_compiler, _AUTOGRAD = sys.modules.get, "torch._dynamo.compiled_autograd"
-_ENABLED = "compiled_autograd_enabled"
+
+def _compiled_autograd_enabled() -> bool:
+    # Looked up in sys.modules: importing Dynamo takes seconds, and it is off until imported.
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
 
 
 def is_compiled(engine: Any) -> bool:
-    """Return True after ``engine.compile()``, or under the script's compiled autograd."""
-    return bool(engine._is_compiled or getattr(_compiler(_AUTOGRAD), _ENABLED, False))
+    """Return True after ``engine.compile()``, or if compiled autograd is enabled."""
+    return bool(engine._is_compiled) or _compiled_autograd_enabled()
 
 
 def is_deep_compiled(engine: Any) -> bool:
     """Return True if DeepCompile's graphs gather and reduce (0.16.6 and later)."""
-    active = getattr(engine, "is_deepcompile_active", None)
-    if active is not None:
-        return bool(active())
-    enabled = getattr(engine, "is_deepcompile_enabled", None)
-    return enabled is not None and bool(enabled() and engine.is_compiled)
+    is_active = getattr(engine, "is_deepcompile_active", None)
+    if is_active is not None:
+        return bool(is_active())
+    is_enabled = getattr(engine, "is_deepcompile_enabled", None)
+    return is_enabled is not None and bool(is_enabled() and engine.is_compiled)
 
 
-def is_left(engine: Any) -> bool:
-    """Return True if a compiler runs the engine's backwards, in which no code of ours would run."""
-    asked = getattr(engine, "_is_compiled_autograd_enabled", False)
-    compiles = asked or getattr(_compiler(_AUTOGRAD), _ENABLED, False)
-    return bool(compiles) or is_deep_compiled(engine)
+def compiles_backward(engine: Any) -> bool:
+    """Return True if a compiler runs the engine's backwards, and Python hooks do not run."""
+    enabled = getattr(engine, "_is_compiled_autograd_enabled", False)
+    return bool(enabled) or _compiled_autograd_enabled() or is_deep_compiled(engine)
 
 
 # --- Reasons --------------------------------------------------------------------------------------
 
 
 def why_not_covered(engine: Any) -> str | None:
-    """Return None if the engine's steps are kept; else the reason to warn of, or "" for none."""
+    """Return None if `accumulation` covers the engine; else a reason to warn of, or ""."""
     optimizer = engine.optimizer
     if not engine.zero_optimization() or not hasattr(optimizer, "step"):
         return ""  # no ZeRO, or inference only
     if engine.pipeline_parallelism:
-        return ""  # one backward at a time, by a schedule
-    if is_half(optimizer):
+        return ""  # its schedule runs one backward at a time
+    if is_fp16_wrapper(optimizer):
         return ""  # stage 1 with fp32 sums, 0.17.6 to 0.18.4: nothing is partitioned
     if getattr(engine, "zenflow", False):
-        return "ZenFlow moves parameters and gradients in a way of its own"
+        return "ZenFlow moves parameters and gradients by its own code"
     if class_of(optimizer) not in OPTIMIZERS:
-        return f"its optimizer is {type(optimizer).__name__}, which reduces in a way of its own"
+        return f"its optimizer is {type(optimizer).__name__}, which reduces by its own code"
     return None
 
 
@@ -70,7 +71,7 @@ def why_no_block(engine: Any) -> str | None:
     if engine.pipeline_parallelism:
         return "is not supported under pipeline parallelism"
     if getattr(engine, "zenflow", False):
-        return "does not cover ZenFlow: it moves gradients in a way of its own"
+        return "does not cover ZenFlow: it moves gradients by its own code"
     if class_of(optimizer) not in (ZERO12, ZERO3):
         name = type(optimizer).__name__
         return f"does not cover the optimizer wrapper {name}: it takes gradients past ZeRO's hooks"
@@ -84,13 +85,17 @@ def why_no_block(engine: Any) -> str | None:
     return None
 
 
-def why_not_once(engine: Any) -> str | None:
-    """Return why parameters are not gathered once, or None; by settings and model: on all ranks."""
-    # ZeRO++ hpZ: a backward gathers from a copy that the forward's release makes.
+def why_not_gather_once(engine: Any) -> str | None:
+    """Return why an engine's parameters are not gathered once, or None.
+
+    Depends on settings and the model alone, so the answer is the same on all ranks.
+    """
+    # ZeRO++ hpZ: a backward gathers from the secondary partition, which a release fills.
     if engine.zero_hpz_partition_size() > 1:
         return "zero_hpz_partition_size"
-    given = engine.zero_offload_param()
-    if given is not None and str(getattr(given.device, "value", given.device)) == "nvme":
+    offload_param = engine.zero_offload_param()
+    device = getattr(offload_param, "device", None)
+    if str(getattr(device, "value", device)) == "nvme":
         return "parameters on NVMe"
     offload = engine.optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
@@ -98,26 +103,26 @@ def why_not_once(engine: Any) -> str | None:
         return "stage3_module_granularity_threshold"
     if coordinator.zero_quantized_weights or coordinator.zero_quantized_nontrainable_weights:
         return "quantized weights"
-    # As the coordinator counts what is live: elements of any dtype, persistent ones, no padding.
+    # Counted as the coordinator counts live parameters: elements of any dtype, no padding.
     elements = sum(param.ds_numel for param in offload.module.parameters())
-    most = int(private(coordinator, COORDINATOR, "max_n_available_params"))
-    if elements > most:
-        return f"{elements} elements are more than stage3_max_live_parameters, {most}"
+    max_live = int(private(coordinator, COORDINATOR, "max_n_available_params"))
+    if elements > max_live:
+        return f"{elements} elements are more than stage3_max_live_parameters, {max_live}"
     return None
 
 
 def why_no_fallback(engine: Any) -> str | None:
-    """Return why DeepCompile's eager frames are left to stock, or None; "" if there are none."""
+    """Return why dc_fallback does not cover the engine, or None; "" for nothing to warn of."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):
-        return ""  # no optimizer: nothing is trained, and what is read is gathered by ZeRO
+        return ""  # no optimizer: nothing is trained, and ZeRO gathers what eager code reads
     if getattr(optimizer, "offload_optimizer", False):
         return "an offloaded optimizer needs ZeRO's own reduction, which DeepCompile removes"
     config = engine._config.zero_config
     if config.zero_quantized_weights or config.zero_quantized_gradients:
-        return "quantized weights or gradients (ZeRO++) have a layout that it does not know"
+        return "quantized weights or gradients (ZeRO++) have a layout that it does not support"
     if config.zero_hpz_partition_size > 1 or getattr(config, "mics_shard_size", 0) > 0:
-        return "secondary partitions (hpZ, MiCS) have a layout that it does not know"
+        return "secondary partitions (hpZ, MiCS) have a layout that it does not support"
     if getattr(optimizer, "sequence_parallel_size", 1) > 1:
         return "under sequence parallelism gradients are averaged over fewer ranks than reduce them"
     from torch.distributed import get_world_size as size

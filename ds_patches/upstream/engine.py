@@ -1,4 +1,4 @@
-"""The engine, and the state that its backwards keep."""
+"""The engine's private methods and the state that its backwards keep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_patches.core import live
 from ds_patches.core.calls import meanwhile
 from ds_patches.upstream.coverage import is_deep_compiled
 
-# --- What it is -----------------------------------------------------------------------------------
+# --- The engine -----------------------------------------------------------------------------------
 
 
 def has_torch_style_backward(engine: Any) -> bool:
@@ -19,9 +19,9 @@ def has_torch_style_backward(engine: Any) -> bool:
     return hasattr(engine, "_backward_post_hook")
 
 
-def trained(engine: Any) -> set[int]:
-    """Return the ids of the parameters that its ZeRO optimizer steps a copy of."""
-    for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # 1 and 2; 3; BF16_Optimizer
+def trained_ids(engine: Any) -> set[int]:
+    """Return the ids of the parameters of which the ZeRO optimizer steps a copy."""
+    for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # stages 1 and 2; 3; BF16_Optimizer
         if (groups := getattr(engine.optimizer, name, None)) is not None:
             return {id(param) for group in groups for param in group}
     return set()
@@ -30,10 +30,10 @@ def trained(engine: Any) -> set[int]:
 _PROLOGUE = "_backward_prologue"
 
 
-def keep_prologue_eager(engine: Any) -> bool | None:
-    """Under compiled autograd, have Dynamo compile nothing of the prologue; None elsewhere.
+def disable_dynamo_for_prologue(engine: Any) -> bool | None:
+    """Disable Dynamo for the backward prologue under compiled autograd; None if not needed.
 
-    Past a wrapper it would compile a part that has to run in the graph task, and fail.
+    Through a wrapper Dynamo would compile a part that has to run in the graph task, and fail.
     """
     if is_deep_compiled(engine) or not hasattr(engine, _PROLOGUE):
         return None
@@ -43,8 +43,8 @@ def keep_prologue_eager(engine: Any) -> bool | None:
     return True
 
 
-def give_prologue_back(engine: Any) -> None:
-    """Leave it to Dynamo as before."""
+def restore_prologue(engine: Any) -> None:
+    """Undo `disable_dynamo_for_prologue`."""
     del vars(engine)[_PROLOGUE]
 
 
@@ -52,13 +52,13 @@ def give_prologue_back(engine: Any) -> None:
 
 
 def divides_gradients(engine: Any) -> bool:
-    """Return True if the engine divides gradients by the micro steps, at its outputs: 0.18.3."""
+    """Return True if the engine's outputs divide gradients by the micro steps: 0.18.3."""
     trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
     return has_torch_style_backward(engine) and trains and not engine.pipeline_parallelism
 
 
 def divides_plain_backwards(engine: Any) -> bool:
-    """Return True if ``loss.backward()`` is to be divided by the micro steps.
+    """Return True if ``loss.backward()`` has to be divided by the micro steps.
 
     From 0.18.4 to 0.19.5 not after an ``engine.backward(scale_wrt_gas=False)``.
     """
@@ -67,10 +67,10 @@ def divides_plain_backwards(engine: Any) -> bool:
 
 @cache
 def divides_at_outputs() -> bool:
-    """Return True if ``engine.backward`` leaves the division to the outputs too: 0.18.3 to 0.19.5.
+    """Return True if ``engine.backward`` too divides at the engine's outputs: 0.18.3 to 0.19.5.
 
-    So a loss of ``engine.module(x)`` is not divided (8224), and in 0.18.3 one is that should not be
-    (7724).
+    Then a loss of ``engine.module(x)`` is not divided (8224), and in 0.18.3 losses are divided that
+    should not be (7724).
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -80,10 +80,10 @@ def divides_at_outputs() -> bool:
     return "is_current_graph_registered" not in live.innermost(per_tensor).__code__.co_names
 
 
-def keep_scale(engine: Any, scale_wrt_gas: bool) -> None:
-    """Have the hooks of outputs divide, or not, until the next ``engine.backward``: from 0.18.4 on.
+def set_scale_wrt_gas(engine: Any, scale_wrt_gas: bool) -> None:
+    """Make output hooks divide, or not, until the next ``engine.backward``: 0.18.4 and later.
 
-    In 0.18.3 they always do.
+    In 0.18.3 they always divide.
     """
     if hasattr(engine, "_scale_wrt_gas"):
         engine._scale_wrt_gas = scale_wrt_gas
@@ -91,9 +91,9 @@ def keep_scale(engine: Any, scale_wrt_gas: bool) -> None:
 
 @contextmanager
 def as_engine_backward(engine: Any, *, is_scaled: bool = False) -> Iterator[None]:
-    """Mark a backward of a pipeline's stage as one of the engine's own: 0.18.3 and 0.18.4.
+    """Mark a backward of a pipeline's stage as the engine's own: 0.18.3 and 0.18.4.
 
-    is_scaled: its loss was multiplied by the loss scale, as a plain backward in fp16 has to be.
+    is_scaled: its loss was multiplied by the loss scale, as a plain backward in fp16 requires.
     """
     if engine._running_engine_backward:
         yield
@@ -104,16 +104,16 @@ def as_engine_backward(engine: Any, *, is_scaled: bool = False) -> Iterator[None
         yield
 
 
-def count_anew(engine: Any) -> None:
-    """Let a step begin here, of as many micro steps as the engine has now."""
+def restart_micro_steps(engine: Any) -> None:
+    """Begin a new step at this micro step, of the engine's current number of micro steps."""
     steps = engine.gradient_accumulation_steps()
     engine.micro_steps -= engine.micro_steps % steps
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = steps
 
 
-def reading_weights_of(tag: str) -> AbstractContextManager[None]:
-    """Read the weights of ZeRO-3's files by this tag, and not by the file `latest`."""
+def reading_weights_by_tag(tag: str) -> AbstractContextManager[None]:
+    """Make DeepSpeed read ZeRO-3 weights by this tag instead of the file `latest`."""
     from deepspeed.runtime import engine
 
     read = partial(engine.get_fp32_state_dict_from_zero_checkpoint, tag=tag)
@@ -124,17 +124,19 @@ def reading_weights_of(tag: str) -> AbstractContextManager[None]:
 
 
 def begin_backward(engine: Any, again: bool) -> None:
-    """Do for any backward what the first one over a forward does; `again`: what that forward did.
+    """Prepare a backward as DeepSpeed prepares the first one over a forward.
 
     From 0.18.3 hooks on the engine's outputs run the prologue, once per forward. From 0.18.5 a
-    forward also resets the per-step hook state, without which the epilogue of the second backward
-    is never queued.
+    forward also resets the hook state, without which the epilogue of a second backward is never
+    queued.
+
+    again: reset that state here.
     """
     optimizer = engine.optimizer
     if again and hasattr(optimizer, "clear_backward_seen_flag"):
         optimizer.clear_backward_seen_flag()
         optimizer._backward_active_depth = 0
-    if has_torch_style_backward(engine):  # before, ``engine.backward`` calls it with its loss
+    if has_torch_style_backward(engine):  # before 0.18.3 ``engine.backward`` calls it
         engine._backward_prologue()
 
 
@@ -145,7 +147,7 @@ def end_plain_backward(engine: Any) -> None:
 
 
 def hook_state(optimizer: Any) -> Any:
-    """Return what counts the gradients of a backward, from 0.18.5 on; None before."""
+    """Return the object that counts the gradients of a backward; None before 0.18.5."""
     return getattr(optimizer, "_backward_hook_state", None)
 
 
@@ -154,13 +156,13 @@ def reached_no_parameter(engine: Any) -> bool:
 
     DeepSpeed's epilogue fails in that case.
     """
-    return not engine._running_engine_backward and gradients_came(engine) is False
+    return not engine._running_engine_backward and saw_gradients(engine) is False
 
 
-def gradients_came(engine: Any) -> bool | None:
-    """Return whether a gradient has come to a parameter in this backward; None if nothing counts.
+def saw_gradients(engine: Any) -> bool | None:
+    """Return True if this backward has reached a parameter, or None if DeepSpeed does not count.
 
-    Hooks of parameters count, from 0.18.5 on. Stage 1 lacks them without contiguous gradients, and
+    Hooks of parameters count, from 0.18.5 on. Stage 1 has none without contiguous gradients, and
     those of ``BF16_Optimizer`` count nothing.
     """
     optimizer = engine.optimizer
@@ -169,19 +171,19 @@ def gradients_came(engine: Any) -> bool | None:
     return bool(state.hooks_fired_this_backward) if counts else None
 
 
-def forget_last_step(engine: Any) -> None:
-    """Do the clean-up that the forward after a reduction does, unless it was done.
+def clear_last_step(engine: Any) -> None:
+    """Do the clean-up that DeepSpeed leaves to the forward after a reduction, unless it is done.
 
-    From 0.18.5 it is left to that forward. A block whose first backward runs over an older
-    forward would lose its gradients to it, or find the last step's in their place.
+    DeepSpeed does so from 0.18.5 on. In a block whose first backward runs over an older forward,
+    the late clean-up would drop the block's gradients, or leave the last step's in their place.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "_epilogue_ran_this_backward", False):
         optimizer.clear_backward_seen_flag()
 
 
-def forget_backward(engine: Any) -> None:
-    """Clear what a backward that raised left behind in the engine's hook state."""
+def reset_backward(engine: Any) -> None:
+    """Clear the engine's hook state after a backward that raised."""
     if not has_torch_style_backward(engine):
         return
     optimizer = engine.optimizer
@@ -191,7 +193,9 @@ def forget_backward(engine: Any) -> None:
     if reset is not None:
         optimizer._epilogue_ran_this_backward = False
         reset()
-    if not hasattr(engine, "_running_engine_backward_count"):  # 0.18.3-0.19.5: a flag, no finally
+    if not hasattr(
+        engine, "_running_engine_backward_count"
+    ):  # 0.18.3-0.19.5: a flag, not reset on errors
         engine._running_engine_backward = False
     engine._manual_backward_expected = False
 
@@ -203,7 +207,7 @@ def unscale_norm(optimizer: Any, scale: float) -> None:
 
 @cache
 def reduces_before_it_adds() -> bool:
-    """Return True if fp32 sums are reduced before the last micro step is added: 0.18.3 to 0.18.9.
+    """Return True if fp32 sums are reduced before the last micro step: 0.18.3 to 0.18.9.
 
     PR 7985.
     """
@@ -215,7 +219,7 @@ def reduces_before_it_adds() -> bool:
 
 
 def gradient_method(optimizer: Any) -> str:
-    """Return the name of the method that a parameter's hook hands its gradient to."""
+    """Return the name of the method to which a parameter's hook passes the gradient."""
     zero12 = "process_gradients"  # 0.16.5, stages 1 and 2
     return zero12 if hasattr(optimizer, zero12) else "reduce_ready_partitions_and_remove_grads"
 
@@ -231,7 +235,7 @@ def methods_of_hooks(optimizer: Any) -> list[str]:
     return [name for name in names if hasattr(optimizer, name)]
 
 
-# --- Methods of ours ------------------------------------------------------------------------------
+# --- Methods that the patches add -----------------------------------------------------------------
 
 
 def add_method(method: Any) -> None:
@@ -244,7 +248,7 @@ def add_method(method: Any) -> None:
 
 
 def remove_method(method: Any) -> None:
-    """Remove a method that was added."""
+    """Remove a method that `add_method` added."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if live.raw(DeepSpeedEngine, method.__name__) is method:

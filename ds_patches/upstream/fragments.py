@@ -1,4 +1,4 @@
-"""The fp32 weights, states and gradients that DeepSpeed's optimizers step with, by parameter."""
+"""The fp32 weights, states and gradients of DeepSpeed's optimizers, by parameter."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ds_patches.upstream.classes import BF16, FP16, FP16_UNFUSED, ZERO3, ZERO12,
 
 
 class Slice(NamedTuple):
-    """Where a parameter, or this rank's part of it, lies in a tensor that is stepped.
+    """The place of a parameter, or of this rank's part of it, in a tensor that is stepped.
 
-    skipped: how many elements of the parameter come before, and belong to other ranks.
+    start, length: elements of `stepped`.
+    skipped: elements of the parameter that precede this part, and belong to other ranks.
     """
 
     stepped: Tensor
@@ -30,75 +31,80 @@ Slices = Iterator[tuple[Tensor, Slice]]
 
 
 def slices(optimizer: Any) -> dict[int, Slice]:
-    """Return this rank's slices by the id of the parameter; one that lies elsewhere has none.
+    """Return this rank's slices by the id of the parameter; other ranks' parameters have none.
 
-    Raises NotChecked for an optimizer that is not known to step with these.
+    Raises NotChecked for an optimizer of another layout.
     """
-    return {id(param): where for param, where in located(optimizer)}
+    return {id(param): part for param, part in slices_with_params(optimizer)}
 
 
-def located(optimizer: Any) -> Slices:
-    """Return the same, each with its parameter."""
+def slices_with_params(optimizer: Any) -> Slices:
+    """Yield each parameter of this rank with its slice; raises as `slices` does."""
     kind = class_of(optimizer)
     slices_of = _flat if kind in _FLAT else {ZERO3: _stage3, FP16_UNFUSED: _unfused}.get(kind)
     if slices_of is None and isinstance(optimizer, torch.optim.Optimizer):
         slices_of = _plain
-    past = [name for name in _PAST_GRAD if getattr(optimizer, name, False)]
-    if slices_of is None or past:
-        name = ", ".join([type(optimizer).__name__, *past])
+    settings = [name for name in _UNSUPPORTED if getattr(optimizer, name, False)]
+    if slices_of is None or settings:
+        name = ", ".join([type(optimizer).__name__, *settings])
         raise NotChecked(f"train_check() does not cover {name}")
     return slices_of(optimizer)
 
 
-def both(param: Any, where: Slice) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a parameter as forwards use it, and as the optimizer steps it."""
-    part = getattr(param, "ds_tensor", param).detach().reshape(-1)
-    part, stepped = part.narrow(0, where.skipped, where.length), where.stepped.detach()
-    if stepped.dim() != 1:  # of a parameter by itself, laid out as that is
-        return part.view(stepped.shape), stepped
-    return part, stepped.narrow(0, where.start, where.length)
+def weight_pair(param: Any, part: Slice) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a parameter in the model, and in the optimizer's weights.
+
+    Two views of one shape; their dtypes may differ.
+    """
+    weights = getattr(param, "ds_tensor", param).detach().reshape(-1)
+    weights, stepped = weights.narrow(0, part.skipped, part.length), part.stepped.detach()
+    if stepped.dim() != 1:  # not flattened: one tensor for this parameter
+        return weights.view(stepped.shape), stepped
+    return weights, stepped.narrow(0, part.start, part.length)
 
 
-#: Where parameters lie flat, one behind the other: of each group the parameters, and a partition.
+#: By optimizer with flattened groups: its lists of parameters and of fp32 partitions.
 _FLAT = {
     ZERO12: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
     BF16: ("bf16_groups", "fp32_groups_flat_partition"),
     FP16: ("fp16_groups", "fp32_groups_flat"),
 }
-#: Such an optimizer does not find its gradients in `.grad`, or swaps them.
-_PAST_GRAD = ("fused_adam_legacy", "fused_lamb_legacy", "zenflow", "swap_optimizer")
+#: Settings with which an optimizer does not read its gradients from `.grad`, or swaps them.
+_UNSUPPORTED = ("fused_adam_legacy", "fused_lamb_legacy", "zenflow", "swap_optimizer")
 
 
-def stepping(optimizer: Any) -> list[torch.optim.Optimizer]:
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the PyTorch optimizers that do the step."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [optimizer]
-    backup = getattr(optimizer, "backup_optimizer", None)  # of partly offloaded states
+    backup = getattr(optimizer, "backup_optimizer", None)  # with partly offloaded states
     return [optimizer.optimizer, *([backup] if backup is not None else [])]
 
 
-def takes_from_parameters(optimizer: Any) -> bool:
-    """Return True if a step may read gradients on the parameters; ZeRO-3's never does."""
+def reads_parameter_gradients(optimizer: Any) -> bool:
+    """Return True if a step may read ``param.grad``; ZeRO-3's never does."""
     return class_of(optimizer) != ZERO3
 
 
-def kept(optimizer: Any, params: Iterable[Tensor], where: dict[int, Slice]) -> dict[int, Tensor]:
-    """Return, by the id of the parameter, gradients that stay in place after a step.
+def uncleared_gradients(
+    optimizer: Any, params: Iterable[Tensor], parts: dict[int, Slice]
+) -> dict[int, Tensor]:
+    """Return the gradients, by the id of the parameter, that stay in place after a step.
 
-    Nobody clears them. Where no new gradient comes, the next step takes the old one again.
+    Nothing clears them. Where no new gradient comes, the next step uses the old one again.
     """
-    if not takes_from_parameters(optimizer):
+    if not reads_parameter_gradients(optimizer):
         from deepspeed.utils import safe_get_local_grad
 
-        return {id(param): safe_get_local_grad(param) for param in params if id(param) in where}
+        return {id(param): safe_get_local_grad(param) for param in params if id(param) in parts}
     if getattr(optimizer, "cpu_offload", False):
-        grads = ((key, s.stepped.grad, s) for key, s in where.items())
+        grads = ((key, s.stepped.grad, s) for key, s in parts.items())
         return {k: grad.narrow(0, s.start, s.length) for k, grad, s in grads if grad is not None}
     return {}
 
 
 def slice_at_stage3(optimizer: Any, param: Any) -> Slice:
-    """Return where this rank's partition of a parameter is stepped."""
+    """Return the place of this rank's partition of a parameter in the fp32 weights."""
     index, start, length = optimizer.grad_position[optimizer.get_param_id(param)]
     return Slice(optimizer.fp32_partitioned_groups_flat[index], start, length)
 
@@ -110,7 +116,7 @@ def _stage3(optimizer: Any) -> Slices:
 
 
 def _flat(optimizer: Any) -> Slices:
-    """What is in this rank's partition of each group; without ZeRO there is one of all."""
+    """Yield the parameters in this rank's partition of each group; all of them without ZeRO."""
     groups, partitions = (getattr(optimizer, name) for name in _FLAT[class_of(optimizer)])
     aligned = getattr(optimizer, "round_robin_bit16_offsets", None)  # 0.19.7
     for index, (params, partition) in enumerate(zip(groups, partitions, strict=True)):
@@ -140,10 +146,10 @@ def _plain(optimizer: Any) -> Slices:
 # --- Stages 1 and 2, and bf16 parameters with fp32 gradients, in all releases ---------------------
 
 
-def mappings(optimizer: Any, groups: str) -> list[tuple[Any, Any]]:
-    """Return what maps each parameter to its part, and the fp32 weights of its group.
+def hp_mappings(optimizer: Any, groups: str) -> list[tuple[Any, Any]]:
+    """Return each parameter's high-precision mapping, and the fp32 weights of its group.
 
-    groups: the name of the optimizer's list of groups. Parameters of other ranks are left out.
+    groups: the name of the optimizer's list of groups. Other ranks' parameters are left out.
     """
     pairs = zip(optimizer.optimizer.param_groups, getattr(optimizer, groups), strict=False)
     return [
@@ -154,22 +160,24 @@ def mappings(optimizer: Any, groups: str) -> list[tuple[Any, Any]]:
     ]
 
 
-def read_sums(optimizer: Any) -> None:
-    """Let a gradient that is asked for be that of the step: the sum, of which ranks have parts.
+def expose_gradient_sums(optimizer: Any) -> None:
+    """Make ``safe_get_full_grad`` return the step's gradient, which is the sum over micro steps.
 
-    Of bf16 parameters with fp32 gradients. A backward leaves its own rank's last gradient there,
-    which is found first (to read one, to 0.19.7), and the sums are found whole.
+    For bf16 parameters with fp32 gradients. A backward leaves the rank's own last gradient in
+    ``param.grad``, which is read first, to 0.19.7; and each rank holds whole sums, not its part.
     """
-    if getattr(optimizer, "graph_harvesting", False):  # to 0.19.7; its gradients may not move
+    if getattr(
+        optimizer, "graph_harvesting", False
+    ):  # to 0.19.7; CUDA graphs hold the gradients' addresses
         return
-    kept, sums = optimizer.fp32_groups_gradient_dict, optimizer.fp32_groups_gradients
+    gradients, sums = optimizer.fp32_groups_gradient_dict, optimizer.fp32_groups_gradients
     for group, params in enumerate(optimizer.bf16_groups):
-        if kept[group] is sums[group]:  # as upstream left them
-            kept[group] = [None] * len(params)
+        if gradients[group] is sums[group]:  # as DeepSpeed set it
+            gradients[group] = [None] * len(params)
             for param, whole in zip(params, sums[group], strict=True):
                 if param._hp_mapping is not None:
                     part = param._hp_mapping.lp_fragment_address
-                    own = whole.view(-1).narrow(0, part.start, part.numel)
-                    kept[group][param._index_in_param_group] = own
+                    partition = whole.view(-1).narrow(0, part.start, part.numel)
+                    gradients[group][param._index_in_param_group] = partition
         for param in params:
             param.grad = None

@@ -1,4 +1,4 @@
-"""Gradients of stages 1 and 2: averaged, pending, and in buckets."""
+"""Gradients of stages 1 and 2: averaged, pending until the boundary, and in reduce buckets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ds_patches.upstream.boundary import is_at_boundary
 
 Gradients = dict[int, list[torch.Tensor] | None]  # by parameter group
 
-INITIAL_MICRO_STEP_ID = -1  # before a step's first backward
+INITIAL_MICRO_STEP_ID = -1  # until a step's first backward
 
 
 def pending_gradients(optimizer: Any) -> Gradients:
-    """Reduced gradients of micro steps before the boundary; a store of its own from 0.17.6."""
+    """Return the reduced gradients of micro steps before the boundary: 0.17.6 and later."""
     pending: Gradients = getattr(optimizer, "all_grad_tensors", {})
     return pending
 
 
 def sums_in_place(optimizer: Any, group: int) -> bool:
-    """Return True if the optimizer adds up fp32 gradients of a low precision group: 0.19.8."""
+    """Return True if the optimizer sums a group's gradients in their fp32 partition: 0.19.8."""
     compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
     return compact is not None and bool(compact(group))
 
@@ -34,27 +34,27 @@ def any_sums_in_place(optimizer: Any) -> bool:
     return any(sums_in_place(optimizer, group) for group in range(len(optimizer.bit16_groups)))
 
 
-def add_to_earlier(
-    collect: Callable[..., list[torch.Tensor]], optimizer: Any, params: Any, *rest: Any
+def collect_and_add(
+    collect: Callable[..., list[torch.Tensor]], optimizer: Any, params: Any, *args: Any
 ) -> list[torch.Tensor]:
-    """Collect what a backward reduced, as DeepSpeed does, and add it to earlier micro steps.
+    """Collect a backward's reduced gradients, as DeepSpeed does, and add earlier micro steps'.
 
     0.17.6 to 0.18.2 look for those in the wrong place, and replace them.
     """
-    now = collect(params, *rest)
-    groups = (group for group, own in enumerate(optimizer.params_in_partition) if own is params)
-    earlier = pending_gradients(optimizer).get(next(groups, -1))
-    if earlier is None:
-        return now
-    for sum_, gradient in zip(earlier, now, strict=True):
+    collected = collect(params, *args)
+    groups = (group for group, owned in enumerate(optimizer.params_in_partition) if owned is params)
+    accumulated = pending_gradients(optimizer).get(next(groups, -1))
+    if accumulated is None:
+        return collected
+    for sum_, gradient in zip(accumulated, collected, strict=True):
         sum_.add_(gradient)
-    return earlier
+    return accumulated
 
 
 def steps_with_local_sums(optimizer: Any) -> bool:
-    """Return True if a rank steps with its own fp32 sums, and reduces copies for nothing.
+    """Return True if a rank steps with its own fp32 sums, and drops the averaged copies.
 
-    So it is up to 0.19.7 at stage 1 with fp32 sums of a low precision model and an offloaded
+    Up to 0.19.7 it does at stage 1 with fp32 sums of a low precision model and an offloaded
     optimizer.
     """
     return bool(
@@ -66,7 +66,7 @@ def steps_with_local_sums(optimizer: Any) -> bool:
 
 @contextmanager
 def averaging_local_sums(optimizer: Any) -> Iterator[None]:
-    """Have the step take the averaged copies, where it `steps_with_local_sums`."""
+    """Make the step use the averaged copies, for optimizers that `steps_with_local_sums`."""
     if not (steps_with_local_sums(optimizer) and is_at_boundary(optimizer)):
         yield
         return
@@ -78,16 +78,16 @@ def averaging_local_sums(optimizer: Any) -> Iterator[None]:
         yield
 
 
-def give_zeros(optimizer: Any) -> None:
-    """Give a step zeros for gradients."""
+def set_zero_averages(optimizer: Any) -> None:
+    """Set the averaged gradients to zeros."""
     for group, size in enumerate(optimizer.partition_size):
         device = optimizer.bit16_groups_flat[group].device
         dtype = getattr(optimizer, "gradient_accumulation_dtype", None) or optimizer.dtype
         optimizer.averaged_gradients[group] = [torch.zeros(int(size), dtype=dtype, device=device)]
 
 
-def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Buckets of one dtype each, of what can be flattened into a reduce buffer."""
+def bucket_by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return buckets of one dtype each, without tensors that cannot be flattened."""
     buckets: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided:
@@ -96,20 +96,20 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def gradient_attribute(optimizer: Any) -> str:
-    """Return the parameters' attribute that has a gradient before it is reduced."""
+    """Return the name of the parameters' attribute that holds unreduced gradients."""
     return "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
 
 
-def clear(optimizer: Any) -> None:
-    """Drop the gradients that lie on the parameters."""
+def clear_gradients(optimizer: Any) -> None:
+    """Drop the gradients on the parameters."""
     for group in optimizer.bit16_groups:
         for param in group:
             param.grad = None
             param.grad_accum = None
 
 
-def give_zero_gradient(optimizer: Any, param: Any) -> None:
-    """Let a parameter without a gradient take part in the reduction."""
+def set_zero_gradient(optimizer: Any, param: Any) -> None:
+    """Set a parameter's gradient to zeros, so that it takes part in the reduction."""
     if optimizer.use_grad_accum_attribute:
         param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
     else:
@@ -117,7 +117,7 @@ def give_zero_gradient(optimizer: Any, param: Any) -> None:
 
 
 def set_up_buckets(optimizer: Any) -> None:
-    """Allocate the reduce buffers, unless they are there."""
+    """Allocate the reduce buffers, unless they are allocated."""
     if hasattr(optimizer, "setup_buckets"):  # 0.18.3
         optimizer.setup_buckets()
     elif hasattr(optimizer, "process_gradients"):  # 0.16.5
@@ -131,8 +131,8 @@ def set_up_buckets(optimizer: Any) -> None:
         optimizer.ipg_index = 0
 
 
-def forget_buckets(optimizer: Any) -> None:
-    """Forget which gradients wait in the reduce buckets."""
+def reset_buckets(optimizer: Any) -> None:
+    """Remove all entries from the reduce buckets; their buffers stay."""
     buckets = getattr(optimizer, "ipg_buckets", None)
     if buckets is None:  # 0.16.0-0.17.1
         optimizer.grads_in_ipg_bucket = []
@@ -146,23 +146,23 @@ def forget_buckets(optimizer: Any) -> None:
         optimizer.extra_large_param_to_reduce.clear()
 
 
-def clear_nothing_later(optimizer: Any) -> None:
-    """Empty the list of gradients that the next reduction clears.
+def clear_previous_gradients(optimizer: Any) -> None:
+    """Empty the list of gradients that DeepSpeed clears at the next reduction.
 
-    They are of other ranks, with overlap_comm and without contiguous_gradients.
+    They are other ranks' gradients, with overlap_comm and without contiguous_gradients.
     """
-    later = optimizer.previous_reduced_grads
-    for params in later.values() if isinstance(later, dict) else [later or []]:
+    previous = optimizer.previous_reduced_grads
+    for params in previous.values() if isinstance(previous, dict) else [previous or []]:
         params.clear()
 
 
 def release_buffers(optimizer: Any) -> None:
-    """Give back the memory of the reduce buckets."""
+    """Free the memory of the reduce buckets."""
     optimizer._release_ipg_buffers()
 
 
 def empty_buckets(optimizer: Any) -> None:
-    """Drop gradients that wait in the reduce buckets, and their buffers."""
-    forget_buckets(optimizer)
+    """Drop the gradients in the reduce buckets, and their buffers."""
+    reset_buckets(optimizer)
     release_buffers(optimizer)
     optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)

@@ -1,4 +1,4 @@
-"""Stage 3: parameters, and the partitions and buckets of their gradients."""
+"""Stage 3: parameters, and the partitions and reduce buckets of their gradients."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
+from ds_patches.upstream.accelerator import accelerator, is_single_stream, wait_for_current
 from ds_patches.upstream.classes import ZERO3, private, private_name
 from ds_patches.upstream.zero3_gathers import in_flight
 
-#: Of a parameter: a ``GatheredParameters`` is open that holds it.
+#: The attribute of a parameter that an open ``GatheredParameters`` holds.
 IN_CONTEXT = "_ds_patches_in_context"
 
 # --- Parameters -----------------------------------------------------------------------------------
 
 
 def is_partitioned(param: Any) -> bool:
-    """Return True if ZeRO-3 has taken `param` in."""
+    """Return True if ZeRO-3 manages `param`: it is partitioned, or gathered for a while."""
     return hasattr(param, "ds_id")
 
 
-def below(module: torch.nn.Module) -> list[Any]:
-    """Return the parameters of `module` that ZeRO-3 has taken in."""
+def partitioned_params(module: torch.nn.Module) -> list[Any]:
+    """Return the parameters of `module` that ZeRO-3 manages."""
     return [param for param in module.parameters() if is_partitioned(param)]
 
 
-def parameters_class() -> type:
-    """Return the class in which ZeRO-3 keeps the parameters of each module."""
+def parameter_dict_class() -> type:
+    """Return the class of the dict in which ZeRO-3 keeps a module's parameters."""
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
-    found: type = ZeROOrderedDict
-    return found
+    dict_class: type = ZeROOrderedDict
+    return dict_class
 
 
 def module_of(parameters: Any) -> torch.nn.Module:
-    """Return the module whose parameters an object of that class holds."""
+    """Return the module that a dict of `parameter_dict_class` belongs to."""
     module: torch.nn.Module = parameters._parent_module
     return module
 
 
-def is_here(param: Any) -> bool:
-    """Return True if somebody has gathered `param`, as ``GatheredParameters`` does."""
+def is_available(param: Any) -> bool:
+    """Return True if `param` is gathered, for example by ``GatheredParameters``."""
     return bool(param.ds_status.name == "AVAILABLE")
 
 
 def drop_secondary(param: Any) -> None:
-    """Drop hpZ's copy of a parameter, from which forwards would gather old weights."""
+    """Drop hpZ's secondary partition, from which forwards would gather old weights."""
     if getattr(param, "ds_secondary_tensor", None) is not None:
         param.ds_secondary_tensor = None
 
@@ -62,52 +62,57 @@ def optimizers_of(gathered: Any) -> set[Any]:
 
 
 def full_value(param: Any) -> torch.Tensor:
-    """All-gather a parameter into memory that nothing of DeepSpeed refers to. Collective."""
-    shard = param.ds_tensor.detach().to(param.device, non_blocking=True)  # the CPU may hold it
+    """All-gather a parameter into new memory, to which DeepSpeed holds no reference. Collective.
+
+    Returns a tensor of its shape and dtype, on its device.
+    """
+    shard = param.ds_tensor.detach().to(
+        param.device, non_blocking=True
+    )  # may be offloaded to the CPU
     ranks = dist.get_world_size(param.ds_process_group)
     padded = torch.empty(ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
     dist.all_gather_into_tensor(padded, shard, group=param.ds_process_group)
     return padded[: param.ds_numel].view(param.ds_shape)
 
 
-def after_applied(then: Callable[[torch.nn.Module], None]) -> None:
-    """Have `then` see each module that ``Module.apply`` has changed, before ranks are sent it.
+def after_module_apply(after_apply: Callable[[torch.nn.Module], None]) -> None:
+    """Call `after_apply` with each module that ``Module.apply`` changed, before a broadcast.
 
-    For the ``zero.Init`` that was just entered, and gathers and partitions around it.
+    For the ``zero.Init`` that was just entered, and gathers and partitions around ``apply``.
     """
-    gathering: Any = torch.nn.Module.apply
+    gathering_apply: Any = torch.nn.Module.apply
 
-    @wraps(gathering)
+    @wraps(gathering_apply)
     def apply(module: torch.nn.Module, function: Any) -> Any:
         @wraps(function)
-        def changed(one: torch.nn.Module) -> None:
-            function(one)
-            then(one)
+        def changed(applied_module: torch.nn.Module) -> None:
+            function(applied_module)
+            after_apply(applied_module)
 
-        # Stock marks what it has made of a function: that has one of these inside.
-        return gathering(module, function if hasattr(function, "wrapped") else changed)
+        # DeepSpeed marks functions that it has wrapped already: these contain `changed`.
+        return gathering_apply(module, function if hasattr(function, "wrapped") else changed)
 
     torch.nn.Module.apply = apply  # type: ignore[method-assign,assignment]
 
 
 def release_persistent(optimizer: Any) -> None:
-    """Partition what nobody has asked for: compiled frames were traced without it.
+    """Partition unused persistent parameters: compiled frames were traced without them.
 
-    ZeRO-3 gathers small parameters for good, and again after each step; DeepCompile says that none
-    is persistent, and gathers by itself.
+    ZeRO-3 keeps small parameters gathered, and gathers them again after each step. DeepCompile
+    treats none as persistent, and gathers by itself.
     """
     for param in optimizer.persistent_parameters:
-        if is_here(param) and not (param.ds_active_sub_modules or hasattr(param, IN_CONTEXT)):
+        if is_available(param) and not (param.ds_active_sub_modules or hasattr(param, IN_CONTEXT)):
             param.partition()
 
 
 def partition_parameters(optimizer: Any) -> None:
-    """Partition every parameter, whoever uses it: a backward that raised left some gathered."""
+    """Partition every parameter, in use or not, after a backward that raised."""
     offload = optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
     pending = in_flight(coordinator)
     for param in offload.module.parameters():
-        # Its gather raised, out of memory say: nobody can wait for it. Its partition is there.
+        # Its all-gather raised, and there is no handle to wait for. Its partition is intact.
         if param.ds_status.name == "INFLIGHT" and param not in pending:
             param.ds_status = type(param.ds_status).AVAILABLE
     coordinator.release_and_reset_all(offload.module)
@@ -119,22 +124,22 @@ def partition_parameters(optimizer: Any) -> None:
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Return this rank's flat slice of each parameter's gradient, by ``ds_id``."""
-    found: dict[int, torch.Tensor] = private(optimizer, ZERO3, "param_id_to_grad_partition")
-    return found
+    """Return this rank's flat part of each parameter's gradient, by ``ds_id``."""
+    partitions: dict[int, torch.Tensor] = private(optimizer, ZERO3, "param_id_to_grad_partition")
+    return partitions
 
 
-def zero_all(optimizer: Any) -> None:
-    """Zero every partition of a gradient."""
+def zero_all_gradients(optimizer: Any) -> None:
+    """Zero all gradient partitions."""
     optimizer.grad_partitions_flat_buffer.zero_()
 
 
-def zero(optimizer: Any, ids: Collection[int]) -> None:
-    """Zero some parameters' gradients (``ds_id``), an offloaded optimizer's too."""
+def zero_gradients(optimizer: Any, ids: Collection[int]) -> None:
+    """Zero some parameters' gradients (by ``ds_id``), an offloaded optimizer's too."""
     partitions = gradient_partitions(optimizer)
     for ds_id in ids:
         partitions[ds_id].zero_()
-    for param, host in _on_host(optimizer, ids):
+    for param, host in _host_gradients(optimizer, ids):
         host.zero_()
         norms = optimizer.norm_for_param_grads
         param_id = optimizer.get_param_id(param)
@@ -142,37 +147,39 @@ def zero(optimizer: Any, ids: Collection[int]) -> None:
             norms[param_id] = torch.zeros_like(norm)
 
 
-def deliver(optimizer: Any, ids: Collection[int]) -> None:
+def copy_to_host(optimizer: Any, ids: Collection[int]) -> None:
     """Copy gradients to an offloaded optimizer, as a backward at the boundary does."""
     partitions = gradient_partitions(optimizer)
-    for param, host in _on_host(optimizer, ids):
+    for param, host in _host_gradients(optimizer, ids):
         partition = partitions[param.ds_id].view(-1).narrow(0, 0, host.numel())
         host.copy_(partition)
         norm = partition.float().norm(2)
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 
-def hand_over(optimizer: Any, params: Sequence[Any]) -> None:
-    """Give the step the gradients of parameters that are frozen now, for which it has zeros."""
+def set_averages(optimizer: Any, params: Sequence[Any]) -> None:
+    """Set the averaged gradients of parameters that are frozen now; DeepSpeed set zeros."""
     if not params:
         return
-    places = {id(p): (g, i) for g, ps in enumerate(optimizer.fp16_groups) for i, p in enumerate(ps)}
+    positions = {
+        id(p): (g, i) for g, ps in enumerate(optimizer.fp16_groups) for i, p in enumerate(ps)
+    }
     partitions = gradient_partitions(optimizer)
     for param in params:
-        group, index = places[id(param)]
+        group, index = positions[id(param)]
         optimizer.averaged_gradients[group][index] = partitions[param.ds_id]
 
 
-def take_back(optimizer: Any, ids: Collection[int]) -> None:
-    """Copy an offloaded optimizer's gradients, that a script has written, to where they add up."""
+def copy_from_host(optimizer: Any, ids: Collection[int]) -> None:
+    """Copy gradients that a script set in an offloaded optimizer to the partitions."""
     partitions = gradient_partitions(optimizer)
-    for param, host in _on_host(optimizer, ids):
+    for param, host in _host_gradients(optimizer, ids):
         partitions[param.ds_id].view(-1).narrow(0, 0, host.numel()).copy_(host)
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = host.float().norm(2)
 
 
-def _on_host(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Parameters, and where an offloaded optimizer reads their gradients; not those on NVMe."""
+def _host_gradients(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield parameters with an offloaded optimizer's gradients in host memory."""
     if not optimizer.offload_optimizer or not ids:
         return
     for param in (param for group in optimizer.fp16_groups for param in group):
@@ -183,32 +190,32 @@ def _on_host(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.
                 yield param, gradient.narrow(0, offset, numel)
 
 
-def give_zero_gradient(param: Any) -> None:
-    """Let a parameter without a gradient take part in the reduction."""
+def set_zero_gradient(param: Any) -> None:
+    """Set a parameter's gradient to zeros, so that it takes part in the reduction."""
     partitioned = param.data
-    # PyTorch takes a gradient in the shape of the data only, and that is released.
+    # PyTorch accepts a gradient only in the shape of the data, which is partitioned.
     param.data = torch.zeros(param.ds_shape, dtype=param.dtype, device=param.device)
     param.grad = torch.zeros_like(param.data)
     param.data = partitioned
 
 
-def clear(optimizer: Any) -> None:
-    """Forget what no reduction has taken from the parameters."""
+def clear_gradients(optimizer: Any) -> None:
+    """Drop the gradients on the parameters."""
     for group in optimizer.fp16_groups:
         for param in group:
             param.grad = None
 
 
-def in_buckets(optimizer: Any) -> list[Any]:
-    """Return the parameters whose gradients wait in the reduce buckets."""
+def params_in_buckets(optimizer: Any) -> list[Any]:
+    """Return the parameters whose gradients are in the reduce buckets."""
     if not hasattr(optimizer, "ipg_buckets"):  # 0.16.0-0.17.1
         return [*optimizer.params_in_ipg_bucket]
     return [param for bucket in optimizer.ipg_buckets.values() for param in bucket.params]
 
 
-#: Methods: one reduces a bucket, or to 0.17.1 the only one; then one puts a gradient into it.
+#: Names of methods: the first reduces a bucket, the second copies a gradient into one.
 REDUCING_METHOD = private_name(ZERO3, "reduce_and_partition_ipg_grads")
-PUTTING_METHOD = private_name(ZERO3, "add_grad_to_ipg_bucket")
+BUCKETING_METHOD = private_name(ZERO3, "add_grad_to_ipg_bucket")
 
 
 def dtype_of_bucket(
@@ -219,7 +226,7 @@ def dtype_of_bucket(
 
 
 def bucket_of(optimizer: Any, comm_dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the parameters in the reduce bucket of a dtype, or to 0.17.1 in the only one."""
+    """Return the parameters in the bucket of a dtype, or up to 0.17.1 in the only bucket."""
     params: list[Any]
     if comm_dtype is None:
         params = optimizer.params_in_ipg_bucket
@@ -228,33 +235,33 @@ def bucket_of(optimizer: Any, comm_dtype: torch.dtype | None = None) -> list[Any
     return params
 
 
-def hold_each_once(optimizer: Any, comm_dtype: torch.dtype | None = None) -> None:
-    """Put each parameter of a bucket into it once: autograd has added its gradients up."""
+def deduplicate_bucket(optimizer: Any, comm_dtype: torch.dtype | None = None) -> None:
+    """Keep one entry for each parameter of a bucket: autograd has summed its gradients."""
     params = bucket_of(optimizer, comm_dtype)
-    once = list(dict.fromkeys(params))
+    unique_params = list(dict.fromkeys(params))
     with reduction_stream(optimizer):
-        for param in once:  # whose gradient is in the bucket's memory
+        for param in unique_params:  # their gradients are in the bucket's memory
             param.grad.data = param.grad.data.clone()
     params.clear()
     if comm_dtype is not None:
         optimizer.ipg_buckets[comm_dtype].elements = 0
-    for param in once:
-        getattr(optimizer, PUTTING_METHOD)(param)
+    for param in unique_params:
+        getattr(optimizer, BUCKETING_METHOD)(param)
 
 
-def reduction_waits(optimizer: Any) -> None:
-    """Make the stream that gradients are reduced on wait for the current stream.
+def make_reduction_wait(optimizer: Any) -> None:
+    """Make the reduction stream wait for the current stream.
 
-    The optimizer's check for overflow looks at the partitions on it, too.
+    The optimizer's overflow check reads the gradient partitions on it, too.
     """
     wait_for_current(optimizer.reduce_and_partition_stream)
 
 
 @contextmanager
 def reduction_stream(optimizer: Any) -> Iterator[None]:
-    """Queue work behind that of the current stream, on the stream that reduces."""
-    reduction_waits(optimizer)
-    if keeps_order():
+    """Run work on the reduction stream, behind the current stream."""
+    make_reduction_wait(optimizer)
+    if is_single_stream():
         yield
         return
     with accelerator().stream(optimizer.reduce_and_partition_stream):
@@ -264,10 +271,10 @@ def reduction_stream(optimizer: Any) -> Iterator[None]:
 def wait_for_buckets(optimizer: Any, module: Any = None) -> None:
     """Make the current stream wait if a gradient of the module's parameters is in a bucket.
 
-    It was copied there on the stream that reduces, and autograd adds the next one to it on this.
-    None: of any parameter's.
+    The reduction stream copied it there, and autograd adds the next gradient to it on the current
+    stream. module: None for all parameters.
     """
-    held = {id(param) for param in in_buckets(optimizer)}
+    held = {id(param) for param in params_in_buckets(optimizer)}
     if module is not None:
         external = (param for _, param in module.ds_external_parameters())
         held &= {id(param) for param in (*module.parameters(), *external)}
@@ -276,7 +283,7 @@ def wait_for_buckets(optimizer: Any, module: Any = None) -> None:
 
 
 def empty_buckets(optimizer: Any) -> None:
-    """Drop gradients that wait in the reduce buckets; the buffers stay."""
+    """Drop the gradients in the reduce buckets; the buffers stay."""
     buckets = getattr(optimizer, "ipg_buckets", None)
     if buckets is None:  # 0.16.0-0.17.1
         optimizer.params_in_ipg_bucket.clear()

@@ -1,4 +1,4 @@
-"""Stage 3: which parameters are gathered, the modules that gather them, the prefetch trace."""
+"""Stage 3: all-gathers and releases of parameters, module hooks, and the prefetch trace."""
 
 from __future__ import annotations
 
@@ -13,80 +13,82 @@ import torch
 from ds_patches.core.calls import Around
 from ds_patches.core.layer import Layer
 from ds_patches.upstream import classes
-from ds_patches.upstream.accelerator import accelerator, keeps_order, wait_for_current
+from ds_patches.upstream.accelerator import accelerator, is_single_stream, wait_for_current
 from ds_patches.upstream.classes import COORDINATOR
 
-#: Of a module: the autograd Functions at its outputs and at its inputs.
+#: The autograd Functions at a module's outputs and at its inputs.
 Functions = tuple[Any, Any]
 
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 _MISSING = object()
 _LEAF_INPUTS = "_leaf_module_inputs_remaining"
-#: Among the modules that use a parameter: a script's block.
+#: Stands for a script's block among the modules that use a parameter.
 _BLOCK = "GatheredParameters"
 
 
-def gather(offload: Any) -> None:
-    """All-gather the parameters that are still partitioned, in the order of the model. Collective.
+def gather_all(offload: Any) -> None:
+    """All-gather the parameters that are still partitioned, in the model's order. Collective.
 
-    The current stream waits for them. At most two prefetch buckets are on their way at a time.
+    The current stream waits for them. At most two prefetch buckets are in flight at a time.
     """
     coordinator = offload.get_param_coordinator()
     previous = list(in_flight(coordinator))  # prefetched
-    longest = int(private(coordinator, "prefetch_bucket_sz"))
-    chunks = list(_chunks(offload.module.parameters(), longest))
+    bucket_size = int(private(coordinator, "prefetch_bucket_sz"))
+    chunks = list(_chunks(offload.module.parameters(), bucket_size))
     if not previous and not chunks:
         return
-    # A step has just written the partitions.
+    # The current stream may just have stepped, and written the partitions.
     wait_for_current(private(coordinator, "allgather_stream"))
     for chunk in chunks:
         private(coordinator, "all_gather_params")(chunk, forward=True)
-        arrive(coordinator, previous)
+        wait_for_gathers(coordinator, previous)
         previous = chunk
-    arrive(coordinator, previous)
+    wait_for_gathers(coordinator, previous)
 
 
-def gather_waits(optimizer: Any) -> None:
-    """Make the stream that gathers wait for the current one, on which the optimizer has stepped."""
+def make_gathers_wait(optimizer: Any) -> None:
+    """Make the all-gather stream wait for the current stream, on which the optimizer stepped."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     wait_for_current(private(coordinator, "allgather_stream"))
 
 
-def hold(offload: Any, end: Around) -> list[Layer]:
-    """Let nothing be released until the layers are removed.
+def block_releases(offload: Any, wrapper: Around) -> list[Layer]:
+    """Stop all releases of parameters until the returned layers are removed.
 
-    end: wraps what partitions everything, and what registers or removes the module hooks.
+    wrapper: is called around the methods that partition all parameters, or register or remove
+        hooks.
     """
     coordinator = offload.get_param_coordinator()
-    registering = ("_register_deepspeed_module", "_register_hooks_recursively")  # from 0.16.4; to
+    registering = ("_register_deepspeed_module", "_register_hooks_recursively")  # 0.16.4; before
     return [
         Layer(coordinator, private_name("release_param"), lambda *_: None),
-        # It keeps its answers, and would answer by what is gathered now.
+        # This caches its results, which would depend on what is gathered now.
         Layer(coordinator, private_name("params_to_release"), lambda *_: set()),
-        Layer(coordinator, "release_and_reset_all", end),
-        Layer(offload, "_remove_module_hooks", end),
-        *(Layer(offload, name, end) for name in registering if hasattr(offload, name)),
+        Layer(coordinator, "release_and_reset_all", wrapper),
+        Layer(offload, "_remove_module_hooks", wrapper),
+        *(Layer(offload, name, wrapper) for name in registering if hasattr(offload, name)),
     ]
 
 
-def hold_in_block(offload: Any, params: Iterable[Any]) -> None:
-    """Let modules that run not release what a script has gathered, until `let_go`."""
+def hold_params(offload: Any, params: Iterable[Any]) -> None:
+    """Keep modules from releasing parameters that a script gathered, until `release_hold`."""
     coordinator = offload.get_param_coordinator()
-    if not getattr(coordinator, "fast_sharding_for_leaf_module", False):  # it asks nobody
+    if not getattr(coordinator, "fast_sharding_for_leaf_module", False):  # else releases ignore it
         for param in params:
             param.ds_active_sub_modules.add(_BLOCK)
 
 
-def let_go(params: Iterable[Any]) -> None:
+def release_hold(params: Iterable[Any]) -> None:
+    """Undo `hold_params`."""
     for param in params:
         param.ds_active_sub_modules.discard(_BLOCK)
 
 
-def keep_trace(offload: Any) -> Layer:
-    """Complete the prefetch trace as a forward does; until the layer is removed, keep it as it is.
+def freeze_trace(offload: Any) -> Layer:
+    """Complete the prefetch trace as a forward does, and keep it until the layer is removed.
 
-    Collective if modules were recorded. Left unfinished, the trace would not survive an engine that
-    is built on the model meanwhile: that gives the modules other numbers.
+    Collective if modules were recorded. An unfinished trace would be lost if an engine were built
+    on the model meanwhile, since that gives the modules other ids.
     """
     coordinator = offload.get_param_coordinator()
     if coordinator.is_record_trace() and private(coordinator, "submodule_order"):
@@ -94,36 +96,36 @@ def keep_trace(offload: Any) -> Layer:
     return Layer(coordinator, "reset_step", lambda *_: None)
 
 
-def release(offload: Any) -> None:
-    """Partition what is gathered, or on its way to be, and need not stay so.
+def release_all(offload: Any) -> None:
+    """Wait for all-gathers in flight, and partition the gathered parameters.
 
-    The persistent stay, the external, and, as the coordinator has it, those of a running module.
+    Except persistent parameters, external ones, and those that a running module uses.
     """
     coordinator = offload.get_param_coordinator()
     if pending := list(in_flight(coordinator)):
-        arrive(coordinator, pending)
+        wait_for_gathers(coordinator, pending)
     for param in offload.module.parameters():
         if not param.ds_persist and not param.is_external_param:
             private(coordinator, "release_param")(param)
 
 
-def reset(offload: Any) -> None:
-    """Begin a new trace, after a forward or backward that raised; all is partitioned already.
+def reset_trace(offload: Any) -> None:
+    """Begin a new prefetch trace after a forward or backward that raised.
 
-    A trace that was being recorded ends in the middle; on another rank it may end elsewhere.
+    All parameters must be partitioned. An incomplete trace may end elsewhere on another rank.
     """
     coordinator = offload.get_param_coordinator()
     if not coordinator.is_complete_trace() and not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
     for module in offload.module.modules():
-        # Gathers and releases that the backward still owed: the next forward counts from zero.
+        # Counts of all-gathers and releases that the failed backward did not reach.
         for count in ("ds_grads_remaining", "applied_pre_backward_ref_cnt"):
             if count in vars(module):
                 setattr(module, count, 0)
 
 
 def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
-    """Parameters that are partitioned, up to `numel` elements together, or one that is larger."""
+    """Yield lists of partitioned parameters, of `numel` elements or one larger parameter."""
     chunk: list[Any] = []
     size = 0
     for param in params:
@@ -141,13 +143,13 @@ def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
 # --- Modules --------------------------------------------------------------------------------------
 
 
-def functions_at(module: torch.nn.Module) -> Functions:
-    """What upstream's forward hooks look up at every call of a module, and keep what they find."""
+def module_functions(module: torch.nn.Module) -> Functions:
+    """Return the Functions that DeepSpeed's forward hooks look up at each call of a module."""
     before, after = (vars(module).get(name, _MISSING) for name in _FUNCTIONS)
     return before, after
 
 
-def set_functions(module: torch.nn.Module, functions: Functions) -> None:
+def set_module_functions(module: torch.nn.Module, functions: Functions) -> None:
     """Replace a module's pre- and post-backward functions."""
     for name, value in zip(_FUNCTIONS, functions, strict=True):
         if value is _MISSING:
@@ -156,21 +158,21 @@ def set_functions(module: torch.nn.Module, functions: Functions) -> None:
             setattr(module, name, value)
 
 
-def lets_transforms_pass(functions: Functions) -> bool:
-    """Return True if ``torch.func`` may pass what `functions_at` gave: from 0.19.1 on."""
+def supports_transforms(functions: Functions) -> bool:
+    """Return True if ``torch.func`` transforms accept these Functions: from 0.19.1 on."""
     nothing = torch.autograd.Function.setup_context
     return any(getattr(f, "setup_context", nothing) is not nothing for f in functions)
 
 
 def release_module(offload: Any, module: torch.nn.Module) -> None:
-    """Release a module after its backward, unless an epilogue of 0.19.3 or later has done it."""
+    """Release a module after its backward, unless an epilogue (0.19.3) has released it."""
     active = vars(offload.get_param_coordinator()).get(private_name("active_backward_submodules"))
     if active is None or module.ds_id in active:
         offload.post_sub_module_backward_function(module)
 
 
 def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
-    """Modules whose hooks `offload` set: all but what lies inside a z3 leaf module."""
+    """Yield the modules with DeepSpeed's hooks: all but those inside a z3 leaf module."""
     pending = [offload.module]
     while pending:
         module = pending.pop()
@@ -179,20 +181,24 @@ def registered_modules(offload: Any) -> Iterator[torch.nn.Module]:
             pending.extend(module.children())
 
 
-def holds_none(module: torch.nn.Module) -> bool:
+def never_has_params(module: torch.nn.Module) -> bool:
     """Return True if a module can never have parameters to gather, as PyTorch's activations.
 
-    A module written by a user may reach for parameters of another one, and they count as its own
-    from then on; a container is what recomputed parameters are attributed to.
+    A user's module may use another module's parameters, and they count as its own from then on;
+    DeepSpeed attributes recomputed parameters to a container.
     """
-    own = type(module).__module__.startswith("torch.nn.modules.")
-    return own and next(module.children(), None) is None and next(module.parameters(), None) is None
+    is_torch = type(module).__module__.startswith("torch.nn.modules.")
+    return (
+        is_torch
+        and next(module.children(), None) is None
+        and next(module.parameters(), None) is None
+    )
 
 
 def any_frozen(module: torch.nn.Module) -> bool:
-    """Return True if `module` gathers a parameter that does not train."""
-    others = (param for _, param in module.ds_external_parameters())  # type: ignore[operator]
-    params = chain(module.parameters(recurse=is_leaf(module)), others)
+    """Return True if `module` gathers a frozen parameter."""
+    external = (param for _, param in module.ds_external_parameters())  # type: ignore[operator]
+    params = chain(module.parameters(recurse=is_leaf(module)), external)
     return not all(param.requires_grad for param in params)
 
 
@@ -204,7 +210,7 @@ def is_leaf(module: torch.nn.Module) -> bool:
 
 
 def leaf_inputs(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, int]:
-    """Inputs whose gradient each z3 leaf module awaits before it reduces its parameters'.
+    """Return the number of input gradients that each z3 leaf module awaits before it reduces.
 
     Releases up to 0.17.6 count them down from the forward on; later ones use a module hook.
     """
@@ -213,74 +219,74 @@ def leaf_inputs(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, int
 
 
 def restore_leaf_inputs(awaited: dict[torch.nn.Module, int]) -> None:
-    """Let a later backward await the same inputs as the first."""
+    """Make a later backward await as many input gradients as the first."""
     for module, count in awaited.items():
         setattr(module, _LEAF_INPUTS, count)
 
 
 def rewind_prefetch(offload: Any) -> None:
-    """Let the prefetcher see the rest of the trace again.
+    """Put the rest of the trace back into the prefetch queue.
 
-    It drops a use from its queue when the parameter is gathered at that moment. Between the
-    backwards of one forward everything is released, so uses that it dropped would be fetched one
-    by one. A complete trace holds them all; the queue restarts at the present step of it.
+    The prefetcher removes a use from its queue when the parameter is gathered at that moment.
+    Between the backwards of one forward all parameters are released, so the removed uses would be
+    fetched one by one. A complete trace holds them all; the queue restarts at its current step.
     """
     coordinator = offload.get_param_coordinator()
     if not coordinator.is_complete_trace():
         return
     step_id = private(coordinator, "step_id")
     order = private(coordinator, "param_order")
-    rest = deque(use for use in order if use.step_id_last_used_at >= step_id)
-    setattr(coordinator, private_name("param_queue"), rest)
+    remaining_uses = deque(use for use in order if use.step_id_last_used_at >= step_id)
+    setattr(coordinator, private_name("param_queue"), remaining_uses)
     last_fetched: defaultdict[Any, int] = defaultdict(lambda: int(-1e10))
     setattr(coordinator, private_name("most_recent_step_id_param_fetched_for"), last_fetched)
 
 
-# --- What the coordinator keeps to itself ---------------------------------------------------------
+# --- The coordinator's private attributes ---------------------------------------------------------
 
 
 def private_name(name: str) -> str:
-    """Return what `name`, written with two underscores in the class, is called outside."""
+    """Return the mangled name of an attribute of the coordinator."""
     return classes.private_name(COORDINATOR, name)
 
 
 def private(coordinator: Any, name: str) -> Any:
-    """Return that attribute."""
+    """Return an attribute that the coordinator's class writes with two underscores."""
     return getattr(coordinator, private_name(name))
 
 
 def in_flight(coordinator: Any) -> dict[Any, Any]:
     """Return the handles of all-gathers that were started and not awaited, by parameter."""
-    found: dict[Any, Any] = private(coordinator, "inflight_param_registry")
-    return found
+    handles: dict[Any, Any] = private(coordinator, "inflight_param_registry")
+    return handles
 
 
-def arrive(coordinator: Any, params: Iterable[Any]) -> None:
-    """Wait for all-gathers on their stream, and make the current stream wait for that."""
+def wait_for_gathers(coordinator: Any, params: Iterable[Any]) -> None:
+    """Wait for all-gathers on their stream, and make the current stream wait for it."""
     pending, stream = in_flight(coordinator), private(coordinator, "allgather_stream")
     with accelerator().stream(stream):
         for param in params:
             pending.pop(param).wait()
-    if not keeps_order():
+    if not is_single_stream():
         accelerator().current_stream().wait_stream(stream)
 
 
 @contextmanager
-def renumbered(coordinator: Any) -> Iterator[None]:
-    """Modules get other numbers meanwhile, by which an unfinished trace has to know them then."""
+def keeping_trace_ids(coordinator: Any) -> Iterator[None]:
+    """Update an unfinished trace to the modules' new ids, if they change meanwhile."""
     order = private(coordinator, "submodule_order")
-    modules = {_number(module): module for module in order}
+    modules = {_module_id(module): module for module in order}
     try:
         yield
     finally:
         if coordinator.is_record_trace():
             steps = private(coordinator, "step_id_module_fetched_for")
-            before = {module: steps.pop(number, ()) for number, module in modules.items()}
+            before = {module: steps.pop(module_id, ()) for module_id, module in modules.items()}
             for module, fetched in before.items():
-                steps[_number(module)].extend(fetched)
+                steps[_module_id(module)].extend(fetched)
 
 
-def _number(module: Any) -> int:
-    """Return the number of a module, which 0.16.4 renamed."""
-    number: int = vars(module)["ds_id" if "ds_id" in vars(module) else "id"]
-    return number
+def _module_id(module: Any) -> int:
+    """Return the id of a module, an attribute that 0.16.4 renamed."""
+    module_id: int = vars(module)["ds_id" if "ds_id" in vars(module) else "id"]
+    return module_id

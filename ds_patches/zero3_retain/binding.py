@@ -1,4 +1,4 @@
-"""What zero3_retain is, and where it touches DeepSpeed. Data only; the work is in `hooks`."""
+"""The targets and dependencies of zero3_retain. Data only; `hooks` does the work."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TARGETS = (
 
 _REWOUND = "reads the prefetch queue that a repeated backward rewinds"
 
-#: Beside what `accumulation` relies on, without which it is not applied.
+#: In addition to those of `accumulation`, which this patch requires.
 _DEPENDENCIES = (
     OFFLOAD.needs("post_sub_module_backward_function", "releases a module after its backward"),
     COORDINATOR.needs("fetch_sub_module", _REWOUND),
     COORDINATOR.needs("_fetch_sub_module_impl", _REWOUND, ">=0.18.6"),
     COORDINATOR.needs("reset_step", "fills the prefetch queue from the trace, as the rewind does"),
-    COORDINATOR.needs("release_sub_module", "from 0.19.3 insists on an active backward fetch"),
+    COORDINATOR.needs("release_sub_module", "from 0.19.3 requires an active backward fetch"),
     COORDINATOR.needs(
-        "release_and_reset_all", "partitions everything again after a backward that raised"
+        "release_and_reset_all", "partitions all parameters after a backward that raised"
     ),
     COORDINATOR.needs(
         "__release_param", "partitions one parameter and keeps the count of gathered elements"

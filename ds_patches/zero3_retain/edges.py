@@ -1,7 +1,7 @@
 """The autograd nodes at the inputs and outputs of a module. Plain PyTorch.
 
-The idea of a pair of identity functions around a module is FSDP2's (``fully_shard``) as much as
-DeepSpeed's, which has a Function of its own for each module.
+FSDP2 (``fully_shard``) too puts a pair of identity functions around a module; DeepSpeed has a
+Function of its own for each module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class NoEdge:
-    """In place of both edges where there is nothing to gather: no node, no bookkeeping."""
+    """Identity, for modules that gather nothing: no autograd node, no bookkeeping."""
 
     @staticmethod
     def apply(value: torch.Tensor) -> torch.Tensor:
@@ -23,11 +23,11 @@ class NoEdge:
 
 
 class Edge:
-    """Stands where DeepSpeed has a Function of a module; as that, the same in a copy of the module.
+    """Takes the place of DeepSpeed's Function at a module; a copy of the module shares it.
 
-    call_of: returns the call of the module that a tensor belongs to, in its forward.
-    run_backward: gets that call and the gradient, and returns the gradient.
-    transforms: whether those of ``torch.func`` may pass. PyTorch then inspects the Function's
+    call_of: returns the module call that a tensor of the forward belongs to.
+    run_backward: is called with that call and a gradient, and returns the gradient.
+    transforms: True if ``torch.func`` transforms may pass. PyTorch then inspects the Function's
         signature at every call, which takes the host twice as long as all the rest.
     """
 
@@ -40,8 +40,8 @@ class Edge:
         transforms: bool,
     ) -> None:
         self.call_of, self.run_backward = call_of, run_backward
-        #: Takes a tensor, and returns it with the edge in its graph. No function of ours, which
-        #: Dynamo would compile by itself.
+        #: Returns a tensor with the edge in its graph. A partial, since Dynamo would compile a
+        #: function of ours by itself.
         self.apply = partial((_TransformedFunction if transforms else _EdgeFunction).apply, self)
 
     def __deepcopy__(self, memo: Any) -> Edge:
@@ -70,16 +70,16 @@ class _TransformedFunction(_EdgeFunction):
         ctx.edge, ctx.call = edge, edge.call_of(value)
 
 
-# PyTorch asks for it at every call of such a Function, and would make it anew.
+# PyTorch reads the signature at every call of such a Function, and would build it each time.
 _TransformedFunction.forward.__signature__ = signature(  # type: ignore[attr-defined]
     _TransformedFunction.forward
 )
 
 
 def is_edge(node: Any) -> bool:
-    """Return True if a node of a graph is an edge of a module."""
+    """Return True if an autograd node is an edge of a module."""
     return type(node).__name__ in _NODES
 
 
-#: PyTorch calls the node of a Function after it.
+#: PyTorch names the node of a Function after the Function.
 _NODES = {f"{function.__name__}Backward" for function in (_EdgeFunction, _TransformedFunction)}

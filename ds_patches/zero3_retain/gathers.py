@@ -1,16 +1,16 @@
-"""When the modules of a ZeRO-3 model are gathered in a backward, and until when.
+"""When the modules of a ZeRO-3 model are gathered and released in a backward.
 
-Stock ZeRO-3 counts how often a module's parameters will be needed while the *forward* runs, and the
-first backward spends the counts. Here the counts belong to the graph task: each run of the autograd
-engine opens the calls it passes through, and closes them when their inputs' gradients are done. So
-the second run over one graph gathers and releases just as the first did; whether the graph was
-retained is not asked. A module that is still open when the backward ends (a first layer: its input
-needs no gradient) is released there.
+DeepSpeed counts in the *forward* how often a module's parameters will be needed, and the first
+backward uses the counts up. Here the counts belong to the graph task: each run of the autograd
+engine opens the module calls that it reaches, and closes them when the gradients of their inputs
+are computed. So a second run over a graph gathers and releases as the first did, whether the graph
+was retained or not. A module that is open when the backward ends (a first layer, whose input needs
+no gradient) is released then.
 
-Upstream's prefetch trace keeps a parameter gathered if it is used again soon. Once it has learned
-that a second backward follows, that would be every parameter, all the time between the two. So an
-engine that retains graphs partitions them at the end of each backward: it holds its partitions,
-and what must persist.
+DeepSpeed's prefetch trace keeps a parameter gathered if it is used again soon. Once the trace
+includes a second backward, that would be every parameter, from one backward to the next. So an
+engine with several backwards partitions its parameters at the end of each one, except persistent
+parameters.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from ds_patches.steps.graph_task import (
     NO_TASK,
     at_end_of_task,
     current_task_id,
-    recomputes_for_hooks,
+    is_recomputing,
 )
 from ds_patches.steps.listener import Listener
 from ds_patches.upstream import zero3_gathers
 
 from .edges import Edge, NoEdge
-from .saved import Used
+from .saved import BlockParams
 
 
 class _Call:
-    """One forward call of a module: how many of its inputs lead a gradient on.
+    """One forward call of a module.
 
-    made_in: the graph task that recomputes it, or none.
-    version: of the parameters, as `Gathers` is told.
+    inputs: the number of its inputs that need a gradient.
+    recomputed_in: the graph task that recomputes the call, or `NO_TASK`.
+    version: the parameters' version in the call, as in `Gathers`.
     """
 
-    __slots__ = ("inputs", "made_in", "remaining", "sealed", "task_id", "version")
+    __slots__ = ("has_output", "inputs", "recomputed_in", "remaining", "task_id", "version")
 
-    def __init__(self, made_in: int, version: int) -> None:
-        self.made_in, self.version = made_in, version
+    def __init__(self, recomputed_in: int, version: int) -> None:
+        self.recomputed_in, self.version = recomputed_in, version
         self.inputs = 0
-        self.sealed = False  # an output was seen: the next input begins another call
+        self.has_output = False  # if True, the next input begins another call
         self.task_id: int | None = None  # the graph task in which the call is open
         self.remaining = 0
 
@@ -56,25 +57,25 @@ class _Call:
 class Gathers(Listener):
     """The modules of one ``DeepSpeedZeRoOffload``, and their calls that backwards have open.
 
-    version: of the parameters; it moves with each step that changes them.
+    version: returns a number that changes with each step that changes the parameters.
     """
 
     def __init__(self, offload: Any, version: Callable[[], int]) -> None:
         self.offload, self.version = offload, version
-        self.used = Used(version)
-        #: A forward with a graph has run since the last backward began, by the engine or past it.
-        #: The first may have run before we came.
+        self.block_params = BlockParams(version)
+        #: True if a forward with a graph has run since the last backward began, of the engine or of
+        #: its module. The first may have run before the patch was applied.
         self.forward_ran = True
-        #: The patch was taken back, and graphs have edges of ours: one backward each, as on stock.
-        self.taken_back = False
-        self._retains = False  # a second backward over one forward was seen
+        #: True after `remove`: graphs with our edges then have one backward each, as on stock.
+        self.is_unapplied = False
+        self._has_second_backward = False  # over one forward
         self._leaves: list[torch.nn.Module] = []
         self._leaf_inputs: dict[torch.nn.Module, int] = {}
-        self._stock: dict[torch.nn.Module, zero3_gathers.Functions] = {}
+        self._stock_functions: dict[torch.nn.Module, zero3_gathers.Functions] = {}
         self._modules: dict[torch.nn.Module, GatheredModule] = {}
         self._deferred: list[Callable[[], None]] = []
-        self._open: dict[int, dict[_Call, GatheredModule]] = {}  # by graph task
-        # Autograd runs hooks of CPU and device nodes on different threads.
+        self._open_calls: dict[int, dict[_Call, GatheredModule]] = {}  # by graph task id
+        # Autograd runs nodes of the CPU and of each device on different threads.
         self._lock = Lock()
 
     def install(self) -> None:
@@ -83,109 +84,113 @@ class Gathers(Listener):
             self.install_at(module)
 
     def install_at(self, module: torch.nn.Module) -> None:
-        """Replace DeepSpeed's Functions at one module, unless it has ours."""
-        if module in self._stock:
+        """Replace DeepSpeed's Functions at one module, unless they are replaced."""
+        if module in self._stock_functions:
             return
         if zero3_gathers.is_leaf(module):
             self._leaves.append(module)
-        self._stock[module] = stock = zero3_gathers.functions_at(module)
-        ours: zero3_gathers.Functions = NoEdge, NoEdge
-        if not zero3_gathers.holds_none(module):
-            transforms = zero3_gathers.lets_transforms_pass(stock)
+        self._stock_functions[module] = stock = zero3_gathers.module_functions(module)
+        functions: zero3_gathers.Functions = NoEdge, NoEdge
+        if not zero3_gathers.never_has_params(module):
+            transforms = zero3_gathers.supports_transforms(stock)
             gathered = self._modules[module] = GatheredModule(self, module, transforms)
-            ours = gathered.at_outputs, gathered.at_inputs
-        zero3_gathers.set_functions(module, ours)
+            functions = gathered.at_outputs, gathered.at_inputs
+        zero3_gathers.set_module_functions(module, functions)
 
     def remove(self) -> None:
-        """Put DeepSpeed's Functions back; graphs built meanwhile keep our edges."""
-        self.taken_back = True
-        for module, stock in self._stock.items():
-            zero3_gathers.set_functions(module, stock)
-        zero3_gathers.let_go(self.offload.module.parameters())
-        self._stock.clear()
+        """Restore DeepSpeed's Functions; graphs built meanwhile keep their edges."""
+        self.is_unapplied = True
+        for module, stock in self._stock_functions.items():
+            zero3_gathers.set_module_functions(module, stock)
+        zero3_gathers.release_hold(self.offload.module.parameters())
+        self._stock_functions.clear()
         self._modules.clear()
         self._leaves.clear()
 
     def post_recompute(self, module: torch.nn.Module, reshard: Callable[[], None]) -> None:
-        """Reshard a module that ran in a backward, for what checkpoint() did not save.
+        """Reshard a module that a checkpoint recomputed, after the checkpoint has compared shapes.
 
-        Of a frozen parameter checkpoint() keeps no copy but the parameter itself, and looks at its
-        shape when all has run. Then the backward comes to the next module, which gathers its own.
+        ``checkpoint()`` keeps no copy of a frozen parameter, and compares its shape when all
+        modules have run. Then the backward reaches the next module.
         """
         gathered = self._modules.get(module)
         if gathered is None or not zero3_gathers.any_frozen(module):
             reshard()
-        elif not gathered.open_calls:  # else the backward is in the module, and releases it
+        elif not gathered.open_calls:  # else the running backward of the module releases it
             with self._lock:
                 self._deferred.append(reshard)
 
-    # --- What `accumulation` tells of the engine's backwards --------------------------------------
+    # --- Called by `accumulation` at the engine's backwards ---------------------------------------
 
-    def backward_begins(self, again: bool) -> None:
-        again &= not self.forward_ran  # that of ``engine.module`` is seen here alone
+    def backward_begins(self, same_forward: bool) -> None:
+        """Prepare DeepSpeed's counts and prefetch queue for a second backward over a forward."""
+        same_forward &= not self.forward_ran  # only our edges see a forward of ``engine.module``
         self.forward_ran = False
-        if again:
-            self._retains = True
+        if same_forward:
+            self._has_second_backward = True
             zero3_gathers.restore_leaf_inputs(self._leaf_inputs)
             zero3_gathers.rewind_prefetch(self.offload)
         else:
             self._leaf_inputs = zero3_gathers.leaf_inputs(self._leaves)
 
-    def backward_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(self.used.backward, run) if self.used else run
+    def wrap_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run`, with the parameters of scripts' blocks gathered for it if there are any."""
+        return partial(self.block_params.backward, run) if self.block_params else run
 
     def backward_raised(self) -> None:
-        """Forget the open calls without resharding: `accumulation` partitions all parameters."""
+        """Drop the open calls without resharding: `accumulation` partitions all parameters."""
         with self._lock:
             self._deferred = []
-            for calls in self._open.values():
+            for calls in self._open_calls.values():
                 for module in calls.values():
                     module.open_calls = 0
-            self._open.clear()
+            self._open_calls.clear()
 
-    # --- Calls ------------------------------------------------------------------------------------
+    # --- Module calls -----------------------------------------------------------------------------
 
-    def open(self, call: _Call, module: GatheredModule) -> None:
+    def open_call(self, call: _Call, module: GatheredModule) -> None:
+        """Open a module call in the current graph task."""
         if self._deferred:
             self._run_deferred()
         task_id = current_task_id()
         with self._lock:
-            if begins := task_id not in self._open:
-                self._open[task_id] = {}
-            if call not in self._open[task_id]:
-                self._open[task_id][call] = module
+            if is_first := task_id not in self._open_calls:
+                self._open_calls[task_id] = {}
+            if call not in self._open_calls[task_id]:
+                self._open_calls[task_id][call] = module
                 module.open_calls += 1
-                # A call seen again in the same task (an output that no input depends on) stays
-                # open until the task ends.
+                # A call that is opened twice in one task (an output depends on no input) stays open
+                # until the task ends.
                 call.remaining = call.inputs if call.task_id != task_id else 0
                 call.task_id = task_id
-        if begins:
+        if is_first:
             at_end_of_task(partial(self._post_backward_final, task_id))
 
-    def close(self, call: _Call, module: GatheredModule) -> None:
+    def close_call(self, call: _Call, module: GatheredModule) -> None:
+        """Close a module call, and reshard the module after its last open call."""
         if self._deferred:
             self._run_deferred()
         with self._lock:
-            calls = self._open.get(current_task_id(), {})
-            is_last = calls.pop(call, None) is not None and module.leave()
+            calls = self._open_calls.get(current_task_id(), {})
+            is_last = calls.pop(call, None) is not None and module.count_closed_call()
         if is_last:
             module.reshard()
 
     def _post_backward_final(self, task_id: int) -> None:
         """Close the calls that a graph task left open, in the order in which they were opened.
 
-        Those whose inputs need no gradient (a first layer), or whose loss reaches some of them.
+        Their inputs need no gradient (a first layer), or the loss depends on some of their outputs
+        only.
         """
         self._run_deferred()
         with self._lock:
-            calls = self._open.pop(task_id, {})
-            last = [module for module in calls.values() if module.leave()]
-        for module in last:
+            calls = self._open_calls.pop(task_id, {})
+            closed = [module for module in calls.values() if module.count_closed_call()]
+        for module in closed:
             module.reshard()
-        if self._retains and not any(
-            self._open.values()
-        ):  # else nested, as reentrant checkpointing is
-            zero3_gathers.release(self.offload)
+        # With calls open it is nested in another backward, as in reentrant checkpointing.
+        if self._has_second_backward and not any(self._open_calls.values()):
+            zero3_gathers.release_all(self.offload)
 
     def _run_deferred(self) -> None:
         with self._lock:
@@ -195,10 +200,10 @@ class Gathers(Listener):
 
 
 class GatheredModule:
-    """Both edges of one module: unsharded before its backward, resharded after it.
+    """A module with an edge at each side: unsharded before its backward, resharded after it.
 
     It is resharded when its last open call closes, so two interleaved calls of one module (a shared
-    layer on parallel branches) never lose their parameters to each other.
+    layer on parallel branches) never release each other's parameters.
     """
 
     def __init__(self, gathers: Gathers, module: torch.nn.Module, transforms: bool) -> None:
@@ -214,30 +219,30 @@ class GatheredModule:
         """All-gather the module's parameters. Collective."""
         self._gathers.offload.pre_sub_module_backward_function(self._module)
 
-    def leave(self) -> bool:
+    def count_closed_call(self) -> bool:
         """Count one open call fewer; return True if it was the last."""
         self.open_calls -= 1
         return self.open_calls == 0
 
     def _call_of_input(self, value: torch.Tensor) -> _Call:
-        # Recomputation stops in the midst of a call, whose outputs are never seen.
+        # Recomputation may stop within a call, whose outputs then never appear.
         task_id, version = current_task_id(), self._gathers.version()
         call = self._call
-        if call.sealed or call.made_in != task_id or call.version != version:
+        if call.has_output or call.recomputed_in != task_id or call.version != version:
             call = self._call = _Call(task_id, version)
         call.inputs += value.requires_grad
         return call
 
     def _call_of_output(self, value: torch.Tensor) -> _Call:
         gathers = self._gathers
-        # A call begins with an output where all arguments have names: upstream sees none of them.
+        # With keyword arguments alone a call begins with an output: DeepSpeed wraps no inputs.
         if self._call.version != gathers.version():
             self._call = _Call(current_task_id(), gathers.version())
-        self._call.sealed = True
+        self._call.has_output = True
         if value.requires_grad and not gathers.forward_ran:
             gathers.forward_ran = current_task_id() == NO_TASK
-        if self.open_calls and current_task_id() != NO_TASK and recomputes_for_hooks():
-            # Recomputed to its end in the midst of its backward: upstream has just released it.
+        if self.open_calls and current_task_id() != NO_TASK and is_recomputing():
+            # Recomputed to its end within its own backward: DeepSpeed has just released it.
             self.unshard()
         return self._call
 
@@ -245,25 +250,26 @@ class GatheredModule:
         gathers = self._gathers
         if call.version != gathers.version():
             raise Refused(
-                "backward over a forward from before engine.step(): its activations belong to the "
-                "old parameters, and the old parameters are gone. Run the forward again."
+                "backward over a forward from before engine.step(): its activations belong to "
+                "parameters that the step has overwritten. Run the forward again."
             )
-        if gathers.taken_back and call.task_id not in (None, current_task_id()):
+        if gathers.is_unapplied and call.task_id not in (None, current_task_id()):
             raise Refused(
-                "a second backward over a forward of ZeRO-3, after zero3_retain was taken back"
+                "a second backward over a forward of ZeRO-3, after zero3_retain was unapplied: "
+                "DeepSpeed gathers for one only. Run the forward again."
             )
-        gathers.open(call, self)
-        # Once per output, as stock does: the order of fetches is what its prefetch trace learns.
+        gathers.open_call(call, self)
+        # Once per output, as DeepSpeed does, whose prefetch trace records the order of fetches.
         self.unshard()
-        # A graph of this backward begins here, and has a backward of its own that ends here.
+        # With create_graph=True, the graph of this backward has a backward that ends here.
         function: Any = self.at_inputs if torch.is_grad_enabled() else NoEdge
         return function.apply(grad)
 
     def _post_backward(self, call: _Call, grad: Any) -> Any:
         function: Any = self.at_outputs if torch.is_grad_enabled() else NoEdge
         grad = function.apply(grad)
-        if call.task_id == current_task_id():  # else no output took part: nothing was gathered
+        if call.task_id == current_task_id():  # else no output took part, and nothing was gathered
             call.remaining -= 1
             if call.remaining == 0:
-                self._gathers.close(call, self)
+                self._gathers.close_call(call, self)
         return grad

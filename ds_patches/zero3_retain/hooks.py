@@ -1,4 +1,4 @@
-"""The engines that gather in each backward anew: every ZeRO-3 engine that `accumulation` keeps."""
+"""The wrappers of zero3_retain; every ZeRO-3 engine that `accumulation` covers is covered."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.steps import attached
 from ds_patches.steps.attached import Attached
-from ds_patches.steps.graph_task import NO_TASK, current_task_id, recomputes_for_hooks
+from ds_patches.steps.graph_task import NO_TASK, current_task_id, is_recomputing
 from ds_patches.upstream import zero3, zero3_gathers
 
 from .gathers import Gathers
 
 
-def _take_in(engine: Any) -> Gathers | None:
-    steps = attached.of(engine.optimizer)
+def _gathers_of(engine: Any) -> Gathers | None:
+    """Return new `Gathers` of an engine, installed at its modules; None without ZeRO-3."""
+    steps = attached.steps_of(engine.optimizer)
     if steps is None or not engine.zero_optimization_partition_weights():
         return None
     offload = engine.optimizer.parameter_offload
@@ -28,25 +29,25 @@ def _take_in(engine: Any) -> Gathers | None:
     return gathers
 
 
-_gathers: Attached[Gathers] = Attached("zero3_retain", _take_in)
+_gathers: Attached[Gathers] = Attached("zero3_retain", _gathers_of)
 
 
 def activate() -> Sequence[str]:
-    """Take in the engines that are known already."""
+    """Replace the Functions at the modules of engines that exist already."""
     attached.subscribe(_gathers)
     return []
 
 
 def deactivate() -> None:
-    """Put stock's functions back at every module of every engine."""
+    """Restore DeepSpeed's Functions at every module of every engine."""
     for gathers in attached.unsubscribe(_gathers):
         gathers.remove()
 
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed puts hooks on a module: it gets the patch's, too, if its engine has them already.
+    """Replace DeepSpeed's Functions at a module that it registers after the engine was covered.
 
-    Upstream registers the children by the same method, so each call answers for one module.
+    DeepSpeed registers the children by the same method, so each call handles one module.
     """
     result = wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is not None:
@@ -55,8 +56,8 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed releases a module that has run; here, later if it ran to be recomputed."""
-    if current_task_id() == NO_TASK or not recomputes_for_hooks():
+    """Release a module after its forward; later if the forward was a recomputation."""
+    if current_task_id() == NO_TASK or not is_recomputing():
         return wrapped(*args, **kwargs)
     if (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
@@ -66,33 +67,34 @@ def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: K
 
 
 def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed keeps a frozen parameter for modules whose backward has begun; here, not always.
+    """Keep DeepSpeed from holding frozen parameters that reentrant checkpointing recomputes.
 
     Reentrant recomputation has a backward of its own, which gathers and releases each module.
     """
-    if recomputes_for_hooks():
+    if is_recomputing():
         wrapped(*args, **kwargs)
 
 
 def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``GatheredParameters`` begins: forwards within the block do not release its parameters."""
+    """Keep forwards within a ``GatheredParameters`` from releasing its parameters."""
     result = wrapped(*args, **kwargs)
-    for gathers in _of_block(gathered):
-        zero3_gathers.hold_in_block(gathers.offload, gathered.params)
+    for gathers in _gathers_of_block(gathered):
+        zero3_gathers.hold_params(gathers.offload, gathered.params)
     return result
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``GatheredParameters`` ends: graphs made within it may still need its parameters."""
-    for gathers in _of_block(gathered):
-        zero3_gathers.let_go(gathered.params)
+    """Note the parameters of a ``GatheredParameters``, for graphs made within it."""
+    for gathers in _gathers_of_block(gathered):
+        zero3_gathers.release_hold(gathered.params)
         if torch.is_grad_enabled():
-            gathers.used.note(gathered.params)
+            gathers.block_params.add(gathered.params)
     return wrapped(*args, **kwargs)
 
 
-def _of_block(gathered: Any) -> Iterator[Gathers]:
+def _gathers_of_block(gathered: Any) -> Iterator[Gathers]:
+    """Yield the `Gathers` of the engines whose parameters a block holds."""
     for optimizer in zero3.optimizers_of(gathered):
-        attached.of_optimizer(optimizer)  # also before the first forward
+        attached.steps_of_optimizer(optimizer)  # covers the engine, also before its first forward
         if (gathers := _gathers.get(optimizer.parameter_offload)) is not None:
             yield gathers

@@ -1,10 +1,10 @@
-"""Functions of parameters, computed in a ``GatheredParameters``: their backward finds them whole.
+"""Backwards over functions of parameters that were computed in a ``GatheredParameters``.
 
-A graph keeps a parameter itself, of which nothing is there after the block. So before a backward
-begins, what nodes have saved of such parameters is replaced by what gathers them, if need be, when
-the node runs: in every backward anew, and no longer than the node. PyTorch wants the gradient to
-have the parameter's shape, which it gets for that moment. Nodes behind the output of a module are
-not looked at: the module's parameters are gathered for them.
+A graph refers to the parameter itself, which is empty after the block. So before a backward begins,
+saved tensors that are such parameters get hooks, which gather the parameter when its node runs: in
+every backward anew, and no longer than the node. PyTorch requires the gradient to have the
+parameter's shape, so the parameter is expanded while its gradient is accumulated. Nodes behind the
+output of a module are skipped, since the module's parameters are gathered for them.
 """
 
 from __future__ import annotations
@@ -22,109 +22,110 @@ from ds_patches.upstream import zero3
 from .edges import is_edge
 
 _CHANGED = (
-    "backward over a function of parameters that have changed since: it was computed before "
-    "engine.step(), or before they were written to. Compute it again."
+    "backward over a function of parameters that have changed since: engine.step() or the script "
+    "has written to them after it was computed. Compute it again."
 )
 
 
-class Used:
-    """Parameters that a script has gathered with a graph since the last step.
+class BlockParams:
+    """The parameters that scripts have gathered with a graph since the last step.
 
-    version: of all of them; it moves with each step.
+    version: returns a number that changes with each step.
     """
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
-        self._at = version()
-        self._params: dict[int, tuple[Any, int]] = {}
+        self._params_version = version()
+        self._params: dict[int, tuple[Any, int]] = {}  # by id, with its count of writes
 
-    def note(self, params: list[Any]) -> None:
-        """Note them at the end of a block, unless an earlier one in this step had them."""
-        self._forget()
+    def add(self, params: list[Any]) -> None:
+        """Add a block's parameters, except those that an earlier block of this step had."""
+        self._drop_old()
         for param in params:
             self._params.setdefault(id(param), (param, param._version))
 
-    def _forget(self) -> None:
-        if self._at != self._version():
+    def _drop_old(self) -> None:
+        if self._params_version != self._version():
             self._params.clear()
-            self._at = self._version()
+            self._params_version = self._version()
 
     def __bool__(self) -> bool:
-        """Return True if there are any; those of an older step are forgotten."""
-        self._forget()
+        """Return True if there are any; those of an older step are dropped."""
+        self._drop_old()
         return bool(self._params)
 
-    def backward(self, run: Callable[..., Any], loss: Tensor, *rest: Any) -> Any:
-        """Run a backward over `loss`, which finds them whole."""
+    def backward(self, run: Callable[..., Any], loss: Tensor, *args: Any) -> Any:
+        """Run a backward over `loss`, with the parameters gathered where nodes need them."""
         with ExitStack() as stack:
-            self._prepare(loss.grad_fn, stack)
-            return run(loss, *rest)
+            self._hook_nodes(loss.grad_fn, stack)
+            return run(loss, *args)
 
-    def _prepare(self, root: Any, stack: ExitStack) -> None:
-        now = {
+    def _hook_nodes(self, root: Any, stack: ExitStack) -> None:
+        """Hook the saved tensors and gradient accumulators of unchanged parameters."""
+        params = {
             key: (p, writes) for key, (p, writes) in self._params.items() if p._version == writes
         }
-        saved = {SavedView.of(param): key for key, (param, _) in now.items()}
-        at, seen = self._at, set()
+        saved = {SavedView.of(param): param_id for param_id, (param, _) in params.items()}
+        version, seen = self._params_version, set[int]()
 
         def pack(tensor: Tensor) -> Any:
             return saved.get(SavedView.of(tensor), tensor)
 
         def unpack(packed: Any) -> Tensor:
-            return packed if isinstance(packed, Tensor) else self._value(*now[packed], at)
+            return packed if isinstance(packed, Tensor) else self._gather(*params[packed], version)
 
-        for node in _nodes(root):
-            ends = {id(getattr(n, "variable", None)): n for n in _before(node)}
-            for key in ends.keys() & now.keys():
-                if key not in seen:
-                    seen.add(key)
-                    _shape(now[key][0], ends[key], stack)
-            for raw in _saved(node) if ends.keys() & now.keys() else ():
-                with suppress(RuntimeError):  # it has such functions already, or was released
-                    raw.register_hooks(pack, unpack)
+        for node in _graph_nodes(root):
+            accumulators = {id(getattr(n, "variable", None)): n for n in _next_nodes(node)}
+            used = accumulators.keys() & params.keys()
+            for param_id in used - seen:
+                _expand_for_gradient(params[param_id][0], accumulators[param_id], stack)
+            seen |= used
+            for saved_tensor in _saved_tensors(node) if used else ():
+                with suppress(RuntimeError):  # it has hooks already, or was released
+                    saved_tensor.register_hooks(pack, unpack)
 
-    def _value(self, param: Any, writes: int, at: int) -> Tensor:
-        if (self._version(), param._version) != (at, writes):
+    def _gather(self, param: Any, writes: int, version: int) -> Tensor:
+        if (self._version(), param._version) != (version, writes):
             raise Refused(_CHANGED)
-        if zero3.is_here(param):
-            found: Tensor = param.detach()
-            return found
+        if zero3.is_available(param):
+            full: Tensor = param.detach()
+            return full
         return zero3.full_value(param)
 
 
-def _shape(param: Any, accumulates: Any, stack: ExitStack) -> None:
-    """Let a parameter that is not here have its shape where its gradient comes to it."""
-    before: list[Tensor] = []
+def _expand_for_gradient(param: Any, accumulator: Any, stack: ExitStack) -> None:
+    """Give a partitioned parameter its full shape while its gradient is accumulated."""
+    partitioned: list[Tensor] = []
 
-    def begins(_: Any) -> None:
+    def expand(_: Any) -> None:
         if param.shape != param.ds_shape:
-            before.append(param.data)
+            partitioned.append(param.data)
             param.data = param.data.new_zeros(()).expand(param.ds_shape)
 
-    def ends(*_: Any) -> None:
-        if before:
-            param.data = before.pop()
+    def restore(*_: Any) -> None:
+        if partitioned:
+            param.data = partitioned.pop()
 
-    stack.callback(accumulates.register_prehook(begins).remove)
-    stack.callback(accumulates.register_hook(ends).remove)
-
-
-def _before(node: Any) -> Iterator[Any]:
-    return (before for before, _ in node.next_functions if before is not None)
+    stack.callback(accumulator.register_prehook(expand).remove)
+    stack.callback(accumulator.register_hook(restore).remove)
 
 
-def _nodes(root: Any) -> Iterator[Any]:
-    """Yield those that lead there, up to the outputs of modules."""
+def _next_nodes(node: Any) -> Iterator[Any]:
+    return (next_node for next_node, _ in node.next_functions if next_node is not None)
+
+
+def _graph_nodes(root: Any) -> Iterator[Any]:
+    """Yield the nodes of a graph from its root on, up to the outputs of modules."""
     seen, pending = set(), [root] if root is not None else []
     while pending:
         node = pending.pop()
         if node not in seen and not is_edge(node):
             seen.add(node)
             yield node
-            pending.extend(_before(node))
+            pending.extend(_next_nodes(node))
 
 
-def _saved(node: Any) -> Iterator[Any]:
+def _saved_tensors(node: Any) -> Iterator[Any]:
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             with suppress(RuntimeError):  # released

@@ -81,7 +81,7 @@ def test_a_step_without_one_says_what_to_call(stage: int) -> None:
         engine = engine_of(stage=stage)
         engine.backward(loss_of(engine, 0))
         engine.step()
-        with pytest.raises(Refused, match=r"run forward and engine\.backward\(loss\)"):
+        with pytest.raises(Refused, match=r"run a forward and engine\.backward\(loss\)"):
             engine.step()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from ds_patches.steps.graph_task import with_graphs
+from ds_patches.steps.graph_task import graph_tensors
 from tests.harness import applied, at, checked, engine_of, listening, of, run, stock, trains
 from tests.harness.models import batch, features, loss_of
 from tests.harness.models.batches import losses
@@ -145,7 +145,7 @@ def test_backwards_are_seen_at_outputs_wherever_these_lie() -> None:
     heads = Heads(leaf * 5, [leaf * 6])
     outputs = {"a": leaf * 2, "b": [leaf * 3, (pair, "no tensor", None)], "c": leaf, "d": heads}
     tensors = [outputs["a"], outputs["b"][0], pair.first, heads.logits, *heads.rebuilt]
-    assert sorted(map(id, with_graphs(outputs))) == sorted(map(id, tensors))
+    assert sorted(map(id, graph_tensors(outputs))) == sorted(map(id, tensors))
 
 
 def trained_from_a_forward_on_stock(*patches: str) -> list[torch.Tensor]:

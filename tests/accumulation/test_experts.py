@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_patches.steps.bucket_order import merged
+from ds_patches.steps.bucket_order import merge_orders
 from tests.harness import Case, applied, at, cases, checked, engine_trainer, models, of, run, trains
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
 from tests.harness.stock import since
@@ -121,7 +121,7 @@ def test_gradients_do_not_wait_for_what_no_rank_uses() -> None:
 
 
 def test_orders_are_merged_behind_what_they_are_behind() -> None:
-    assert merged([[1, 2, 5], [1, 3, 5], [4, 5, 6]]) == [4, 1, 3, 2, 5, 6]
+    assert merge_orders([[1, 2, 5], [1, 3, 5], [4, 5, 6]]) == [4, 1, 3, 2, 5, 6]
 
 
 @on_ranks

@@ -93,7 +93,7 @@ MET = (
     "_ds_patches_coalesce",
     "reduce_ipg_grads",
     "independent_gradient_partition_epilogue",
-    zero3.PUTTING_METHOD,
+    zero3.BUCKETING_METHOD,
     zero3.REDUCING_METHOD,
 )
 

@@ -94,14 +94,14 @@ def test_a_rank_without_the_patch_is_named_and_nothing_hangs(world: World, name:
     for ways in (("apply", ""), ("", "apply"), ("apply", "leave out"), ("apply", "refuse")):
         errors = [error for error, _ in world.run(built, ways, name)]
         has = ways.index("apply")
-        assert f"rank {1 - has} did not say which patches" in errors[has], ways
+        assert f"rank {1 - has} did not post which patches" in errors[has], ways
         assert not errors[1 - has], ways
 
 
 def test_a_rank_that_has_another_patch_says_why(world: World, name: str) -> None:
     for error, _ in world.run(built, ("apply", "refuse"), name, another(name)):
         assert re.search(f"{name} is live on rank 0.* refused .*on rank 1", error, re.DOTALL)
-        assert "did not say" not in error
+        assert "did not post" not in error
 
 
 #: A program builds engines with every patch.
@@ -163,11 +163,11 @@ def test_a_rank_that_ends_early_takes_no_other_with_it() -> None:
 
 def test_patches_that_change_no_collective_may_differ(name: str) -> None:
     with applied(name), pytest.MonkeyPatch.context() as monkeypatch:
-        assert agreement.holdings()[name] == "live"
+        assert agreement.rank_patches()[name] == "live"
         quiet = replace(registry.patch(name), collectives=False)
         monkeypatch.setattr(registry, "patches", lambda: {name: quiet})
-        assert "live" not in agreement.holdings().values()
-    assert "live" not in agreement.holdings().values()
+        assert "live" not in agreement.rank_patches().values()
+    assert "live" not in agreement.rank_patches().values()
 
 
 # --- Over one store, without ranks ----------------------------------------------------------------
@@ -191,7 +191,7 @@ OLDER = LIVE | {"DeepSpeed": "0.19.7"}
         # what is live nowhere may be so for any reason
         ([OFF, VERSIONS | {"one": "gone"}], "$"),
         ([LIVE, OLDER] * 500, r"(?=.{,200}$)DeepSpeed is 0.19.8 on 500 ranks \(0, 2, 4,"),
-        ([LIVE, None, LIVE], "after .* rank 1 did not say.* DS_PATCHES"),
+        ([LIVE, None, LIVE], "after .* rank 1 did not post.* DS_PATCHES"),
     ],
 )
 def test_what_ranks_have_posted_comes_to_a_verdict(
@@ -202,8 +202,8 @@ def test_what_ranks_have_posted_comes_to_a_verdict(
     for rank, posted in enumerate(holdings):
         if posted:
             store.set(f"{agreement._KEY}/{rank}", json.dumps(posted))
-    monkeypatch.setattr(agreement, "_NAMED_AFTER", 0.1)
+    monkeypatch.setattr(agreement, "_WARN_AFTER", 0.1)
     with listening() as heard:
         assert re.match(verdict, agreement.compare_posted(store, range(len(holdings)), 0.6))
-    waits = [line for line in heard if "ranks wait: rank 1 did not say" in line]
+    waits = [line for line in heard if "an engine: rank 1 did not post" in line]
     assert len(waits) == (None in holdings)

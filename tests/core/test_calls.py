@@ -63,7 +63,7 @@ def test_arguments_have_the_order_of_the_original(
         *((WEIGH, (1, *more), {"left": 2}, r"weigh\(\) .*left") for more in ((), (2,))),
         (WEIGH, (1, 2), {"no": 1}, r"weigh\(\) .*no"),
         (WEIGH, (), {"right": 2}, r"weigh\(\) .*left"),
-        (by_name, (1,), {"unit": "g"}, "unit by name alone"),
+        (by_name, (1,), {"unit": "g"}, "unit only by name"),
     ],
 )
 def test_arguments_that_do_not_fit_are_an_error(

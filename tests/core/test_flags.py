@@ -86,8 +86,8 @@ NAMES = "no patch is named .*one, two_words"
         *(({"": switch}, {}, "mean 'none'") for switch in ("0", "off")),
         *(({}, {where: "one,thre"}, NAMES) for where in ("only", "skip", "force")),
         ({}, {"only": ""}, NAMES),
-        ({}, {"only": True}, "True stands where names of patches are wanted"),
-        ({"": "one,none"}, {}, "`none` stands alone"),
+        ({}, {"only": True}, "True is not a list of patches' names"),
+        ({"": "one,none"}, {}, "`none` without other words"),
         ({"_FIVE": "1"}, {}, "DS_PATCHES_STRICT"),
         ({"_TWO_WORDS": "0"}, {}, "DS_PATCHES_SKIP=two_words"),
         ({"_STRICT": "very"}, {}, "0, 1"),
@@ -115,7 +115,7 @@ def test_what_is_almost_one_of_ours_gets_a_hint() -> None:
     env = dict.fromkeys(("DS_PATCHS", "DS_PATCH_SKIP", "DS_PATCH", "DS_PATCH_SIZE", "PATH"), "1")
     hints = flags.misspelt(env)
     assert [hint.split()[0] for hint in hints] == ["DS_PATCHS", "DS_PATCH_SKIP", "DS_PATCH"]
-    assert hints[0].endswith("; DS_PATCHES does")
+    assert hints[0].endswith("; did you mean DS_PATCHES?")
 
 
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,8 @@ READY, OUT, REFUSED = "ready", "out of range", "refused"
         ("0.19.0", OLD, False, REFUSED, "Relied is that of 0.16.0-0.17.0, 0.17.2-0.18.9"),
         ("0.18.9", COMMENTED, False, READY, ""),
         ("0.19.0", COMMENTED, False, REFUSED, "Relied is that of 0.16.0-0.17.0, 0.17.2-0.18.9"),
-        (None, OLD, False, REFUSED, "says that it is unknown: no release"),
-        ("0.19.0-vendor_build7", NEW, False, REFUSED, "it is 0.19.0-vendor_build7: no release"),
+        (None, OLD, False, REFUSED, "version is unknown: no release"),
+        ("0.19.0-vendor_build7", NEW, False, REFUSED, "is 0.19.0-vendor_build7: no release"),
     ],
 )
 def test_version_and_structure(
@@ -134,7 +134,7 @@ def test_a_checkout_says_itself_what_it_is(judge: Judge) -> None:
     state, reason, _ = judge(None, checkout="0.19.9")
     assert (state, "newer than" in reason) == (REFUSED, True)
     state, reason, _ = judge("0.16.0", elsewhere=True)
-    assert (state, "says that it is unknown" in reason) == (REFUSED, True)
+    assert (state, "version is unknown" in reason) == (REFUSED, True)
 
 
 @pytest.mark.parametrize("where", ["before the call", "at the import", "of an edited file"])

@@ -27,10 +27,10 @@ def both(two: fake.Place) -> fake.Place:
         ('apply_all(skip="lower")', LEFT_OUT, {}),
         ("apply_all()", LEFT_OUT, {"_SKIP": "lower"}),
         # what is asked for by name is not left out in silence
-        ('apply_all(only="upper", skip="lower")', "name .the call's choice., and needs lower", {}),
+        ('apply_all(only="upper", skip="lower")', "name .the call's choice. and needs lower", {}),
         (
             "apply_all()",
-            f"^upper is asked for by name .DS_PATCHES=upper., and {LEFT_OUT}",
+            f"^upper is asked for by name .DS_PATCHES=upper. and {LEFT_OUT}",
             {"": "upper", "_SKIP": "lower"},
         ),
     ],

@@ -154,7 +154,7 @@ def raised_on_one_rank_alone() -> None:
 
     What it has to drop goes by collectives, in which the others would take no part.
     """
-    patience = mock.patch.object(ranks, "patience", return_value=1)
+    patience = mock.patch.object(ranks, "collective_timeout", return_value=1)
     with stand_in.deep_compile(), patched(), patience:
         engine = compile_engine(patterns.build("Compiled"), config(3))
         loss = _RefusesAtTheEnd.apply(engine(*inputs(0, 0)))

@@ -248,8 +248,8 @@ def test_of_a_unit_all_are_delivered_and_those_gathered_that_are_not_here() -> N
 def test_a_call_ends_with_those_within_it() -> None:
     calls = Calls()
     outer, within, again, raised = (calls.open(name) for name in ("a", "b", "a", "c"))
-    assert calls.close("never opened") == calls.cut(4) == []
-    assert calls.cut(3) == [raised]
+    assert calls.close("never opened") == calls.truncate(4) == []
+    assert calls.truncate(3) == [raised]
     assert calls.close("a") == [again], "a module that calls itself"
     assert calls == [outer, within]
     assert calls.close("a") == [outer, within]

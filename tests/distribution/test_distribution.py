@@ -132,12 +132,12 @@ def test_it_runs_from_a_zip_and_without_its_sources(form: Any, tmp_path: Path) -
     if form is zipped:
         assert (done.returncode, done.stdout[:3]) == (0, '"""')
     else:
-        assert (done.returncode, "scripts.py is not there" in done.stderr) == (2, True)
+        assert (done.returncode, "scripts.py is missing" in done.stderr) == (2, True)
 
 
 def test_a_package_without_patches_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(registry, "our_path", [str(tmp_path)])
-    with pytest.raises(ds_patches.DsPatchesError, match=f"no patch is found in {tmp_path}"):
+    with pytest.raises(ds_patches.DsPatchesError, match=f"no patch in {tmp_path}"):
         ds_patches.apply_all()

@@ -17,20 +17,20 @@ from ds_patches.core import registry
 from ds_patches.diagnostics import configuration, doctor, findings, training
 from ds_patches.diagnostics.defects import (
     DEFECTS,
-    DOINGS,
+    DOCUMENTED,
     FIXES,
     HARMS,
-    KNOWN,
+    SCRIPT_ACTIONS,
     SETTINGS,
+    TABLE,
     TESTED,
-    TOLD,
     Defect,
     wrong_in,
 )
 from ds_patches.diagnostics.proofs import PROOFS
 from tests.accumulation.test_ledger import LEDGER, NOW, Entry
 from tests.core import fake
-from tests.releases import RELEASES
+from tools.releases import RELEASES
 
 FILE = fake.REPOSITORY / "ds_patches" / "diagnostics" / "defects.json"
 #: Upstream's history from v0.16.0 to August 2026: each commit, its pull request, and what it is.
@@ -64,7 +64,7 @@ def rows_of(entry: Entry) -> list[Defect]:
     offloaded = "offload" in str(entry.more)
     return [
         one
-        for one in TOLD
+        for one in DOCUMENTED
         if one.script.startswith(ROWS[entry.id]) and entry.stage in one.stages
         if offloaded or not one.script.endswith("optimizer on the CPU")
     ]
@@ -98,7 +98,7 @@ def test_the_table_has_the_ledger(entry: Entry) -> None:
 
 def test_a_row_claims_no_more_than_the_ledger() -> None:
     of_ledger = {start for starts in ROWS.values() for start in starts}
-    for one in TOLD:
+    for one in DOCUMENTED:
         if one.script.startswith(tuple(of_ledger)):
             about = [entry for entry in LEDGER if one in rows_of(entry)]
             assert {end for entry in about for end in spans_of(entry) if end == ends(entry)}, one
@@ -126,10 +126,10 @@ def test_the_data_is_as_the_class_says() -> None:
         assert (keys := " ".join(lines).split()) == sorted(keys)
 
 
-@pytest.mark.parametrize("one", KNOWN, ids=lambda one: f"{one.first} {one.outcome[:40]}")
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: f"{one.first} {one.outcome[:40]}")
 def test_a_row_is_sound(one: Defect) -> None:
     assert [*one.stages] == sorted({*one.stages} & {0, 1, 2, 3})
-    assert {*one.needs.split()} <= {*SETTINGS, *DOINGS, *OTHERS}
+    assert {*one.needs.split()} <= {*SETTINGS, *SCRIPT_ACTIONS, *OTHERS}
     assert all(number.isdigit() for number in one.numbers.split())
     assert one.harm in HARMS
     assert not one.proof or one.proof in PROOFS
@@ -148,9 +148,9 @@ def test_a_row_is_sound(one: Defect) -> None:
 
 
 def test_each_kind_of_row_has_its_place() -> None:
-    notes = tuple(one for one in KNOWN if not one.stages)
-    assert (*TOLD, *notes, *FIXES) == KNOWN
-    assert len({*KNOWN}) == len(KNOWN)
+    notes = tuple(one for one in TABLE if not one.stages)
+    assert (*DOCUMENTED, *notes, *FIXES) == TABLE
+    assert len({*TABLE}) == len(TABLE)
     assert [*FIXES] == sorted(FIXES, key=lambda one: Version(one.right))
     assert RELEASES[-1] == TESTED, "look at what the new release gets wrong"
 
@@ -182,7 +182,7 @@ def test_what_helps_is_no_release_that_is_wrong(one: Defect) -> None:
         for why in ("", "switched off"):
             helps = findings.cure(one, release, {one.patch: why})
             words = re.findall(r"upgrade DeepSpeed to (\S+) or later(, and apply)?", helps.do)
-            assert (helps.by == "patch") == (bool(one.patch) and not why)
+            assert (helps.kind == "patch") == (bool(one.patch) and not why)
             for better, by_patch in words:
                 assert Version(better) > release
                 assert by_patch or not one.is_wrong(Version(better))
@@ -208,7 +208,7 @@ def test_settings_rule_out_or_decide() -> None:
 
 
 def test_a_row_is_of_the_releases_that_it_names() -> None:
-    (one,) = (one for one in TOLD if one.script == "gradient accumulation")
+    (one,) = (one for one in DOCUMENTED if one.script == "gradient accumulation")
     wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
     assert wrong == ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]
 

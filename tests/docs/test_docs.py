@@ -15,7 +15,7 @@ import tomllib
 
 from ds_patches import __main__ as command_line
 from ds_patches.core import flags, registry, shape
-from ds_patches.diagnostics.defects import DEFECTS, KNOWN
+from ds_patches.diagnostics.defects import DEFECTS, TABLE
 from tests.core import fake
 from tests.harness.stock import RELEASE, Version
 from tests.shell import REPOSITORY
@@ -124,7 +124,7 @@ def test_every_symptom_has_its_row() -> None:
     page, sections = (
         (DOCS / f"{name}.md").read_text("utf-8") for name in ("symptoms", "troubleshooting")
     )
-    for defect in KNOWN:
+    for defect in TABLE:
         where = page if defect.anchor.startswith("fix-") else sections
         assert f'<a id="{defect.anchor}">' in where
     for defect in DEFECTS:
@@ -171,6 +171,7 @@ print(ds_patches.apply_all(only="mixed_dtypes")["mixed_dtypes"])
 """
 
 
+@pytest.mark.exhaustive
 def test_the_cure_on_the_page_for_contributors_is_one(tmp_path: Path) -> None:
     page = (DOCS / "writing-a-patch.md").read_text(encoding="utf-8")
     (text,) = re.findall(
@@ -181,6 +182,8 @@ def test_the_cure_on_the_page_for_contributors_is_one(tmp_path: Path) -> None:
     said = fake.run(fake.with_patches(tmp_path) + ASK).stdout
     is_cured = Version("0.19.3") <= RELEASE
     told = (
-        "has nothing that the patch wraps" if is_cured else "is applied: 1 of 1 wrappers in place"
+        "has none of the functions that the patch wraps"
+        if is_cured
+        else "is applied: 1 of 1 wrappers in place"
     )
     assert told in said

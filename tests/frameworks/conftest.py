@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from ds_patches.startup import command
-from tests import releases
-from tests.releases.run import environment
 from tests.world import World
+from tools import releases
+from tools.releases.run import environment
 
 #: No script asks for what is not here.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -54,7 +54,7 @@ def ranks_on(offline: None) -> Iterator[Callable[[str], Ranks]]:
         def start(release: str) -> Ranks:
             if not release:
                 return living.enter_context(started({}))
-            assert releases.place(release).is_dir(), f"python -m tests.releases install {release}"
+            assert releases.place(release).is_dir(), f"python -m tools.releases install {release}"
             return living.enter_context(started(environment(release)))
 
         yield cache(start)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from tests.releases import ROOT
+from tools.releases import ROOT
 
 _PAGE = (ROOT / "docs" / "frameworks.md").read_text("utf-8")
 _TABLE = re.search(r"^\| pinned by .*?(?=\n\n)", _PAGE, re.M | re.S)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests import releases
 from tests.frameworks.conftest import Ranks, started
 from tests.frameworks.runs import Run, assert_patched, automatic, on_two
 from tests.frameworks.trainings import (
@@ -24,6 +23,7 @@ from tests.frameworks.trainings import (
     causal,
 )
 from tests.harness.trainers import Parameters, worst_difference
+from tools import releases
 
 Prepare = Callable[[Training], tuple[Parameters, Run]]
 
@@ -81,7 +81,7 @@ def test_older_releases_of_accelerate(
     start, reference = prepare(ACCUMULATED)
     once = replace(ACCUMULATED, reductions=1)
     place = releases.place(wanted := f"accelerate=={release}")
-    assert place.is_dir(), f"python -m tests.releases install {wanted}"
+    assert place.is_dir(), f"python -m tools.releases install {wanted}"
     path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
     with started({"PYTHONPATH": path}) as ranks:
         for stage in stages:

@@ -39,7 +39,7 @@ def test_ranks_that_share_a_sequence_must_agree(sequence: Ranks) -> None:
     refuses = sequence and not dist.get_rank()
     with impatient(), parallel(ALONE, sequence) as mpu:
         ds_patches.apply_all(only="coalesce", skip="coalesce" if dist.get_rank() else ())
-        words = "rank 1 did not say which patches are applied"
+        words = "rank 1 did not post which patches are applied"
         with pytest.raises(RanksDisagree, match=words) if refuses else nullcontext():
             build_engine(models.build("TwoHeads"), config(2), mpu)
 

@@ -16,7 +16,6 @@ LINES = {
     "accelerate": ("--use_deepspeed --deepspeed_config_file", "launch", "--main_process_port"),
     "spawn": ("run -- python spawn.py", "", ""),
 }
-QUICK = "torchrun"
 
 
 def meeting() -> dict[str, str]:
@@ -24,9 +23,8 @@ def meeting() -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launch.free_port()}
 
 
-@pytest.mark.parametrize(
-    "name", [QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in LINES if n != QUICK)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LINES)
 def test_launcher(folder: Path, name: str) -> None:
     words, before, option = LINES[name]
     port = (f" {before} ", f" {before} {option} {launch.free_port()} ")

@@ -7,8 +7,8 @@ import pytest
 
 from tests.models.trained import WORK, is_right, told
 from tests.models.zoo import MODELS
-from tests.releases import RELEASES, this_turn
 from tests.world import World
+from tools.releases import RELEASES, this_turn
 
 ITS_TURN = [*MODELS][(this_turn(len(MODELS)) + RELEASES.index(version("deepspeed"))) % len(MODELS)]
 

@@ -125,7 +125,7 @@ def _first(said: object) -> str:
 
 
 #: By what a patch is refused where stock is right: it comes, or goes, in the midst of something.
-IN_THE_MIDST = ("is taken back inside", "in a step that began before the patch was applied")
+IN_THE_MIDST = ("cannot be unapplied inside", "in a step that began before the patch was applied")
 
 
 def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:

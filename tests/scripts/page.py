@@ -2,10 +2,10 @@
 
 from itertools import groupby
 
-from tests import releases
 from tests.scripts import law
 from tests.scripts.declared import RIGHT, WRONG, Script, scripts
 from tests.shell import REPOSITORY
+from tools import releases
 
 FILE = REPOSITORY / "docs" / "scripts.md"
 _HEADER = "| script | stock, at stages of ZeRO | patched |\n| --- | --- | --- |"

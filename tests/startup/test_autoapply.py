@@ -85,7 +85,7 @@ for call, most in (("apply_all", 45_000), ("unapply_all", 20_000), ("apply_all",
 """
 
 
-def test_a_call_takes_a_tenth_of_a_second() -> None:
+def test_calls_are_bounded() -> None:
     """It looks for engines and for the release once."""
     fake.run(COSTS)
 

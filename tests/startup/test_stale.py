@@ -13,7 +13,7 @@ IMPORTS = "import deepspeed; import deepspeed; print('trained')"
 def of_another_copy(here: Environment) -> str:
     """Make a hook on the path of this kind; return what is to be said of it."""
     shutil.copytree(here.package, here.root / "other/ds_patches")
-    return f"it is of {here.root / 'other/ds_patches'}, and this Python has {here.package}"
+    return f"it is of {here.root / 'other/ds_patches'}, and this Python imports {here.package}"
 
 
 def of_another_environment(here: Environment) -> str:

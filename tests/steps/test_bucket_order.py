@@ -41,15 +41,15 @@ class Ranks:
 class Order(BucketOrder):
     ranks: Ranks
 
-    def _any_rank(self, says: bool) -> bool:
-        return any(self.ranks.exchange("any", says))
+    def _any_rank(self, flag: bool) -> bool:
+        return any(self.ranks.exchange("any", flag))
 
-    def _all_have(self, keys: Any, last: bool = False) -> bool:
-        first, *others = self.ranks.exchange("all have", (keys, last))
+    def _same_on_all_ranks(self, keys: Any, is_final: bool = False) -> bool:
+        first, *others = self.ranks.exchange("all have", (keys, is_final))
         return others.count(first) == len(others)
 
-    def _everyones(self, mine: Any) -> list[Any]:
-        return self.ranks.exchange("everyones", mine)
+    def _all_gather(self, order: Any) -> list[Any]:
+        return self.ranks.exchange("everyones", order)
 
 
 class Optimizer(DeepSpeedZeroOptimizer):
@@ -109,7 +109,7 @@ class Optimizer(DeepSpeedZeroOptimizer):
             self.process_gradients(param, 0)
         self.setup_buckets()
         self._order.end_backward()
-        self._reduced_gradients.is_last = True
+        self._reduced_gradients.in_epilogue = True
         self.reduce_ipg_grads()
         self.params_already_reduced = [False] * len(self.params)
         sums = {}

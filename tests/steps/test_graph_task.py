@@ -45,7 +45,7 @@ def test_a_failure_is_told_at_once_and_met_until_it_is_dealt_with() -> None:
     assert (watched.watch.raised, watched.watch.running) == (True, False)
     watched.loss().backward()
     assert watched.met == [Entry.BEGINS, Entry.AFTER_FAILURE]
-    watched.watch.forget()
+    watched.watch.clear_failure()
     assert not watched.watch.raised
     watched.loss().backward()
     assert watched.met[2:] == [Entry.BEGINS]

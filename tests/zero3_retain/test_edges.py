@@ -35,7 +35,7 @@ class Model(nn.Module):
 
     def take(self) -> str:
         """What came since the last time, where every call has been closed."""
-        assert not any(self.gathers._open.values())
+        assert not any(self.gathers._open_calls.values())
         events, self.events[:] = " ".join(self.events), []
         return events
 

@@ -72,7 +72,7 @@ def test_which_recomputation_a_hook_finds_itself_in(
 
     def ran(*_: object) -> None:
         if graph_task.current_task_id() != graph_task.NO_TASK:
-            found.append(graph_task.recomputes_for_hooks())
+            found.append(graph_task.is_recomputing())
 
     layer[0].register_forward_hook(ran)
     x = torch.ones(1, 2, requires_grad=True)

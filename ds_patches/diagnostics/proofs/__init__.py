@@ -1,4 +1,4 @@
-"""Scripts that show on two ranks what releases get wrong: `ds-patches prove`."""
+"""Scripts that show defects of DeepSpeed on two ranks, for `ds-patches prove`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 
 from ds_patches.core import files
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A function of the scripts, and the configuration besides: an entry of proofs.json.
+    """An entry of proofs.json: a function of scripts.py or weights.py, and a configuration.
 
-    options: of the function. zero, settings: of the section for ZeRO, and others. why: what is not
-    seen of these. stage: where it is not the row's. only: the device that shows it, and why the
-    other does not. row: the name of the proof that its row has, if that is another one.
+    options: arguments of the function. zero: settings of `zero_optimization`. settings: all others.
+    why: the reason for settings whose purpose is not obvious. stage: the ZeRO stage, by default
+    that of the defect. only: the device that shows the defect, and why the other one does not.
+    row: the proof named in the row of the defect, if it is another one.
     """
 
     script: str
@@ -35,11 +36,12 @@ class Proof:
     row: str = ""
 
 
-PROOFS = {name: Proof(**its) for name, its in json.loads(files.text(_HERE / "proofs.json")).items()}
+_ENTRIES = json.loads(files.text(_FOLDER / "proofs.json"))
+PROOFS = {name: Proof(**entry) for name, entry in _ENTRIES.items()}
 
 
 def compose(name: str, stage: int, title: str) -> str:
-    """Return a whole reproducer: the frame, with a script and its configuration in it."""
+    """Return the text of a reproducer: frame.py with a proof's function and configuration."""
     proof = PROOFS[name]
     zero = {"stage": stage, **proof.zero}
     if stage == 3:
@@ -51,7 +53,7 @@ def compose(name: str, stage: int, title: str) -> str:
         "zero_optimization": zero,
         **proof.settings,
     }
-    source = "\n".join(files.text(_HERE / name) for name in ("scripts.py", "weights.py"))
+    source = "\n".join(files.text(_FOLDER / name) for name in ("scripts.py", "weights.py"))
     return framed(source, proof.script, config, title, proof.options)
 
 
@@ -62,11 +64,11 @@ def framed(
     title: str,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the frame with a function of a source, and whatever of the source that uses."""
-    frame = files.text(_HERE / "frame.py").replace("  # noqa: F401", "")
+    """Return frame.py with the function `script` of a source, and the definitions that it uses."""
+    frame = files.text(_FOLDER / "frame.py").replace("  # noqa: F401", "")
     tree = ast.parse(source)
-    whole = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    used = dict.fromkeys(_used(whole[script], whole))
+    definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    used = dict.fromkeys(_used(definitions[script], definitions))
     body = "\n\n".join(ast.get_source_segment(source, node) or "" for node in used)
     words = {*re.findall(r"\w+", body)}
     imports: dict[str, None] = {}
@@ -83,17 +85,17 @@ def framed(
         "TITLE": "\n".join(wrap(title, 99)),
         "import os\nimport sys\n\n": f"{''.join(imports)}import os\nimport sys\n",
         "CONFIG = {}": settings.replace("'", '"'),
-        'def script(start, net, data):\n    """A function of the scripts stands here."""': body,
+        'def script(start, net, data):\n    """Replaced by the function of a proof."""': body,
         "in script(start, net, data": call,
     }
-    for place, text in parts.items():
-        frame = frame.replace(place, text, 1)
+    for placeholder, text in parts.items():
+        frame = frame.replace(placeholder, text, 1)
     return re.sub(r"\n\n+(    def )", r"\n\1", frame.replace("\n\n\n", "\n\n"))
 
 
-def _used(node: ast.AST, whole: Mapping[str, ast.AST]) -> Iterator[ast.AST]:
-    """Yield what a definition needs of its source, and it."""
+def _used(node: ast.AST, definitions: Mapping[str, ast.AST]) -> Iterator[ast.AST]:
+    """Yield the definitions that a definition uses, then the definition itself."""
     for name in ast.walk(node):
-        if isinstance(name, ast.Name) and name.id in whole:
-            yield from _used(whole[name.id], whole)
+        if isinstance(name, ast.Name) and name.id in definitions:
+            yield from _used(definitions[name.id], definitions)
     yield node

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss  # noqa: F401
 CONFIG = {}
 
 
-class PyTorch:  # what an engine comes to: gradients are averaged over micro steps and ranks
+class PyTorch:  # the reference: gradients are averaged over micro steps and ranks
     def __init__(self, model, optimizer=None, gradient_accumulation_steps=1, **_):
         self.module, self.calls = model.to(device), 0
         self.micro_steps = gradient_accumulation_steps
@@ -41,7 +41,7 @@ def DeepSpeed(model, optimizer=None, **more):
 
 
 def script(start, net, data):
-    """A function of the scripts stands here."""
+    """Replaced by the function of a proof."""
 
 
 if __name__ == "__main__":
@@ -53,8 +53,8 @@ if __name__ == "__main__":
         data = [(x, x.roll(1, 1)) for x in torch.randn(4, 32, 16).to(device)]
         torch.manual_seed(7)
         net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        found = [loss.item() for loss in script(start, net, data)]
-        losses = torch.tensor(found, device=device)
+        values = [loss.item() for loss in script(start, net, data)]
+        losses = torch.tensor(values, device=device)
         dist.all_reduce(losses.div_(dist.get_world_size()))
         sys.stdout.write(f"{start.__name__} {' '.join(map(str, losses.tolist()))}\n")
     dist.destroy_process_group()

@@ -1,8 +1,9 @@
-"""The ranks of a proof, two of each side: `python -m ... FILE SIDE ...`.
+"""Runs the ranks of a proof, two for each side: `python -m ... FILE SIDE ...`.
 
-On a CPU they are forks of one process, which has imported DeepSpeed once for all of them; no fork
-can use CUDA where an import did. What a rank prints goes to a file beside the script: `SIDE.RANK`.
-All end when the standard input does: it is a pipe of `prove`, which may be killed.
+On a CPU the ranks are forks of one process, which imports DeepSpeed once; on GPUs they are spawned,
+since a fork cannot use CUDA if its parent did. The output of a rank goes to a file `SIDE.RANK`
+beside the script. All ranks are killed when the standard input closes: it is a pipe from `prove`,
+which may be killed itself.
 """
 
 from __future__ import annotations
@@ -37,51 +38,53 @@ def main(script: Path, sides: list[str]) -> None:
     import torch.distributed
 
     context: Any = multiprocessing.get_context("fork" if is_cpu else "spawn")
-    # Here, and not in rank 0: a port that is only looked for may be taken until it is used.
+    # Opened here, not in rank 0: a port that is only probed may be taken before rank 0 opens it.
     dist: Any = torch.distributed
     stores = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in sides]
-    # A fork has a copy of what it finds open. Of a connection that another rank has to a store, the
-    # store would hear after its end, and take that for what became of the next one.
-    all_are_there = context.Event()
+    # Ranks connect to the stores after all forks: a fork would inherit the open connections of
+    # earlier ranks, and the store would mistake their end for that of a later connection.
+    all_started = context.Event()
     ranks = {}
     for side, store in zip(sides, stores, strict=True):
         for rank in range(RANKS):
-            args = (script, side, rank, store.port, all_are_there)
-            process = context.Process(target=_be, args=args)
+            args = (script, side, rank, store.port, all_started)
+            process = context.Process(target=_run_rank, args=args)
             process.start()
             ranks[process] = side
-    all_are_there.set()
+    all_started.set()
     while ranks:
         connection.wait([process.sentinel for process in ranks])
-        for process in [one for one in ranks if one.exitcode is not None]:
+        for process in [process for process in ranks if process.exitcode is not None]:
             side = ranks.pop(process)
-            for other in [one for one, its in ranks.items() if process.exitcode and its == side]:
-                other.kill()  # it would wait for the one that failed
+            for peer in [
+                p for p, its_side in ranks.items() if process.exitcode and its_side == side
+            ]:
+                peer.kill()  # it would wait for the rank that failed
 
 
 def _prepare() -> None:
-    """Import what ranks on a CPU share, and have it do what it does on GPUs."""
+    """Import the modules that all ranks on a CPU use, and make DeepSpeed act as on GPUs."""
     import deepspeed.ops
-    import torch._dynamo  # noqa: F401  # which every optimizer imports, for seconds
+    import torch._dynamo  # noqa: F401  # imported by every optimizer, which takes seconds
     from deepspeed.accelerator import get_accelerator
 
-    # On a CPU, DeepSpeed compiles a collective for half a minute, unless its own table says no.
+    # On a CPU, DeepSpeed compiles a collective for half a minute if this op is compatible.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Where memory suffices, 0.18.7 to 0.18.9 keep a graph of the parameters, at which gloo fails.
+    # With free memory, 0.18.7 to 0.18.9 keep a graph of the parameters, with which gloo fails.
     get_accelerator().available_memory = lambda device_index=None: 0
 
 
-def _be(script: Path, side: str, rank: int, port: int, all_are_there: Any) -> None:
-    """Be a rank, and never return."""
+def _run_rank(script: Path, side: str, rank: int, port: int, all_started: Any) -> None:
+    """Run the script as one rank, and exit the process."""
     status = 1
     try:
-        all_are_there.wait()
+        all_started.wait()
         with log(script, side, rank).open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         world = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": RANKS}
         world |= {"RANK": rank, "LOCAL_RANK": rank, **_sharing(rank)}
-        # As of torchrun: rank 0 finds the store there and opens none.
+        # As torchrun sets them: rank 0 uses the open store and opens none itself.
         world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         os.environ.update({name: str(value) for name, value in world.items()})
         if side == "patched":
@@ -97,9 +100,9 @@ def _be(script: Path, side: str, rank: int, port: int, all_are_there: Any) -> No
 
 
 def _sharing(rank: int) -> dict[str, Any]:
-    """Return what lets ranks share the only GPU, if there is one.
+    """Return the variables with which ranks share the only GPU; {} if there is not exactly one.
 
-    NCCL refuses it to a second rank of a host, so each is told that it is on a host alone.
+    NCCL refuses a GPU to a second rank of the same host, so each rank has its own host id.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""What is trained, each by a function of ten lines or so; `compose` puts one into the frame.
+"""The functions of proofs; `compose` puts one into frame.py.
 
-start: makes an engine, DeepSpeed's or plain PyTorch. net: a small model. data: four batches of this
-rank's; further options are of an entry of proofs.json. What a script yields, or returns an iterator
-of, is the loss of each step.
+start: constructs an engine, DeepSpeed's or plain PyTorch's. net: a small model. data: four batches
+of this rank. Further arguments are the options in proofs.json. Each function is a generator, or
+returns an iterator, of the loss of each step.
 """
 
 # ruff: noqa: B905
@@ -21,7 +21,7 @@ from ds_patches.diagnostics.proofs.frame import DeepSpeed, PyTorch
 
 
 class Around(nn.Module):
-    """A net in a model with a forward of its own."""
+    """A model around a net, with another forward."""
 
     def __init__(self, net, forward):
         super().__init__()
@@ -98,7 +98,7 @@ def gradient_penalty(start, net, data):
 
 
 def own_checkpointing(start, net, data):
-    if data[0][0].is_cpu:  # which has no streams
+    if data[0][0].is_cpu:  # CPUs have no streams
         kind = type(deepspeed.get_accelerator())
         kind.Stream = property(lambda _: lambda **_: None)
     own = deepspeed.checkpointing.checkpoint if start is DeepSpeed else lambda run, x: run(x)
@@ -135,7 +135,7 @@ def experts(start, net, data):
 
 
 def for_causal_lm(net, x, labels):
-    logits = net(x)  # and so the outputs lead to one another, as those of transformers do
+    logits = net(x)  # the loss is computed from another output, as in transformers
     return {"loss": mse_loss(logits, labels), "logits": logits}
 
 

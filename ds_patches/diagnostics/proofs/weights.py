@@ -1,4 +1,4 @@
-"""What is trained where parameters, buffers, optimizers or schedules matter; as in scripts.py."""
+"""Functions of proofs on parameters, buffers, optimizers and schedules; see scripts.py."""
 
 import math
 
@@ -35,9 +35,9 @@ def inference_mode(start, net, data):
 
 
 def rotated(net):
-    """The sines of a rotary table, at positions that bf16 has not."""
-    net.register_buffer("at", torch.arange(4096, 4112, dtype=torch.float32))
-    return Around(net, lambda net, x: net((x * net.at.float().sin()).to(net[0].weight.dtype)))
+    """Add sines of positions that bf16 cannot represent, as in a rotary table."""
+    net.register_buffer("index", torch.arange(4096, 4112, dtype=torch.float32))
+    return Around(net, lambda net, x: net((x * net.index.float().sin()).to(net[0].weight.dtype)))
 
 
 def fp32_buffers(start, net, data):
@@ -104,9 +104,9 @@ def by_adam(start, net, data, kind, **more):
 
 
 def decayed(start, net, data):
-    # As above: rounding stays small.
-    some = {"betas": (0.0, 0.0), "eps": 0.1, "weight_decay": 2.0}
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **some)
+    # As in `by_adam`: rounding stays small.
+    settings = {"betas": (0.0, 0.0), "eps": 0.1, "weight_decay": 2.0}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **settings)
     return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data])
 
 
@@ -120,12 +120,14 @@ def fused_adam(start, net, data):
 
 def late_step(start, net, data):
     optimizer, (x, y) = torch.optim.SGD(net.parameters(), lr=1.0), data[0]
-    optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(50_000_000))  # on its stream
-    return [*train(start(net, optimizer), [(x, y)])]  # and the host waits for nothing meanwhile
+    optimizer.register_step_pre_hook(
+        lambda *_: torch.cuda._sleep(50_000_000)
+    )  # on the current stream
+    return [*train(start(net, optimizer), [(x, y)])]  # no synchronization of the host in between
 
 
 def by_schedule(start, net, data, kind, rate, **settings):
-    groups = [{"params": net[at].parameters(), "lr": lr} for at, lr in ((0, 1.0), (2, 0.1))]
+    groups = [{"params": net[index].parameters(), "lr": lr} for index, lr in ((0, 1.0), (2, 0.1))]
     optimizer, settings["warmup_type"] = torch.optim.SGD(groups), "linear"
     engine = start(net, optimizer, scheduler={"type": kind, "params": settings})
     if start is PyTorch:
@@ -150,7 +152,7 @@ def cosine(start, net, data):
 
 
 def pipeline(start, net, data):
-    for tensor in (one for pair in data for one in pair):
+    for tensor in (tensor for pair in data for tensor in pair):
         dist.broadcast(tensor, 0)  # both ranks are stages of one model
     whole = start is PyTorch
     model = net if whole else PipelineModule([*net], num_stages=2, loss_fn=mse_loss)

@@ -1,14 +1,14 @@
-"""Which trainable parameters do not train though their modules run: a guard for any loop.
+"""Finds trainable parameters that do not train although their modules run.
 
     with ds_patches.train_check(engine):
         loss = engine(batch)
         engine.backward(loss)
         engine.step()
 
-A gradient that is lost on its way to the optimizer is silent: the loss still falls, by the other
-parameters. So this looks at what the optimizer steps with (steps.py), knows which modules ran
-(trainable.py), lets the ranks agree and names the rest (check.py). It holds for every ZeRO stage
-and for any cause, and knows no patch.
+A gradient that is lost on its way to the optimizer raises no error: the loss still falls, by the
+other parameters. The check reads the gradients that the optimizer steps with (steps.py), records
+which modules ran (trainable.py), combines the ranks' results and reports the other parameters
+(check.py). It works at every ZeRO stage, for any cause, with and without patches.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"
 
 
 def train_check(engine: Any, *, action: Action = "raise") -> AbstractContextManager[TrainReport]:
-    """Watch the steps of `engine` inside a block; at its end name what did not train.
+    """Check which parameters the steps inside a block train. Collective.
 
     A parameter trains if, in any step of the block, any element of the gradient that the optimizer
     steps with is not zero, on any rank. Put several steps into the block if zero is right in the
     first one, as for the first matrix of LoRA.
 
-    action: "raise" NotTrained if a parameter did not train though its module ran; "warn" of it
-    instead, or only "report" it. The report is what `with ... as report` gives, filled at the end.
+    action: "raise" NotTrained if a parameter did not train although its module ran, or "warn", or
+    only "report" it. `with ... as report` returns the report, which is filled at the block's end.
 
-    Adds one small all-reduce at the end of the block, over the ranks that share gradients. All of
-    them must have the block. Raises NotChecked where nothing can be said: no step was taken, or
-    the engine's optimizer is not one that can be looked into.
+    The block's end runs one small all-reduce over the ranks that share gradients; all of them must
+    run the block. Raises NotChecked if no step was taken in the block, or if the gradients of the
+    engine's optimizer cannot be read.
     """
     from ds_patches.diagnostics.traincheck.check import checking
 

@@ -1,4 +1,4 @@
-"""The block: watch, let the ranks agree, say what was found."""
+"""The block of `train_check`: records steps, combines the ranks' results, reports."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ds_patches.core.agreement import reduction_group
 from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport
 from ds_patches.diagnostics.traincheck.steps import Steps
-from ds_patches.diagnostics.traincheck.trainable import SEEN, Trainable, trainables, watched
-from ds_patches.steps.ranks import on_any
-from ds_patches.upstream.coverage import is_left
+from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
+from ds_patches.steps.ranks import any_rank
+from ds_patches.upstream.coverage import compiles_backward
 
 log = logging.getLogger("ds_patches")
 
@@ -24,47 +24,51 @@ ACTIONS = get_args(Action)
 
 @contextmanager
 def checking(engine: Any, action: Action) -> Iterator[TrainReport]:
-    """See `ds_patches.train_check`."""
+    """Implement `ds_patches.train_check`."""
     if action not in ACTIONS:
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
     report = TrainReport()
     params = trainables(engine.module)
-    # Such graphs run no hook; and what an accumulation has begun with before, nobody has heard.
-    deaf = is_left(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
-    steps = Steps(engine.optimizer, params, deaf)
-    with watched(engine.module, params), steps.watched():
+    # Hooks do not run in compiled backwards, and did not in those before the block.
+    is_partial = (
+        compiles_backward(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    )
+    steps = Steps(engine.optimizer, params, is_partial)
+    with recorded(engine.module, params), steps.recorded():
         yield report
     no_steps = [not steps.taken + steps.skipped, not steps.taken]
-    no_step, no_inner_step = _agree(engine, params, no_steps)
+    no_step, no_inner_step = _any_rank(engine, params, no_steps)
     report.parameters, report.skipped = len(params), steps.skipped
     if no_step:
         raise NotChecked(
             "no optimizer step was taken inside train_check(): a whole gradient accumulation, up "
             "to the engine.step() at its boundary, has to be in the block, on every rank"
         )
-    speaks = action != "report" and dist.get_rank(reduction_group(engine)) == 0
+    may_warn = action != "report" and dist.get_rank(reduction_group(engine)) == 0
     if no_inner_step:
-        if speaks:
-            log.warning("every step inside train_check() was skipped for overflow: no verdict")
+        if may_warn:
+            log.warning(
+                "each step inside train_check() was skipped for overflow: check a later one"
+            )
         return
     report.steps = steps.taken
-    # Equal sums alone tell nothing: a gradient may be the same in each step.
-    without = [p for p in params if not p.trained and not (p.stale and p.came)]
-    report.untrained = tuple(param.untrained() for param in without if param.is_accused)
-    report.idle = tuple(param.untrained() for param in without if not param.is_accused)
-    if report.idle and speaks:
-        log.warning("%s", report.remark())
+    # Equal fingerprints alone are no evidence: a gradient may be the same in each step.
+    without = [p for p in params if not p.trained and not (p.is_stale and p.has_gradient)]
+    report.untrained = tuple(param.untrained() for param in without if param.should_train)
+    report.idle = tuple(param.untrained() for param in without if not param.should_train)
+    if report.idle and may_warn:
+        log.warning("%s", report.idle_text())
     if report.untrained and action == "raise":
         raise NotTrained(report)
-    if report.untrained and speaks:
-        log.warning("%s", report.accusation())
+    if report.untrained and may_warn:
+        log.warning("%s", report.untrained_text())
 
 
-def _agree(engine: Any, params: Sequence[Trainable], more: Sequence[bool]) -> list[bool]:
-    """Make each flag true that is true on any rank; return those of `more`. Collective."""
-    flags = [getattr(param, name) for param in params for name in SEEN]
-    values = map(bool, on_any([*flags, *more], reduction_group(engine)).tolist())
+def _any_rank(engine: Any, params: Sequence[Trainable], more: Sequence[bool]) -> list[bool]:
+    """Set each flag that is set on any rank; return the flags of `more`. Collective."""
+    flags = [getattr(param, name) for param in params for name in FLAGS]
+    values = map(bool, any_rank([*flags, *more], reduction_group(engine)).tolist())
     for param in params:
-        for name in SEEN:
+        for name in FLAGS:
             setattr(param, name, next(values))
     return [*values]

@@ -1,4 +1,4 @@
-"""What a train check found, and how it says so."""
+"""The report of `train_check`, and its messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from ds_patches.core.errors import DsPatchesError
 
-#: What `train_check` does where something did not train.
+#: The reaction of `train_check` to a parameter that did not train.
 Action = Literal["raise", "warn", "report"]
 
 
@@ -16,7 +16,7 @@ class Untrained:
     """A trainable parameter that got no gradient in any step of the block."""
 
     name: str
-    module: str  # the class that owns it
+    module: str  # the class of its module
     note: str = ""
 
     def __str__(self) -> str:
@@ -25,33 +25,37 @@ class Untrained:
 
 @dataclass
 class TrainReport:
-    """Filled when the block ends. `steps` is 0 while there is no verdict."""
+    """The result of a train check, filled at the end of the block.
+
+    steps: 0 if there is no verdict. untrained: parameters without a gradient whose modules ran, or
+    are compiled, where a run is not recorded. idle: those whose modules did not run, or that the
+    optimizer does not have.
+    """
 
     steps: int = 0
-    skipped: int = 0  # for overflow; they tell nothing
+    skipped: int = 0  # for overflow; not part of `steps`
     parameters: int = 0  # trainable ones
-    #: Their modules ran, or a gradient came, or they are compiled and are not seen to run.
     untrained: tuple[Untrained, ...] = ()
-    #: Their modules did not run, or the optimizer does not have them.
     idle: tuple[Untrained, ...] = ()
 
-    def accusation(self) -> str:
-        """Name those that did not train though their modules ran."""
-        return self._named(self.untrained, "though their modules ran")
+    def untrained_text(self) -> str:
+        """Return the message on parameters that did not train although their modules ran."""
+        return self._text(self.untrained, "though their modules ran")
 
-    def remark(self) -> str:
-        """Name those without a gradient that are not accused."""
-        return self._named(self.idle, "and their modules were not seen to run")
+    def idle_text(self) -> str:
+        """Return the message on parameters without a gradient whose modules did not run."""
+        return self._text(self.idle, "and their modules were not seen to run")
 
-    def _named(self, some: tuple[Untrained, ...], how: str) -> str:
-        count = f"{len(some)} of {self.parameters} trainable parameters"
-        head = f"{count} got no gradient in {self.steps} step(s), {how}:"
-        return "\n".join([head, *map(str, some)])
+    def _text(self, params: tuple[Untrained, ...], clause: str) -> str:
+        return (
+            f"{len(params)} of {self.parameters} trainable parameters got no gradient in "
+            f"{self.steps} step(s), {clause}:\n" + "\n".join(map(str, params))
+        )
 
 
 class NotTrained(DsPatchesError, RuntimeError):
-    """Parameters did not train though their modules ran; `report` has them."""
+    """Parameters did not train although their modules ran; `report` has them."""
 
     def __init__(self, report: TrainReport) -> None:
         self.report = report
-        super().__init__(report.accusation())
+        super().__init__(report.untrained_text())

@@ -1,9 +1,9 @@
-"""Which parameters an optimizer steps with a gradient.
+"""Records which parameters an optimizer steps with a gradient.
 
-The gradients are read in a pre-hook of the PyTorch optimizer that DeepSpeed steps with. It sees
-them as they are used: after the reduction, unscaled and clipped, in every stage and every release,
-and it is not called for a step that overflow skips. Comparing parameters before and after would
-take their memory, and weight decay moves them without a gradient.
+Gradients are read in a pre-hook of the PyTorch optimizer that DeepSpeed steps with: reduced,
+unscaled and clipped, in every stage and release. The hook does not run in a step that is skipped
+for overflow. Comparing parameters before and after a step would need a copy of them, and weight
+decay changes them without a gradient.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ds_patches.upstream import fragments
 
 
 class Steps:
-    """The steps of one DeepSpeed optimizer, while `watched`.
+    """The steps of one DeepSpeed optimizer inside the block of `recorded`.
 
-    deaf: no hook hears the backwards, or they began before.
+    is_partial: parameter hooks do not see all backwards of the steps.
     """
 
-    def __init__(self, optimizer: Any, params: Sequence[Trainable], deaf: bool) -> None:
+    def __init__(self, optimizer: Any, params: Sequence[Trainable], is_partial: bool) -> None:
         self._optimizer = optimizer
-        self._deaf = deaf
+        self._is_partial = is_partial
         self._slices = fragments.slices(optimizer)
         self._params = {id(param.param): param for param in params}
         self._before: dict[int, list[float]] = {}
@@ -37,31 +37,32 @@ class Steps:
         self.taken = self.skipped = 0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         params = self._params.values()
         with ExitStack() as block:
-            for inner in fragments.stepping(self._optimizer):
+            for inner in fragments.torch_optimizers(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
             block.callback(Layer(self._optimizer, "step", self._step).remove)
             for param in params:
-                block.callback(param.param.register_hook(param.arrived).remove)
+                block.callback(param.param.register_hook(param.record_gradient).remove)
             self._before = self._fingerprints()
             yield
-        is_deaf = self._deaf or not any(param.came for param in params)
-        is_taken = fragments.takes_from_parameters(self._optimizer)
+        is_partial = self._is_partial or not any(param.has_gradient for param in params)
+        is_read = fragments.reads_parameter_gradients(self._optimizer)
         for key, param in self._params.items():
-            param.held = key in self._slices
-            param.came = (param.came or is_deaf) and (is_taken or not param.left)
+            param.in_optimizer = key in self._slices
+            has_gradient = param.has_gradient or is_partial
+            param.has_gradient = has_gradient and (is_read or not param.keeps_grad)
 
     def _step(self, step: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Around the optimizer's, of this one instance."""
+        """Wrap `step` of this optimizer: compare its gradients with those of the last step."""
         self._stepped = False
         grads = ((key, param.param.grad) for key, param in self._params.items())
         for key in _nonzero((key, grad) for key, grad in grads if grad is not None):
-            self._params[key].left = True
-        # Here, as the step unscales and clips in place.
-        now = self._fingerprints()
-        self._unchanged = {key for key, value in now.items() if value == self._before.get(key)}
+            self._params[key].keeps_grad = True
+        # Before the step, which unscales and clips in place.
+        sums = self._fingerprints()
+        self._unchanged = {key for key, value in sums.items() if value == self._before.get(key)}
         result = step(*args, **kwargs)
         self.taken += self._stepped
         self.skipped += not self._stepped
@@ -74,28 +75,28 @@ class Steps:
         grads = {id(p): p.grad for group in inner.param_groups for p in group["params"]}
         parts = []
         for key in self._slices.keys() & self._params.keys():
-            where = self._slices[key]
-            if (grad := grads.get(id(where.stepped))) is not None:
+            part = self._slices[key]
+            if (grad := grads.get(id(part.stepped))) is not None:
                 flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-                parts.append((key, flat.narrow(0, where.start, where.length)))
+                parts.append((key, flat.narrow(0, part.start, part.length)))
         for key in _nonzero(parts):
             if key in self._unchanged:
-                self._params[key].stale = True
+                self._params[key].is_stale = True
             else:
                 self._params[key].trained = True
 
     @torch.no_grad()
     def _fingerprints(self) -> dict[int, list[float]]:
-        """Tell gradients that stay in place over a step from those of before, without a copy."""
+        """Return sum and norm of each gradient that stays in place over a step, by parameter id."""
         params = [param.param for param in self._params.values()]
-        kept = fragments.kept(self._optimizer, params, self._slices)
-        pairs = [torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in kept.values()]
-        return dict(zip(kept, torch.stack(pairs).tolist() if pairs else [], strict=True))
+        grads = fragments.uncleared_gradients(self._optimizer, params, self._slices)
+        sums = [torch.stack([g.sum(dtype=torch.float32), g.norm().float()]) for g in grads.values()]
+        return dict(zip(grads, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
 @torch.no_grad()
 def _nonzero(grads: Iterable[tuple[int, Any]]) -> set[int]:
-    """Return the keys of tensors with any element that is not zero; waits for a device once."""
+    """Return the keys of tensors with an element that is not zero; synchronizes once."""
     nonzero = {key: grad.any() for key, grad in grads}
     values = torch.stack([*nonzero.values()]).tolist() if nonzero else []
     return {key for key, value in zip(nonzero, values, strict=True) if value}

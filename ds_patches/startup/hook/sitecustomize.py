@@ -1,7 +1,8 @@
-"""Waits for the import of DeepSpeed, and applies the patches at its end; see ds_patches.startup.
+"""Applies the patches at the end of the import of DeepSpeed; see ds_patches.startup.
 
-Changed rarely, since it may meet another version of ds_patches, or none. Imports no package at the
-start of a program. As sitecustomize it also runs the next one, the user's: Python runs the first.
+Changed rarely, since the interpreter may have another version of ds_patches, or none. Imports no
+package at the start of a program. As `sitecustomize` it also runs the next `sitecustomize` on the
+path, the user's, since Python runs only the first.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ NAME = "deepspeed"
 
 
 class Waiting:
-    """First on `sys.meta_path` until DeepSpeed is imported, which it loads by its own loader."""
+    """First finder on `sys.meta_path` until DeepSpeed is imported, which its own loader loads."""
 
     ds_patches = "waits for DeepSpeed"
-    spoke, loader = False, None
+    has_warned, loader = False, None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != NAME:
@@ -54,9 +55,9 @@ class Waiting:
 
             if __name__ == "sitecustomize":
                 # By `__path__`: a bare folder of that name has no `__file__`.
-                theirs, ours = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
-                if os.path.realpath(theirs) != os.path.realpath(ours):
-                    raise ImportError(f"it is of {ours}, and this Python has {theirs}")
+                package, own = ds_patches.__path__[0], os.path.dirname(os.path.dirname(HERE))
+                if os.path.realpath(package) != os.path.realpath(own):
+                    raise ImportError(f"it is of {own}, and this Python imports {package}")
             from ds_patches.startup import apply
         except Exception as error:
             self.refuse(error)
@@ -67,35 +68,37 @@ class Waiting:
 
     def refuse(self, error: Exception) -> None:
         """Print once why DeepSpeed stays unpatched; end the program in strict mode."""
-        if sys.stderr is not None and not self.spoke:  # None if the program started with it closed
+        if (
+            sys.stderr is not None and not self.has_warned
+        ):  # None if the program started with it closed
             # One call for the whole line, since other ranks write to the same terminal.
             sys.stderr.write(
                 "ds_patches: DeepSpeed is not patched, although DS_PATCHES is set: the hook in "
-                f"{HERE} is of no use to {sys.executable}: {error}; install ds_patches there\n"
+                f"{HERE} does not work with {sys.executable}: {error}; install ds_patches there\n"
             )
             sys.stderr.flush()
-        self.spoke = True
+        self.has_warned = True
         if os.environ.get("DS_PATCHES_STRICT", "").strip().lower() in ("1", "true", "yes", "on"):
             raise SystemExit(1)
 
 
-def run_the_next() -> None:
-    place = sys.path.index(HERE)
+def run_next_sitecustomize() -> None:
+    position = sys.path.index(HERE)
     sys.path.remove(HERE)
-    this = sys.modules.pop(__name__)
+    own_module = sys.modules.pop(__name__)
     try:
-        # Python reports its exceptions, as without this hook.
+        # Python reports exceptions of this import, as it does without the hook.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules[__name__] = this  # there is no other
+        sys.modules[__name__] = own_module  # no other sitecustomize exists
     finally:
-        sys.path.insert(place, HERE)
+        sys.path.insert(position, HERE)
 
 
 is_wanted = os.environ.get("DS_PATCHES", "").strip() and NAME not in sys.modules
 if is_wanted and not any(hasattr(finder, "ds_patches") for finder in sys.meta_path):
     sys.meta_path.insert(0, Waiting())
 if __name__ == "sitecustomize":
-    run_the_next()
+    run_next_sitecustomize()

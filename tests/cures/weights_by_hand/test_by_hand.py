@@ -123,7 +123,7 @@ def test_between_micro_steps(trainer: Any, step: int, micro: int) -> None:
 
 def copies(trainer: EngineTrainer) -> list[Tensor]:
     """In fp32, which are stepped."""
-    if classes.is_half(optimizer := trainer.engine.optimizer):
+    if classes.is_fp16_wrapper(optimizer := trainer.engine.optimizer):
         groups = getattr(optimizer, "fp32_groups", None) or [optimizer.fp32_groups_flat]
         return [one.clone() for group in groups for one in group]
     return [safe_get_full_fp32_param(param) for param in trainer.module.parameters()]

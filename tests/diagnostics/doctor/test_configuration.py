@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ds_patches.diagnostics import training
-from ds_patches.diagnostics.defects import DEFECTS, HARMS, SETTINGS, TOLD, Defect, plain
+from ds_patches.diagnostics.defects import DEFECTS, DOCUMENTED, HARMS, SETTINGS, Defect, plain
 from ds_patches.diagnostics.report import SOUND, WRONG
 from tests import shell
 from tests.diagnostics.doctor.asking import ask, cases, write
@@ -105,8 +105,8 @@ def test_what_frameworks_ship_is_answered_on_a_screen(
 
 def test_every_need_is_a_setting(tmp_path: Path) -> None:
     facts = training.read([str(write(tmp_path / "ds.json", {ZERO: {}}))]).config.facts
-    assert {name for one in TOLD for name in one.needs.split()} <= {*facts}
-    assert training.Training().config.conditions(TOLD[0]) is not None
+    assert {name for one in DOCUMENTED for name in one.needs.split()} <= {*facts}
+    assert training.Training().config.conditions(DOCUMENTED[0]) is not None
 
 
 def test_a_pipe_and_the_older_option_are_read(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "half": ("{", "neither JSON"),
     "no section": ("{}", "no DeepSpeed configuration"),
     "misspelt": ('{"zero_optimisation": {}}', "did you mean 'zero_optimization'"),
-    "no file": ('{"deepspeed": "none.json"}', "names 'none.json', and there is no such file"),
+    "no file": ('{"deepspeed": "none.json"}', "names 'none.json', which does not exist"),
     "FSDP": ("distributed_type: FSDP\nfsdp_config: {}\n", "its distributed_type is FSDP"),
-    "a half stage": (STAGE % "2.5", "no such ZeRO stage"),
+    "a half stage": (STAGE % "2.5", "there is no ZeRO stage"),
     "both": (BOTH, "both on"),
     "aliases": (f"{LAUGHS}{ZERO}: {{stage: *a8}}\n", ""),
     "aliases in a setting": (f"{LAUGHS}{ZERO}: {{stage: 2, overlap_comm: *a8}}\n", ""),
@@ -164,13 +164,13 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "huge": (STAGE % ("9" * 30_000), ""),
     "huge in hexadecimal": (f"{ZERO}: {{stage: 0x{'f' * 30_000}}}", ""),
     "sexagesimal": (f"{ZERO}: {{stage: 1{':1' * 15_000}}}", ""),
-    "no stage": (STAGE % "7", "no such ZeRO stage"),
+    "no stage": (STAGE % "7", "there is no ZeRO stage"),
     "deep": (STAGE % ("[" * DEEP + "]" * DEEP), ""),
     "deep objects": ('{"zero_optimization":' * 2_000, ""),
     "deep YAML": (f"{ZERO}: " + "[" * DEEP, ""),
     "dense YAML": (f"{ZERO}: {{stage: [" + "a," * 15_000, ""),
     "long": (" " * 10**8, "more than 65536 bytes"),
-    "binary": (bytes(range(256)) * 100, "it is no text"),
+    "binary": (bytes(range(256)) * 100, "it is not text"),
     "empty": ("", ""),
     "a list": ("[1]", ""),
     "a text": ('"zero_optimization"', ""),
@@ -178,7 +178,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a long name": ({"deepspeed": "a" * 300}, ""),
     "keys": ("1: 2\nnull: 3\nzero_optimization: x\n", ""),
     **{
-        f"{name} is {value}": ({ZERO: {}, name: value}, f"{name} is no section")
+        f"{name} is {value}": ({ZERO: {}, name: value}, f"{name} is not a section")
         for name in (ZERO, "scheduler", "checkpoint", "optimizer")
         for value in ([1], [], "x", "", None)
     },

@@ -23,7 +23,7 @@ def test_a_configuration_and_a_log_are_of_one_training(tmp_path: Path) -> None:
     job = write(tmp_path / "job", f"DeepSpeed info: version=0.18.2, git-hash=x\n{ERROR}\n")
     answer = ask(config, job)
     assert answer.status == WRONG
-    assert "no known defect shows in this log" in answer.text, "not at ZeRO 2"
+    assert "no known defect in this log" in answer.text, "not at ZeRO 2"
     out = answer.out
     assert out.index("not known: RuntimeError") > out.index("only the last micro step counts")
     out = ask(write(config, CONFIG.replace("2}", "3}")), job).out
@@ -40,6 +40,14 @@ def test_a_line_a_file_and_a_dash_are_one(tmp_path: Path) -> None:
     assert "two backwards over one forward" in ask("The size of tensor a (0) must match").out
 
 
+def test_a_post_that_has_a_configuration_is_a_log(tmp_path: Path) -> None:
+    config = "deepspeed_config:\n  zero_stage: 3\ndistributed_type: DEEPSPEED\n"
+    for text in (f"With this file:\n{config}I get the following\n", f"{config}{ERROR}\n"):
+        post = write(tmp_path / "post", f"{text}{ERROR}")
+        assert "two backwards over one forward" in ask(post).text
+    assert ask(write(tmp_path / "config", config), release="0.19.8").status == WRONG
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
@@ -49,11 +57,11 @@ def test_a_line_a_file_and_a_dash_are_one(tmp_path: Path) -> None:
         (["size", "mismatch"], UNKNOWN, "quoted line of a log"),
         (["???"], UNKNOWN, "there is no word in '???'"),
         ([""], UNKNOWN, "there is no word in ''"),
-        (["--release", "0.15.4"], UNKNOWN, "only 0.16.0 to 0.19.8 were looked at"),
+        (["--release", "0.15.4"], UNKNOWN, "only 0.16.0 to 0.19.8 are known"),
         (["--release", "0.19.8"], SOUND, "no patch is refused"),
-        (["--release", "0.20.0"], WRONG, "newer than 0.19.8, the newest that was looked at"),
-        (["KeyError: 'labels'"], SOUND, "no known defect shows in this log not known: KeyError"),
-        (["the loss is odd"], SOUND, "no known defect shows in this log"),
+        (["--release", "0.20.0"], WRONG, "newer than 0.19.8, the newest that is known"),
+        (["KeyError: 'labels'"], SOUND, "no known defect in this log not known: KeyError"),
+        (["the loss is odd"], SOUND, "no known defect in this log"),
         (["IndexError: pop from an empty deque", "--release", "0.19.2"], SOUND,
          "(known from 0.16.0 until 0.19.2)"),
     ],

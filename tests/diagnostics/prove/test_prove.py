@@ -60,18 +60,14 @@ def alive(marked: str) -> list[int]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("what", "how"),
     [
         ("retained", signal.SIGTERM),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [
-                ("retained", signal.SIGINT),
-                ("retained", signal.SIGKILL),
-                ("--all", signal.SIGTERM),
-            ]
-        ),
+        ("retained", signal.SIGINT),
+        ("retained", signal.SIGKILL),
+        ("--all", signal.SIGTERM),
     ],
 )
 def test_no_rank_is_left_of_a_proof_that_is_ended(

@@ -1,4 +1,4 @@
-"""`prove --svg`: the losses of all sides, drawn by matplotlib."""
+"""`prove --svg`: plots the losses of all sides with matplotlib."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from ds_patches.core.errors import FlagError
 
 _GREY = "#808080"
-#: A name, a colour that is seen on white and on black, and a line: wide below, dashed above.
+#: For each side the label, a colour visible on white and black, the line style and width.
 _CURVES = {
     "PyTorch": ("plain PyTorch", _GREY, "-", 5),
     "stock": ("stock DeepSpeed", "#d9534f", "-", 2),
     "patched": ("patched DeepSpeed", "#2f9e6e", "--", 2),
 }
-_LOOKS: Any = dict.fromkeys(
+_STYLE: Any = dict.fromkeys(
     ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY
 ) | {"svg.hashsalt": "ds_patches", "svg.fonttype": "none"}
 
 
-def must_draw(file: Path) -> None:
-    """Raise FlagError if nothing can be drawn here, or not into this file."""
+def check(file: Path) -> None:
+    """Raise FlagError if matplotlib is missing, or the file cannot be written."""
     if file.is_dir() or not os.access(file.parent, os.W_OK):
         raise FlagError(f"--svg: {file} cannot be written")
     try:
@@ -33,12 +33,12 @@ def must_draw(file: Path) -> None:
 
 
 def draw(title: str, losses: Mapping[str, tuple[float, ...]], file: Path) -> None:
-    """Draw each side's losses by step, on no background; a side that has none crashed."""
+    """Plot the losses of each side by step, without a background; a side without losses crashed."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(_LOOKS):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(7, 3.6), layout="tight")
         axes = figure.add_subplot(xlabel="step", ylabel="loss")
         axes.set_title(fill(title, 84), fontsize="medium")

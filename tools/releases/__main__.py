@@ -1,4 +1,4 @@
-"""The command line of tests.releases."""
+"""The command line of tools.releases."""
 
 import argparse
 import sys
@@ -6,17 +6,17 @@ from importlib.metadata import version
 from math import inf
 from pathlib import Path
 
-from tests import releases
-from tests.releases import install, shapes
-from tests.releases.measure import ON_GPUS, measure, measure_on_gpus
-from tests.releases.news import news
-from tests.releases.record import columns, record
-from tests.releases.run import run
-from tests.releases.upstream import upstream
+from tools import releases
+from tools.releases import install, shapes
+from tools.releases.measure import ON_GPUS, measure, measure_on_gpus
+from tools.releases.news import news
+from tools.releases.record import columns, record
+from tools.releases.run import run
+from tools.releases.upstream import upstream
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m tests.releases", description=releases.__doc__)
+    parser = argparse.ArgumentParser("python -m tools.releases", description=releases.__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
 
@@ -79,7 +79,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _models(given: argparse.Namespace) -> int:
-    from tests.releases.models import models  # imports torch, for which nobody else waits
+    from tools.releases.models import models  # imports torch, for which nobody else waits
 
     return models(given.version)
 

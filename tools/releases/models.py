@@ -6,10 +6,10 @@ from importlib.metadata import version as version_of
 
 from tests.models.trained import WORK, is_right, told
 from tests.models.zoo import MODELS
-from tests.releases import ROOT, install_one, page, say
-from tests.releases.record import stamp
-from tests.releases.run import environment
 from tests.world import World
+from tools.releases import ROOT, install_one, page, say
+from tools.releases.record import stamp
+from tools.releases.run import environment
 
 PAGE = ROOT / "docs" / "models.md"
 CASES = [(work, stage) for work, task in WORK.items() for stage in task.stages]

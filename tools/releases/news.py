@@ -17,7 +17,7 @@ from packaging.version import Version
 from ds_patches.core import definitions, gate, registry, release
 from ds_patches.diagnostics.defects import DEFECTS
 from tests.docs.test_defects import COMMITS
-from tests.releases import RELEASES, git, say
+from tools.releases import RELEASES, git, say
 
 #: What trains: the package without these folders, and its kernels.
 OTHERS = "autotuning inference launcher model_implementations"

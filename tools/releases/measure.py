@@ -11,9 +11,9 @@ from packaging.version import Version
 from ds_patches.diagnostics import findings
 from ds_patches.diagnostics.defects import DEFECTS, Defect
 from ds_patches.diagnostics.proofs import PROOFS
-from tests.releases import RELEASES, ROOT, each, install_one, page, say
-from tests.releases.record import stamp
-from tests.releases.run import python
+from tools.releases import RELEASES, ROOT, each, install_one, page, say
+from tools.releases.record import stamp
+from tools.releases.run import python
 
 FILE = ROOT / "docs" / "measured.json"
 PAGE = ROOT / "docs" / "compatibility.md"

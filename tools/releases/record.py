@@ -10,8 +10,8 @@ from importlib.metadata import version as version_of
 from packaging.version import Version
 
 import ds_patches
-from tests.releases import ROOT, each, git, install_one, say
-from tests.releases.run import CORE_TESTS, pytest, python, tests_of
+from tools.releases import ROOT, each, git, install_one, say
+from tools.releases.run import CORE_TESTS, pytest, python, tests_of
 
 FILE = ROOT / "docs" / "compatibility.md"
 TABLE = re.compile(r"(?<=<!-- recorded -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)

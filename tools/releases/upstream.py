@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.releases import ROOT, install_one, say
-from tests.releases.run import environment
+from tools.releases import ROOT, install_one, say
+from tools.releases.run import environment
 
 #: Of a checkout's tests: those that train.
 FOLDERS = ("unit/runtime", "unit/v1/zero", "unit/v1/half_precision", "unit/checkpoint", "unit/moe")
@@ -89,7 +89,7 @@ def _run(
     # LOCAL_SIZE: how many devices the CPU is.
     own = variables | {"JUDGED_LOG": str(log), "LOCAL_SIZE": "2"}
     own["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    words = ("-m", "pytest", "-q", "-p", "tests.releases.judged", "-p", "no:cacheprovider")
+    words = ("-m", "pytest", "-q", "-p", "tools.releases.judged", "-p", "no:cacheprovider")
     began = -1
     while began < (began := len(_noted(log))):
         with log.with_suffix(".out").open("ab") as out, subprocess.Popen(

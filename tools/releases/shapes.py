@@ -11,8 +11,8 @@ from packaging.version import Version
 
 from ds_patches.core import columns, gate, registry, release, shape
 from ds_patches.core.patch import Dependency, Target
-from tests import releases
-from tests.releases import install, say
+from tools import releases
+from tools.releases import install, say
 
 #: By hash or shape, the releases that have it.
 Found = dict[str, list[Version]]

@@ -7,8 +7,8 @@ import pytest
 from packaging.version import Version
 
 from ds_patches.core import registry, release
-from tests.releases import RELEASES, measure, record
-from tests.releases.news import news
+from tools.releases import RELEASES, measure, record
+from tools.releases.news import news
 
 PRINTED = """\
 DeepSpeed 0.19.5 on 2 x H100, torch 2.11.0

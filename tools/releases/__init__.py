@@ -1,17 +1,17 @@
 """DeepSpeed releases beside each other, and the core cases of the suite on each of them.
 
-    python -m tests.releases install 0.16.3 0.18.2     # into .releases/<version>/
-    python -m tests.releases install accelerate==1.7.0 # for the tests that ask for it
-    python -m tests.releases run 0.16.3 0.18.2         # the core cases, once per release
-    python -m tests.releases run --turn-of 6           # on those of six parts whose turn it is
-    python -m tests.releases run --whole 0.18.2        # every test of the patches
-    python -m tests.releases record                    # all releases, into docs/compatibility.md
-    python -m tests.releases measure                   # `prove` on old and new, docs/measured.json
-    python -m tests.releases gpus                      # all proofs on GPUs, docs/compatibility.md
-    python -m tests.releases models                    # of transformers, docs/models.md
-    python -m tests.releases upstream CHECKOUT         # DeepSpeed's unit tests, stock and patched
-    python -m tests.releases news CHECKOUT             # fixes that no known release has
-    python -m tests.releases shapes                    # into ds_patches/core/shapes.json
+    python -m tools.releases install 0.16.3 0.18.2     # into .releases/<version>/
+    python -m tools.releases install accelerate==1.7.0 # for the tests that ask for it
+    python -m tools.releases run 0.16.3 0.18.2         # the core cases, once per release
+    python -m tools.releases run --turn-of 6           # on those of six parts whose turn it is
+    python -m tools.releases run --whole 0.18.2        # every test of the patches
+    python -m tools.releases record                    # all releases, into docs/compatibility.md
+    python -m tools.releases measure                   # `prove` on old and new, docs/measured.json
+    python -m tools.releases gpus                      # all proofs on GPUs, docs/compatibility.md
+    python -m tools.releases models                    # of transformers, docs/models.md
+    python -m tools.releases upstream CHECKOUT         # DeepSpeed's unit tests, stock and patched
+    python -m tools.releases news CHECKOUT             # fixes that no known release has
+    python -m tools.releases shapes                    # into ds_patches/core/shapes.json
 
 One interpreter and one torch serve all: a release is chosen by being first on PYTHONPATH. What is
 missing is installed, and two releases run at a time. DEEPSPEED_TEST_RELEASES names another folder

@@ -12,8 +12,8 @@ from math import inf
 from pathlib import Path
 
 import ds_patches
-from tests import releases
-from tests.releases import each, install_one, say
+from tools import releases
+from tools.releases import each, install_one, say
 
 #: Where the core cases are that are of no patch.
 CORE_TESTS = ("tests/core", "tests/diagnostics/traincheck", "tests/models")
