@@ -103,6 +103,15 @@ def test_what_frameworks_ship_is_answered_on_a_screen(
     assert "WarmupLR" not in answer.out
 
 
+def test_verbose_lists_what_depends_on_the_script(tmp_path: Path) -> None:
+    file = write(tmp_path / "ds.json", {ZERO: {"stage": 2}})
+    found = ask(file, "--json", release="0.18.4").findings
+    short, long = (ask(file, *more, release="0.18.4").text for more in ((), ("-v",)))
+    assert 0 < short.count(" -> ") < long.count(" -> ") == len(found)
+    rest = len(found) - short.count(" -> ")
+    assert f"{rest} more depend on what the script does: -v" in short
+
+
 def test_every_need_is_a_setting(tmp_path: Path) -> None:
     facts = training.read([str(write(tmp_path / "ds.json", {ZERO: {}}))]).config.facts
     assert {name for one in DOCUMENTED for name in one.needs.split()} <= {*facts}
