@@ -99,9 +99,8 @@ def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Mark a backward of a pipeline's stage as the engine's own.
 
-    0.18.3 and 0.18.4 take it for a backward of the script with an unscaled loss, and raise. A
-    stage's gradients have the last stage's loss scale, which is every stage's, as all stages see
-    an overflow in one of them.
+    0.18.3 and 0.18.4 take it for a backward of the script, and raise. Its gradients have the last
+    stage's loss scale, which is every stage's: all stages see an overflow in one of them.
     """
     if not (engine.pipeline_parallelism and _scales_losses(engine)):
         return wrapped(*args, **kwargs)
