@@ -27,10 +27,7 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_samples(wrapped: Wrapped, sampler: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return as many samples of a cluster as asked for, from several calls of DeepSpeed.
-
-    One call reshuffles the cluster once at most, so a small cluster returns too few samples.
-    """
+    """Return all requested samples; DeepSpeed reshuffles a cluster once at most, and has too few."""
     cluster, num_samples = in_order(wrapped, args, kwargs)
     size = sampler.data_cluster_sizes[cluster]
     samples: list[Any] = []

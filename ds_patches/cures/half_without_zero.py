@@ -152,10 +152,7 @@ def around_fused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwar
 
 
 def around_returning_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Step also in 0.17.6 to 0.18.1, which look for an overflow and return without a step.
-
-    With ``use_grad_scaling`` off they skip the check, and step.
-    """
+    """Step after the check for overflow, from which 0.17.6 to 0.18.1 return without a step."""
     with _raising_scale_last(optimizer):
         overflow = wrapped(*args, **kwargs)
         if overflow or not optimizer.use_grad_scaling or optimizer.fused_adam_legacy:
@@ -201,10 +198,7 @@ def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwa
 
 
 def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Call a method of the fp16 optimizer with a loss scale of 1, if its parameters are bf16.
-
-    DeepSpeed up to 0.18.2 scales the loss in ``backward``, and saves the scale in a checkpoint.
-    """
+    """Use a loss scale of 1 in bf16; DeepSpeed to 0.18.2 scales the loss and saves the scale."""
     with _unscaled(optimizer):
         return wrapped(*args, **kwargs)
 
@@ -213,10 +207,7 @@ def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Save and load the state of a bf16 optimizer that is not ZeRO's.
-
-    DeepSpeed assumes ZeRO for every bf16 engine, and writes no file for another optimizer.
-    """
+    """Save and load the bf16 optimizer without ZeRO, for which DeepSpeed writes no file."""
     if not (is_fp16_wrapper(engine.optimizer) and engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
     false = lambda *_: False  # noqa: E731
