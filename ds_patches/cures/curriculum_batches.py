@@ -27,7 +27,7 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_samples(wrapped: Wrapped, sampler: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return all requested samples; DeepSpeed reshuffles a cluster once at most, and has too few."""
+    """Return all requested samples; DeepSpeed returns too few from a small cluster."""
     cluster, num_samples = in_order(wrapped, args, kwargs)
     size = sampler.data_cluster_sizes[cluster]
     samples: list[Any] = []

@@ -47,7 +47,7 @@ def around_save(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def _frozen_attributes(engine: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the shapes of the frozen parameters; in the call for values, those of all parameters.
+    """Return frozen parameters' shapes; when asked for values, those of all parameters.
 
     ``load_module_state_dict`` reads the value of each parameter that is frozen when it is called,
     which may be others. The file has them once: they share storage with the module's weights.

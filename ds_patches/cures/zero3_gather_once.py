@@ -1,4 +1,4 @@
-"""ZeRO-3 steps with one all-gather, where parameters fit into stage3_max_live_parameters.
+"""ZeRO-3 steps with one all-gather, if parameters fit into stage3_max_live_parameters.
 
 Not applied by default: it was measured with few settings, and it raises if the ranks use different
 parameters.

@@ -36,7 +36,7 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_change(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Leave inference mode while DeepSpeed replaces parameters' data, which must be trainable."""
+    """Disable inference mode while DeepSpeed replaces parameters' data, which must be trainable."""
     import torch  # every command reads this file, and few need torch
 
     if not torch.is_inference_mode_enabled():
