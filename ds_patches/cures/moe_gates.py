@@ -31,8 +31,8 @@ apply, unapply, is_applied = api.of(__name__)
 def around_topk(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     """Call a gate of three or more experts per token with comparable logits, and pad its output.
 
-    DeepSpeed up to 0.18.9 drops tokens by logits, which do not compare across tokens, and raises
-    if a batch has fewer tokens than an expert's capacity.
+    DeepSpeed drops tokens by logits, which do not compare across tokens, to 0.18.9; and raises if
+    a batch has fewer tokens than an expert's capacity, to 0.19.3.
     """
     from ds_patches.upstream import moe
 

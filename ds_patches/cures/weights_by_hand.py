@@ -52,7 +52,7 @@ _SEVERAL = 2
 class _Weights:
     """The model's weights as of the last step of an optimizer that has fp32 copies of them.
 
-    before: at ZeRO-3, parameters that were gathered with a modifier rank since, and partitions.
+    before: at ZeRO-3, parameters gathered with a modifier rank since, and their old partitions.
     setters: at ZeRO 1 and 2, wrappers of the methods by which scripts set the fp32 weights.
     """
 
