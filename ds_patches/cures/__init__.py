@@ -1,1 +1,1 @@
-"""Small cures: a patch in one file each, with its page, its binding and its wrappers."""
+"""Small patches: each file has the binding and the wrappers of one patch."""

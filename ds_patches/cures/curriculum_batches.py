@@ -1,4 +1,4 @@
-"""A curriculum fills its batches, also from clusters that are smaller than a batch."""
+"""Full curriculum batches, also from clusters that are smaller than a batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SAMPLER = Class(
 PATCH = Patch(
     name="curriculum_batches",
     hooks=__name__,
-    summary="a curriculum fills its batches, also from clusters that are smaller than a batch",
-    remove_when="a DeepSpeed release fills them; none up to 0.19.8 does",
+    summary="curriculum batches are full, also from clusters that are smaller than a batch",
+    remove_when="a DeepSpeed release fills curriculum batches; none up to 0.19.8 does",
     upstream=upstream("PR 8520"),
     supported=">=0.16.0,<=0.19.8",
     targets=(_SAMPLER.target("get_sample_from_cluster", "around_samples"),),
@@ -27,10 +27,10 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_samples(wrapped: Wrapped, sampler: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed begins a cluster anew once at most, and returns fewer samples than asked for."""
-    cluster, count = in_order(wrapped, args, kwargs)
+    """Return all requested samples; DeepSpeed returns too few from a small cluster."""
+    cluster, num_samples = in_order(wrapped, args, kwargs)
     size = sampler.data_cluster_sizes[cluster]
     samples: list[Any] = []
-    while len(samples) < count:
-        samples += wrapped(cluster, min(size, count - len(samples)))
+    while len(samples) < num_samples:
+        samples += wrapped(cluster, min(size, num_samples - len(samples)))
     return samples

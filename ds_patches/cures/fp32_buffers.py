@@ -1,4 +1,4 @@
-"""Buffers in fp32 stay in fp32 beside parameters in bf16 or fp16, as in 0.19.2 and later."""
+"""fp32 buffers that stay fp32 beside bf16 or fp16 parameters, as in 0.19.2 and later."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ _TARGETS = (
 )
 
 _DEPENDENCIES = (
-    Dependency(
-        INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts what a constructor makes"
-    ),
+    Dependency(INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts new tensors"),
 )
 
 PATCH = Patch(
     name="fp32_buffers",
     hooks=__name__,
     summary="buffers in fp32, such as rotary tables, stay in fp32 under bf16 and fp16",
-    remove_when="zero.Init keeps the dtypes that a model names; it does not up to 0.19.8",
+    remove_when="zero.Init keeps the dtypes that a model names; no release up to 0.19.8 does",
     upstream=upstream("PR 8066"),
     supported=">=0.16.0,<=0.19.8",
     targets=_TARGETS,
@@ -39,79 +37,83 @@ PATCH = Patch(
 
 apply, unapply, is_applied = api.of(__name__)
 
-#: Not `empty` and `randn`, which parameters are made of: those are initialised in half precision.
+#: Without `empty` and `randn`: these make parameters, which are to be in half precision.
 _CONSTRUCTORS = ("tensor", "zeros", "ones", "full", "arange", "eye")
+_UNCAST = (
+    "Buffers stay in the dtype that the model made them in, where DeepSpeed would cast them: %s. "
+    "The results differ from those without this patch. To skip it, for example if a forward now "
+    "raises because of dtypes: DS_PATCHES_SKIP=fp32_buffers"
+)
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
-#: Buffers that `zero.Init` left in another dtype than its own, by id.
+#: Buffers of modules built in `zero.Init` whose dtype is not that of `zero.Init`, by id.
 _made_in_init: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed casts the whole module, to 0.19.1, and moves it to the engine's device."""
+    """Restore the dtypes of buffers, which DeepSpeed up to 0.19.1 casts with the parameters."""
     if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
     from torch.nn.modules.batchnorm import _BatchNorm
 
     (model,) = in_order(wrapped, args, kwargs)
-    before = [
+    buffers = [
         (module, f"{path}.{name}".lstrip("."), name, buffer)
         for path, module in model.named_modules()
-        for name, buffer in _floating(module)
-        if not isinstance(module, _BatchNorm)  # PyTorch wants its dtype to be that of the weights
+        for name, buffer in _floating_buffers(module)
+        if not isinstance(module, _BatchNorm)  # PyTorch requires the dtype of its weights
     ]
     result = wrapped(*args, **kwargs)
-    kept = []
-    for module, path, name, buffer in before:
-        now = module._buffers.get(name)
-        if now is not None and now.dtype != buffer.dtype:
-            module._buffers[name] = buffer.to(now.device)
-            kept.append(path)
+    uncast = []
+    for module, path, name, buffer in buffers:
+        new_buffer = module._buffers.get(name)
+        if new_buffer is not None and new_buffer.dtype != buffer.dtype:
+            module._buffers[name] = buffer.to(new_buffer.device)
+            uncast.append(path)
         elif id(buffer) in _made_in_init:
-            kept.append(path)
-    if kept and engine.global_rank == 0:
-        _say(kept)
+            uncast.append(path)
+    if uncast and engine.global_rank == 0:
+        logger.warning(_UNCAST, log.named(uncast))
     return result
 
 
 def around_post_init(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed calls this with each module that was made in `zero.Init`."""
+    """Record the buffers of a module built in `zero.Init` that have another dtype than it.
+
+    The engine may not cast them; `around_configure` then warns about them by this record.
+    """
     (module,) = in_order(wrapped, args, kwargs)
-    others = (buffer for _, buffer in _floating(module) if buffer.dtype != init.dtype)
-    _made_in_init.update((id(buffer), buffer) for buffer in others)
+    for _, buffer in _floating_buffers(module):
+        if buffer.dtype != init.dtype:
+            _made_in_init[id(buffer)] = buffer
     return wrapped(*args, **kwargs)
 
 
 def around_constructors(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """`zero.Init` puts constructors into torch that cast to its dtype, whatever is named."""
+    """Install constructors into torch that return the dtype that the caller names.
+
+    DeepSpeed's constructors, in `zero.Init`, cast to its dtype also if the caller names another.
+    """
     import torch
 
-    casting = {}
+    by_dtype = {}
     for dtype in (*(getattr(torch, name) for name in _DTYPES), init.dtype):
         with meanwhile(init, dtype=dtype):
             wrapped(*args, **kwargs)
-        casting[dtype] = {name: getattr(torch, name) for name in _CONSTRUCTORS}
+        by_dtype[dtype] = {name: getattr(torch, name) for name in _CONSTRUCTORS}
 
-    def obliging(name: str) -> Callable[..., Any]:
-        def construct(*given: Any, **named: Any) -> Any:
-            dtype = named.get("dtype")
-            return casting[dtype if dtype in casting else init.dtype][name](*given, **named)
+    def of_named_dtype(name: str) -> Callable[..., Any]:
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            dtype = kwargs.get("dtype")
+            return by_dtype[dtype if dtype in by_dtype else init.dtype][name](*args, **kwargs)
 
         return construct
 
     for name in _CONSTRUCTORS:
-        setattr(torch, name, obliging(name))
+        setattr(torch, name, of_named_dtype(name))
 
 
-def _floating(module: Any) -> Iterator[tuple[str, Any]]:
+def _floating_buffers(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the tensor of each floating-point buffer of a module itself."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_floating_point():
             yield name, buffer
-
-
-def _say(kept: list[str]) -> None:
-    logger.warning(
-        "Buffers stay in the dtype that the model made them in, where DeepSpeed would cast them: "
-        "%s. The run computes other numbers than without this patch; to decline, also if a "
-        "forward fails over dtypes now: DS_PATCHES_SKIP=fp32_buffers",
-        log.named(kept),
-    )

@@ -1,4 +1,4 @@
-"""``zero_to_fp32`` finds frozen weights in a checkpoint of ZeRO 1."""
+"""Frozen weights in checkpoints of ZeRO-1, for ``zero_to_fp32``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ds_patches.upstream.classes import ENGINE
 PATCH = Patch(
     name="frozen_weights",
     hooks=__name__,
-    summary="zero_to_fp32 finds frozen weights in a checkpoint of ZeRO 1",
-    remove_when="a DeepSpeed release saves them at stage 1; none up to 0.19.8 does",
+    summary="zero_to_fp32 finds the frozen weights in a checkpoint of ZeRO 1",
+    remove_when="a DeepSpeed release saves frozen weights at stage 1; none up to 0.19.8 does",
     upstream=(),
     supported=">=0.16.0,<=0.19.8",
     targets=(
@@ -34,33 +34,35 @@ _LISTS = ("frozen_param_shapes", "frozen_param_fragments")
 
 
 def around_save(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed saves the module, and lists what is frozen where gradients are partitioned."""
-    is_whole = engine.zero_optimization_stage() == 1 and not engine.pipeline_parallelism
-    if not is_whole or all(param.requires_grad for param in engine.module.parameters()):
+    """Save the list of frozen parameters at ZeRO-1 too; DeepSpeed does it at ZeRO-2 and 3."""
+    is_stage1 = engine.zero_optimization_stage() == 1 and not engine.pipeline_parallelism
+    if not is_stage1 or all(param.requires_grad for param in engine.module.parameters()):
         return wrapped(*args, **kwargs)
     with layered(
         engine,
         zero_optimization_partition_gradients=lambda *_: True,
-        _get_zero_frozen_param_attributes=partial(_attributes, engine),
+        _get_zero_frozen_param_attributes=partial(_frozen_attributes, engine),
     ):
         return wrapped(*args, **kwargs)
 
 
-def _attributes(engine: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Shapes of those that are frozen; then their values, which are to lie in the file once.
+def _frozen_attributes(engine: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return frozen parameters' shapes; when asked for values, those of all parameters.
 
-    Loading asks for all that are frozen by then, which may be others.
+    ``load_module_state_dict`` reads the value of each parameter that is frozen when it is called,
+    which may be others. The file has them once: they share storage with the module's weights.
     """
-    frozen = wrapped(*args, **kwargs)
-    if any(hasattr(value, "untyped_storage") for value in frozen.values()):
-        return type(frozen)((name, param.detach()) for param, name in engine.param_names.items())
-    return frozen
+    attributes = wrapped(*args, **kwargs)
+    if any(hasattr(value, "untyped_storage") for value in attributes.values()):
+        values = ((name, param.detach()) for param, name in engine.param_names.items())
+        return type(attributes)(values)
+    return attributes
 
 
 def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed loads the module, and then what the checkpoint lists as frozen."""
+    """Ignore a list of frozen parameters by `around_save`: the module's state dict has them."""
     checkpoint, *_ = in_order(wrapped, args, kwargs)
     shapes, values = (checkpoint.get(name) or {} for name in _LISTS)
-    if shapes.keys() != values.keys():  # saved by `around_save`: the module has them
+    if shapes.keys() != values.keys():  # saved by `around_save`
         checkpoint.update(dict.fromkeys(_LISTS))
     return wrapped(*args, **kwargs)

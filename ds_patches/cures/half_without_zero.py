@@ -1,4 +1,4 @@
-"""fp16 and bf16 train without ZeRO, and bf16 resumes there."""
+"""Training in fp16 and bf16 without ZeRO, and resuming in bf16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_patches.upstream.engine import as_engine_backward, unscale_norm
 
 _OVERFLOW = Class("deepspeed.runtime.utils", "CheckOverflow")
 
-_TAKEN_FOR_ZERO = ">=0.17.6,<=0.18.4"
+_ASSUMES_ZERO = ">=0.17.6,<=0.18.4"
 _UNFUSED_BF16 = ">=0.17.6,<=0.18.5"
 
 _TARGETS = (
@@ -31,8 +31,8 @@ _TARGETS = (
     FP16_UNFUSED.target("step", "around_either_step", _UNFUSED_BF16),
     FP16_UNFUSED.target("step", "around_unfused_step", ">=0.18.6"),
     FP16_UNFUSED.target("state_dict", "around_unscaled", _UNFUSED_BF16),
-    ENGINE.target("_save_checkpoint", "around_checkpoint", _TAKEN_FOR_ZERO),
-    ENGINE.target("load_checkpoint", "around_checkpoint", _TAKEN_FOR_ZERO),
+    ENGINE.target("_save_checkpoint", "around_checkpoint", _ASSUMES_ZERO),
+    ENGINE.target("load_checkpoint", "around_checkpoint", _ASSUMES_ZERO),
     FP16.target("initialize_optimizer_states", "around_states"),
     FP16_UNFUSED.target("initialize_optimizer_states", "around_states"),
     FP16.target("load_state_dict", "around_load_state", ">=0.17.6"),
@@ -44,8 +44,8 @@ _DEPENDENCIES = (
     FP16_UNFUSED.needs("_update_scale", "raises the scale in the middle of a step"),
     FP16.needs("unscale_and_clip_grads", "divides by the scale"),
     FP16_UNFUSED.needs("unscale_and_clip_grads", "divides by the scale"),
-    ENGINE.needs("_load_checkpoint", "loads an optimizer that is none of ZeRO's", _TAKEN_FOR_ZERO),
-    _OVERFLOW.needs("has_overflow", "asks all stages of a pipeline"),
+    ENGINE.needs("_load_checkpoint", "loads optimizers other than ZeRO's", _ASSUMES_ZERO),
+    _OVERFLOW.needs("has_overflow", "reduces over all stages of a pipeline"),
 )
 
 PATCH = Patch(
@@ -63,33 +63,33 @@ PATCH = Patch(
 apply, unapply, is_applied = api.of(__name__)
 
 _NO_STATE = (
-    "This checkpoint has no optimizer state: DeepSpeed 0.17.6 to 0.18.4 saves none of bf16 without "
-    "ZeRO. engine.load_checkpoint(..., load_module_only=True) takes its weights, and training "
-    "starts anew with them."
+    "This checkpoint has no optimizer state: DeepSpeed 0.17.6 to 0.18.4 saves none for bf16 "
+    "without ZeRO. To train on with its weights and a new optimizer state, call "
+    "engine.load_checkpoint(..., load_module_only=True)."
 )
 
 # --- fp16: the engine scales losses, 0.18.3 and later ---------------------------------------------
 
 
 def _scales_losses(engine: Any) -> bool:
-    """Return True without ZeRO if the optimizer has the scale, and not PyTorch's GradScaler."""
+    """Return True for fp16 without ZeRO, unless PyTorch's GradScaler scales the losses."""
     is_fp16 = engine.fp16_enabled() and not engine.zero_optimization()
     return is_fp16 and engine.torch_autocast_z0_gradscaler is None
 
 
 class _LossScale:
-    """What the engine asks to scale a loss, in the place of PyTorch's own GradScaler."""
+    """The loss scale of an fp16 optimizer, with the method `scale` of PyTorch's GradScaler."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def scale(self, loss: Any) -> Any:
-        """Return the loss times the scale of this step; in fp32, as most scales do not fit fp16."""
+        """Return the loss times the loss scale, in fp32: most scales overflow in fp16."""
         return loss.float() * self.optimizer.loss_scale
 
 
 def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed multiplies a loss by the scale of ZeRO or autocast; here, of this optimizer."""
+    """Multiply the loss by the optimizer's scale: DeepSpeed scales for ZeRO and autocast only."""
     if not _scales_losses(engine):
         return wrapped(*args, **kwargs)
     with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):
@@ -97,10 +97,10 @@ def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """0.18.3 and 0.18.4 take the backwards of a pipeline's stages for a script's, and refuse them.
+    """Mark a backward of a pipeline's stage as the engine's own.
 
-    A stage's gradients carry the scale of the last stage. All stages see an overflow in one of
-    them, so that they have the same scale.
+    0.18.3 and 0.18.4 take it for a backward of the script, and raise. Its gradients have the last
+    stage's loss scale, which is every stage's: all stages see an overflow in one of them.
     """
     if not (engine.pipeline_parallelism and _scales_losses(engine)):
         return wrapped(*args, **kwargs)
@@ -108,49 +108,52 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
         return wrapped(*args, **kwargs)
 
 
-# --- the optimizer's states are made by the first step --------------------------------------------
+# --- the optimizer's state is created by the first step -------------------------------------------
 
 
 def around_states(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed has the optimizer make its states by a step; here it takes none but a 1-bit one."""
-    if hasattr(optimizer.optimizer, "initialize"):
+    """Skip the step with zero gradients by which DeepSpeed creates the optimizer's state.
+
+    It counts as a step, for example in Adam's bias correction, and decays the weights.
+    """
+    if hasattr(optimizer.optimizer, "initialize"):  # a 1-bit optimizer needs this step
         return wrapped(*args, **kwargs)
     with layered(optimizer.optimizer, step=lambda *_: None):
         return wrapped(*args, **kwargs)
 
 
-# --- fp16: a scale that rises does so at the end of its step --------------------------------------
+# --- fp16: the loss scale rises at the end of the step --------------------------------------------
 
 
 @contextmanager
-def _rising_last(optimizer: Any) -> Iterator[None]:
-    """Let a scale that rises in a step rise at its end: gradients are still divided by the old one.
+def _raising_scale_last(optimizer: Any) -> Iterator[None]:
+    """Delay a rise of the loss scale to the end: gradients must be divided by the old scale.
 
-    A scale that falls is that of a step that is skipped.
+    A fall is not delayed: it follows an overflow, whose step is skipped.
     """
-    rises: list[Wrapped] = []
+    delayed: list[Wrapped] = []
 
     def update(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-        if in_order(wrapped, args, kwargs)[0]:
+        if in_order(wrapped, args, kwargs)[0]:  # an overflow
             wrapped(*args, **kwargs)
         else:
-            rises.append(wrapped)
+            delayed.append(wrapped)
 
     with layered(optimizer, _update_scale=update):
         yield
-    for update_scale in rises:
+    for update_scale in delayed:
         update_scale(False)
 
 
 def around_fused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's step raises the scale before it divides by it; here, at its end."""
-    with _rising_last(optimizer):
+    """Raise the loss scale at the end of the step; DeepSpeed raises it before it divides by it."""
+    with _raising_scale_last(optimizer):
         return wrapped(*args, **kwargs)
 
 
 def around_returning_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """0.17.6 to 0.18.1 look for an overflow and return; with no scale to look after they step."""
-    with _rising_last(optimizer):
+    """Step after the check for overflow, from which 0.17.6 to 0.18.1 return without a step."""
+    with _raising_scale_last(optimizer):
         overflow = wrapped(*args, **kwargs)
         if overflow or not optimizer.use_grad_scaling or optimizer.fused_adam_legacy:
             return overflow
@@ -159,32 +162,33 @@ def around_returning_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: 
 
 
 def around_unfused_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Its norm, which the engine tells, is that of the scaled gradients."""
+    """Unscale the norm of ``engine.get_global_grad_norm()``, and raise the scale at the end."""
     scale = optimizer.loss_scale
-    with _rising_last(optimizer):
+    with _raising_scale_last(optimizer):
         overflow = wrapped(*args, **kwargs)
     if not overflow:
         unscale_norm(optimizer, scale)
     return overflow
 
 
-# --- bf16: the optimizer of fp16 needs no scale, 0.17.6 to 0.18.5 ---------------------------------
+# --- bf16: the fp16 optimizer without a loss scale, 0.17.6 to 0.18.5 ------------------------------
 
 
 def _is_bf16(optimizer: Any) -> bool:
+    """Return True if the optimizer has a bf16 parameter."""
     params = (param for group in optimizer.fp16_groups for param in group)
     return any(str(param.dtype) == "torch.bfloat16" for param in params)
 
 
 def _unscaled(optimizer: Any) -> AbstractContextManager[None]:
-    """Set the loss scale to 1 for a while, if the parameters are bf16."""
+    """Set the loss scale to 1 for the length of a block, if the parameters are bf16."""
     if not _is_bf16(optimizer):
         return nullcontext()
     return meanwhile(optimizer, dynamic_loss_scale=False, cur_scale=1.0)
 
 
 def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's step divides by the scale, and in bf16 no loss was multiplied by one."""
+    """Step bf16 parameters with a loss scale of 1, as their loss was not scaled."""
     if not _is_bf16(optimizer):
         return around_unfused_step(wrapped, optimizer, args, kwargs)
     with _unscaled(optimizer):
@@ -194,25 +198,25 @@ def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwa
 
 
 def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's wrapper scales in its backward up to 0.18.2, and saves a scale; bf16 has none."""
+    """Use a loss scale of 1 in bf16; DeepSpeed to 0.18.2 scales the loss and saves the scale."""
     with _unscaled(optimizer):
         return wrapped(*args, **kwargs)
 
 
-# --- bf16: checkpoints, 0.17.6 to 0.18.4, where the engine takes every optimizer for one of ZeRO's
+# --- bf16: checkpoints, 0.17.6 to 0.18.4 ----------------------------------------------------------
 
 
 def around_checkpoint(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed saves and loads: an optimizer that is none of ZeRO's would be in no file."""
+    """Save and load the bf16 optimizer without ZeRO, for which DeepSpeed writes no file."""
     if not (is_fp16_wrapper(engine.optimizer) and engine.bfloat16_enabled()):
         return wrapped(*args, **kwargs)
-    no = lambda *_: False  # noqa: E731
-    with layered(engine, bfloat16_enabled=no, zero_optimization=no):
+    false = lambda *_: False  # noqa: E731
+    with layered(engine, bfloat16_enabled=false, zero_optimization=false):
         return wrapped(*args, **kwargs)
 
 
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed loads the optimizer's state; a checkpoint that has none is refused."""
+    """Raise Refused for a checkpoint without optimizer state, which DeepSpeed cannot load."""
     if in_order(wrapped, args, kwargs)[0] is None:
         raise Refused(_NO_STATE)
     return wrapped(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Without ZeRO, gradients are clipped by a norm that has the experts of all ranks."""
+"""Gradient clipping without ZeRO by a norm that includes the experts of all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ds_patches.upstream.classes import ENGINE, FP16_UNFUSED
 PATCH = Patch(
     name="moe_clipping",
     hooks=__name__,
-    summary="without ZeRO, gradients are clipped by a norm that has the experts of all ranks",
-    remove_when="a DeepSpeed release adds up the experts' norms; none up to 0.19.8 does",
+    summary="without ZeRO, gradients are clipped by a norm that includes the experts of all ranks",
+    remove_when="a DeepSpeed release adds up the experts' squared norms; none up to 0.19.8 does",
     upstream=upstream("issue 8475", "PR 8478", "PR 8613"),
     supported=">=0.16.0,<=0.19.8",
     targets=(
@@ -21,7 +21,11 @@ PATCH = Patch(
         FP16_UNFUSED.target("unscale_and_clip_grads", "around_unscale"),
     ),
     dependencies=(
-        Dependency("deepspeed.utils.groups", "_get_expert_parallel_group", "ranks of all experts"),
+        Dependency(
+            "deepspeed.utils.groups",
+            "_get_expert_parallel_group",
+            "ranks that share a layer's experts",
+        ),
     ),
 )
 
@@ -29,7 +33,7 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_clip(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In fp32 DeepSpeed averages the norms of ranks, which have different experts."""
+    """Clip fp32 gradients by a norm with all experts, not by the ranks' mean. Collective."""
     if not engine.has_moe_layers or engine.mpu is not None:
         return wrapped(*args, **kwargs)
     from ds_patches.upstream import moe
@@ -39,11 +43,11 @@ def around_clip(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Optimizers other than FusedAdam in fp16 or bf16: DeepSpeed leaves out the experts."""
+    """Add the experts to the norm by which DeepSpeed clips fp16 and bf16. Collective."""
     from ds_patches.upstream import moe
 
-    _, *rest = given = in_order(wrapped, args, kwargs)
+    _, *rest = in_order(wrapped, args, kwargs)
     params = [param for group in optimizer.fp16_groups for param in group]
     if optimizer.mpu is not None or not any(map(moe.is_expert, params)):
-        return wrapped(*given)
+        return wrapped(*args, **kwargs)
     return wrapped(moe.set_norm(optimizer, moe.total_norm(params)), *rest)

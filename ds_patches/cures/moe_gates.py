@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layer sends tokens to their likeliest experts, and small batches to any."""
+"""MoE gates that keep each expert's most probable tokens, and take small batches."""
 
 from __future__ import annotations
 
@@ -13,42 +13,50 @@ _GATES = "deepspeed.moe.sharded_moe"
 PATCH = Patch(
     name="moe_gates",
     hooks=__name__,
-    summary="DeepSpeed's MoE layer sends tokens to their likeliest experts, of small batches, too",
+    summary="experts of DeepSpeed's MoE layer keep their most probable tokens; small batches train",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 7986", "PR 8155"),
     supported=">=0.16.0,<=0.19.3",
     targets=(
-        Target(_GATES, "topkgating", "around_several", "<=0.19.3"),
-        Target(_GATES, "top1gating", "around_one", "<=0.19.3"),
+        Target(_GATES, "topkgating", "around_topk", "<=0.19.3"),
+        Target(_GATES, "top1gating", "around_top1", "<=0.19.3"),
     ),
-    # `_capacity` is no dependency: TorchScript has compiled it, so its live code cannot be read.
+    # `_capacity` is no dependency: TorchScript compiles it, so the gate cannot read its code.
     collectives=False,
 )
 
 apply, unapply, is_applied = api.of(__name__)
 
 
-def around_several(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's gate of three experts or more for each token."""
+def around_topk(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
+    """Call a gate of three or more experts per token with comparable logits, and pad its output.
+
+    DeepSpeed drops tokens by logits, which do not compare across tokens, to 0.18.9; and raises if
+    a batch has fewer tokens than an expert's capacity, to 0.19.3.
+    """
     from ds_patches.upstream import moe
 
-    logits, k, factor, least, *rest = in_order(wrapped, args, kwargs)
+    logits, k, factor, min_capacity, *rest = in_order(wrapped, args, kwargs)
     if not moe.drops_tokens(rest[:1], rest[2:]):
         return wrapped(*args, **kwargs)
     if moe.compares_logits():
         logits = moe.comparable_logits(logits)
-    if (takes := moe.capacity(logits, factor * k, least)) <= len(logits):
-        return wrapped(logits, k, factor, least, *rest)
-    return moe.pad_to_capacity(wrapped(logits, k, 0.0, len(logits), *rest), takes)
+    capacity = moe.capacity(logits, factor * k, min_capacity)
+    if capacity <= len(logits):
+        return wrapped(logits, k, factor, min_capacity, *rest)
+    return moe.pad_to_capacity(wrapped(logits, k, 0.0, len(logits), *rest), capacity)
 
 
-def around_one(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's gate of one expert for each token refuses fewer than `least`; Tutel's is left."""
+def around_top1(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
+    """Call a gate of one expert per token, and pad its output if tokens are too few for it.
+
+    Fewer tokens than `min_capacity` still raise, and Tutel's gate is not changed.
+    """
     from ds_patches.upstream import moe
 
-    logits, factor, least, *rest = in_order(wrapped, args, kwargs)
-    takes = moe.capacity(logits, factor, least)
-    drops = moe.drops_tokens(rest[2:3])
-    if least > len(logits) or takes <= len(logits) or not drops or any(rest[5:]):
+    logits, factor, min_capacity, *rest = in_order(wrapped, args, kwargs)
+    capacity = moe.capacity(logits, factor, min_capacity)
+    pads = min_capacity <= len(logits) < capacity and moe.drops_tokens(rest[2:3])
+    if not pads or any(rest[5:]):
         return wrapped(*args, **kwargs)
-    return moe.pad_to_capacity(wrapped(logits, 0.0, len(logits), *rest), takes)
+    return moe.pad_to_capacity(wrapped(logits, 0.0, len(logits), *rest), capacity)

@@ -1,4 +1,4 @@
-"""DeepSpeed sends ranks any parameter: of no dimensions, in channels_last, transposed."""
+"""Broadcasts of parameters of no dimensions, in channels_last or transposed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_patches.upstream.classes import ENGINE, GATHERED, INIT, INIT_BASE
 PATCH = Patch(
     name="parameter_layouts",
     hooks=__name__,
-    summary="models with a parameter of no dimensions (CLIP), or in channels_last, can be trained",
+    summary="models with a parameter of no dimensions (CLIP) or in channels_last train",
     remove_when="your release is not 0.19.8",
     supported="==0.19.8",
     targets=(
@@ -24,7 +24,9 @@ PATCH = Patch(
         INIT_BASE.target("patch_init_and_builtins", "around_enter"),
     ),
     dependencies=(
-        INIT.needs("_zero_init_param", "sends and partitions what was converted, in any shape"),
+        INIT.needs(
+            "_zero_init_param", "broadcasts and partitions a converted parameter of any shape"
+        ),
     ),
     collectives=False,
 )
@@ -33,26 +35,26 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_broadcast(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Flatten what DeepSpeed sends all ranks: the model that an engine is built for."""
+    """Flatten parameters for the engine's broadcast: 0.19.8 cannot view all of them as bytes."""
     with _flat(engine.module.parameters()):
         return wrapped(*args, **kwargs)
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``GatheredParameters`` sends one rank's parameters, and partitions them anew."""
+    """Flatten the parameters that ``GatheredParameters`` broadcasts from the modifier rank."""
     with _flat(gathered.params if gathered.src_rank is not None else ()):
         return wrapped(*args, **kwargs)
 
 
 def around_convert(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """``zero.Init`` notes a parameter's shape, then sends and partitions it as it lies."""
+    """Flatten a parameter after ``zero.Init`` recorded its shape, before the broadcast."""
     (param,) = in_order(wrapped, args, kwargs)
     wrapped(*args, **kwargs)
     _flatten(param)
 
 
 def around_enter(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
-    """In ``zero.Init``, ``Module.apply`` sends what a function has made of each module."""
+    """Flatten the parameters that ``Module.apply`` broadcasts in ``zero.Init``."""
     from ds_patches.upstream.zero3 import after_module_apply, is_partitioned
 
     def flatten(module: Any) -> None:
@@ -66,8 +68,8 @@ def around_enter(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Non
 
 @contextmanager
 def _flat(params: Iterable[Any]) -> Iterator[None]:
-    """Flatten some parameters, and give back what was not partitioned meanwhile."""
-    flattened = [(*both, param) for param in params if (both := _flatten(param))]
+    """Flatten parameters for the length of a block; restore those that it did not partition."""
+    flattened = [(*pair, param) for param in params if (pair := _flatten(param))]
     try:
         yield
     finally:
@@ -77,12 +79,12 @@ def _flat(params: Iterable[Any]) -> Iterator[None]:
 
 
 def _flatten(param: Any) -> tuple[Any, Any] | None:
-    """Give a parameter a flat copy, if it cannot be sent as it is; return its data, and that."""
+    """Replace data that cannot be viewed as bytes by a flat copy. Return both, or None."""
     import torch  # every command reads this file, and few need torch
 
     data, strides = param.data, param.data.stride()
-    is_sent = 0 in strides or (strides[-1:] == (1,) and data.is_contiguous())
-    if is_sent:
+    # A parameter of `expand` has a stride of 0: several elements are one in memory.
+    if 0 in strides or (strides[-1:] == (1,) and data.is_contiguous()):
         return None
     param.data = flat = data.clone(memory_format=torch.contiguous_format).view(-1)
     return data, flat

@@ -1,4 +1,4 @@
-"""Pipelines average the micro steps of a step on every stage, and run without ZeRO."""
+"""Pipelines that average micro steps on every stage, and run without ZeRO."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ logger = logging.getLogger("ds_patches.pipelines")
 
 _AVERAGED = (
     "The micro steps of this pipeline are averaged, as DeepSpeed documents it, where this release "
-    "adds them up: a learning rate that was tuned to the sum wants to be %d times as large."
+    "adds them up. If the learning rate was tuned to the sum, multiply it by %d."
 )
-_told: WeakSet[Any] = WeakSet()  # engines
+_warned: WeakSet[Any] = WeakSet()  # engines
 
 
 def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The last stage's backward, of its loss, up to 0.18.2."""
+    """Divide the loss of the last stage by the micro steps, which DeepSpeed omits up to 0.18.2."""
     micro_steps: int = engine.gradient_accumulation_steps()
     if not engine.pipeline_parallelism or micro_steps == 1:
         return wrapped(*args, **kwargs)
-    if engine not in _told:
-        _told.add(engine)
+    if engine not in _warned:
+        _warned.add(engine)
         logger.warning(_AVERAGED, micro_steps)
     loss, *rest = in_order(wrapped, args, kwargs)
     return wrapped(loss.float() / micro_steps, *rest)
 
 
 def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed divides at a stage's outputs what the last stage has divided already."""
+    """Divide gradients in the last stage alone; DeepSpeed divides at every stage's outputs."""
     if engine.pipeline_parallelism and not engine.is_last_stage():
         return in_order(wrapped, args, kwargs)[0]
     return wrapped(*args, **kwargs)
 
 
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """From 0.18.5 on the schedule itself says that its backwards are none of a script's."""
-    # fp16 without ZeRO: half_without_zero scales losses and lets the backward pass.
+    """Mark a stage's backward as the engine's; 0.18.3 and 0.18.4 take it for the script's."""
+    # In fp16 without ZeRO, half_without_zero scales the loss and marks the backward.
     is_unscaled = engine.fp16_enabled() and not engine.zero_optimization()
     if not engine.pipeline_parallelism or is_unscaled:
         return wrapped(*args, **kwargs)
-    with as_engine_backward(engine, is_scaled=True):  # the last stage has scaled it
+    with as_engine_backward(engine, is_scaled=True):  # by the last stage
         return wrapped(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Ulysses returns attention in the layout that it was given, with the sequence first."""
+"""Ulysses attention whose output has its input's layout, with the sequence first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAYER = "deepspeed.sequence.layer"
 PATCH = Patch(
     name="ulysses",
     hooks=__name__,
-    summary="Ulysses returns attention in the layout that it was given, with the sequence first",
+    summary="Ulysses returns attention in its input's layout, with the sequence first",
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8317"),
     supported=">=0.16.3,<=0.19.6",
@@ -25,10 +25,10 @@ apply, unapply, is_applied = api.of(__name__)
 
 
 def around_layout(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed says how an exchange permutes and shapes tensors, before and after it."""
+    """Return the sequence first in the shape after an all-to-all, where DeepSpeed does not."""
     layout = wrapped(*args, **kwargs)
-    scattered, batch, ranks, tensor = in_order(wrapped, args, kwargs)
-    if batch != 1 or scattered >= 2:
+    scatter_dim, batch_dim, ranks, tensor = in_order(wrapped, args, kwargs)
+    if batch_dim != 1 or scatter_dim >= 2:
         return layout
-    length, batches, heads, size = tensor.shape
-    return (*layout[:3], [length // ranks, batches, ranks * heads, size])
+    length, batch_size, heads, head_dim = tensor.shape
+    return (*layout[:3], [length // ranks, batch_size, ranks * heads, head_dim])

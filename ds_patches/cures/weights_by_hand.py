@@ -1,4 +1,4 @@
-"""Weights that a script changes between steps stay changed: loaded, initialised anew, clamped."""
+"""Weights that a script changes between steps: loaded, reinitialised, clamped."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PATCH = Patch(
         *(optimizer.target("load_state_dict", "around_load_state") for optimizer in OPTIMIZERS),
     ),
     dependencies=(
-        Dependency(_FRAGMENTS, "safe_set_full_fp32_param", "calls a method of each parameter"),
-        Dependency(_FRAGMENTS, "set_full_hp_param", "is that method at ZeRO 1 and 2"),
+        Dependency(_FRAGMENTS, "safe_set_full_fp32_param", "calls a method of the parameter"),
+        Dependency(_FRAGMENTS, "set_full_hp_param", "is the method at ZeRO 1 and 2"),
     ),
     activate="activate",
     deactivate="deactivate",
@@ -45,35 +45,35 @@ PATCH = Patch(
 
 apply, unapply, is_applied = api.of(__name__)
 
-#: Writes to a parameter at ZeRO-3: those of a block are not counted.
+#: The number of writes that is assumed in a block of ``GatheredParameters``, which counts none.
 _SEVERAL = 2
 
 
 class _Weights:
-    """The weights of an optimizer that steps copies, as they were when it had last written them.
+    """The model's weights as of the last step of an optimizer that has fp32 copies of them.
 
-    before: at ZeRO-3, partitions of parameters that were gathered since, to be changed.
-    setters: at ZeRO 1 and 2, wrappers of the methods by which scripts set the copies.
+    before: at ZeRO-3, parameters gathered with a modifier rank since, and their old partitions.
+    setters: at ZeRO 1 and 2, wrappers of the methods by which scripts set the fp32 weights.
     """
 
     def __init__(self, params: list[Any]) -> None:
         self._params = params
         self.before: dict[int, tuple[Any, Tensor]] = {}
         self.setters: list[Layer] = []
-        self.read()
+        self.reset()
 
-    def read(self) -> None:
-        """Weights and copies agree now, or differ as upstream wants it."""
+    def reset(self) -> None:
+        """Record that the script has changed no weights since DeepSpeed wrote them."""
         self._versions = [param._version for param in self._params]
         self.before.clear()
 
-    def gathered(self, params: list[Any]) -> None:
-        """Note the partitions of those that train; the first since the last step stay."""
+    def record(self, params: list[Any]) -> None:
+        """Copy the partitions of trainable parameters, once between two steps."""
         for param in params:
             if param.requires_grad and id(param) not in self.before:
                 self.before[id(param)] = param, param.ds_tensor.detach().clone()
 
-    def take(self, optimizer: Any) -> None:
+    def copy_changed(self, optimizer: Any) -> None:
         """Copy weights that changed since the last step into the fp32 weights."""
         if not self.before and [param._version for param in self._params] == self._versions:
             return
@@ -83,17 +83,17 @@ class _Weights:
         for param, before, writes in self._changed():
             if (part := slices.get(id(param))) is None:  # another rank's
                 continue
-            weights, copy = fragments.weight_pair(param, part)
-            weights = weights.to(copy.device)
-            rounded = copy.to(weights.dtype)
-            new = ~_same(weights, rounded, writes)
-            if before is not None:  # a copy that was set since is newer
-                before = before.to(copy.device).view(-1)[: weights.numel()]
-                new &= _same(rounded, before)
-            copy.copy_(weights.to(copy.dtype).where(new, copy))
+            weights, fp32 = fragments.weight_pair(param, part)
+            weights = weights.to(fp32.device)
+            rounded = fp32.to(weights.dtype)
+            is_changed = ~_is_equal(weights, rounded, writes)
+            if before is not None:  # fp32 weights that the script has set since are newer
+                before = before.to(fp32.device).view(-1)[: weights.numel()]
+                is_changed &= _is_equal(rounded, before)
+            fp32.copy_(weights.to(fp32.dtype).where(is_changed, fp32))
 
     def _changed(self) -> Iterator[tuple[Any, Tensor | None, int]]:
-        """Yield each parameter that was written to, what it was if that is noted, and how often."""
+        """Yield each written parameter, its old partition if recorded, and the number of writes."""
         for param, before in self.before.values():
             yield param, before, _SEVERAL
         for param, version in zip(self._params, self._versions, strict=True):
@@ -101,32 +101,32 @@ class _Weights:
                 yield param, None, param._version - version
 
 
-def _same(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
-    """Where two are equal: after several writes, up to a rounding step of their dtype."""
+def _is_equal(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
+    """Return True for equal elements; after several writes, up to one rounding of the dtype."""
     import torch
 
-    step = torch.finfo(weights.dtype).eps if writes > 1 else 0.0
-    return torch.isclose(weights, other, rtol=step, atol=0.0, equal_nan=True)
+    tolerance = torch.finfo(weights.dtype).eps if writes > 1 else 0.0
+    return torch.isclose(weights, other, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
 @cache
-def _given() -> Attached[OptimizerParameters]:
-    """Return what is known of each engine that was built since."""
+def _optimizer_params() -> Attached[OptimizerParameters]:
+    """Return the parameters that each engine's optimizer was built with."""
     from ds_patches.steps.attached import Attached
     from ds_patches.steps.optimizer_params import OptimizerParameters
 
-    return Attached(f"{PATCH.name}_given", OptimizerParameters)
+    return Attached(f"{PATCH.name}_params", OptimizerParameters)
 
 
 @cache
 def _weights() -> Attached[_Weights]:
-    """Return what is known of each optimizer."""
+    """Return the weights of each optimizer, as of its last step."""
     from ds_patches.core.errors import NotChecked
     from ds_patches.steps.attached import Attached
     from ds_patches.upstream import fragments
 
     def make(optimizer: Any) -> _Weights | None:
-        if getattr(optimizer, "params_in_nvme_and_cpu", False):  # partitioned into files
+        if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
             return None
         try:
             params = [param for param, _ in fragments.slices_with_params(optimizer)]
@@ -137,102 +137,104 @@ def _weights() -> Attached[_Weights]:
     return Attached(PATCH.name, make)
 
 
-def _take_in(engine: Any) -> None:
+def _track(engine: Any) -> None:
+    """Record an engine's weights, and wrap the setters of its parameters' fp32 weights."""
     if class_of(engine.optimizer) in OPTIMIZERS:
         weights = _weights()(engine.optimizer)
         if weights is not None and not weights.setters:
             weights.setters = [
-                Layer(param, "set_full_hp_param", partial(_around_set, param))
+                Layer(param, "set_full_hp_param", partial(_around_setter, param))
                 for param in engine.module.parameters()
                 if hasattr(param, "set_full_hp_param")
             ]
 
 
 def activate() -> Sequence[str]:
-    """Look after the engines that there are."""
+    """Track the engines that were built before."""
     for engine in [*engines.known]:
-        _take_in(engine)
+        _track(engine)
     return []
 
 
 def deactivate() -> None:
-    """Leave every optimizer to stock."""
+    """Remove the recorded weights and the setters' wrappers from every engine."""
     for _, weights in _weights().detach_all():
         for setter in weights.setters:
             setter.remove()
-    _given().detach_all()
+    _optimizer_params().detach_all()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed makes the optimizer, with a copy of the weights: they agree here."""
+    """Record the weights when DeepSpeed has built the optimizer with fp32 copies of them."""
     result = wrapped(*args, **kwargs)
-    _take_in(engine)
+    _track(engine)
     return result
 
 
 def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed is about to wrap the optimizer, which has all parameters until then."""
+    """Warn about the optimizer's parameters, before ZeRO's wrapper replaces them."""
     result = wrapped(*args, **kwargs)
-    if (given := _given()(engine)) is not None:
-        given.warn_of_unfit(engine)
+    if (params := _optimizer_params()(engine)) is not None:
+        params.warn_of_unfit(engine)
     return result
 
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's optimizer steps its copy, and writes that over the weights."""
+    """Copy changed weights to the fp32 weights, which the step would write over them."""
     weights = _weights().get(engine.optimizer)
     if weights is None:
         return wrapped(*args, **kwargs)
-    if (given := _given().get(engine)) is not None:
-        given.warn_of_frozen(engine)
-    weights.take(engine.optimizer)
+    if (params := _optimizer_params().get(engine)) is not None:
+        params.warn_of_frozen(engine)
+    weights.copy_changed(engine.optimizer)
     result = wrapped(*args, **kwargs)
-    weights.read()
+    weights.reset()
     return result
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``GatheredParameters`` ends, and one rank's weights are partitioned anew."""
+    """Record the old partitions before ``GatheredParameters`` partitions a rank's changes."""
     if gathered.enabled and gathered.src_rank is not None:
         from ds_patches.upstream.zero3 import optimizers_of
 
         for optimizer in optimizers_of(gathered):
             if (weights := _weights().get(optimizer)) is not None:
-                weights.gathered(gathered.params)
+                weights.record(gathered.params)
     return wrapped(*args, **kwargs)
 
 
-def _around_set(param: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Copy a value that a script gives a parameter's copy into the parameter: ZeRO 1 and 2."""
+def _around_setter(param: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Copy the fp32 weights that a script sets into the parameter, at ZeRO 1 and 2."""
     result = wrapped(*args, **kwargs)
     value, *state = in_order(wrapped, args, kwargs)
-    if not any(state):  # else it is momentum, say
-        param.data.copy_(value.reshape(param.shape))  # by `data`: no write that `take` is to see
+    if not any(state):  # else the script sets an optimizer state
+        # By `data`, as `copy_changed` would take another write for the script's.
+        param.data.copy_(value.reshape(param.shape))
     return result
 
 
 def around_set(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's ``safe_set_full_fp32_param`` sets this rank's part of the fp32 weights."""
+    """Copy fp32 weights set by ``safe_set_full_fp32_param`` into the partition."""
     result, param, value = _set_at_stage3(wrapped, optimizer, args, kwargs)
     if param is not None:
         from ds_patches.upstream.zero3 import is_available
 
-        if is_available(param):  # small parameters stay gathered
+        if is_available(param):  # persistent parameters stay gathered
             param.data.copy_(value.reshape(param.shape))
     return result
 
 
 def around_set_part(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``safe_set_local_fp32_param`` sets it, and has no value for the other ranks' parts."""
+    """Copy fp32 weights set by ``safe_set_local_fp32_param`` into the partition."""
     return _set_at_stage3(wrapped, optimizer, args, kwargs)[0]
 
 
 def _set_at_stage3(
     wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any, Any]:
-    """Copy what a script has set into the partition; return the result, parameter and value.
+    """Copy set fp32 weights into the partition; return the result, parameter and value.
 
-    The parameter is None if its weights were not set, but momentum, or are not looked after.
+    The parameter is None if an optimizer state was set, or if the weights are not tracked.
     """
     result = wrapped(*args, **kwargs)
     value, param, *state = in_order(wrapped, args, kwargs)
@@ -241,15 +243,15 @@ def _set_at_stage3(
     from ds_patches.upstream import fragments
     from ds_patches.upstream.zero3 import drop_secondary
 
-    partition, copy = fragments.weight_pair(param, fragments.slice_at_stage3(optimizer, param))
-    partition.copy_(copy)
+    partition, fp32 = fragments.weight_pair(param, fragments.slice_at_stage3(optimizer, param))
+    partition.copy_(fp32)
     drop_secondary(param)
     return result, param, value
 
 
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed takes weights and copies from a checkpoint: they agree again."""
+    """Record the weights that DeepSpeed loads from a checkpoint together with the fp32 ones."""
     result = wrapped(*args, **kwargs)
     if (weights := _weights().get(optimizer)) is not None:
-        weights.read()
+        weights.reset()
     return result

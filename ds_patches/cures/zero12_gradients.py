@@ -1,4 +1,4 @@
-"""Gradients of ZeRO-1 and ZeRO-2: in tiles, in fp32 sums, and those that overflow on one rank."""
+"""ZeRO-1 and ZeRO-2 gradients: in tiles, in fp32 sums, with an overflow on one rank."""
 
 from __future__ import annotations
 
@@ -15,31 +15,27 @@ from ds_patches.upstream.classes import BF16, ENGINE, ZERO12, class_of
 if TYPE_CHECKING:
     from ds_patches.steps.attached import Attached
 
-_TILED = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-_WITH_EMPTY = "<=0.19.5"
-_IN_TILES = ">=0.17.0,<=0.18.5"
-_PUTTING = "reduce_independent_p_g_buckets_and_remove_grads"
+_TILED_MODULE = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+_EMPTY_PARAMS = "<=0.19.5"
+_TILES = ">=0.17.0,<=0.18.5"
+_REDUCE = "reduce_independent_p_g_buckets_and_remove_grads"
 
 PATCH = Patch(
     name="zero12_gradients",
     hooks=__name__,
-    summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank, none at all",
+    summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank, no elements",
     remove_when="a release steps with the gradient that a script sets; none up to 0.19.8 does",
     upstream=upstream("PR 7829", "PR 7580", "PR 8280"),
     supported=">=0.16.0,<=0.19.8",
     targets=(
         BF16.target("update_hp_grads", "around_sums"),
-        BF16.target("__init__", "around_init", _WITH_EMPTY),
-        ZERO12.target("__init__", "around_init", _WITH_EMPTY),
-        ENGINE.target("forward", "around_forward", _IN_TILES),
+        BF16.target("__init__", "around_init", _EMPTY_PARAMS),
+        ZERO12.target("__init__", "around_init", _EMPTY_PARAMS),
+        ENGINE.target("forward", "around_forward", _TILES),
         ZERO12.target("has_overflow", "around_overflow", ">=0.17.1,<=0.17.6"),
     ),
     dependencies=(
-        ZERO12.needs(
-            _PUTTING,
-            "puts a gradient into a bucket, and names none that is not ready",
-            _IN_TILES,
-        ),
+        ZERO12.needs(_REDUCE, "adds a gradient to a bucket, also if it is not ready", _TILES),
     ),
     deactivate="deactivate",
 )
@@ -49,30 +45,30 @@ apply, unapply, is_applied = api.of(__name__)
 
 @cache
 def _layers() -> Attached[Layer]:
-    """Return what keeps tiles out of the buckets of each engine."""
+    """Return each engine's wrapper that keeps tiles out of the reduce buckets."""
     from ds_patches.steps.attached import Attached
 
     def make(engine: Any) -> Layer | None:
         optimizer = engine.optimizer
-        return Layer(optimizer, _PUTTING, _put) if class_of(optimizer) == ZERO12 else None
+        return Layer(optimizer, _REDUCE, _around_reduce) if class_of(optimizer) == ZERO12 else None
 
     return Attached(PATCH.name, make)
 
 
-def _put(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
-    """Keep incomplete gradients out of the buckets, as 0.18.6 does."""
+def _around_reduce(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+    """Keep a tile's incomplete gradient out of the reduce bucket, as 0.18.6 does."""
     if getattr(in_order(wrapped, args, kwargs)[0], "ds_grad_is_ready", True):
         wrapped(*args, **kwargs)
 
 
 def deactivate() -> None:
-    """Let stock put all gradients into its buckets."""
+    """Remove the wrapper from every engine's optimizer."""
     for _, layer in _layers().detach_all():
         layer.remove()
 
 
 def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
-    """DeepSpeed partitions what requires a gradient; here, no parameter that has no elements."""
+    """Freeze parameters of no elements, with which DeepSpeed cannot partition gradients."""
     inner, *_ = in_order(wrapped, args, kwargs)
     for group in inner.param_groups:
         for param in group["params"]:
@@ -82,24 +78,24 @@ def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A tiled computation has no function to wrap: it lies in the backward of an autograd node."""
+    """Keep tiles out of the buckets. They run inside an autograd node, which has no target."""
     outputs = wrapped(*args, **kwargs)
-    if _TILED in sys.modules:  # a forward may import it
+    if _TILED_MODULE in sys.modules:  # the forward may import it
         _layers()(engine)
     return outputs
 
 
 def around_sums(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> None:
-    """Called at the end of each backward, for bf16 parameters with fp32 gradients."""
+    """Expose the fp32 sums to ``safe_get_full_grad``, which reads the last micro step's."""
     import torch.distributed as dist  # every command reads this file, and few need torch
 
     from ds_patches.upstream.fragments import expose_gradient_sums
 
     wrapped(*args, **kwargs)
-    if dist.get_world_size(optimizer.dp_process_group) > 1:  # else it may read right
+    if dist.get_world_size(optimizer.dp_process_group) > 1:  # on one rank DeepSpeed is right
         expose_gradient_sums(optimizer)
 
 
 def around_overflow(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Ask all ranks for an overflow, also at stage 1: each has a part of the gradients."""
+    """Reduce the overflow at stage 1 too, where each rank has a part of the gradients."""
     return wrapped(True)

@@ -1,4 +1,4 @@
-"""ZeRO-3 loads the weights of the tag that was asked for, also with ``load_module_only``."""
+"""Loading of ZeRO-3 weights by the requested tag, also with ``load_module_only``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ds_patches.upstream.classes import ENGINE
 PATCH = Patch(
     name="zero3_checkpoints",
     hooks=__name__,
-    summary="ZeRO-3 loads the weights of the tag that was asked for, also with load_module_only",
-    remove_when="a DeepSpeed release reads them by their tag; none up to 0.19.8 does",
+    summary="ZeRO-3 loads the weights of the requested tag, also with load_module_only",
+    remove_when="a DeepSpeed release reads weights by their tag; none up to 0.19.8 does",
     upstream=(),
     supported=">=0.16.0,<=0.19.8",
     targets=(ENGINE.target("_load_checkpoint", "around_load"),),
@@ -21,7 +21,7 @@ PATCH = Patch(
         Dependency(
             "deepspeed.utils.zero_to_fp32",
             "get_fp32_state_dict_from_zero_checkpoint",
-            "reads the weights of a tag, and without one those of the file `latest`",
+            "reads the weights of a tag, by default the one in the file `latest`",
         ),
     ),
     collectives=False,
@@ -29,7 +29,7 @@ PATCH = Patch(
 
 apply, unapply, is_applied = api.of(__name__)
 
-#: The arguments of DeepSpeed's method after the folder and the tag.
+#: The parameters of ``_load_checkpoint`` after the folder and the tag.
 _OPTIONS = (
     "load_module_strict",
     "load_optimizer_states",
@@ -40,9 +40,9 @@ _OPTIONS = (
 
 
 def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed reads weights; at ZeRO-3, if it loads no states, from the optimizer's files."""
-    folder, tag, *given = in_order(wrapped, args, kwargs)
-    options = dict(zip(_OPTIONS, given, strict=False))
+    """Load weights by their tag; DeepSpeed loads those of `latest`, or none with module only."""
+    folder, tag, *values = in_order(wrapped, args, kwargs)
+    options = dict(zip(_OPTIONS, values, strict=False))
     loads_states = options.get("load_optimizer_states", True)
     if (
         (loads_states and not options.get("load_module_only"))
@@ -58,5 +58,5 @@ def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     with reading_weights_by_tag(tag):
         path, states = wrapped(folder, tag, **options)
     if loads_states and states:
-        states.pop("optimizer", None)  # as if it had been loaded
+        states.pop("optimizer", None)  # DeepSpeed returns no state that it loads
     return path, states

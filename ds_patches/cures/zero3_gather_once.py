@@ -1,7 +1,7 @@
-"""ZeRO-3 gathers parameters once a step, where all of them fit into stage3_max_live_parameters.
+"""ZeRO-3 steps with one all-gather, if parameters fit into stage3_max_live_parameters.
 
-Not applied by default: it was measured with few settings, and ranks that use different parameters
-raise an error with it.
+Not applied by default: it was measured with few settings, and it raises if the ranks use different
+parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATCH = Patch(
     ),
     dependencies=(
         *GATHER_ONCE_DEPENDENCIES,
-        ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called at each gradient"),
+        ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called for each gradient"),
     ),
     deactivate="deactivate",
     requires=("accumulation",),
@@ -39,50 +39,48 @@ apply, unapply, is_applied = api.of(__name__)
 _DIFFER = (
     "ZeRO-3: the ranks have used different parameters in this step, and gradients of different "
     "parameters were added to one another. Put the step's forwards and backwards into "
-    "engine.coalesce_grad_reduction(); or leave zero3_gather_once out and make such modules "
-    "z3 leaf modules."
+    "engine.coalesce_grad_reduction(); or skip zero3_gather_once, and make z3 "
+    "leaf modules of modules that not all ranks use."
 )
 
 
 def deactivate() -> None:
-    """Leave the gathers of every engine to DeepSpeed."""
+    """Put DeepSpeed's module hooks back, which gather and partition, in every engine."""
     from ds_patches.steps import gather_once
 
     gather_once.close_all()
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's forward; here all parameters are gathered before it, once a step."""
+    """All-gather all parameters before the first forward of a step, not in each module."""
     import torch
 
     if torch.is_grad_enabled() and engine.zero_optimization_partition_weights():
-        _gather(engine)
+        _gather_all(engine)
     return wrapped(*args, **kwargs)
 
 
-def _gather(engine: Any) -> None:
+def _gather_all(engine: Any) -> None:
+    """All-gather the parameters, if the engine allows it, and note why or why not. Collective."""
     from ds_patches.core import lifecycle
     from ds_patches.steps import attached, gather_once
     from ds_patches.upstream.coverage import is_compiled
 
     steps = attached.track(engine)
-    # The first backward tells whether others run inside it, and registers external parameters.
+    # The first backward detects nested backwards, and registers external parameters.
     if steps is None or not steps.backwards_begun:
         return
-    gathered = gather_once.state_of(engine, steps)
+    state = gather_once.state_of(engine, steps)
     compiled = is_compiled(engine) or hasattr(engine.module, "_orig_mod")
-    reason = gathered.why_not or ("it is compiled" if compiled else None)
-    how, why = ("in each forward and backward", reason) if reason else ("once", "all fit")
-    lifecycle.note(PATCH.name, f"ZeRO-3 steps gather parameters {how}: {why}")
+    reason = state.why_not or ("it is compiled" if compiled else None)
+    when, why = ("in each forward and backward", reason) if reason else ("once", "all fit")
+    lifecycle.note(PATCH.name, f"ZeRO-3 steps gather parameters {when}: {why}")
     if reason is None:
-        gathered.open()
+        state.open()
 
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed's step of the optimizer; here only if all ranks have reduced the same.
-
-    Raises Refused.
-    """
+    """Raise Refused before the optimizer steps if the ranks reduced different parameters."""
     from ds_patches.steps import attached
 
     steps = attached.steps_of(engine)

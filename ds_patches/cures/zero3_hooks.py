@@ -1,4 +1,4 @@
-"""ZeRO-3 trains on after inference_mode, after generation without hooks, and with mixed dtypes."""
+"""ZeRO-3 training after inference_mode, after generation without hooks, in mixed dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATCH = Patch(
     name="zero3_hooks",
     hooks=__name__,
     summary="ZeRO-3 trains on after inference_mode, generation without hooks, mixed dtypes",
-    remove_when="a release leaves no inference tensors behind; none up to 0.19.8 does",
+    remove_when="a release assigns no inference tensors to parameters; none up to 0.19.8 does",
     upstream=upstream("PR 8043", "PR 8073", "issue 8072"),
     supported=">=0.16.0,<=0.19.8",
     targets=(
@@ -27,28 +27,28 @@ PATCH = Patch(
         INIT.target("_allgather_params_coalesced", "around_all_gather", "<=0.19.2"),
     ),
     dependencies=(
-        COORDINATOR.needs("record_module", "notes steps by the number of a module", "<=0.19.1"),
-        COORDINATOR.needs("record_parameters", "looks for them by that number", "<=0.19.1"),
+        COORDINATOR.needs("record_module", "records the trace by module ids", "<=0.19.1"),
+        COORDINATOR.needs("record_parameters", "looks modules up by these ids", "<=0.19.1"),
     ),
 )
 
 apply, unapply, is_applied = api.of(__name__)
 
 
-def around_change(wrapped: Wrapped, thing: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed gives parameters other data; in inference mode that is no good for training."""
+def around_change(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Disable inference mode while DeepSpeed replaces parameters' data, which must be trainable."""
     import torch  # every command reads this file, and few need torch
 
     if not torch.is_inference_mode_enabled():
         return wrapped(*args, **kwargs)
-    # What torch.inference_mode is made of, without its Python; the end puts the gradient mode back.
+    # As torch.inference_mode(False) does in less Python; its end restores the gradient mode.
     with torch._C._InferenceMode(False):
         torch._C._set_grad_enabled(False)
         return wrapped(*args, **kwargs)
 
 
 def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed registers the modules below one; for a root, each gets a new number."""
+    """Update the trace when the modules get new ids, as hooks are registered again."""
     from ds_patches.upstream.zero3_gathers import keeping_trace_ids
 
     module = in_order(wrapped, args, kwargs)[0]
@@ -59,10 +59,10 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 
 def around_all_gather(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> Any:
-    """DeepSpeed gives all the dtype of the first, and on CPU ranks waits for the last alone."""
-    params, *others = in_order(wrapped, args, kwargs)
+    """All-gather parameters of several dtypes one by one; DeepSpeed uses the first's dtype."""
+    params, *rest = in_order(wrapped, args, kwargs)
     if len({param.ds_tensor.dtype for param in params}) < 2:
         return wrapped(*args, **kwargs)
     for param in params:
-        wrapped([param], *others)
+        wrapped([param], *rest)  # of several, DeepSpeed awaits only the last on CPU ranks
     return None
