@@ -36,7 +36,7 @@ example: .venv/.demo ## GradCache over two ranks, one gradient reduction a step
 	$(BIN)/python -m examples.gradcache
 
 # One after the other, also under make -j: two ranks and two cores.
-test: install ## lint, and the quick tests, on the newest DeepSpeed: ten minutes
+test: install ## lint, and the quick tests, on the newest DeepSpeed: five minutes
 	@$(MAKE) --no-print-directory lint
 	TEST_RANKS_FORK=1 $(PYTEST) -m "not exhaustive"
 

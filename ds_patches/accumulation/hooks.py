@@ -132,7 +132,7 @@ def around_per_tensor(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
     """Return an output's gradient undivided: it is divided when it is reduced."""
     if vars(engine).get(KEY) is None and not (is_loss_divided() and _divides_eagerly(engine)):
         return wrapped(*args, **kwargs)
-    return in_order(wrapped, args, kwargs)[0]
+    return args[0] if args else in_order(wrapped, args, kwargs)[0]
 
 
 def _divides_eagerly(engine: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ds_patches.core import api, engines
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ds_patches.steps.optimizer_params import OptimizerParameters
 
 _FRAGMENTS = "deepspeed.utils.tensor_fragment"
+_version_of = attrgetter("_version")
 
 PATCH = Patch(
     name="weights_by_hand",
@@ -64,7 +66,7 @@ class _Weights:
 
     def reset(self) -> None:
         """Record that the script has changed no weights since DeepSpeed wrote them."""
-        self._versions = [param._version for param in self._params]
+        self._versions = [*map(_version_of, self._params)]
         self.before.clear()
 
     def record(self, params: list[Any]) -> None:
@@ -75,7 +77,7 @@ class _Weights:
 
     def copy_changed(self, optimizer: Any) -> None:
         """Copy weights that changed since the last step into the fp32 weights."""
-        if not self.before and [param._version for param in self._params] == self._versions:
+        if not self.before and [*map(_version_of, self._params)] == self._versions:
             return
         from ds_patches.upstream import fragments
 

@@ -275,7 +275,11 @@ def _flatten(buckets: Iterable[Order]) -> Order:
 
 def _split(order: Order, keys: set[Any]) -> tuple[Order, Order]:
     """Return the part of an order with these keys, and the rest."""
-    return [key for key in order if key in keys], [key for key in order if key not in keys]
+    part: Order = []
+    rest: Order = []
+    for key in order:
+        (part if key in keys else rest).append(key)
+    return part, rest
 
 
 def merge_orders(orders: Sequence[Order]) -> Order:

@@ -152,7 +152,8 @@ class Zero3Sum(GradientSum):
     def complete(self) -> None:
         """Zero the partitions that this step has not written, and deliver those that it has.
 
-        A parameter that was frozen after its gradient was written is stepped, too.
+        A parameter that was frozen after its gradient was written is stepped, too, whether or not
+        it is trainable again.
         """
         optimizer = self._optimizer
         if not self._written and not any(map(live.layer_of, live.chain(optimizer.partition_grads))):
@@ -160,9 +161,7 @@ class Zero3Sum(GradientSum):
         if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written.keys():
             zero3.zero_gradients(optimizer, unwritten)
         if not optimizer.offload_optimizer:
-            zero3.set_averages(
-                optimizer, [p for p in self._written.values() if not p.requires_grad]
-            )
+            zero3.set_averages(optimizer, self._written)
         elif undelivered := self._written.keys() - self._delivered:
             zero3.copy_to_host(optimizer, undelivered)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -157,17 +157,17 @@ def copy_to_host(optimizer: Any, ids: Collection[int]) -> None:
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
 
 
-def set_averages(optimizer: Any, params: Sequence[Any]) -> None:
-    """Set the averaged gradients of parameters that are frozen now; DeepSpeed set zeros."""
-    if not params:
-        return
-    positions = {
-        id(p): (g, i) for g, ps in enumerate(optimizer.fp16_groups) for i, p in enumerate(ps)
-    }
+def set_averages(optimizer: Any, ids: Collection[int]) -> None:
+    """Set the averaged gradients of parameters to their partitions, by ``ds_id``.
+
+    DeepSpeed set zeros for parameters that were frozen when the last backward ended.
+    """
     partitions = gradient_partitions(optimizer)
-    for param in params:
-        group, index = positions[id(param)]
-        optimizer.averaged_gradients[group][index] = partitions[param.ds_id]
+    for group, params in enumerate(optimizer.fp16_groups):
+        averages = optimizer.averaged_gradients.get(group)
+        for index, param in enumerate(params if averages else ()):
+            if param.ds_id in ids:
+                averages[index] = partitions[param.ds_id]
 
 
 def copy_from_host(optimizer: Any, ids: Collection[int]) -> None:

@@ -169,6 +169,7 @@ test_what_was_written_in_this_step_is_stepped = checked(
         for script in (
             adapters.trained_by_turns,
             adapters.frozen_at_the_boundary,
+            adapters.unfrozen_at_the_boundary,
             adapters.trained_by_turns_in_a_window,
         )
         for more in ({}, OFFLOADED, {"clip": 0.05})

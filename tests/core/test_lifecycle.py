@@ -238,7 +238,8 @@ ALL = [
     # It wraps what accumulation wraps too, which the model of a target does not know.
     (name, alone if name == "half_without_zero" else every)
     for name, patch in registry.patches().items()
-    if release.covers(patch.supported, release.installed().version)
+    # The model's state of rest is that of a patch which `apply_all()` would apply.
+    if patch.by_default and release.covers(patch.supported, release.installed().version)
 ]
 
 

@@ -47,10 +47,12 @@ class Trail:
     """What was seen on the way: after each step the parameters, and other values.
 
     patched: of each, whether all patches were applied from its step's beginning on.
+    raised_patched: the same of the step that has raised `error`.
     """
 
     seen: list[Tensor] = field(default_factory=list)
     patched: list[bool] = field(default_factory=list)
+    raised_patched: bool = True
     error: str = ""
     is_ours: bool = False
 
@@ -92,6 +94,7 @@ class Side:
             said = str(error).strip().splitlines() or [""]
             self.trail.error = f"{type(error).__name__}: {said[0][:160]}"
             self.trail.is_ours = isinstance(error, DsPatchesError)
+            self.trail.raised_patched = self.patched_since
         return self.trail
 
     def do(self, words: list[str]) -> None:

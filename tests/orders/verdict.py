@@ -149,7 +149,7 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
         or plain.error
         or (patched.is_ours and any(words in patched.error for words in IN_THE_MIDST))
         or (not is_right and (patched.is_ours or (stock.error and same)))
-        or (not is_right and patched.patched[-1:] == [False])
+        or (not is_right and not patched.raised_patched)
         or "coalesce_grad_reduction" in stock.error  # a release without: numbers alone compare
     ):
         return ""

@@ -68,6 +68,15 @@ def frozen_at_the_boundary(trainer: Any, step: int, micro: int) -> None:
     trainer.module.blocks[0].requires_grad_(False)
 
 
+# ZeRO 3 steps zeros, as in `trained_by_turns`.
+@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="DictOutput", micro_steps=2, at_rest=False)
+def unfrozen_at_the_boundary(trainer: Any, step: int, micro: int) -> None:
+    """A block is frozen in the last backward, and trains again before the step."""
+    trainer.module.blocks[0].requires_grad_(micro == 0)
+    trainer.backward(loss_of(trainer, step, micro))
+    trainer.module.blocks[0].requires_grad_()
+
+
 @script(
     {1: WRONG, 2: WRONG, 3: raises("unknown parameter type")}, model="DictOutput", at_rest=False
 )
