@@ -44,10 +44,10 @@ def around_clip(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
 
 def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Add the experts to the norm by which DeepSpeed clips fp16 and bf16. Collective."""
+    if optimizer.mpu is not None or not optimizer.overflow_checker.has_moe_params:
+        return wrapped(*args, **kwargs)
     from ds_patches.upstream import moe
 
     _, *rest = in_order(wrapped, args, kwargs)
     params = [param for group in optimizer.fp16_groups for param in group]
-    if optimizer.mpu is not None or not any(map(moe.is_expert, params)):
-        return wrapped(*args, **kwargs)
     return wrapped(moe.set_norm(optimizer, moe.total_norm(params)), *rest)

@@ -52,11 +52,6 @@ def pad_to_capacity(gated: tuple[Any, ...], expert_capacity: int) -> tuple[Any, 
     return (balance, pad(weights, padding), pad(dispatch, padding), *rest)
 
 
-def is_expert(param: Tensor) -> bool:
-    """Return True if a parameter is an expert's, and not on all ranks."""
-    return not getattr(param, "allreduce", True)
-
-
 def total_norm(params: Sequence[Tensor]) -> Tensor:
     """Return the norm of the gradients with the experts of all ranks. Collective."""
     from deepspeed.utils import groups
@@ -73,7 +68,7 @@ def total_norm(params: Sequence[Tensor]) -> Tensor:
 
 def _group(param: Any) -> str:
     """Return the name of an expert's group of ranks, "" for a parameter that all ranks have."""
-    return param.group_name if is_expert(param) else ""
+    return "" if getattr(param, "allreduce", True) else param.group_name
 
 
 def clip(params: Sequence[Tensor], limit: float, norm: Tensor) -> Tensor:
