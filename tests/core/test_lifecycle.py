@@ -89,7 +89,7 @@ class Walk:
             self._wrap(event)
         elif event == "I" and not self.waits:
             self._import_targets()
-            self.originals = self.originals or {t.key: _raw(t) for t in self.targets}
+            self.originals = self.originals or {t.key: self._raw(t) for t in self.targets}
         elif event == "H":
             os.environ["DS_PATCHES"] = self.name
             runpy.run_path(str(command.HOOK / "sitecustomize.py"))
@@ -123,7 +123,7 @@ class Walk:
             if target.key in self.second:  # it may put back a wrapper of ours, switched off
                 setattr(*live.site(target), self.second[target.key][1])
         for target in self.targets:
-            raw = _raw(target)
+            raw = self._raw(target)
             assert beneath(raw) is self.originals[target.key], target.key
             assert raw is self.originals[target.key] or self.style, target.key
             assert not (self.name == "sample" and fake.depth(target.qualname)), target.key
@@ -146,9 +146,9 @@ class Walk:
         self.on = True
         self.layers += ["ours"] if "ours" not in self.layers else []
         self.activations.append("activate")
-        raws, status = [id(_raw(target)) for target in self.targets], ds_patches.status()
+        raws, status = [id(self._raw(target)) for target in self.targets], ds_patches.status()
         assert ds_patches.apply(self.name) == status[self.name]
-        assert [id(_raw(target)) for target in self.targets] == raws
+        assert [id(self._raw(target)) for target in self.targets] == raws
 
     def _import_targets(self) -> None:
         for target in self.targets:
@@ -169,12 +169,20 @@ class Walk:
         if style in OPAQUE:
             self.resting = State.REFUSED
         for target in self.targets:
-            raw = _raw(target)
+            raw = self._raw(target)
             self.second[target.key] = _second(style, raw), raw
             setattr(*live.site(target), self.second[target.key][0])
 
+    def _raw(self, target: Target) -> Any:
+        """Return the value at a target; not a wrapper of a patch that this one requires."""
+        value = live.raw(*live.site(target))
+        for name in registry.patch(self.name).requires:
+            if live.layer_of(value) in lifecycle.lifecycles[name].journal.layers:
+                value = value.__wrapped__
+        return value
+
     def _compare_raw(self, target: Target) -> None:
-        raw, key = _raw(target), target.key
+        raw, key = self._raw(target), target.key
         original, second = self.originals[key], self.second.get(key, (None, None))[0]
         if self.layers[-1:] == ["ours"]:
             assert raw is not original, key
@@ -188,10 +196,6 @@ class Walk:
 def beneath(value: Any) -> Any:
     """Return what lies beneath the wrappers of ours that are on top."""
     return next(layer for layer in live.chain(value) if not live.layer_of(layer))
-
-
-def _raw(target: Target) -> Any:
-    return live.raw(*live.site(target))
 
 
 def _second(style: str, raw: Any) -> Any:

@@ -19,6 +19,7 @@ from tests.scripts.worlds import Worlds
 #: counts them, drops or loses some, or has a backward that is not divided there.
 COUNTING = {"boundary", "zero_grad", "zero_optimizer_grad", "load", "is_engine", "plain_backward"}
 COUNTING |= {"change_grads", "full_grads"}  # they are whole at the boundary alone
+COUNTING.add("window_over_an_auxiliary_tensor")  # its backwards are those of plain_backward
 #: And in one that makes gradients of its own, for which it would have to know the loss scale.
 MAKING = {"give", "change_grads", "full_grads", "register_hook", "register_forward_hook"}
 #: Large, so that what is lost is more than what half precision rounds off.
