@@ -11,7 +11,7 @@ Gradients that leave the engine by its inputs pass no bucket: the leaves that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,14 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core import engines
-from ds_patches.steps.graph_task import NO_TASK, accumulates, current_task_id, graph_tensors
+from ds_patches.steps.graph_task import (
+    NO_TASK,
+    accumulate_node,
+    accumulate_nodes,
+    accumulates,
+    current_task_id,
+    graph_tensors,
+)
 from ds_patches.upstream import engine as upstream_engine
 
 #: Key in an autograd node's metadata: an engine's output, or a leaf whose gradient is divided.
@@ -92,11 +99,11 @@ def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callabl
         node: Any = output.grad_fn
         node.metadata[_SEEN] = True
     tensors = graph_tensors(inputs, leaves=True)
-    roots = [tensor.grad_fn or _accumulate_node_of(tensor) for tensor in tensors]
+    roots = [tensor.grad_fn or accumulate_node(tensor) for tensor in tensors]
     if not roots:
         return
     reduced: set[int] = set().union(*map(upstream_engine.trained_ids, engines.known))
-    for node in _accumulate_nodes(roots):
+    for node in accumulate_nodes(roots, stop=_SEEN):
         if id(node.variable) not in reduced:
             node.metadata[_SEEN] = True
             node.register_prehook(partial(_divide, get_divisor))
@@ -105,21 +112,3 @@ def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callabl
 def _divide(get_divisor: Callable[[], int], gradients: Any) -> Any:
     divisor = get_divisor()
     return tuple(gradient if gradient is None else gradient / divisor for gradient in gradients)
-
-
-def _accumulate_node_of(leaf: torch.Tensor) -> Any:
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-def _accumulate_nodes(pending: list[Any]) -> Iterator[Any]:
-    """Yield the AccumulateGrad nodes below these nodes, up to the outputs of engines."""
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or _SEEN in node.metadata:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node
-        pending += [next_node for next_node, _ in node.next_functions]

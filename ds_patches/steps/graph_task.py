@@ -59,16 +59,12 @@ def accumulates() -> bool:
     False in ``torch.autograd.grad``, which returns gradients, and in a ``backward(inputs=...)`` of
     other leaves.
     """
-    return any(map(_will_accumulate, _accumulate_nodes(torch._C._current_autograd_node())))
+    return any(map(_will_accumulate, accumulate_nodes([torch._C._current_autograd_node()])))
 
 
 def reaches(leaf: torch.Tensor) -> bool:
     """Return True if the running graph task accumulates into this leaf, itself and not nested."""
-    if not leaf.requires_grad:
-        return False
-    with torch.enable_grad():
-        ((node, _),) = leaf.view_as(leaf).grad_fn.next_functions  # type: ignore[union-attr]
-    return _will_accumulate(node)
+    return leaf.requires_grad and _will_accumulate(accumulate_node(leaf))
 
 
 def _will_accumulate(leaf: Any) -> bool:
@@ -78,12 +74,21 @@ def _will_accumulate(leaf: Any) -> bool:
         return False
 
 
-def _accumulate_nodes(node: Any) -> Iterator[Any]:
-    """Yield the AccumulateGrad nodes below a node, depth first."""
-    pending, seen = [node], set()
+def accumulate_node(leaf: torch.Tensor) -> Any:
+    """Return the AccumulateGrad node of a leaf that requires a gradient."""
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def accumulate_nodes(pending: list[Any], stop: str = "") -> Iterator[Any]:
+    """Yield the AccumulateGrad nodes below these nodes, depth first.
+
+    stop: a key; the search stops at nodes that have it in their metadata.
+    """
+    seen = set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or (stop and stop in node.metadata):
             continue
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
