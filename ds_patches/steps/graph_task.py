@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
 from typing import Any
 from weakref import ref
 
@@ -96,53 +95,39 @@ def accumulate_nodes(pending: list[Any], stop: str = "") -> Iterator[Any]:
         pending.extend(next_node for next_node, _ in node.next_functions)
 
 
-class Entry(Enum):
-    """The event at a hook in a graph task, as `TaskWatch.enter` classifies it."""
-
-    #: A backward begins.
-    BEGINS = auto()
-    #: The backward before raised, and the caller has to handle that first.
-    AFTER_FAILURE = auto()
-    #: A backward inside the running one, and part of it: by reentrant checkpointing, or in a hook.
-    NESTED = auto()
-
-
 class TaskWatch:
     """The graph task of the running backward, and whether the last backward raised."""
 
     __slots__ = ("_end_callback", "task_id")
 
     def __init__(self) -> None:
-        #: Id of the graph task of the backward that was entered last; None after its end. A hook is
+        #: Id of the graph task of the backward that began last; None after its end. A hook is
         #: in that backward, and in none nested in it, if `current_task_id()` is the same.
         self.task_id: int | None = None
         self._end_callback: ref[Callable[[], None]] | None = None
 
     @property
     def running(self) -> bool:
-        """True if the backward that was entered last has not ended."""
+        """True if the backward that began last has not ended: another in it is a part of it."""
         return self._end_callback is not None and self._end_callback() is not None
 
     @property
     def raised(self) -> bool:
-        """True if the backward that was entered last raised.
+        """True if the backward that began last raised.
 
         A device thread of autograd may keep a raised graph task alive, as if it ran, until the
         thread's next work; a backward of the same model is such work.
         """
         return self._end_callback is not None and self._end_callback() is None
 
-    def enter(self) -> Entry:
-        """Classify the event at a hook in the current graph task, which is not `task_id`."""
-        if self._end_callback is not None:
-            return Entry.AFTER_FAILURE if self._end_callback() is None else Entry.NESTED
+    def begin(self) -> None:
+        """Watch the current graph task, in which a backward begins."""
 
         def end() -> None:  # only the autograd engine refers to it
             self._end_callback = self.task_id = None
 
         at_end_of_task(end)
         self._end_callback, self.task_id = ref(end), current_task_id()
-        return Entry.BEGINS
 
     def clear_failure(self) -> None:
         """Forget that the last backward raised."""

@@ -14,7 +14,6 @@ from ds_patches.core.errors import Refused
 from ds_patches.steps.division import divisor_of, engine_backwards
 from ds_patches.steps.graph_task import (
     NO_TASK,
-    Entry,
     TaskWatch,
     accumulates,
     at_end_of_task,
@@ -27,9 +26,9 @@ from ds_patches.upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
 
-_NO_OUTPUT = (
-    "backward() of a tensor that is no output of the engine, which DeepSpeed does not see: call "
-    "engine.backward(tensor) instead"
+_UNSEEN = (
+    "engine.step() without a reduced gradient, after a backward() of a tensor that is no output of "
+    "the engine, which DeepSpeed does not see: call engine.backward(tensor) instead."
 )
 _FOREIGN = (
     "This engine's backward began, and dropped the gradients that another engine's backward had "
@@ -68,7 +67,7 @@ def refuse_unseen_backward(engine: Any) -> None:
     state = upstream_engine.hook_state(engine.optimizer)
     # DeepSpeed's parameter hooks begin a backward only if the forward has had another before.
     if state and state.hooks_fired_this_backward and not state.backward_seen_this_step:
-        raise Refused(f"engine.step() without a reduced gradient, after a {_NO_OUTPUT}.")
+        raise Refused(_UNSEEN)
 
 
 class EngineSteps:
@@ -99,10 +98,8 @@ class EngineSteps:
         self.epilogue_is_due = False
         #: True if DeepSpeed divides plain backwards at outputs; here the sum divides instead.
         self.divides_plain_backwards = is_torch_style
-        self._warned_of_zero_grad = False
-        self._warned_of_foreign = self._warned_of_no_step = False
-        # At stage 3 zero3_retain raises an error instead of this warning.
-        self._warned_of_old_forward = engine.zero_optimization_partition_weights()
+        #: The warnings that were logged. At stage 3 zero3_retain raises an error instead of one.
+        self._warned = {_OLD_FORWARD} if engine.zero_optimization_partition_weights() else set()
 
     # --- Backwards ------------------------------------------------------------------------------
 
@@ -127,20 +124,18 @@ class EngineSteps:
         if self.engine is None:
             return
         is_old = steps_before not in (None, self.steps_taken)
-        if is_old and not self._warned_of_old_forward and accumulates():
-            self._warned_of_old_forward = True
-            logger.warning(_OLD_FORWARD)
+        if is_old and _OLD_FORWARD not in self._warned and accumulates():
+            self._warn_once(_OLD_FORWARD)
         watch = self.watch
         if watch.task_id == current_task_id() or not (is_backward or accumulates()):
             return
-        entry = watch.enter()
-        if entry is Entry.AFTER_FAILURE:
-            self.drop_failed_backward()
-            entry = watch.enter()
-        if entry is Entry.NESTED:
+        if watch.running:
             for listener in self.listeners:
                 listener.backward_nested()
             return
+        if watch.raised:
+            self.drop_failed_backward()
+        watch.begin()
         self.backwards_begun += 1
         caller: Any = engine_backwards[-1] if engine_backwards else None
         is_own = caller is self.engine
@@ -148,7 +143,7 @@ class EngineSteps:
             self._drop_foreign()
         self._previous_step = self._step
         is_foreign = caller is not None and not is_own
-        if is_foreign and self._step.is_foreign and not self._warned_of_no_step:
+        if is_foreign and self._step.is_foreign and _NOT_STEPPED not in self._warned:
             self._warn_of_no_step()
         self._step = self._step.after_backward(self.engine.micro_steps, is_foreign)
         same_forward, self._has_new_forward = not self._has_new_forward, False
@@ -183,9 +178,7 @@ class EngineSteps:
         """Drop the gradients of other engines' backwards, as this engine's own backward begins."""
         self._step = Step()
         self.sum.drop()
-        if not self._warned_of_foreign:
-            self._warned_of_foreign = True
-            logger.warning(_FOREIGN)
+        self._warn_once(_FOREIGN)
 
     def _warn_of_no_step(self) -> None:
         """Warn once if only other engines bring gradients, and step() was never called."""
@@ -193,9 +186,14 @@ class EngineSteps:
         is_early = self.backwards_begun <= _MANY_STEPS * engine.gradient_accumulation_steps()
         if engine.micro_steps or is_early:  # step() was called if `micro_steps` is not 0
             return
-        self._warned_of_no_step = True
         if any(param.requires_grad for param in engine.module.parameters()):
-            logger.warning(_NOT_STEPPED, self.backwards_begun - 1)
+            self._warn_once(_NOT_STEPPED, self.backwards_begun - 1)
+        self._warned.add(_NOT_STEPPED)  # also if it is frozen: its parameters are asked once
+
+    def _warn_once(self, message: str, *args: Any) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *args)
 
     def enter_at_parameter(self) -> None:
         """Called when a gradient reaches a parameter, and has reached no output before.
@@ -269,9 +267,8 @@ class EngineSteps:
         ):
             return
         # DeepSpeed itself drops the gradients of a single micro step, without a warning.
-        if step.first < step.last == micro_step and not self._warned_of_zero_grad:
-            self._warned_of_zero_grad = True
-            logger.warning(
+        if step.first < step.last == micro_step:
+            self._warn_once(
                 "zero_grad() in the middle of a gradient accumulation: as in PyTorch, the "
                 "gradients of earlier micro steps are dropped, too."
             )
