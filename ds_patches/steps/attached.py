@@ -40,48 +40,41 @@ class Attached(Generic[State]):
     def __init__(self, patch: str, make: Callable[[Any], State | None]) -> None:
         self.key, self._make = f"_ds_patches_{patch}", make
         self._owners: WeakSet[Any] = WeakSet()
-        self._parts: WeakSet[Any] = WeakSet()
 
     def __call__(self, owner: Any) -> State | None:
         """Return the state of `owner`, made at the first call; None if it is excluded."""
-        attributes = vars(owner)
-        if self.key not in attributes:
-            attributes[self.key] = self._make(owner)
-            self._owners.add(owner)
-        state: State | None = attributes[self.key]
-        return state
+        if self.key not in vars(owner):
+            self.set(owner, self._make(owner))
+        return self.get(owner)
 
     def get(self, owner: Any) -> State | None:
         """Return the state of `owner`, or None if it was not made."""
         state: State | None = vars(owner).get(self.key)
         return state
 
-    def share(self, part: Any, state: State) -> None:
-        """Make `get` return `state` for `part`, which is a part of another object, too."""
-        vars(part)[self.key] = state
-        self._parts.add(part)
+    def set(self, owner: Any, state: State | None) -> None:
+        """Set the state of `owner`, as for a part of an object that shares the object's state."""
+        vars(owner)[self.key] = state
+        self._owners.add(owner)
 
     def exclude(self, owner: Any) -> None:
-        """Exclude `owner` from the patch from now on, and drop its state."""
-        state = vars(owner).get(self.key)
-        vars(owner)[self.key] = None
-        self._owners.add(owner)
-        for part in self._parts if state is not None else ():
-            if vars(part).get(self.key) is state:
-                vars(part)[self.key] = None
+        """Exclude `owner`, and what shares its state, from the patch from now on."""
+        if (state := self.get(owner)) is not None:
+            for other in [other for other in self._owners if self.get(other) is state]:
+                self.set(other, None)
+        self.set(owner, None)
 
     def all(self) -> list[tuple[Any, State]]:
-        """Return every object that is not excluded, with its state."""
+        """Return every object that has a state, with its state."""
         states = [(owner, self.get(owner)) for owner in self._owners]
         return [(owner, state) for owner, state in states if state is not None]
 
     def detach_all(self) -> list[tuple[Any, State]]:
         """Remove the state from every object. Return the pairs that `all` returned."""
         states = self.all()
-        for holder in (*self._owners, *self._parts):
-            vars(holder).pop(self.key, None)
+        for owner in self._owners:
+            vars(owner).pop(self.key, None)
         self._owners.clear()
-        self._parts.clear()
         return states
 
 
@@ -96,11 +89,11 @@ def _make_steps(engine: Any) -> EngineSteps | None:
     if _make_sum is None or (sum_ := _make_sum(engine)) is None:
         return None
     steps = EngineSteps(engine, sum_)
-    _engines.share(engine.optimizer, steps)
+    _engines.set(engine.optimizer, steps)
     if (state := upstream_engine.hook_state(engine.optimizer)) is not None:
-        _engines.share(state, steps)
+        _engines.set(state, steps)
     for subscriber in _subscribers:
-        _listen(subscriber, engine, steps)
+        _listen(subscriber, steps)
     return steps
 
 
@@ -228,12 +221,16 @@ def note_step(engine: Any) -> None:
 def subscribe(subscriber: Attached[Any]) -> None:
     """Make a listener for each tracked engine, and for each that is tracked later."""
     _subscribers.append(subscriber)
-    for engine, steps in _engines.all():
-        _listen(subscriber, engine, steps)
+    for steps in _all_steps():
+        _listen(subscriber, steps)
 
 
-def _listen(subscriber: Attached[Any], engine: Any, steps: EngineSteps) -> None:
-    if (listener := subscriber(engine)) is not None:
+def _all_steps() -> set[EngineSteps]:
+    return {steps for _, steps in _engines.all()}
+
+
+def _listen(subscriber: Attached[Any], steps: EngineSteps) -> None:
+    if (listener := subscriber(steps.engine)) is not None:
         steps.listeners.append(listener)
 
 
@@ -241,11 +238,10 @@ def unsubscribe(subscriber: Attached[Any]) -> list[Any]:
     """Remove a subscriber's listeners from all engines, and make no more. Return them."""
     if subscriber in _subscribers:
         _subscribers.remove(subscriber)
-    listeners = subscriber.detach_all()
-    for engine, listener in listeners:
-        if (steps := steps_of(engine)) is not None:
-            steps.listeners.remove(listener)
-    return [listener for _, listener in listeners]
+    listeners = {listener for _, listener in subscriber.detach_all()}
+    for steps in _all_steps():
+        steps.listeners = [other for other in steps.listeners if other not in listeners]
+    return [*listeners]
 
 
 def detach_all() -> None:
@@ -259,5 +255,6 @@ def detach_all() -> None:
     for _, layers in _hook_layers.detach_all():
         for layer in layers:
             layer.remove()
-    for _, steps in _engines.detach_all():
+    for steps in _all_steps():
         steps.detach()
+    _engines.detach_all()

@@ -25,7 +25,7 @@ def _gathers_of(engine: Any) -> Gathers | None:
     offload = engine.optimizer.parameter_offload
     gathers = Gathers(offload, version=lambda: steps.steps_taken)
     gathers.install()
-    _gathers.share(offload, gathers)
+    _gathers.set(offload, gathers)
     return gathers
 
 
