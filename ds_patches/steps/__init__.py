@@ -8,7 +8,6 @@
 - `bucket_order`: the order in which the ranks reduce the buckets of ZeRO 1 and 2;
 - `division`: the division of gradients by the micro steps, once, where they are reduced;
 - `gather_once`: ZeRO 3 with all parameters gathered once;
-- `optimizer_params`: warnings about the parameters that the optimizer was constructed with;
 - `saved_view`: the description of a view that autograd saved, from which the view can be rebuilt;
 - `attached`: a patch's state of an engine or optimizer, the tracked engines and their listeners;
 - `ranks`: flags that ranks reduce, and their rendezvous in the store.
