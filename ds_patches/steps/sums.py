@@ -28,10 +28,14 @@ class GradientSum:
     #: The divisor that the reduction applies to the gradients of the running backward.
     divisor = 1
 
-    def __init__(self) -> None:
+    #: The attribute of a parameter that holds its local gradient.
+    attribute = "grad"
+
+    def __init__(self, holds_local: bool = False) -> None:
+        """holds_local: the stage keeps gradients of micro steps local, also out of a block."""
         self.layers: list[Layer] = []
         #: True if the parameters may hold gradients of the step's earlier backwards.
-        self.holds_local = False
+        self.holds_local = self._always_holds_local = holds_local
         self._recorded_trainable: set[Any] = set()
         self._recorded_versions: list[tuple[int, int]] = []
 
@@ -48,23 +52,26 @@ class GradientSum:
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return the gradients on the parameters, which are not reduced."""
-        return [param.grad for param in self.trainable() if param.grad is not None]
+        gradients = [getattr(param, self.attribute) for param in self.trainable()]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def begin_backward(self) -> None:
         """Prepare the sum for the gradients of a backward that begins."""
 
     def may_have_gradients(self) -> bool:
         """Return True if the backward that raised may have brought a gradient."""
-        return self._recorded_versions != self.gradient_versions()
+        if self.has_nonlocal_gradients():
+            return True
+        return self.holds_local and self._recorded_versions != self._gradient_versions()
 
     def record_gradients(self) -> None:
         """Record the gradients on the parameters as a backward begins, for `may_have_gradients`."""
-        self._recorded_versions = self.gradient_versions()
+        self._recorded_versions = self._gradient_versions()
 
-    def gradient_versions(self) -> list[tuple[int, int]]:
+    def _gradient_versions(self) -> list[tuple[int, int]]:
         """Return ids and versions of the gradients on the parameters; any change changes them."""
-        gradients = [param.grad for param in self.parameters() if param.grad is not None]
-        return [(id(gradient), gradient._version) for gradient in gradients]
+        gradients = [getattr(param, self.attribute) for param in self.parameters()]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def end_empty_backward(self) -> bool:
         """End a backward that reached no parameter of this engine.
@@ -128,7 +135,7 @@ class GradientSum:
 
     def end_local(self) -> None:
         """Expect backwards that reduce, unless the stage keeps gradients of micro steps local."""
-        self.holds_local = False
+        self.holds_local = self._always_holds_local
 
     def trainable(self) -> list[Any]:
         """Return the parameters that are trainable now, or were in a recorded backward."""
@@ -137,7 +144,7 @@ class GradientSum:
 
     def has_local_gradients(self) -> list[bool]:
         """Return, for each trainable parameter, True if it has a local gradient."""
-        return [param.grad is not None for param in self.trainable()]
+        return [getattr(param, self.attribute) is not None for param in self.trainable()]
 
     def has_nonlocal_gradients(self) -> bool:
         """Return True if gradients of the running backward are in buckets or reduced."""

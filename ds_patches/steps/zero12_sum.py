@@ -39,9 +39,9 @@ class Zero12Sum(GradientSum):
     """The sum of the reduced gradients of one stage 1 or 2 optimizer over a step's backwards."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__()
         self._optimizer = optimizer = engine.optimizer
-        self.holds_local = not optimizer.partition_gradients
+        super().__init__(holds_local=not optimizer.partition_gradients)
+        self.attribute = zero12.gradient_attribute(optimizer)
         epilogue = "independent_gradient_partition_epilogue"
         self.layers.append(Layer(optimizer, epilogue, self._epilogue))
         is_new = engine.global_steps == 0
@@ -81,12 +81,6 @@ class Zero12Sum(GradientSum):
         self._reduced_gradients.forget()
         if self._order is not None:
             self._order.begin_backward()
-
-    def may_have_gradients(self) -> bool:
-        return self.has_nonlocal_gradients() or (self.holds_local and super().may_have_gradients())
-
-    def gradient_versions(self) -> list[tuple[int, int]]:
-        return [(id(gradient), gradient._version) for gradient in self.local_gradients()]
 
     def end_empty_backward(self) -> bool:
         if self._host_sum is not None:
@@ -195,18 +189,6 @@ class Zero12Sum(GradientSum):
 
     def parameters(self) -> list[Any]:
         return [param for group in self._optimizer.bit16_groups for param in group]
-
-    def has_local_gradients(self) -> list[bool]:
-        attribute = zero12.gradient_attribute(self._optimizer)
-        return [getattr(param, attribute) is not None for param in self.trainable()]
-
-    def end_local(self) -> None:
-        self.holds_local = not self._optimizer.partition_gradients
-
-    def local_gradients(self) -> list[torch.Tensor]:
-        attribute = zero12.gradient_attribute(self._optimizer)
-        local_gradients = [getattr(param, attribute) for param in self.trainable()]
-        return [gradient for gradient in local_gradients if gradient is not None]
 
     def has_nonlocal_gradients(self) -> bool:
         return self._reduced_gradients.has_reduced or bool(self._buckets.contents())

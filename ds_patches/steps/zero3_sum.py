@@ -198,12 +198,7 @@ class Zero3Sum(GradientSum):
         return [param for group in self._optimizer.fp16_groups for param in group]
 
     def has_nonlocal_gradients(self) -> bool:
-        return bool(zero3.params_in_buckets(self._optimizer))
-
-    def may_have_gradients(self) -> bool:
-        if self._has_reduced or self.has_nonlocal_gradients():
-            return True
-        return self.holds_local and super().may_have_gradients()
+        return self._has_reduced or bool(zero3.params_in_buckets(self._optimizer))
 
     def reduce_local(self, missing: set[Any]) -> None:
         for param in self.trainable():
