@@ -83,8 +83,7 @@ class BucketOrder:
         self._unreachable: set[Any] = set()
         #: The keys in the buckets; None while DeepSpeed fills them as gradients arrive.
         self._bucket_keys: Order | None = None
-        if self._buckets.diversion:
-            self._buckets.stop_diverting()
+        self._buckets.stop_diverting()
 
     def admits(self, keys: Order) -> bool:
         """Return True if the buckets, which hold `keys`, are to be reduced now.
@@ -142,15 +141,10 @@ class BucketOrder:
             self._add_newly_used()
         if self.held:
             raise Refused(_REDUCED_ALREADY)
-        if self._buckets.diversion:
-            self._buckets.stop_diverting()
+        self._buckets.stop_diverting()
         if self._buckets_cover_order and self._known_buckets is None:
             self._known_buckets = [*self._reduced, self._bucket_keys or []]
             self._order = _flatten(self._known_buckets)
-
-    def detach(self) -> None:
-        """Stop diverting gradients from the optimizer's buckets."""
-        self._buckets.stop_diverting()
 
     # --- State of one backward --------------------------------------------------------------------
 
@@ -207,12 +201,9 @@ class BucketOrder:
             self._buckets.refill()
         if not is_in_bucket or key in self._remaining:
             self._queue(key)
-            while self._remaining and self._is_ready(self._remaining[-1]):
-                self._fill_bucket([self._remaining.pop()])
+            while (rest := self._remaining) and (rest[-1] in self.held or rest[-1] in self._unreachable):
+                self._fill_bucket([rest.pop()])
         return False
-
-    def _is_ready(self, key: Any) -> bool:
-        return key in self.held or key in self._unreachable
 
     def _fill_bucket(self, keys: Iterable[Any]) -> None:
         self._bucket_keys = self._bucket_keys or []

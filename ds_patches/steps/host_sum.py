@@ -42,11 +42,6 @@ class HostSum:
         ]
         offload.watch_gradients(optimizer, self._bring_up_to_date)
 
-    @property
-    def must_preserve_partitions(self) -> bool:
-        """True if the next backward must not overwrite gradients that a script has set."""
-        return bool(self._set_by_script or self._saved_partitions)
-
     def _bring_up_to_date(self, param_id: int, is_write: bool) -> None:
         """Write this step's gradient into the partition before a script reads or sets it.
 
@@ -63,14 +58,16 @@ class HostSum:
             self._delivered.add(param_id)
             self._set_by_script.add(param_id)
 
-    def begin_backward(self) -> None:
-        """Forget which parameters the last backward delivered."""
-        self._delivered_this_backward.clear()
+    def begin_backward(self, reduced_at_boundary: bool) -> None:
+        """Save and zero the fp32 partitions, or copy them to the sums on the device, if any.
 
-    def save_partitions(self) -> None:
-        """Save and zero the fp32 partitions, or copy them to the sums on the device, if any."""
+        Only if the backward would overwrite gradients: those of an earlier backward at the boundary
+        of this step, if there was one, or gradients that a script has set.
+        """
         optimizer = self._optimizer
-        if self._saved_partitions or not self._delivered:
+        self._delivered_this_backward.clear()
+        overwrites = self._delivered and (reduced_at_boundary or self._set_by_script)
+        if self._saved_partitions or not overwrites:
             return
         synchronize()
         if zero12.any_sums_in_place(optimizer):

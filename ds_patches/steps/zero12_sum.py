@@ -75,9 +75,7 @@ class Zero12Sum(GradientSum):
         if self._reduced_at_boundary and self._is_muon:
             raise Refused(_SECOND_WITH_MUON)
         if self._host_sum is not None:
-            self._host_sum.begin_backward()
-            if self._reduced_at_boundary or self._host_sum.must_preserve_partitions:
-                self._host_sum.save_partitions()
+            self._host_sum.begin_backward(self._reduced_at_boundary)
         self._reduced_gradients.forget()
         if self._order is not None:
             self._order.begin_backward()
@@ -97,17 +95,17 @@ class Zero12Sum(GradientSum):
         if self._order is not None:
             self._order.end_backward()
         self._reduced_gradients.in_epilogue = True
-        preserves = self._host_sum is not None and self._host_sum.must_preserve_partitions
-        adds = self._reduced_at_boundary or preserves
-        self._reduced_at_boundary |= boundary
         self.in_upstream_zero_grad = True
         try:
-            if adds:
+            if self._reduced_at_boundary:
                 self._run_and_add(wrapped)
             else:
                 wrapped()
         finally:
             self.in_upstream_zero_grad = self._reduced_gradients.in_epilogue = False
+            self._reduced_at_boundary |= boundary
+        if self._host_sum is not None:
+            self._host_sum.add_saved_partitions()
 
     def _run_and_add(self, wrapped: Callable[[], Any]) -> None:
         """Run the epilogue without the step's gradients, and add them to those that it leaves."""
@@ -121,8 +119,6 @@ class Zero12Sum(GradientSum):
         wrapped()
         _add_slices(optimizer.averaged_gradients, averaged, restore=True)
         _add_slices(zero12.pending_gradients(optimizer), pending, restore=False)
-        if self._host_sum is not None:
-            self._host_sum.add_saved_partitions()
 
     def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Take the gradients in a step that is its own boundary; zeros, if all were dropped."""
@@ -178,8 +174,7 @@ class Zero12Sum(GradientSum):
             self._optimizer.overlap_comm = True
         if self._host_sum is not None:
             self._host_sum.detach()
-        if self._order is not None:
-            self._order.detach()
+        self._buckets.stop_diverting()
 
     def _allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         with zero12.averaging_local_sums(self._optimizer):
