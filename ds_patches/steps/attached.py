@@ -102,6 +102,8 @@ _engines: Attached[EngineSteps] = Attached("accumulation", _make_steps)
 _eager_prologues: Attached[bool] = Attached(
     "eager_prologue", upstream_engine.disable_dynamo_for_prologue
 )
+#: Returns the steps of a tracked engine, given the engine or its optimizer; else None.
+steps_of = _engines.get
 #: Key in the `__dict__` of tracked and of excluded engines, and of their optimizers.
 KEY = _engines.key
 
@@ -110,11 +112,6 @@ def track_engines(make_sum: MakeSum) -> None:
     """Track the steps of every engine from its next forward on."""
     global _make_sum
     _make_sum = make_sum
-
-
-def steps_of(owner: Any) -> EngineSteps | None:
-    """Return the steps of a tracked engine, given the engine or its optimizer; else None."""
-    return _engines.get(owner)
 
 
 def track(engine: Any) -> EngineSteps | None:

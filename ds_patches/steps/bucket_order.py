@@ -201,7 +201,9 @@ class BucketOrder:
             self._buckets.refill()
         if not is_in_bucket or key in self._remaining:
             self._queue(key)
-            while (rest := self._remaining) and (rest[-1] in self.held or rest[-1] in self._unreachable):
+            while (rest := self._remaining) and (
+                rest[-1] in self.held or rest[-1] in self._unreachable
+            ):
                 self._fill_bucket([rest.pop()])
         return False
 

@@ -33,17 +33,13 @@ from ds_patches.upstream import engine as upstream_engine
 _SEEN = "ds_patches.division"
 #: The engines whose ``backward`` is running, innermost last.
 engine_backwards: list[Any] = []
-
-
-class _ScaledLoss:
-    """The graph task of the last backward that began at a loss of ``engine.scale``."""
-
-    task_id = NO_TASK
+#: The graph task of the last backward that began at a loss of ``engine.scale``.
+_scaled_task_id = NO_TASK
 
 
 def is_loss_divided() -> bool:
     """Return True if the loss of the running backward was divided by the micro steps."""
-    return bool(engine_backwards) or _ScaledLoss.task_id == current_task_id() != NO_TASK
+    return bool(engine_backwards) or _scaled_task_id == current_task_id() != NO_TASK
 
 
 def divisor_of(engine: Any) -> int:
@@ -78,10 +74,11 @@ def divide_scaled_loss(engine: Any, loss: torch.Tensor, is_nested: Callable[[], 
     """Divide the gradient of a loss of ``engine.scale``: undivided, half precision may overflow."""
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
+        global _scaled_task_id
         if is_nested() or not accumulates():
             return gradient
         divisor = divisor_of(engine)
-        _ScaledLoss.task_id = current_task_id()
+        _scaled_task_id = current_task_id()
         return gradient / divisor
 
     loss.register_hook(unserializable_hook(divide))  # type: ignore[no-untyped-call]

@@ -242,7 +242,7 @@ class EngineSteps:
             )
         upstream_engine.reset_backward(self.engine)
         if keeps_step:
-            self.sum.end_failed_empty_backward()
+            self.sum.end_empty_backward(failed=True)
         else:
             self.sum.drop_failed_backward()
         for listener in self.listeners:

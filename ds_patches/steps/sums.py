@@ -73,8 +73,8 @@ class GradientSum:
         gradients = [getattr(param, self.attribute) for param in self.parameters()]
         return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
-    def end_empty_backward(self) -> bool:
-        """End a backward that reached no parameter of this engine.
+    def end_empty_backward(self, failed: bool = False) -> bool:
+        """End a backward that brought no gradient: it raised, or reached no parameter.
 
         Return True to skip DeepSpeed's epilogue.
         """
@@ -92,10 +92,6 @@ class GradientSum:
 
     def drop(self) -> None:
         """Drop the step's gradients."""
-
-    def end_failed_empty_backward(self) -> None:
-        """End a backward that raised before it brought a gradient."""
-        self.end_empty_backward()
 
     def drop_failed_backward(self) -> None:
         """Drop the step's gradients, and those in the buckets, after a backward that raised."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import Layer
@@ -80,7 +78,7 @@ class Zero12Sum(GradientSum):
         if self._order is not None:
             self._order.begin_backward()
 
-    def end_empty_backward(self) -> bool:
+    def end_empty_backward(self, failed: bool = False) -> bool:
         if self._host_sum is not None:
             self._host_sum.add_saved_partitions()
         if hasattr(self._optimizer, "exit_backward"):  # 0.18.3
