@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,29 +25,21 @@ def any_rank(flags: Sequence[bool], group: Any) -> torch.Tensor:
     return on_any
 
 
-def rendezvous_key(subject: str, ranks: Sequence[int], rank: int) -> str:
-    """Return a key in the store for the next rendezvous of these ranks over a subject.
+def absent_ranks(subject: str) -> list[int]:
+    """Wait in the store for all ranks. Return those that do not arrive within the timeout.
 
-    The store counts each rank's rendezvous. So the counts start again with the store of a new
-    process group, in which some ranks may be new processes.
+    Not a collective, because a rank that raised does not take part in collectives. The store counts
+    each rank's calls, so the counts start again with the store of a new process group, in which
+    some ranks may be new processes.
     """
-    prefix = f"ds_patches/{subject}/{hashlib.sha256(repr((*ranks,)).encode()).hexdigest()[:16]}"
-    return f"{prefix}/{agreement.store().add(f'{prefix}/{rank}', 1)}"
-
-
-def wait_at_rendezvous(
-    store: Any, key: str, ranks: Sequence[int], rank: int, timeout: float
-) -> list[int]:
-    """Wait in the store, up to `timeout` seconds. Return the ranks that did not arrive.
-
-    Not a collective, because a rank that raised does not take part in collectives.
-    """
-    arrived = f"{key}/arrived"
-    store.set(f"{key}/{rank}", "")
-    store.add(arrived, 1)
-    if agreement.wait(lambda: store.add(arrived, 0) >= len(ranks), timeout):
+    store, rank, ranks = agreement.store(), dist.get_rank(), range(dist.get_world_size())
+    prefix = f"ds_patches/{subject}"
+    count = store.add(f"{prefix}/{rank}", 1)
+    keys = {other: f"{prefix}/{other}/{count}" for other in ranks}
+    store.set(keys[rank], "")
+    if agreement.wait(lambda: store.check([*keys.values()]), collective_timeout()):
         return []
-    return [other for other in ranks if not store.check([f"{key}/{other}"])]
+    return [other for other, key in keys.items() if not store.check([key])]
 
 
 def collective_timeout() -> float:
