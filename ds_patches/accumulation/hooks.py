@@ -24,6 +24,7 @@ from ds_patches.steps.division import (
     is_loss_divided,
 )
 from ds_patches.steps.graph_task import NO_TASK, current_task_id, graph_tensors
+from ds_patches.steps.host_sum import HostSum
 from ds_patches.steps.step import EngineSteps, refuse_unseen_backward
 from ds_patches.steps.sums import GradientSum
 from ds_patches.steps.zero3_sum import Zero3Sum
@@ -65,7 +66,8 @@ def _make_sum(engine: Any) -> GradientSum | None:
     """Return the gradient sum of an engine; None if the patch does not cover the engine."""
     reason = coverage.why_not_covered(engine)
     if reason is None:
-        sums = {ZERO12: Zero12Sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
+        zero12_sum = HostSum if getattr(engine.optimizer, "cpu_offload", False) else Zero12Sum
+        sums = {ZERO12: zero12_sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
         return sums[class_of(engine.optimizer)](engine)
     if reason:
         logger.warning("accumulation does not patch this engine: %s.", reason)
