@@ -67,9 +67,7 @@ class Zero12Sum(GradientSum):
         """Reset the state of the last backward. With Muon, refuse a second backward."""
         if self._reduced_at_boundary and self._is_muon:
             raise Refused(_SECOND_WITH_MUON)
-        self._reduced_gradients.forget()
-        if self._order is not None:
-            self._order.begin_backward()
+        self._reduced_gradients.begin_backward()
 
     def end_empty_backward(self, failed: bool = False) -> bool:
         if hasattr(self._optimizer, "exit_backward"):  # 0.18.3
@@ -81,9 +79,7 @@ class Zero12Sum(GradientSum):
         boundary = upstream_boundary.is_at_boundary(self._optimizer)
         if self._reduces_last_only and boundary:
             self._buckets.reduce_earlier_backwards(self._order.held if self._order else ())
-        if self._order is not None:
-            self._order.end_backward()
-        self._reduced_gradients.in_epilogue = True
+        self._reduced_gradients.begin_epilogue()
         self.in_upstream_zero_grad = True
         try:
             if self._reduced_at_boundary:
@@ -91,7 +87,7 @@ class Zero12Sum(GradientSum):
             else:
                 wrapped()
         finally:
-            self.in_upstream_zero_grad = self._reduced_gradients.in_epilogue = False
+            self.in_upstream_zero_grad = False
             self._reduced_at_boundary |= boundary
 
     def _run_and_add(self, wrapped: Callable[[], Any]) -> None:
@@ -136,9 +132,7 @@ class Zero12Sum(GradientSum):
         self._was_dropped = True
 
     def drop_failed_backward(self) -> None:
-        self._reduced_gradients.forget()
-        if self._order is not None:
-            self._order.begin_backward()
+        self._reduced_gradients.begin_backward()
         zero12.empty_buckets(self._optimizer)
         self.drop()
 
