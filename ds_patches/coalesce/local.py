@@ -53,11 +53,10 @@ class LocalGradients(Listener):
         self._layers: list[Layer] = []
         #: True if a backward has begun since `begin`.
         self.has_backward = False
-        #: Without managed gradient accumulation: True if each backward reduces; if the step does.
-        self._reduces_in_backward = self._reduces_in_step = False
-        if not upstream_boundary.manages_boundary(engine):
-            self._reduces_in_backward = engine.zero_optimization_partition_gradients()
-            self._reduces_in_step = not self._reduces_in_backward
+        #: Without it each backward reduces at stages 2 and 3, and the step at stage 1.
+        self._is_managed = upstream_boundary.manages_boundary(engine)
+        partitions = engine.zero_optimization_partition_gradients()
+        self._reduces_in_backward = partitions and not self._is_managed
         #: True if DeepSpeed supports plain backwards, and divides them by the micro steps.
         self._is_torch_style = has_torch_style_backward(engine)
 
@@ -266,22 +265,19 @@ class LocalGradients(Listener):
                 "engine.step() inside coalesce_grad_reduction(): as inside no_sync(), no gradients "
                 "are reduced yet. Step after the block."
             )
-        managed = upstream_boundary.manages_boundary(engine)
-        if not managed or engine.is_gradient_accumulation_boundary():
+        if not self._is_managed or engine.is_gradient_accumulation_boundary():
             if self.in_no_sync:
                 raise Misused(
                     "engine.step() inside no_sync context manager, at a gradient accumulation "
                     "boundary: its gradients are not reduced. Run the last backward of the step, "
                     "and step, outside."
                 )
-            is_due = self.has_backward and not self._reduces_in_step
-            if is_due and any(self.sum.has_local_gradients()):
+            was_due = self.has_backward and (self._is_managed or self._reduces_in_backward)
+            if was_due and any(self.sum.has_local_gradients()):
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "
                     "Run the last one outside, at the boundary."
                 )
-        if not self.in_no_sync:
-            return wrapped(*args, **kwargs)
         with meanwhile(engine, inside_no_sync_ctxt=False):
             return wrapped(*args, **kwargs)

@@ -155,13 +155,10 @@ class EngineSteps:
             upstream_engine.begin_backward(self.engine, same_forward)
         finally:
             self.prologue_is_due = False
-        for index, layer in enumerate(self.sum.layers):  # inlined for speed
-            if layer.namespace.get(layer.name) is not layer.installed:
-                self.sum.reinstall_layer(index)
-        if (divisor := divisor_of(self.engine)) != self.sum.divisor:
-            self.sum.set_divisor(divisor, self._previous_step.state is not StepState.HELD)
-        self.sum.begin_backward()
         is_held = self._previous_step.state is StepState.HELD
+        self.sum.reinstall_layers()
+        self.sum.set_divisor(divisor_of(self.engine), is_held)
+        self.sum.begin_backward()
         if is_held and self.sum.holds_local and upstream_engine.saw_gradients(self.engine) is None:
             self.sum.record_gradients()
         for listener in self.listeners:

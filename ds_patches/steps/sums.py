@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_patches.core.layer import Layer
 from ds_patches.steps.ranks import any_rank
@@ -39,15 +38,15 @@ class GradientSum:
         self._recorded_trainable: set[Any] = set()
         self._recorded_versions: list[tuple[int, int]] = []
 
-    def set_divisor(self, divisor: int, is_first: bool = False) -> None:
+    def set_divisor(self, divisor: int, is_held: bool = True) -> None:
         """Set the divisor by which the reduction divides the gradients of the backward that begins.
 
         Local gradients of earlier backwards are rescaled to the same divisor.
 
-        is_first: there are none, since the step had no gradients before this backward.
+        is_held: the step has gradients of earlier backwards.
         """
         previous, self.divisor = self.divisor, divisor
-        if previous != divisor and self.holds_local and not is_first:
+        if previous != divisor and self.holds_local and is_held:
             divide(self.local_gradients(), previous / divisor)
 
     def local_gradients(self) -> list[torch.Tensor]:
@@ -100,12 +99,13 @@ class GradientSum:
     def step_taken(self) -> None:
         """Begin a new step, after the optimizer has used the gradients."""
 
-    def reinstall_layer(self, index: int) -> None:
-        """Install a layer again if another library has restored the method beneath it."""
-        layer = self.layers[index]
-        if layer.above() is None:
-            layer.remove()
-            self.layers[index] = Layer(layer.owner, layer.name, layer.around)
+    def reinstall_layers(self) -> None:
+        """Install layers again if another library has restored the methods beneath them."""
+        for index, layer in enumerate(self.layers):
+            is_on_top = layer.namespace.get(layer.name) is layer.installed  # without a call
+            if not is_on_top and layer.above() is None:
+                layer.remove()
+                self.layers[index] = Layer(layer.owner, layer.name, layer.around)
 
     def detach(self) -> None:
         """Remove the layers. Divide the local gradients first, as DeepSpeed will not."""
@@ -156,11 +156,12 @@ class GradientSum:
         group: the process group of the ranks that share the gradients.
         """
         local = self.has_local_gradients()
-        alone = dist.get_world_size(group) == 1
-        on_any = any_rank(local, group) if local and not alone else None
-        if local and all(local):
+        if not local:
+            return None
+        on_any = any_rank(local, group)
+        if all(local):
             return set()
-        anywhere = local if on_any is None else on_any.tolist()
+        anywhere = on_any.tolist()
         if not any(anywhere):
             return None
         flags = zip(self.trainable(), local, anywhere, strict=True)
