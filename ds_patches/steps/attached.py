@@ -150,8 +150,8 @@ def steps_of_optimizer(optimizer: Any) -> EngineSteps | None:
 # own copy of the weights. Without patches each gradient goes into the buckets of both engines, and
 # both reduce it.
 
-#: By engine: `engines.count` when its rivals were searched, and the engines that share parameters.
-_rivals: WeakKeyDictionary[Any, tuple[int, list[ref[Any]]]] = WeakKeyDictionary()
+#: By engine: the other known engines that train a parameter of it.
+_rivals: WeakKeyDictionary[Any, list[ref[Any]]] = WeakKeyDictionary()
 #: Engines that a rival has stepped since their own last step; False once the warning was logged.
 _overtaken: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 #: `engines.count` when `separate_rivals` last ran.
@@ -162,8 +162,12 @@ def separate_rivals() -> None:
     """Make engines of the same parameters ignore the gradients of each other's backwards."""
     global checked_engine_count
     checked_engine_count = engines.count
-    for engine in [*engines.known]:
-        if _rivals_of(engine):
+    trained = {engine: upstream_engine.trained_ids(engine) for engine in engines.known}
+    for engine, params in trained.items():
+        others = (other for other in trained if other is not engine)
+        rivals = [ref(other) for other in others if not params.isdisjoint(trained[other])]
+        _rivals[engine] = rivals
+        if rivals:
             _hook_layers(engine)
 
 
@@ -196,13 +200,10 @@ def _ignores_backward(engine: Any) -> bool:
 
 def _rivals_of(engine: Any) -> list[Any]:
     """Return the other known engines that train a parameter of this one."""
-    count, rivals = _rivals.get(engine, (None, []))
-    if count != engines.count:
-        params = upstream_engine.trained_ids(engine)
-        others = (other for other in engines.known if other is not engine)
-        rivals = [ref(o) for o in others if not params.isdisjoint(upstream_engine.trained_ids(o))]
-        _rivals[engine] = engines.count, rivals
-    return [rival for rival_ref in rivals if (rival := rival_ref()) is not None]
+    if checked_engine_count != engines.count:
+        separate_rivals()
+    refs = _rivals.get(engine, [])
+    return [rival for rival_ref in refs if (rival := rival_ref()) is not None]
 
 
 def note_step(engine: Any) -> None:
@@ -243,8 +244,8 @@ def unsubscribe(subscriber: Attached[Any]) -> list[Any]:
 
 def detach_all() -> None:
     """Stop tracking every engine."""
-    global _make_sum
-    _make_sum = None
+    global _make_sum, checked_engine_count
+    _make_sum, checked_engine_count = None, 0
     _rivals.clear()
     _overtaken.clear()
     for engine, _ in _eager_prologues.detach_all():
