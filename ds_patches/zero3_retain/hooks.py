@@ -57,9 +57,8 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """Release a module after its forward; later if the forward was a recomputation."""
-    if current_task_id() == NO_TASK or not is_recomputing():
-        return wrapped(*args, **kwargs)
-    if (gathers := _gathers.get(offload)) is None:
+    recomputes = current_task_id() != NO_TASK and is_recomputing()
+    if not recomputes or (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
     (module,) = in_order(wrapped, args, kwargs)
     gathers.post_recompute(module, partial(wrapped, module))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
-from ds_patches.steps.saved_view import SavedView
+from ds_patches.steps.graph_task import SavedView
 from ds_patches.upstream import zero3
 
 from .edges import is_edge
