@@ -25,7 +25,8 @@ from ds_patches.steps.division import (
 )
 from ds_patches.steps.graph_task import NO_TASK, current_task_id, graph_tensors
 from ds_patches.steps.host_sum import HostSum
-from ds_patches.steps.step import EngineSteps, refuse_unseen_backward
+from ds_patches.steps.state import refuse_unseen_backward
+from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.sums import GradientSum
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.steps.zero12_sum import Zero12Sum
@@ -92,7 +93,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
     if torch.is_grad_enabled():
         tensors = graph_tensors(outputs)
         steps.forward_ran(tensors)
-        if steps.divides_plain_backwards and engine.gradient_accumulation_steps() > 1:
+        if steps.is_torch_style and engine.gradient_accumulation_steps() > 1:
             divide_leaves((args, kwargs), tensors, steps.running_divisor)
     return outputs
 
@@ -107,7 +108,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
         return wrapped(loss, *rest)  # DeepSpeed raises
     run = wrapped
     if upstream_engine.divides_at_outputs() and (
-        steps.divides_plain_backwards if steps is not None else _divides_eagerly(engine)
+        steps.is_torch_style if steps is not None else _divides_eagerly(engine)
     ):
         run = partial(divided_backward, wrapped, engine)
     engine_backwards.append(engine)
@@ -154,7 +155,7 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
     scaled = wrapped(
         *args, **{key: value for key, value in kwargs.items() if key != "retain_graph"}
     )
-    if steps is not None and steps.divides_plain_backwards and engine.optimizer.needs_scaler():
+    if steps is not None and steps.is_torch_style and engine.optimizer.needs_scaler():
         divide_scaled_loss(engine, scaled, lambda: steps.watch.running)
     return scaled
 
@@ -162,7 +163,10 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run DeepSpeed's prologue once per backward, where DeepSpeed runs it once per forward."""
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None or steps.prologue_is_due:
+    if steps is None:
+        return wrapped(*args, **kwargs)
+    if steps.prologue_is_due:
+        steps.prologue_is_due = False
         return wrapped(*args, **kwargs)
     if steps.watch.task_id != current_task_id():
         steps.enter_backward()
@@ -172,7 +176,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Begin a backward at a gradient that bypassed all outputs, unless one is running."""
     steps: EngineSteps | None = vars(state).get(KEY)
-    if steps is None or steps.prologue_is_due or steps.watch.running:
+    if steps is None or steps.watch.running:
         return wrapped(*args, **kwargs)
     return steps.enter_at_parameter()
 

@@ -20,7 +20,6 @@ from ds_patches.steps.listener import Listener
 from ds_patches.steps.step import EngineSteps
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream.engine import has_torch_style_backward
 
 logger = logging.getLogger("ds_patches.coalesce")
 
@@ -57,8 +56,6 @@ class LocalGradients(Listener):
         self._is_managed = upstream_boundary.manages_boundary(engine)
         partitions = engine.zero_optimization_partition_gradients()
         self._reduces_in_backward = partitions and not self._is_managed
-        #: True if DeepSpeed supports plain backwards, and divides them by the micro steps.
-        self._is_torch_style = has_torch_style_backward(engine)
 
     def begin(self) -> None:
         """Keep gradients on their parameters from here on."""
@@ -73,7 +70,7 @@ class LocalGradients(Listener):
             Layer(engine, "allreduce_gradients", self._around_allreduce),
             Layer(engine, "step", self._around_step),
         ]
-        if not self._is_torch_style:
+        if not self._steps.is_torch_style:
             self._layers.append(Layer(engine, "backward", self._around_backward))
         self.awaits_backwards = True
 
@@ -102,7 +99,7 @@ class LocalGradients(Listener):
     def backward_begins(self, same_forward: bool) -> None:
         """Note that a backward has begun. Raises Refused if its loss is fp16 and not scaled."""
         is_plain = self._engine not in engine_backwards
-        if is_plain and self._engine.fp16_enabled() and not self._is_torch_style:
+        if is_plain and self._engine.fp16_enabled() and not self._steps.is_torch_style:
             raise Refused(_UNSCALED)
         self._note_backward()
 
@@ -238,7 +235,7 @@ class LocalGradients(Listener):
     def _around_gradient(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Keep a gradient on its parameter, where DeepSpeed's hook would reduce it."""
         watch = self._steps.watch
-        if self._is_torch_style and watch.task_id != current_task_id() and not watch.running:
+        if self._steps.is_torch_style and watch.task_id != current_task_id() and not watch.running:
             self._steps.enter_at_parameter()
 
     def _around_allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

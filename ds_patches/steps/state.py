@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
+
+from ds_patches.core.errors import Refused
+from ds_patches.upstream import engine as upstream_engine
 
 
 class StepState(Enum):
@@ -39,3 +43,15 @@ class Step:
     def has_backward_in(self, micro_step: int) -> bool:
         """Return True if the step's last backward was in this micro step."""
         return self.state is StepState.HELD and self.last == micro_step
+
+
+def refuse_unseen_backward(engine: Any) -> None:
+    """Raise Refused if parameters got gradients, and DeepSpeed saw no backward begin."""
+    state = upstream_engine.hook_state(engine.optimizer)
+    # DeepSpeed's parameter hooks begin a backward only if the forward has had another before.
+    if state and state.hooks_fired_this_backward and not state.backward_seen_this_step:
+        raise Refused(
+            "engine.step() without a reduced gradient, after a backward() of a tensor that is no "
+            "output of the engine, which DeepSpeed does not see: call engine.backward(tensor) "
+            "instead."
+        )
