@@ -157,7 +157,17 @@ class LocalGradients(Listener):
                 yield
             except GeneratorExit as error:  # left early, for example by `break`: nothing has failed
                 early_exit = error
-            self._end_block(gather)
+            self._steps.recover()
+            if self.failed:
+                raise Refused(
+                    "a backward inside this coalesce_grad_reduction() raised, and its gradients "
+                    "were dropped; do not catch the exception inside: let the exception leave the "
+                    "block"
+                )
+            self._leave_block(gather)
+            if gather is not None:
+                gather.release()
+            self.reduce()
             if early_exit is None:
                 return
         except BaseException:
@@ -188,19 +198,6 @@ class LocalGradients(Listener):
         why = reason or "all fit into stage3_max_live_parameters"
         lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
         return None if reason else gather
-
-    def _end_block(self, gather: GatherOnce | None) -> None:
-        """Reduce the block's gradients. Raises Refused if a backward in it raised."""
-        self._steps.recover()
-        if self.failed:
-            raise Refused(
-                "a backward inside this coalesce_grad_reduction() raised, and its gradients were "
-                "dropped; do not catch the exception inside: let the exception leave the block"
-            )
-        self._leave_block(gather)
-        if gather is not None:
-            gather.release()
-        self.reduce()
 
     def _leave_block(self, gather: GatherOnce | None) -> None:
         """Clear the flags of a block, and restore DeepSpeed's module hooks."""

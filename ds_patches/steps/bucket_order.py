@@ -97,11 +97,12 @@ class BucketOrder:
             if known is not None and known[index:][:1] != [keys]:
                 raise Refused(_CANNOT_BE_FORMED)
             fits = True
-        elif known is None:
-            fits = self._order is None and self._is_first_common_bucket(keys)
-        else:  # a parameter that overflows the last bucket may be new to the order
-            is_last = index + 1 == len(known)
-            fits = not self._follows_order and not is_last and known[index] == keys
+        elif self._order is None:
+            if not self._reachable_in_first and current_task_id() == self._task_id:
+                self._reachable_in_first = self._find_reachable()
+            fits = not self._follows_order and self._same_on_all_ranks(keys)
+        else:  # without the last bucket: a parameter that overflows it may be new to the order
+            fits = not self._follows_order and (known or [])[index:-1][:1] == [keys]
         if fits:
             self._reduced.append(keys)
         else:
@@ -147,12 +148,6 @@ class BucketOrder:
             self._order = _flatten(self._known_buckets)
 
     # --- State of one backward --------------------------------------------------------------------
-
-    def _is_first_common_bucket(self, keys: Order) -> bool:
-        """Return True if all ranks hold `keys`, in a first backward. Collective."""
-        if not self._reachable_in_first and current_task_id() == self._task_id:
-            self._reachable_in_first = self._find_reachable()
-        return not self._follows_order and self._same_on_all_ranks(keys)
 
     def _find_reachable(self) -> set[Any]:
         """Return the parameters that the running backward reaches.
