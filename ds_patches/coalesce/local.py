@@ -16,7 +16,7 @@ from ds_patches.steps import gather_once
 from ds_patches.steps.division import engine_backwards
 from ds_patches.steps.gather_once import GatherOnce
 from ds_patches.steps.graph_task import current_task_id
-from ds_patches.steps.listener import Listener
+from ds_patches.steps.state import Listener
 from ds_patches.steps.step import EngineSteps
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine

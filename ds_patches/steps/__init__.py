@@ -1,7 +1,7 @@
 """Steps, backwards and gradient sums of an engine, and the patches' state of it.
 
 - `graph_task`: a backward as a run of the autograd engine; what leads to it, and what it saves;
-- `step`, `state`, `listener`: a step's backwards and states, and the patches' callbacks;
+- `step`, `state`: a step's backwards and states, and the patches' callbacks;
 - `arrivals`: at stages 1 and 2, several gradients of one parameter in one backward;
 - `sums`, `zero12_sum`, `host_sum`, `bf16_sum`, `zero3_sum`: the sum of a step's gradients, by
   optimizer, and of local gradients, which a block leaves unreduced on the parameters;

@@ -19,8 +19,7 @@ from ds_patches.steps.graph_task import (
     at_end_of_task,
     current_task_id,
 )
-from ds_patches.steps.listener import Listener
-from ds_patches.steps.state import Step, StepState, refuse_unseen_backward
+from ds_patches.steps.state import Listener, Step, StepState, refuse_unseen_backward
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 

@@ -29,7 +29,7 @@ from ds_patches.steps.graph_task import (
     current_task_id,
     is_recomputing,
 )
-from ds_patches.steps.listener import Listener
+from ds_patches.steps.state import Listener
 from ds_patches.upstream import zero3_gathers
 
 from .edges import Edge, NoEdge
