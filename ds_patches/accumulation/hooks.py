@@ -50,7 +50,7 @@ _counted = (0, NO_TASK, 0)
 
 def activate() -> Sequence[str]:
     """Start tracking engines. Return a note about engines that were built before, if any."""
-    attached.track_engines(_make_sum)
+    attached.make_sum = _make_sum
     if not (known := [*engines.known]):
         return []
     begun = sum(map(attached.began_on_stock, known))

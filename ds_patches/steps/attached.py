@@ -78,15 +78,14 @@ class Attached(Generic[State]):
         return states
 
 
-#: Returns the gradient sum of an engine, or None to exclude the engine.
-MakeSum = Callable[[Any], GradientSum | None]
-_make_sum: MakeSum | None = None
+#: Returns the gradient sum of an engine, or None to exclude the engine; set by `accumulation`.
+make_sum: Callable[[Any], GradientSum | None] | None = None
 #: States of other patches, which are added to the listeners of each tracked engine.
 _subscribers: list[Attached[Any]] = []
 
 
 def _make_steps(engine: Any) -> EngineSteps | None:
-    if _make_sum is None or (sum_ := _make_sum(engine)) is None:
+    if make_sum is None or (sum_ := make_sum(engine)) is None:
         return None
     steps = EngineSteps(engine, sum_)
     _engines.set(engine.optimizer, steps)
@@ -106,12 +105,6 @@ _eager_prologues: Attached[bool] = Attached(
 steps_of = _engines.get
 #: Key in the `__dict__` of tracked and of excluded engines, and of their optimizers.
 KEY = _engines.key
-
-
-def track_engines(make_sum: MakeSum) -> None:
-    """Track the steps of every engine from its next forward on."""
-    global _make_sum
-    _make_sum = make_sum
 
 
 def track(engine: Any) -> EngineSteps | None:
@@ -244,8 +237,8 @@ def unsubscribe(subscriber: Attached[Any]) -> list[Any]:
 
 def detach_all() -> None:
     """Stop tracking every engine."""
-    global _make_sum, checked_engine_count
-    _make_sum, checked_engine_count = None, 0
+    global make_sum, checked_engine_count
+    make_sum, checked_engine_count = None, 0
     _rivals.clear()
     _overtaken.clear()
     for engine, _ in _eager_prologues.detach_all():
