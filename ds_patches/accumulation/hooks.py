@@ -14,7 +14,7 @@ import torch
 
 from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.steps import attached
+from ds_patches.steps import tracking
 from ds_patches.steps.bf16_sum import Bf16Sum
 from ds_patches.steps.division import (
     divide_leaves,
@@ -42,25 +42,25 @@ _MIDDLE_OF_STEP = (
 )
 
 #: The wrappers that a training step calls look it up in the `__dict__` of an engine or its
-#: optimizer, as `attached.steps_of` does, which saves a call.
-KEY = attached.KEY
+#: optimizer, as `tracking.steps_of` does, which saves a call.
+KEY = tracking.KEY
 #: The last call of `around_count`: the id of the parameters' list, the graph task, and the count.
 _counted = (0, NO_TASK, 0)
 
 
 def activate() -> Sequence[str]:
     """Start tracking engines. Return a note about engines that were built before, if any."""
-    attached.make_sum = _make_sum
+    tracking.make_sum = _make_sum
     if not (known := [*engines.known]):
         return []
-    begun = sum(map(attached.began_on_stock, known))
+    begun = sum(map(tracking.began_on_stock, known))
     late = f" ({begun} in the middle of a step: from the next step on)" if begun else ""
     return [f"{len(known)} engine(s) built before: patched from their next forward on{late}"]
 
 
 def deactivate() -> None:
     """Stop tracking every engine."""
-    attached.detach_all()
+    tracking.detach_all()
 
 
 def _make_sum(engine: Any) -> GradientSum | None:
@@ -82,11 +82,11 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
     """Watch the outputs of DeepSpeed's forward, because backwards begin at them."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or coverage.is_compiled(engine):
-        steps = attached.track(engine)
+        steps = tracking.track(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
-    if attached.checked_engine_count != engines.count:
-        attached.separate_rivals()
+    if tracking.checked_engine_count != engines.count:
+        tracking.separate_rivals()
     if steps.watch.raised:
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
@@ -102,7 +102,7 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     """Count DeepSpeed's backward of a loss for this engine, whatever made the loss."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or coverage.is_compiled(engine):
-        steps = attached.track(engine)
+        steps = tracking.track(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return wrapped(loss, *rest)  # DeepSpeed raises
@@ -151,7 +151,7 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
     Accepts the ``retain_graph`` of upstream's open pull request 8135, which is not needed here.
     """
-    steps = attached.track(engine)
+    steps = tracking.track(engine)
     scaled = wrapped(
         *args, **{key: value for key, value in kwargs.items() if key != "retain_graph"}
     )
@@ -232,7 +232,7 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
             refuse_unseen_backward(engine)
         return wrapped(*args, **kwargs)
     result = steps.step(partial(wrapped, *args, **kwargs))
-    attached.note_step(engine)
+    tracking.note_step(engine)
     return result
 
 
@@ -278,7 +278,7 @@ def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def _partitions_of(optimizer: Any) -> Zero3Sum | None:
-    steps = vars(optimizer).get(KEY) or attached.steps_of_optimizer(optimizer)
+    steps = vars(optimizer).get(KEY) or tracking.steps_of_optimizer(optimizer)
     return steps.sum if steps is not None and isinstance(steps.sum, Zero3Sum) else None
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ds_patches.core import api, engines, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.errors import NotChecked
 from ds_patches.core.layer import Layer
 from ds_patches.core.patch import Dependency, Patch
+from ds_patches.steps.attached import Attached
 from ds_patches.upstream.classes import (
     ENGINE,
     GATHERED,
@@ -23,8 +25,6 @@ from ds_patches.upstream.classes import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ds_patches.steps.attached import Attached
 
 logger = logging.getLogger("ds_patches.weights_by_hand")
 
@@ -146,49 +146,43 @@ def _is_equal(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
     return torch.isclose(weights, other, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-@cache
-def _optimizer_params() -> Attached[_Params]:
-    """Return the parameters that each engine's optimizer was built with.
+def _params_of(engine: Any) -> _Params:
+    """Return the parameters that an engine's optimizer was built with.
 
     Without those of no elements, which zero12_gradients freezes.
     """
-    from ds_patches.steps.attached import Attached
-
-    def make(engine: Any) -> _Params:
-        groups = engine.basic_optimizer.param_groups
-        params = ((param, group) for group in groups for param in group["params"])
-        return {
-            id(param): (param, group, param.requires_grad)
-            for param, group in params
-            if getattr(param, "ds_numel", param.numel())
-        }
-
-    return Attached(f"{PATCH.name}_params", make)
+    groups = engine.basic_optimizer.param_groups
+    params = ((param, group) for group in groups for param in group["params"])
+    return {
+        id(param): (param, group, param.requires_grad)
+        for param, group in params
+        if getattr(param, "ds_numel", param.numel())
+    }
 
 
-@cache
-def _weights() -> Attached[_Weights]:
-    """Return the weights of each optimizer, as of its last step."""
-    from ds_patches.core.errors import NotChecked
-    from ds_patches.steps.attached import Attached
+_optimizer_params: Attached[_Params] = Attached(f"{PATCH.name}_params", _params_of)
+
+
+def _weights_of(optimizer: Any) -> _Weights | None:
+    """Return the weights of an optimizer, as of its last step; None if they are not known."""
     from ds_patches.upstream import fragments
 
-    def make(optimizer: Any) -> _Weights | None:
-        if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
-            return None
-        try:
-            params = [param for param, _ in fragments.slices_with_params(optimizer)]
-        except NotChecked:
-            return None
-        return _Weights([] if class_of(optimizer) == ZERO3 else params)
+    if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
+        return None
+    try:
+        params = [param for param, _ in fragments.slices_with_params(optimizer)]
+    except NotChecked:
+        return None
+    return _Weights([] if class_of(optimizer) == ZERO3 else params)
 
-    return Attached(PATCH.name, make)
+
+_weights: Attached[_Weights] = Attached(PATCH.name, _weights_of)
 
 
 def _track(engine: Any) -> None:
     """Record an engine's weights, and wrap the setters of its parameters' fp32 weights."""
     if class_of(engine.optimizer) in OPTIMIZERS:
-        weights = _weights()(engine.optimizer)
+        weights = _weights(engine.optimizer)
         if weights is not None and not weights.setters:
             weights.setters = [
                 Layer(param, "set_full_hp_param", partial(_around_setter, param))
@@ -206,10 +200,10 @@ def activate() -> Sequence[str]:
 
 def deactivate() -> None:
     """Remove the recorded weights and the setters' wrappers from every engine."""
-    for _, weights in _weights().detach_all():
+    for _, weights in _weights.detach_all():
         for setter in weights.setters:
             setter.remove()
-    _optimizer_params().detach_all()
+    _optimizer_params.detach_all()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -222,7 +216,7 @@ def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
 def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Warn about the optimizer's parameters, before ZeRO's wrapper replaces them."""
     result = wrapped(*args, **kwargs)
-    params = _optimizer_params()(engine) or {}
+    params = _optimizer_params(engine) or {}
     trained = {key: param for key, (param, _, is_trained) in params.items() if is_trained}
     if engine.zero_optimization() and not trained:
         logger.log(log.level_for_the_job(), _NOTHING_TRAINABLE)
@@ -236,10 +230,10 @@ def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy changed weights to the fp32 weights, which the step would write over them."""
-    weights = _weights().get(engine.optimizer)
+    weights = _weights.get(engine.optimizer)
     if weights is None:
         return wrapped(*args, **kwargs)
-    if params := _optimizer_params().get(engine):
+    if params := _optimizer_params.get(engine):
         _warn_of_frozen(engine, params)
     weights.copy_changed(engine.optimizer)
     result = wrapped(*args, **kwargs)
@@ -275,7 +269,7 @@ def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> 
         from ds_patches.upstream.zero3 import optimizers_of
 
         for optimizer in optimizers_of(gathered):
-            if (weights := _weights().get(optimizer)) is not None:
+            if (weights := _weights.get(optimizer)) is not None:
                 weights.record(gathered.params)
     return wrapped(*args, **kwargs)
 
@@ -315,7 +309,7 @@ def _set_at_stage3(
     """
     result = wrapped(*args, **kwargs)
     value, param, *state = in_order(wrapped, args, kwargs)
-    if any(state) or not param.requires_grad or _weights().get(optimizer) is None:
+    if any(state) or not param.requires_grad or _weights.get(optimizer) is None:
         return result, None, value
     from ds_patches.upstream import fragments
     from ds_patches.upstream.zero3 import drop_secondary
@@ -329,6 +323,6 @@ def _set_at_stage3(
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Record the weights that DeepSpeed loads from a checkpoint together with the fp32 ones."""
     result = wrapped(*args, **kwargs)
-    if (weights := _weights().get(optimizer)) is not None:
+    if (weights := _weights.get(optimizer)) is not None:
         weights.reset()
     return result

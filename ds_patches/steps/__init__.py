@@ -8,7 +8,8 @@
 - `bucket_order`: the order in which the ranks reduce the buckets of ZeRO 1 and 2;
 - `division`: the division of gradients by the micro steps, once, where they are reduced;
 - `gather_once`: ZeRO 3 with all parameters gathered once;
-- `attached`: a patch's state of an engine or optimizer, the tracked engines and their listeners;
+- `attached`: a patch's state of an engine or optimizer;
+- `tracking`: the tracked engines, their listeners, and engines of the same parameters;
 - `ranks`: flags that ranks reduce, and their rendezvous in the store.
 
 Imports `core` and `upstream`, and no patch.

@@ -17,9 +17,9 @@ from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import Layer
-from ds_patches.steps.attached import KEY
 from ds_patches.steps.graph_task import NO_TASK, current_task_id
 from ds_patches.steps.sums import GradientSum, divide
+from ds_patches.steps.tracking import KEY
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
 from ds_patches.upstream.accelerator import is_single_stream
