@@ -14,14 +14,7 @@ from ds_patches.core.errors import NotChecked
 from ds_patches.core.layer import Layer
 from ds_patches.core.patch import Dependency, Patch
 from ds_patches.steps.attached import Attached
-from ds_patches.upstream.classes import (
-    ENGINE,
-    GATHERED,
-    OPTIMIZERS,
-    ZERO3,
-    class_of,
-    is_fp16_wrapper,
-)
+from ds_patches.upstream.classes import ENGINE, GATHERED, OPTIMIZERS, ZERO3, class_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,6 +240,7 @@ def _warn_of_frozen(engine: Any, params: _Params) -> None:
     if not changed:
         return
     from ds_patches.upstream import fragments
+    from ds_patches.upstream.classes import is_fp16_wrapper
 
     name_of = {id(param): name for name, param in engine.module.named_parameters()}
     # Half precision optimizers up to 0.18 also copy and train frozen parameters, once unfrozen.

@@ -41,9 +41,8 @@ class Zero12Sum(GradientSum):
         self.attribute = zero12.gradient_attribute(optimizer)
         epilogue = "independent_gradient_partition_epilogue"
         self.layers.append(Layer(optimizer, epilogue, self._epilogue))
-        self._had_overlap_comm = False  # before it was switched off below
+        self._overlap_comm = optimizer.overlap_comm
         if zero12.steps_with_local_sums(optimizer):
-            self._had_overlap_comm = optimizer.overlap_comm
             self.layers.append(Layer(engine, "allreduce_gradients", self._allreduce))
             optimizer.overlap_comm = False  # it would reduce in the backward
         self._buckets = ReduceBuckets(optimizer)
@@ -141,8 +140,7 @@ class Zero12Sum(GradientSum):
 
     def detach(self) -> None:
         super().detach()
-        if self._had_overlap_comm:
-            self._optimizer.overlap_comm = True
+        self._optimizer.overlap_comm = self._overlap_comm
         self._buckets.stop_diverting()
 
     def _allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
