@@ -22,10 +22,11 @@ from ds_patches.core import engines
 from ds_patches.steps.graph_task import (
     NO_TASK,
     accumulate_node,
-    accumulate_nodes,
     accumulates,
     current_task_id,
+    graph_nodes,
     graph_tensors,
+    is_accumulate_node,
 )
 from ds_patches.upstream import engine as upstream_engine
 
@@ -100,7 +101,8 @@ def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callabl
     if not roots:
         return
     reduced: set[int] = set().union(*map(upstream_engine.trained_ids, engines.known))
-    for node in accumulate_nodes(roots, stop=_SEEN):
+    nodes = graph_nodes(roots, stops=lambda node: _SEEN in node.metadata)
+    for node in filter(is_accumulate_node, nodes):
         if id(node.variable) not in reduced:
             node.metadata[_SEEN] = True
             node.register_prehook(partial(_divide, get_divisor))

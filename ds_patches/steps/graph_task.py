@@ -58,7 +58,8 @@ def accumulates() -> bool:
     False in ``torch.autograd.grad``, which returns gradients, and in a ``backward(inputs=...)`` of
     other leaves.
     """
-    return any(map(_will_accumulate, accumulate_nodes([torch._C._current_autograd_node()])))
+    nodes = graph_nodes([torch._C._current_autograd_node()])
+    return any(map(_will_accumulate, filter(is_accumulate_node, nodes)))
 
 
 def reaches(leaf: torch.Tensor) -> bool:
@@ -79,20 +80,24 @@ def accumulate_node(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def accumulate_nodes(pending: list[Any], stop: str = "") -> Iterator[Any]:
-    """Yield the AccumulateGrad nodes below these nodes, depth first.
+def is_accumulate_node(node: Any) -> bool:
+    """Return True if an autograd node accumulates into a leaf."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
 
-    stop: a key; the search stops at nodes that have it in their metadata.
+
+def graph_nodes(pending: list[Any], stops: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield these autograd nodes and those below, depth first.
+
+    stops: returns True for nodes that are left out, with those that only they lead to.
     """
     seen = set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen or (stop and stop in node.metadata):
+        if node is None or node in seen or (stops is not None and stops(node)):
             continue
         seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node
-        pending.extend(next_node for next_node, _ in node.next_functions)
+        yield node
+        pending += [next_node for next_node, _ in node.next_functions]
 
 
 class TaskWatch:
