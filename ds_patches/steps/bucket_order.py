@@ -93,7 +93,9 @@ class BucketOrder:
         """
         known, index = self._known_buckets, len(self._reduced)
         if self._bucket_keys is not None:
-            keys, self._bucket_keys = _split(self._bucket_keys, {*keys})
+            planned, in_buckets = self._bucket_keys, {*keys}
+            keys = [key for key in planned if key in in_buckets]
+            self._bucket_keys = [key for key in planned if key not in in_buckets]
             if known is not None and known[index:][:1] != [keys]:
                 raise Refused(_CANNOT_BE_FORMED)
             fits = True
@@ -259,15 +261,6 @@ class BucketOrder:
 
 def _flatten(buckets: Iterable[Order]) -> Order:
     return [key for bucket in buckets for key in bucket]
-
-
-def _split(order: Order, keys: set[Any]) -> tuple[Order, Order]:
-    """Return the part of an order with these keys, and the rest."""
-    part: Order = []
-    rest: Order = []
-    for key in order:
-        (part if key in keys else rest).append(key)
-    return part, rest
 
 
 def merge_orders(orders: Sequence[Order]) -> Order:
