@@ -23,12 +23,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ds_patches.core.errors import Refused
 from ds_patches.steps.graph_task import current_task_id, reaches
-from ds_patches.steps.ranks import any_rank
+from ds_patches.steps.ranks import any_rank, same_on_all_ranks
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 #: Keys of parameters in the buckets, in the order of their reduction; one per gradient.
@@ -248,10 +247,7 @@ class BucketOrder:
         """Return True if `keys` and `is_final` are the same on all ranks. Collective."""
         text = repr([keys, is_final]).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        bounds = torch.tensor([digest, -digest], device=self._buckets.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._buckets.group)
-        highest, lowest = bounds.tolist()
-        return bool(highest == -lowest)
+        return same_on_all_ranks(digest, self._buckets.group)
 
     def _all_gather(self, order: Order) -> list[Order]:
         orders: list[Any] = [None] * dist.get_world_size(self._buckets.group)

@@ -1,4 +1,4 @@
-"""Flags that ranks reduce by a collective, and a rendezvous of ranks in the store."""
+"""What ranks ask each other: flags and numbers by a collective, a rendezvous in the store."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def any_rank(flags: Sequence[bool], group: Any) -> torch.Tensor:
     on_any = torch.ones(len(flags), **options) if all(flags) else torch.tensor(flags, **options)
     dist.all_reduce(on_any, op=dist.ReduceOp.MAX, group=group)
     return on_any
+
+
+def same_on_all_ranks(number: int, group: Any) -> bool:
+    """Return True if a number of up to 63 bits is the same on all ranks. Collective."""
+    bounds = torch.tensor([number, -number], device=accelerator().current_device_name())
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.tolist()
+    return bool(highest == -lowest)
 
 
 def absent_ranks(subject: str) -> list[int]:
