@@ -129,12 +129,13 @@ class BucketOrder:
         if not is_common:
             self._follow_order()
         if self._order is None:
-            arrived = self._arrived or [*_flatten(self._reduced), *keys]
+            reduced = _flatten(self._reduced)
+            arrived = self._arrived or [*reduced, *keys]
             self._first_was_predicted = not Counter(arrived) - Counter(self._reachable_in_first)
-            if is_common:
-                self._set_order(arrived)
-            else:
-                self._merge_orders(arrived)
+            order = arrived if is_common else merge_orders(self._all_gather(arrived))
+            self._set_order(order)
+            self._remaining = order[len(reduced) :][::-1]  # the order begins with the reduced ones
+            self._buckets_cover_order = is_common or not reduced
         if is_common:
             self._bucket_keys = keys
         else:
@@ -218,14 +219,6 @@ class BucketOrder:
 
     def _set_order(self, order: Order) -> None:
         self._order, self._unused = order, self._buckets.parameters.keys() - {*order}
-
-    def _merge_orders(self, arrived: Order) -> None:
-        """Merge the orders of all ranks, which differ in a first backward. Collective."""
-        reduced = _flatten(self._reduced)
-        order = merge_orders(self._all_gather(arrived))
-        self._set_order(order)
-        self._remaining = order[len(reduced) :][::-1]  # the order begins with the reduced ones
-        self._buckets_cover_order = not reduced
 
     def _add_newly_used(self) -> None:
         """Reduce the parameters that some rank used for the first time. Collective."""
