@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_patches.core.patch import Dependency, Patch, Target, upstream
 from ds_patches.upstream.classes import (
+    BF16,
     COUNTING,
     ENGINE,
     HOOK_STATE,
@@ -68,11 +69,7 @@ _DEPENDENCIES = (
     ),
     Dependency(ZERO12.module, "IPGBucket", _UNREDUCED, ">=0.17.2"),
     Dependency(ZERO3.module, "IPGBucketZ3", _UNREDUCED, ">=0.17.2"),
-    Dependency(
-        "deepspeed.runtime.bf16_optimizer",
-        "BF16_Optimizer.update_hp_grads",
-        "adds each backward's bf16 gradients to the fp32 ones",
-    ),
+    BF16.needs("update_hp_grads", "adds each backward's bf16 gradients to the fp32 ones"),
     ZERO12.needs("reduce_ipg_grads", "reduces the buckets"),
     ZERO12.needs("average_tensor", "averages a bucket, which is divided before in place"),
     ZERO3.needs("__reduce_and_partition_ipg_grads", "reduces a bucket; wrapped at each optimizer"),

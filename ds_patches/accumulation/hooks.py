@@ -14,7 +14,7 @@ import torch
 
 from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.steps import attached
+from ds_patches.steps import tracking
 from ds_patches.steps.bf16_sum import Bf16Sum
 from ds_patches.steps.division import (
     divide_leaves,
@@ -24,7 +24,9 @@ from ds_patches.steps.division import (
     is_loss_divided,
 )
 from ds_patches.steps.graph_task import NO_TASK, current_task_id, graph_tensors
-from ds_patches.steps.step import EngineSteps, refuse_unseen_backward
+from ds_patches.steps.host_sum import HostSum
+from ds_patches.steps.state import refuse_unseen_backward
+from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.sums import GradientSum
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.steps.zero12_sum import Zero12Sum
@@ -40,32 +42,33 @@ _MIDDLE_OF_STEP = (
 )
 
 #: The wrappers that a training step calls look it up in the `__dict__` of an engine or its
-#: optimizer, as `attached.steps_of` does, which saves a call.
-KEY = attached.KEY
+#: optimizer, as `tracking.steps_of` does, which saves a call.
+KEY = tracking.KEY
 #: The last call of `around_count`: the id of the parameters' list, the graph task, and the count.
 _counted = (0, NO_TASK, 0)
 
 
 def activate() -> Sequence[str]:
     """Start tracking engines. Return a note about engines that were built before, if any."""
-    attached.track_engines(_make_sum)
+    tracking.make_sum = _make_sum
     if not (known := [*engines.known]):
         return []
-    begun = sum(map(attached.began_on_stock, known))
+    begun = sum(map(tracking.began_on_stock, known))
     late = f" ({begun} in the middle of a step: from the next step on)" if begun else ""
     return [f"{len(known)} engine(s) built before: patched from their next forward on{late}"]
 
 
 def deactivate() -> None:
     """Stop tracking every engine."""
-    attached.detach_all()
+    tracking.detach_all()
 
 
 def _make_sum(engine: Any) -> GradientSum | None:
     """Return the gradient sum of an engine; None if the patch does not cover the engine."""
     reason = coverage.why_not_covered(engine)
     if reason is None:
-        sums = {ZERO12: Zero12Sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
+        zero12_sum = HostSum if getattr(engine.optimizer, "cpu_offload", False) else Zero12Sum
+        sums = {ZERO12: zero12_sum, ZERO3: Zero3Sum, BF16: Bf16Sum}
         return sums[class_of(engine.optimizer)](engine)
     if reason:
         logger.warning("accumulation does not patch this engine: %s.", reason)
@@ -79,18 +82,18 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
     """Watch the outputs of DeepSpeed's forward, because backwards begin at them."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or coverage.is_compiled(engine):
-        steps = attached.track(engine)
+        steps = tracking.track(engine)
         if steps is None:
             return wrapped(*args, **kwargs)
-    if attached.checked_engine_count != engines.count:
-        attached.separate_rivals()
+    if tracking.checked_engine_count != engines.count:
+        tracking.separate_rivals()
     if steps.watch.raised:
         steps.drop_failed_backward()
     outputs = wrapped(*args, **kwargs)
     if torch.is_grad_enabled():
         tensors = graph_tensors(outputs)
         steps.forward_ran(tensors)
-        if steps.divides_plain_backwards and engine.gradient_accumulation_steps() > 1:
+        if steps.is_torch_style and engine.gradient_accumulation_steps() > 1:
             divide_leaves((args, kwargs), tensors, steps.running_divisor)
     return outputs
 
@@ -99,13 +102,13 @@ def around_backward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
     """Count DeepSpeed's backward of a loss for this engine, whatever made the loss."""
     steps: EngineSteps | None = vars(engine).get(KEY)
     if steps is None or coverage.is_compiled(engine):
-        steps = attached.track(engine)
+        steps = tracking.track(engine)
     loss, *rest = args if args and not kwargs else in_order(wrapped, args, kwargs)
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return wrapped(loss, *rest)  # DeepSpeed raises
     run = wrapped
     if upstream_engine.divides_at_outputs() and (
-        steps.divides_plain_backwards if steps is not None else _divides_eagerly(engine)
+        steps.is_torch_style if steps is not None else _divides_eagerly(engine)
     ):
         run = partial(divided_backward, wrapped, engine)
     engine_backwards.append(engine)
@@ -148,11 +151,11 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 
     Accepts the ``retain_graph`` of upstream's open pull request 8135, which is not needed here.
     """
-    steps = attached.track(engine)
+    steps = tracking.track(engine)
     scaled = wrapped(
         *args, **{key: value for key, value in kwargs.items() if key != "retain_graph"}
     )
-    if steps is not None and steps.divides_plain_backwards and engine.optimizer.needs_scaler():
+    if steps is not None and steps.is_torch_style and engine.optimizer.needs_scaler():
         divide_scaled_loss(engine, scaled, lambda: steps.watch.running)
     return scaled
 
@@ -160,7 +163,10 @@ def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> A
 def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run DeepSpeed's prologue once per backward, where DeepSpeed runs it once per forward."""
     steps: EngineSteps | None = vars(engine).get(KEY)
-    if steps is None or steps.prologue_is_due:
+    if steps is None:
+        return wrapped(*args, **kwargs)
+    if steps.prologue_is_due:
+        steps.prologue_is_due = False
         return wrapped(*args, **kwargs)
     if steps.watch.task_id != current_task_id():
         steps.enter_backward()
@@ -170,7 +176,7 @@ def around_prologue(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -
 def around_enter_backward(wrapped: Wrapped, state: Any, args: Args, kwargs: Kwargs) -> Any:
     """Begin a backward at a gradient that bypassed all outputs, unless one is running."""
     steps: EngineSteps | None = vars(state).get(KEY)
-    if steps is None or steps.prologue_is_due or steps.watch.running:
+    if steps is None or steps.watch.running:
         return wrapped(*args, **kwargs)
     return steps.enter_at_parameter()
 
@@ -226,7 +232,7 @@ def around_model_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs)
             refuse_unseen_backward(engine)
         return wrapped(*args, **kwargs)
     result = steps.step(partial(wrapped, *args, **kwargs))
-    attached.note_step(engine)
+    tracking.note_step(engine)
     return result
 
 
@@ -272,7 +278,7 @@ def around_set_grad(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
 
 
 def _partitions_of(optimizer: Any) -> Zero3Sum | None:
-    steps = vars(optimizer).get(KEY) or attached.steps_of_optimizer(optimizer)
+    steps = vars(optimizer).get(KEY) or tracking.steps_of_optimizer(optimizer)
     return steps.sum if steps is not None and isinstance(steps.sum, Zero3Sum) else None
 
 

@@ -45,30 +45,26 @@ def _after_backward(*_: Any) -> None:
 
 
 def around_non_reentrant(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
-    """Make ``non_reentrant_checkpoint`` recompute in each backward, not in the first only."""
+    """Make ``non_reentrant_checkpoint`` recompute in each backward, not in the first only.
 
-    def checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
-        return wrapped(_recomputing_in_each_backward(function), *inputs)
-
-    return checkpoint(*args, **kwargs)
-
-
-def _recomputing_in_each_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, whose saved tensors each backward recomputes.
-
-    Unchanged up to torch 2.7, which does not tell which saved-tensor hooks are in place.
+    Not up to torch 2.7, which does not tell which saved-tensor hooks are in place.
     """
     top_hooks, has_run = graph_task.top_saved_tensors_hooks, False
+    if top_hooks is None:
+        return wrapped(*args, **kwargs)
 
-    def run(*inputs: Any) -> Any:
-        nonlocal has_run
-        if has_run or top_hooks is None:
-            return function(*inputs)
-        has_run, (pack, unpack) = True, top_hooks(True)
-        with saved_tensors_hooks(pack, _freeing_unpack(unpack)):
-            return function(*inputs)
+    def checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            nonlocal has_run
+            if has_run:
+                return function(*inputs)
+            has_run, (pack, unpack) = True, top_hooks(True)
+            with saved_tensors_hooks(pack, _freeing_unpack(unpack)):
+                return function(*inputs)
 
-    return run
+        return wrapped(run, *inputs)
+
+    return checkpoint(*args, **kwargs)
 
 
 def _freeing_unpack(unpack: Unpack) -> Unpack:

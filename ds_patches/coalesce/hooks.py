@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Misused, NotCovered, Refused
-from ds_patches.steps import attached
+from ds_patches.steps import tracking
 from ds_patches.steps.attached import Attached
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
@@ -29,7 +29,7 @@ _warned: WeakSet[Any] = WeakSet()  # engines
 
 def _local_gradients_of(engine: Any) -> LocalGradients | None:
     """Return new `LocalGradients` of an engine; None if it cannot have a block."""
-    steps = attached.steps_of(engine.optimizer)
+    steps = tracking.steps_of(engine.optimizer)
     return None if steps is None or why_no_block(engine) else LocalGradients(engine, steps)
 
 
@@ -38,7 +38,7 @@ _local: Attached[LocalGradients] = Attached("coalesce", _local_gradients_of)
 
 def activate() -> Sequence[str]:
     """Attach to the engines that exist, and add the block's method where DeepSpeed has none."""
-    attached.subscribe(_local)
+    tracking.subscribe(_local)
     upstream_engine.add_method(coalesce_grad_reduction)
     return []
 
@@ -55,7 +55,7 @@ def may_unapply() -> None:
 def deactivate() -> None:
     """Remove the block's method, and the wrappers from every engine."""
     upstream_engine.remove_method(coalesce_grad_reduction)
-    for local in attached.unsubscribe(_local):
+    for local in tracking.unsubscribe(_local):
         local.end()
 
 
@@ -83,8 +83,8 @@ def coalesce_grad_reduction(self: Any) -> AbstractContextManager[None]:
         )
     if (reason := why_no_block(engine)) is not None:
         raise NotCovered(f"coalesce_grad_reduction() {reason}")
-    is_covered = attached.track(engine) is not None
-    if attached.began_on_stock(engine):
+    is_covered = tracking.track(engine) is not None
+    if tracking.began_on_stock(engine):
         raise Refused(
             "coalesce_grad_reduction() in a step that began before the patch was applied: "
             "open it after the next engine.step()"
@@ -106,6 +106,6 @@ def around_no_sync(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
             _warned.add(engine)
             logger.warning(_UNDIVIDED)
         return wrapped(*args, **kwargs)
-    attached.track(engine)
+    tracking.track(engine)
     local = _local.get(engine)
     return wrapped(*args, **kwargs) if local is None else local.no_sync()

@@ -16,11 +16,10 @@ from ds_patches.steps import gather_once
 from ds_patches.steps.division import engine_backwards
 from ds_patches.steps.gather_once import GatherOnce
 from ds_patches.steps.graph_task import current_task_id
-from ds_patches.steps.listener import Listener
+from ds_patches.steps.state import Listener
 from ds_patches.steps.step import EngineSteps
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream.engine import has_torch_style_backward
 
 logger = logging.getLogger("ds_patches.coalesce")
 
@@ -53,13 +52,10 @@ class LocalGradients(Listener):
         self._layers: list[Layer] = []
         #: True if a backward has begun since `begin`.
         self.has_backward = False
-        #: Without managed gradient accumulation: True if each backward reduces; if the step does.
-        self._reduces_in_backward = self._reduces_in_step = False
-        if not upstream_boundary.manages_boundary(engine):
-            self._reduces_in_backward = engine.zero_optimization_partition_gradients()
-            self._reduces_in_step = not self._reduces_in_backward
-        #: True if DeepSpeed supports plain backwards, and divides them by the micro steps.
-        self._is_torch_style = has_torch_style_backward(engine)
+        #: Without it each backward reduces at stages 2 and 3, and the step at stage 1.
+        self._is_managed = upstream_boundary.manages_boundary(engine)
+        partitions = engine.zero_optimization_partition_gradients()
+        self._reduces_in_backward = partitions and not self._is_managed
 
     def begin(self) -> None:
         """Keep gradients on their parameters from here on."""
@@ -74,7 +70,7 @@ class LocalGradients(Listener):
             Layer(engine, "allreduce_gradients", self._around_allreduce),
             Layer(engine, "step", self._around_step),
         ]
-        if not self._is_torch_style:
+        if not self._steps.is_torch_style:
             self._layers.append(Layer(engine, "backward", self._around_backward))
         self.awaits_backwards = True
 
@@ -103,7 +99,7 @@ class LocalGradients(Listener):
     def backward_begins(self, same_forward: bool) -> None:
         """Note that a backward has begun. Raises Refused if its loss is fp16 and not scaled."""
         is_plain = self._engine not in engine_backwards
-        if is_plain and self._engine.fp16_enabled() and not self._is_torch_style:
+        if is_plain and self._engine.fp16_enabled() and not self._steps.is_torch_style:
             raise Refused(_UNSCALED)
         self._note_backward()
 
@@ -161,7 +157,17 @@ class LocalGradients(Listener):
                 yield
             except GeneratorExit as error:  # left early, for example by `break`: nothing has failed
                 early_exit = error
-            self._end_block(gather)
+            self._steps.recover()
+            if self.failed:
+                raise Refused(
+                    "a backward inside this coalesce_grad_reduction() raised, and its gradients "
+                    "were dropped; do not catch the exception inside: let the exception leave the "
+                    "block"
+                )
+            self._leave_block(gather)
+            if gather is not None:
+                gather.release()
+            self.reduce()
             if early_exit is None:
                 return
         except BaseException:
@@ -192,19 +198,6 @@ class LocalGradients(Listener):
         why = reason or "all fit into stage3_max_live_parameters"
         lifecycle.note("coalesce", f"a ZeRO-3 block gathered parameters {how}: {why}")
         return None if reason else gather
-
-    def _end_block(self, gather: GatherOnce | None) -> None:
-        """Reduce the block's gradients. Raises Refused if a backward in it raised."""
-        self._steps.recover()
-        if self.failed:
-            raise Refused(
-                "a backward inside this coalesce_grad_reduction() raised, and its gradients were "
-                "dropped; do not catch the exception inside: let the exception leave the block"
-            )
-        self._leave_block(gather)
-        if gather is not None:
-            gather.release()
-        self.reduce()
 
     def _leave_block(self, gather: GatherOnce | None) -> None:
         """Clear the flags of a block, and restore DeepSpeed's module hooks."""
@@ -239,7 +232,7 @@ class LocalGradients(Listener):
     def _around_gradient(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Keep a gradient on its parameter, where DeepSpeed's hook would reduce it."""
         watch = self._steps.watch
-        if self._is_torch_style and watch.task_id != current_task_id() and not watch.running:
+        if self._steps.is_torch_style and watch.task_id != current_task_id() and not watch.running:
             self._steps.enter_at_parameter()
 
     def _around_allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
@@ -266,22 +259,19 @@ class LocalGradients(Listener):
                 "engine.step() inside coalesce_grad_reduction(): as inside no_sync(), no gradients "
                 "are reduced yet. Step after the block."
             )
-        managed = upstream_boundary.manages_boundary(engine)
-        if not managed or engine.is_gradient_accumulation_boundary():
+        if not self._is_managed or engine.is_gradient_accumulation_boundary():
             if self.in_no_sync:
                 raise Misused(
                     "engine.step() inside no_sync context manager, at a gradient accumulation "
                     "boundary: its gradients are not reduced. Run the last backward of the step, "
                     "and step, outside."
                 )
-            is_due = self.has_backward and not self._reduces_in_step
-            if is_due and any(self.sum.has_local_gradients()):
+            was_due = self.has_backward and (self._is_managed or self._reduces_in_backward)
+            if was_due and any(self.sum.has_local_gradients()):
                 raise Refused(
                     "engine.step() with gradients that no backward has reduced: all backwards of "
                     "this step were inside no_sync() or before the gradient accumulation boundary. "
                     "Run the last one outside, at the boundary."
                 )
-        if not self.in_no_sync:
-            return wrapped(*args, **kwargs)
         with meanwhile(engine, inside_no_sync_ctxt=False):
             return wrapped(*args, **kwargs)

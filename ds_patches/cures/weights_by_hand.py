@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ds_patches.core import api, engines
+from ds_patches.core import api, engines, log
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.errors import NotChecked
 from ds_patches.core.layer import Layer
 from ds_patches.core.patch import Dependency, Patch
+from ds_patches.steps.attached import Attached
 from ds_patches.upstream.classes import ENGINE, GATHERED, OPTIMIZERS, ZERO3, class_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_patches.steps.attached import Attached
-    from ds_patches.steps.optimizer_params import OptimizerParameters
+logger = logging.getLogger("ds_patches.weights_by_hand")
 
+_NOTHING_TRAINABLE = (
+    "No parameter of the optimizer requires a gradient, so ZeRO raises in deepspeed.initialize: "
+    "IndexError, AssertionError or ValueError. Call requires_grad_() before it; or, if the model "
+    "is not to train, call initialize without an optimizer, or do not call it."
+)
+_OUTSIDE_MODEL = (
+    "The optimizer has %d trainable parameters that are not in the model of deepspeed.initialize, "
+    "of shape %s. Their gradients are not reduced, so they drift apart on the ranks; with ZeRO "
+    "initialize raises KeyError or AttributeError. Freeze them by requires_grad_(False) before the "
+    "optimizer is made, as for the guide of GISTEmbedLoss; or put them into the model, as for the "
+    "classifier of SoftmaxLoss."
+)
+_UNFROZEN = (
+    "These parameters were frozen in deepspeed.initialize and unfrozen after it, and no step "
+    "trains them: %s. Call initialize again after unfreezing them; or leave them unfrozen in "
+    "initialize, and set the learning rate of their group to 0 until they are to train."
+)
+_FROZEN = (
+    "These parameters were frozen after deepspeed.initialize, and steps still change them, by "
+    "momentum and weight decay: %s. Set the learning rate of their group to 0, or call initialize "
+    "again."
+)
 _FRAGMENTS = "deepspeed.utils.tensor_fragment"
 _version_of = attrgetter("_version")
 
@@ -47,6 +71,10 @@ PATCH = Patch(
 
 apply, unapply, is_applied = api.of(__name__)
 
+#: Settings of a parameter group with which an optimizer changes a parameter whose gradient is zero.
+_MOVING = ("betas", "momentum", "weight_decay")
+#: An optimizer's parameters by id: with their group, and `requires_grad` at ``initialize``.
+_Params = dict[int, tuple[Any, Any, bool]]
 #: The number of writes that is assumed in a block of ``GatheredParameters``, which counts none.
 _SEVERAL = 2
 
@@ -111,38 +139,43 @@ def _is_equal(weights: Tensor, other: Tensor, writes: int = 1) -> Tensor:
     return torch.isclose(weights, other, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-@cache
-def _optimizer_params() -> Attached[OptimizerParameters]:
-    """Return the parameters that each engine's optimizer was built with."""
-    from ds_patches.steps.attached import Attached
-    from ds_patches.steps.optimizer_params import OptimizerParameters
+def _params_of(engine: Any) -> _Params:
+    """Return the parameters that an engine's optimizer was built with.
 
-    return Attached(f"{PATCH.name}_params", OptimizerParameters)
+    Without those of no elements, which zero12_gradients freezes.
+    """
+    groups = engine.basic_optimizer.param_groups
+    params = ((param, group) for group in groups for param in group["params"])
+    return {
+        id(param): (param, group, param.requires_grad)
+        for param, group in params
+        if getattr(param, "ds_numel", param.numel())
+    }
 
 
-@cache
-def _weights() -> Attached[_Weights]:
-    """Return the weights of each optimizer, as of its last step."""
-    from ds_patches.core.errors import NotChecked
-    from ds_patches.steps.attached import Attached
+_optimizer_params: Attached[_Params] = Attached(f"{PATCH.name}_params", _params_of)
+
+
+def _weights_of(optimizer: Any) -> _Weights | None:
+    """Return the weights of an optimizer, as of its last step; None if they are not known."""
     from ds_patches.upstream import fragments
 
-    def make(optimizer: Any) -> _Weights | None:
-        if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
-            return None
-        try:
-            params = [param for param, _ in fragments.slices_with_params(optimizer)]
-        except NotChecked:
-            return None
-        return _Weights([] if class_of(optimizer) == ZERO3 else params)
+    if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
+        return None
+    try:
+        params = [param for param, _ in fragments.slices_with_params(optimizer)]
+    except NotChecked:
+        return None
+    return _Weights([] if class_of(optimizer) == ZERO3 else params)
 
-    return Attached(PATCH.name, make)
+
+_weights: Attached[_Weights] = Attached(PATCH.name, _weights_of)
 
 
 def _track(engine: Any) -> None:
     """Record an engine's weights, and wrap the setters of its parameters' fp32 weights."""
     if class_of(engine.optimizer) in OPTIMIZERS:
-        weights = _weights()(engine.optimizer)
+        weights = _weights(engine.optimizer)
         if weights is not None and not weights.setters:
             weights.setters = [
                 Layer(param, "set_full_hp_param", partial(_around_setter, param))
@@ -160,10 +193,10 @@ def activate() -> Sequence[str]:
 
 def deactivate() -> None:
     """Remove the recorded weights and the setters' wrappers from every engine."""
-    for _, weights in _weights().detach_all():
+    for _, weights in _weights.detach_all():
         for setter in weights.setters:
             setter.remove()
-    _optimizer_params().detach_all()
+    _optimizer_params.detach_all()
 
 
 def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -176,22 +209,52 @@ def around_configure(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
 def around_wrapping(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Warn about the optimizer's parameters, before ZeRO's wrapper replaces them."""
     result = wrapped(*args, **kwargs)
-    if (params := _optimizer_params()(engine)) is not None:
-        params.warn_of_unfit(engine)
+    params = _optimizer_params(engine) or {}
+    trained = {key: param for key, (param, _, is_trained) in params.items() if is_trained}
+    if engine.zero_optimization() and not trained:
+        logger.log(log.level_for_the_job(), _NOTHING_TRAINABLE)
+    for param in engine.module.parameters():
+        trained.pop(id(param), None)
+    if trained:
+        shapes = [str(tuple(getattr(p, "ds_shape", p.shape))) for p in trained.values()]
+        logger.log(log.level_for_the_job(), _OUTSIDE_MODEL, len(shapes), log.named(shapes))
     return result
 
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy changed weights to the fp32 weights, which the step would write over them."""
-    weights = _weights().get(engine.optimizer)
+    weights = _weights.get(engine.optimizer)
     if weights is None:
         return wrapped(*args, **kwargs)
-    if (params := _optimizer_params().get(engine)) is not None:
-        params.warn_of_frozen(engine)
+    if params := _optimizer_params.get(engine):
+        _warn_of_frozen(engine, params)
     weights.copy_changed(engine.optimizer)
     result = wrapped(*args, **kwargs)
     weights.reset()
     return result
+
+
+def _warn_of_frozen(engine: Any, params: _Params) -> None:
+    """Warn once about each parameter that was frozen or unfrozen after ``initialize``."""
+    changed = [entry for entry in params.values() if entry[0].requires_grad != entry[2]]
+    if not changed:
+        return
+    from ds_patches.upstream import fragments
+    from ds_patches.upstream.classes import is_fp16_wrapper
+
+    name_of = {id(param): name for name, param in engine.module.named_parameters()}
+    # Half precision optimizers up to 0.18 also copy and train frozen parameters, once unfrozen.
+    copied = fragments.slices(engine.optimizer) if is_fp16_wrapper(engine.optimizer) else {}
+    names_by: dict[str, list[str]] = {_UNFROZEN: [], _FROZEN: []}
+    for param, group, was_trained in changed:
+        is_updated = group["lr"] and any(map(group.get, _MOVING))
+        if is_updated if was_trained else id(param) not in copied:
+            name = name_of.get(id(param), "one outside the model")
+            names_by[_FROZEN if was_trained else _UNFROZEN].append(name)
+            del params[id(param)]
+    for message, names in names_by.items():
+        if names:
+            logger.log(log.level_for_the_job(), message, log.named(names))
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -200,7 +263,7 @@ def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> 
         from ds_patches.upstream.zero3 import optimizers_of
 
         for optimizer in optimizers_of(gathered):
-            if (weights := _weights().get(optimizer)) is not None:
+            if (weights := _weights.get(optimizer)) is not None:
                 weights.record(gathered.params)
     return wrapped(*args, **kwargs)
 
@@ -240,7 +303,7 @@ def _set_at_stage3(
     """
     result = wrapped(*args, **kwargs)
     value, param, *state = in_order(wrapped, args, kwargs)
-    if any(state) or not param.requires_grad or _weights().get(optimizer) is None:
+    if any(state) or not param.requires_grad or _weights.get(optimizer) is None:
         return result, None, value
     from ds_patches.upstream import fragments
     from ds_patches.upstream.zero3 import drop_secondary
@@ -254,6 +317,6 @@ def _set_at_stage3(
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Record the weights that DeepSpeed loads from a checkpoint together with the fp32 ones."""
     result = wrapped(*args, **kwargs)
-    if (weights := _weights().get(optimizer)) is not None:
+    if (weights := _weights.get(optimizer)) is not None:
         weights.reset()
     return result

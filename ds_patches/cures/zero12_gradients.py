@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_patches.core import api
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import Layer
 from ds_patches.core.patch import Patch, upstream
+from ds_patches.steps.attached import Attached
 from ds_patches.upstream.classes import BF16, ENGINE, ZERO12, class_of
-
-if TYPE_CHECKING:
-    from ds_patches.steps.attached import Attached
 
 _TILED_MODULE = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _EMPTY_PARAMS = "<=0.19.5"
@@ -43,27 +40,24 @@ PATCH = Patch(
 apply, unapply, is_applied = api.of(__name__)
 
 
-@cache
-def _layers() -> Attached[Layer]:
-    """Return each engine's wrapper that keeps tiles out of the reduce buckets."""
-    from ds_patches.steps.attached import Attached
-
-    def make(engine: Any) -> Layer | None:
-        optimizer = engine.optimizer
-        return Layer(optimizer, _REDUCE, _around_reduce) if class_of(optimizer) == ZERO12 else None
-
-    return Attached(PATCH.name, make)
-
-
 def _around_reduce(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
     """Keep a tile's incomplete gradient out of the reduce bucket, as 0.18.6 does."""
     if getattr(in_order(wrapped, args, kwargs)[0], "ds_grad_is_ready", True):
         wrapped(*args, **kwargs)
 
 
+def _layer_of(engine: Any) -> Layer | None:
+    """Return a new wrapper that keeps tiles out of an engine's reduce buckets."""
+    optimizer = engine.optimizer
+    return Layer(optimizer, _REDUCE, _around_reduce) if class_of(optimizer) == ZERO12 else None
+
+
+_layers: Attached[Layer] = Attached(PATCH.name, _layer_of)
+
+
 def deactivate() -> None:
     """Remove the wrapper from every engine's optimizer."""
-    for _, layer in _layers().detach_all():
+    for _, layer in _layers.detach_all():
         layer.remove()
 
 
@@ -81,7 +75,7 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
     """Keep tiles out of the buckets. They run inside an autograd node, which has no target."""
     outputs = wrapped(*args, **kwargs)
     if _TILED_MODULE in sys.modules:  # the forward may import it
-        _layers()(engine)
+        _layers(engine)
     return outputs
 
 

@@ -63,10 +63,10 @@ def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) ->
 def _gather_all(engine: Any) -> None:
     """All-gather the parameters, if the engine allows it, and note why or why not. Collective."""
     from ds_patches.core import lifecycle
-    from ds_patches.steps import attached, gather_once
+    from ds_patches.steps import gather_once, tracking
     from ds_patches.upstream.coverage import is_compiled
 
-    steps = attached.track(engine)
+    steps = tracking.track(engine)
     # The first backward detects nested backwards, and registers external parameters.
     if steps is None or not steps.backwards_begun:
         return
@@ -81,9 +81,9 @@ def _gather_all(engine: Any) -> None:
 
 def around_step(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Raise Refused before the optimizer steps if the ranks reduced different parameters."""
-    from ds_patches.steps import attached
+    from ds_patches.steps import tracking
 
-    steps = attached.steps_of(engine)
+    steps = tracking.steps_of(engine)
     if steps is not None and steps.gather_once is not None and steps.gather_once.orders_differ():
         raise Refused(_DIFFER)
     return wrapped(*args, **kwargs)

@@ -11,9 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ds_patches.core import agreement
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import OtherRankFailed
 from ds_patches.core.layer import Layer
@@ -274,12 +272,7 @@ class Fallback:
         if self._phase not in (Phase.BACKWARD, Phase.ALONE):
             return
         # Dropping the gradients in the graphs takes collectives of all ranks.
-        world, rank = range(dist.get_world_size()), dist.get_rank()
-        place = ranks.rendezvous_key("dc_fallback", world, rank)
-        absent = ranks.wait_at_rendezvous(
-            agreement.store(), place, world, rank, ranks.collective_timeout()
-        )
-        if absent:
+        if absent := ranks.absent_ranks("dc_fallback"):
             self._phase = Phase.ALONE
             raise OtherRankFailed(
                 f"a backward raised here, and none on rank {', '.join(map(str, absent))}: only all "

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ds_patches.steps.saved_view import SavedView, storage_of
+from ds_patches.steps.graph_task import SavedView, storage_of
 
 #: Stands for the module of code that a backward recomputes.
 _BACKWARD = object()

@@ -30,8 +30,8 @@ class ReducedGradients:
     def __init__(self, buckets: ReduceBuckets, order: BucketOrder | None, sum: GradientSum) -> None:
         """order: the ranks' common order, or None. sum: its divisor divides the gradients."""
         self._buckets, self._order, self._sum = buckets, order, sum
-        #: True while the epilogue reduces, which then collects the gradients.
-        self.in_epilogue = False
+        #: True from the epilogue's begin until it has reduced: then it collects the gradients.
+        self._in_epilogue = False
         #: By the bucket's key: this rank's reduced gradients, of the parameters' shapes.
         self._reduced_before: dict[Any, torch.Tensor] = {}
         #: Gradients that the reduction stream may still read: kept alive until the next reduction.
@@ -41,16 +41,24 @@ class ReducedGradients:
         #: True if a bucket was reduced in this backward.
         self.has_reduced = False
 
-    def forget(self) -> None:
-        """Drop the reduced gradients, as a backward begins or has raised."""
+    def begin_backward(self) -> None:
+        """Drop the reduced gradients of the last backward, as one begins or has raised."""
         self._reduced_before.clear()
         self._being_read = []
-        self.has_reduced = False
+        self.has_reduced = self._in_epilogue = False
+        if self._order is not None:
+            self._order.begin_backward()
+
+    def begin_epilogue(self) -> None:
+        """Fill the last bucket as on all ranks, before the epilogue reduces it."""
+        if self._order is not None:
+            self._order.end_backward()
+        self._in_epilogue = True
 
     def reduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Reduce the buckets once all ranks have the same parameters in them."""
         buckets, only_bucket = self._buckets, self._buckets.single
-        in_epilogue, self.in_epilogue = self.in_epilogue, False  # calls inside this are not last
+        in_epilogue, self._in_epilogue = self._in_epilogue, False  # calls inside this are not last
         keys = [*only_bucket.params] if only_bucket else buckets.contents(*args, **kwargs)
         # The buckets are empty if DeepSpeed reduces a parameter larger than a bucket.
         if keys and (self._order is None or self._order.admits(keys)):
@@ -74,7 +82,7 @@ class ReducedGradients:
                 if buckets.keeps_gradients:
                     self._being_read = self._detach_reduced(keys, gradients)
         if in_epilogue:
-            self.restore()
+            self._restore()
 
     def _add(
         self,
@@ -132,7 +140,7 @@ class ReducedGradients:
             zero12.clear_previous_gradients(buckets.optimizer)
         return not_kept
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Give the parameters the gradients of this backward, which the epilogue collects."""
         attribute, parameters = self._buckets.attribute, self._buckets.parameters
         for key, gradient in self._reduced_before.items():

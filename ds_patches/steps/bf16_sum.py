@@ -23,8 +23,7 @@ class Bf16Sum(GradientSum):
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self._has_added = False  # the running backward's gradients, before its epilogue
-        super().__init__()
-        self.holds_local = True
+        super().__init__(holds_local=True)
         if upstream_engine.has_torch_style_backward(engine):
             self.layers.append(Layer(engine, "allreduce_gradients", self._reduce))
         if upstream_engine.reduces_before_it_adds():

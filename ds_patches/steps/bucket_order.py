@@ -23,12 +23,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ds_patches.core.errors import Refused
 from ds_patches.steps.graph_task import current_task_id, reaches
-from ds_patches.steps.ranks import any_rank
+from ds_patches.steps.ranks import any_rank, same_on_all_ranks
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 #: Keys of parameters in the buckets, in the order of their reduction; one per gradient.
@@ -83,8 +82,7 @@ class BucketOrder:
         self._unreachable: set[Any] = set()
         #: The keys in the buckets; None while DeepSpeed fills them as gradients arrive.
         self._bucket_keys: Order | None = None
-        if self._buckets.diversion:
-            self._buckets.stop_diverting()
+        self._buckets.stop_diverting()
 
     def admits(self, keys: Order) -> bool:
         """Return True if the buckets, which hold `keys`, are to be reduced now.
@@ -94,15 +92,18 @@ class BucketOrder:
         """
         known, index = self._known_buckets, len(self._reduced)
         if self._bucket_keys is not None:
-            keys, self._bucket_keys = _split(self._bucket_keys, {*keys})
+            planned, in_buckets = self._bucket_keys, {*keys}
+            keys = [key for key in planned if key in in_buckets]
+            self._bucket_keys = [key for key in planned if key not in in_buckets]
             if known is not None and known[index:][:1] != [keys]:
                 raise Refused(_CANNOT_BE_FORMED)
             fits = True
-        elif known is None:
-            fits = self._order is None and self._is_first_common_bucket(keys)
-        else:  # a parameter that overflows the last bucket may be new to the order
-            is_last = index + 1 == len(known)
-            fits = not self._follows_order and not is_last and known[index] == keys
+        elif self._order is None:
+            if not self._reachable_in_first and current_task_id() == self._task_id:
+                self._reachable_in_first = self._find_reachable()
+            fits = not self._follows_order and self._same_on_all_ranks(keys)
+        else:  # without the last bucket: a parameter that overflows it may be new to the order
+            fits = not self._follows_order and (known or [])[index:-1][:1] == [keys]
         if fits:
             self._reduced.append(keys)
         else:
@@ -128,12 +129,13 @@ class BucketOrder:
         if not is_common:
             self._follow_order()
         if self._order is None:
-            arrived = self._arrived or [*_flatten(self._reduced), *keys]
+            reduced = _flatten(self._reduced)
+            arrived = self._arrived or [*reduced, *keys]
             self._first_was_predicted = not Counter(arrived) - Counter(self._reachable_in_first)
-            if is_common:
-                self._set_order(arrived)
-            else:
-                self._merge_orders(arrived)
+            order = arrived if is_common else merge_orders(self._all_gather(arrived))
+            self._set_order(order)
+            self._remaining = order[len(reduced) :][::-1]  # the order begins with the reduced ones
+            self._buckets_cover_order = is_common or not reduced
         if is_common:
             self._bucket_keys = keys
         else:
@@ -142,23 +144,12 @@ class BucketOrder:
             self._add_newly_used()
         if self.held:
             raise Refused(_REDUCED_ALREADY)
-        if self._buckets.diversion:
-            self._buckets.stop_diverting()
+        self._buckets.stop_diverting()
         if self._buckets_cover_order and self._known_buckets is None:
             self._known_buckets = [*self._reduced, self._bucket_keys or []]
             self._order = _flatten(self._known_buckets)
 
-    def detach(self) -> None:
-        """Stop diverting gradients from the optimizer's buckets."""
-        self._buckets.stop_diverting()
-
     # --- State of one backward --------------------------------------------------------------------
-
-    def _is_first_common_bucket(self, keys: Order) -> bool:
-        """Return True if all ranks hold `keys`, in a first backward. Collective."""
-        if not self._reachable_in_first and current_task_id() == self._task_id:
-            self._reachable_in_first = self._find_reachable()
-        return not self._follows_order and self._same_on_all_ranks(keys)
 
     def _find_reachable(self) -> set[Any]:
         """Return the parameters that the running backward reaches.
@@ -207,12 +198,11 @@ class BucketOrder:
             self._buckets.refill()
         if not is_in_bucket or key in self._remaining:
             self._queue(key)
-            while self._remaining and self._is_ready(self._remaining[-1]):
-                self._fill_bucket([self._remaining.pop()])
+            while (rest := self._remaining) and (
+                rest[-1] in self.held or rest[-1] in self._unreachable
+            ):
+                self._fill_bucket([rest.pop()])
         return False
-
-    def _is_ready(self, key: Any) -> bool:
-        return key in self.held or key in self._unreachable
 
     def _fill_bucket(self, keys: Iterable[Any]) -> None:
         self._bucket_keys = self._bucket_keys or []
@@ -229,14 +219,6 @@ class BucketOrder:
 
     def _set_order(self, order: Order) -> None:
         self._order, self._unused = order, self._buckets.parameters.keys() - {*order}
-
-    def _merge_orders(self, arrived: Order) -> None:
-        """Merge the orders of all ranks, which differ in a first backward. Collective."""
-        reduced = _flatten(self._reduced)
-        order = merge_orders(self._all_gather(arrived))
-        self._set_order(order)
-        self._remaining = order[len(reduced) :][::-1]  # the order begins with the reduced ones
-        self._buckets_cover_order = not reduced
 
     def _add_newly_used(self) -> None:
         """Reduce the parameters that some rank used for the first time. Collective."""
@@ -258,10 +240,7 @@ class BucketOrder:
         """Return True if `keys` and `is_final` are the same on all ranks. Collective."""
         text = repr([keys, is_final]).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        bounds = torch.tensor([digest, -digest], device=self._buckets.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._buckets.group)
-        highest, lowest = bounds.tolist()
-        return bool(highest == -lowest)
+        return same_on_all_ranks(digest, self._buckets.group)
 
     def _all_gather(self, order: Order) -> list[Order]:
         orders: list[Any] = [None] * dist.get_world_size(self._buckets.group)
@@ -271,15 +250,6 @@ class BucketOrder:
 
 def _flatten(buckets: Iterable[Order]) -> Order:
     return [key for bucket in buckets for key in bucket]
-
-
-def _split(order: Order, keys: set[Any]) -> tuple[Order, Order]:
-    """Return the part of an order with these keys, and the rest."""
-    part: Order = []
-    rest: Order = []
-    for key in order:
-        (part if key in keys else rest).append(key)
-    return part, rest
 
 
 def merge_orders(orders: Sequence[Order]) -> Order:

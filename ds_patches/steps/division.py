@@ -11,7 +11,7 @@ Gradients that leave the engine by its inputs pass no bucket: the leaves that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,24 +19,28 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from ds_patches.core import engines
-from ds_patches.steps.graph_task import NO_TASK, accumulates, current_task_id, graph_tensors
+from ds_patches.steps.graph_task import (
+    NO_TASK,
+    accumulate_node,
+    accumulates,
+    current_task_id,
+    graph_nodes,
+    graph_tensors,
+    is_accumulate_node,
+)
 from ds_patches.upstream import engine as upstream_engine
 
 #: Key in an autograd node's metadata: an engine's output, or a leaf whose gradient is divided.
 _SEEN = "ds_patches.division"
 #: The engines whose ``backward`` is running, innermost last.
 engine_backwards: list[Any] = []
-
-
-class _ScaledLoss:
-    """The graph task of the last backward that began at a loss of ``engine.scale``."""
-
-    task_id = NO_TASK
+#: The graph task of the last backward that began at a loss of ``engine.scale``.
+_scaled_task_id = NO_TASK
 
 
 def is_loss_divided() -> bool:
     """Return True if the loss of the running backward was divided by the micro steps."""
-    return bool(engine_backwards) or _ScaledLoss.task_id == current_task_id() != NO_TASK
+    return bool(engine_backwards) or _scaled_task_id == current_task_id() != NO_TASK
 
 
 def divisor_of(engine: Any) -> int:
@@ -71,10 +75,11 @@ def divide_scaled_loss(engine: Any, loss: torch.Tensor, is_nested: Callable[[], 
     """Divide the gradient of a loss of ``engine.scale``: undivided, half precision may overflow."""
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
+        global _scaled_task_id
         if is_nested() or not accumulates():
             return gradient
         divisor = divisor_of(engine)
-        _ScaledLoss.task_id = current_task_id()
+        _scaled_task_id = current_task_id()
         return gradient / divisor
 
     loss.register_hook(unserializable_hook(divide))  # type: ignore[no-untyped-call]
@@ -92,11 +97,12 @@ def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callabl
         node: Any = output.grad_fn
         node.metadata[_SEEN] = True
     tensors = graph_tensors(inputs, leaves=True)
-    roots = [tensor.grad_fn or _accumulate_node_of(tensor) for tensor in tensors]
+    roots = [tensor.grad_fn or accumulate_node(tensor) for tensor in tensors]
     if not roots:
         return
     reduced: set[int] = set().union(*map(upstream_engine.trained_ids, engines.known))
-    for node in _accumulate_nodes(roots):
+    nodes = graph_nodes(roots, stops=lambda node: _SEEN in node.metadata)
+    for node in filter(is_accumulate_node, nodes):
         if id(node.variable) not in reduced:
             node.metadata[_SEEN] = True
             node.register_prehook(partial(_divide, get_divisor))
@@ -105,21 +111,3 @@ def divide_leaves(inputs: Any, outputs: list[torch.Tensor], get_divisor: Callabl
 def _divide(get_divisor: Callable[[], int], gradients: Any) -> Any:
     divisor = get_divisor()
     return tuple(gradient if gradient is None else gradient / divisor for gradient in gradients)
-
-
-def _accumulate_node_of(leaf: torch.Tensor) -> Any:
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-def _accumulate_nodes(pending: list[Any]) -> Iterator[Any]:
-    """Yield the AccumulateGrad nodes below these nodes, up to the outputs of engines."""
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or _SEEN in node.metadata:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node
-        pending += [next_node for next_node, _ in node.next_functions]

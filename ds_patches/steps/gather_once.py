@@ -19,7 +19,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import NO_TASK, at_end_of_task, current_task_id, graph_tensors
-from ds_patches.steps.ranks import any_rank
+from ds_patches.steps.ranks import same_on_all_ranks
 from ds_patches.steps.step import EngineSteps
 from ds_patches.steps.zero3_sum import Zero3Sum
 from ds_patches.upstream import zero3
@@ -123,10 +123,7 @@ class GatherOnce:
         order, self._reduction_hash = self._reduction_hash, None
         if order is None:
             return False
-        bits = [bool(order >> bit & 1) for bit in range(32)]
-        group = reduction_group(self._engine)
-        ones, zeros = any_rank([*bits, *(not bit for bit in bits)], group).view(2, -1)
-        return bool((ones & zeros).any())
+        return not same_on_all_ranks(order % 2**62, reduction_group(self._engine))
 
     def _reduce_bucket(self, wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
         bucket = zero3.bucket_of(optimizer, zero3.dtype_of_bucket(optimizer, *args, **kwargs))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -59,16 +58,13 @@ def accumulates() -> bool:
     False in ``torch.autograd.grad``, which returns gradients, and in a ``backward(inputs=...)`` of
     other leaves.
     """
-    return any(map(_will_accumulate, _accumulate_nodes(torch._C._current_autograd_node())))
+    nodes = graph_nodes([torch._C._current_autograd_node()])
+    return any(map(_will_accumulate, filter(is_accumulate_node, nodes)))
 
 
 def reaches(leaf: torch.Tensor) -> bool:
     """Return True if the running graph task accumulates into this leaf, itself and not nested."""
-    if not leaf.requires_grad:
-        return False
-    with torch.enable_grad():
-        ((node, _),) = leaf.view_as(leaf).grad_fn.next_functions  # type: ignore[union-attr]
-    return _will_accumulate(node)
+    return leaf.requires_grad and _will_accumulate(accumulate_node(leaf))
 
 
 def _will_accumulate(leaf: Any) -> bool:
@@ -78,28 +74,30 @@ def _will_accumulate(leaf: Any) -> bool:
         return False
 
 
-def _accumulate_nodes(node: Any) -> Iterator[Any]:
-    """Yield the AccumulateGrad nodes below a node, depth first."""
-    pending, seen = [node], set()
+def accumulate_node(leaf: torch.Tensor) -> Any:
+    """Return the AccumulateGrad node of a leaf that requires a gradient."""
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def is_accumulate_node(node: Any) -> bool:
+    """Return True if an autograd node accumulates into a leaf."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
+
+
+def graph_nodes(pending: list[Any], stops: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield these autograd nodes and those below, depth first.
+
+    stops: returns True for nodes that are left out, with those that only they lead to.
+    """
+    seen = set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or (stops is not None and stops(node)):
             continue
         seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node
-        pending.extend(next_node for next_node, _ in node.next_functions)
-
-
-class Entry(Enum):
-    """The event at a hook in a graph task, as `TaskWatch.enter` classifies it."""
-
-    #: A backward begins.
-    BEGINS = auto()
-    #: The backward before raised, and the caller has to handle that first.
-    AFTER_FAILURE = auto()
-    #: A backward inside the running one, and part of it: by reentrant checkpointing, or in a hook.
-    NESTED = auto()
+        yield node
+        pending += [next_node for next_node, _ in node.next_functions]
 
 
 class TaskWatch:
@@ -108,36 +106,33 @@ class TaskWatch:
     __slots__ = ("_end_callback", "task_id")
 
     def __init__(self) -> None:
-        #: Id of the graph task of the backward that was entered last; None after its end. A hook is
+        #: Id of the graph task of the backward that began last; None after its end. A hook is
         #: in that backward, and in none nested in it, if `current_task_id()` is the same.
         self.task_id: int | None = None
         self._end_callback: ref[Callable[[], None]] | None = None
 
     @property
     def running(self) -> bool:
-        """True if the backward that was entered last has not ended."""
+        """True if the backward that began last has not ended: another in it is a part of it."""
         return self._end_callback is not None and self._end_callback() is not None
 
     @property
     def raised(self) -> bool:
-        """True if the backward that was entered last raised.
+        """True if the backward that began last raised.
 
         A device thread of autograd may keep a raised graph task alive, as if it ran, until the
         thread's next work; a backward of the same model is such work.
         """
         return self._end_callback is not None and self._end_callback() is None
 
-    def enter(self) -> Entry:
-        """Classify the event at a hook in the current graph task, which is not `task_id`."""
-        if self._end_callback is not None:
-            return Entry.AFTER_FAILURE if self._end_callback() is None else Entry.NESTED
+    def begin(self) -> None:
+        """Watch the current graph task, in which a backward begins."""
 
         def end() -> None:  # only the autograd engine refers to it
             self._end_callback = self.task_id = None
 
         at_end_of_task(end)
         self._end_callback, self.task_id = ref(end), current_task_id()
-        return Entry.BEGINS
 
     def clear_failure(self) -> None:
         """Forget that the last backward raised."""
@@ -162,3 +157,26 @@ def graph_tensors(outputs: Any, leaves: bool = False) -> list[torch.Tensor]:
         elif hasattr(type(value), "__dataclass_fields__"):
             pending += [getattr(value, name, None) for name in value.__dataclass_fields__]
     return tensors
+
+
+class SavedView(NamedTuple):
+    """The elements of a storage that a tensor shows. Tensors with equal views have equal values."""
+
+    storage: int  # `storage_of` the tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SavedView | None:
+        """Return a tensor's view; None if it is sparse, negated or conjugated."""
+        if not (storage := storage_of(tensor)) or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        return cls(storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an id of a tensor's memory, unique while anything refers to it; 0 if it has none."""
+    return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else 0

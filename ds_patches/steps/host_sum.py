@@ -9,43 +9,39 @@ older step, and one that no backward at the boundary reaches is stepped with an 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.layer import Layer
+from ds_patches.steps.zero12_sum import Zero12Sum
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
 from ds_patches.upstream import zero12_offload as offload
 from ds_patches.upstream.accelerator import synchronize
 
 
-class HostSum:
+class HostSum(Zero12Sum):
     """An offloaded optimizer's host sums and partitions, and which of them are current."""
 
-    def __init__(self, optimizer: Any, is_new: bool) -> None:
-        """is_new: no step was taken yet, so gradients in the partitions were set by a script."""
-        self._optimizer = optimizer
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        optimizer = self._optimizer
         self._saved_partitions: list[torch.Tensor] = []  # fp32 partitions
         self._undelivered: set[int] = set()  # ids: only the host sum is current
         # Ids of parameters whose gradients a script set, and of all with gradients in partitions.
+        is_new = engine.global_steps == 0
         self._set_by_script = offload.nonzero_param_ids(optimizer) if is_new else set[int]()
         self._delivered = set(self._set_by_script)
         #: Ids of parameters whose gradients the running backward has written into the partitions.
         self._delivered_this_backward: set[int] = set()
         #: Of this optimizer only: every parameter of every optimizer would pass a class's wrapper.
-        self.layers = [
+        self.layers += [
             Layer(optimizer, "copy_grads_in_partition", self._copy),
             Layer(optimizer, offload.LINKING_METHOD, self._link),
         ]
         offload.watch_gradients(optimizer, self._bring_up_to_date)
-
-    @property
-    def must_preserve_partitions(self) -> bool:
-        """True if the next backward must not overwrite gradients that a script has set."""
-        return bool(self._set_by_script or self._saved_partitions)
 
     def _bring_up_to_date(self, param_id: int, is_write: bool) -> None:
         """Write this step's gradient into the partition before a script reads or sets it.
@@ -64,13 +60,16 @@ class HostSum:
             self._set_by_script.add(param_id)
 
     def begin_backward(self) -> None:
-        """Forget which parameters the last backward delivered."""
-        self._delivered_this_backward.clear()
+        """Save and zero the fp32 partitions, or copy them to the sums on the device, if any.
 
-    def save_partitions(self) -> None:
-        """Save and zero the fp32 partitions, or copy them to the sums on the device, if any."""
+        Only if the backward would overwrite gradients: those of an earlier backward at the boundary
+        of this step, if there was one, or gradients that a script has set.
+        """
+        super().begin_backward()
         optimizer = self._optimizer
-        if self._saved_partitions or not self._delivered:
+        self._delivered_this_backward.clear()
+        overwrites = self._delivered and (self._reduced_at_boundary or self._set_by_script)
+        if self._saved_partitions or not overwrites:
             return
         synchronize()
         if zero12.any_sums_in_place(optimizer):
@@ -86,7 +85,15 @@ class HostSum:
         if offload.host_sums_are_partitions(optimizer):
             self._undelivered.clear()
 
-    def add_saved_partitions(self) -> None:
+    def end_empty_backward(self, failed: bool = False) -> bool:
+        self._add_saved_partitions()
+        return super().end_empty_backward()
+
+    def _epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
+        super()._epilogue(wrapped, _, args, kwargs)
+        self._add_saved_partitions()
+
+    def _add_saved_partitions(self) -> None:
         """Add the saved partitions to the current ones, after the backward's epilogue."""
         if not self._saved_partitions:
             return
@@ -97,9 +104,9 @@ class HostSum:
         self._saved_partitions = []
         offload.renew_norms(self._optimizer)
 
-    def finalize(self, wrapped: Callable[[], Any]) -> None:
+    def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Copy host sums in a step that is its own boundary, but not over delivered gradients."""
-        self.add_saved_partitions()
+        self._add_saved_partitions()
         undelivered_ids = offload.param_ids_due_at_step(
             self._optimizer
         )  # the set itself, which is changed
@@ -108,10 +115,15 @@ class HostSum:
         self._undelivered -= undelivered_ids
         self._delivered |= undelivered_ids
 
+    def lacks_gradients(self, has_unreduced: bool) -> bool:
+        if self._reduced_at_boundary or not self._engine_manages_boundary:
+            return False
+        return has_unreduced and not self.keeps_earlier_micro_steps  # else it has the sum
+
     def complete(self) -> None:
         """Write the step's gradients into the fp32 partitions, before the optimizer reads them."""
         optimizer = self._optimizer
-        self.add_saved_partitions()  # if the backward reached no parameter, and had no epilogue
+        self._add_saved_partitions()  # if the backward reached no parameter, and had no epilogue
         if self._set_by_script:
             offload.renew_norms(optimizer)
         if not self._undelivered and self._delivered.issuperset(optimizer.grad_position):
@@ -122,6 +134,7 @@ class HostSum:
             offload.add_host_sums(optimizer, self._undelivered)
 
     def drop(self) -> None:
+        super().drop()
         self._optimizer.local_overflow = False  # the dropped gradients may have overflowed
         for gradient in offload.fp32_grads(self._optimizer):
             gradient.zero_()
@@ -129,13 +142,15 @@ class HostSum:
             buffer.zero_()
 
     def step_taken(self) -> None:
+        super().step_taken()
         self._saved_partitions = []
         self._undelivered.clear()
         self._delivered.clear()
         self._set_by_script.clear()
 
     def detach(self) -> None:
-        """Stop watching what scripts read and set."""
+        """Remove the layers, and stop watching what scripts read and set."""
+        super().detach()
         offload.watch_gradients(self._optimizer, None)
 
     def _link(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

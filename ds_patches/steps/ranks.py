@@ -1,8 +1,7 @@
-"""Flags that ranks reduce by a collective, and a rendezvous of ranks in the store."""
+"""What ranks ask each other: flags and numbers by a collective, a rendezvous in the store."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,29 +25,29 @@ def any_rank(flags: Sequence[bool], group: Any) -> torch.Tensor:
     return on_any
 
 
-def rendezvous_key(subject: str, ranks: Sequence[int], rank: int) -> str:
-    """Return a key in the store for the next rendezvous of these ranks over a subject.
+def same_on_all_ranks(number: int, group: Any) -> bool:
+    """Return True if a number of up to 63 bits is the same on all ranks. Collective."""
+    bounds = torch.tensor([number, -number], device=accelerator().current_device_name())
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.tolist()
+    return bool(highest == -lowest)
 
-    The store counts each rank's rendezvous. So the counts start again with the store of a new
-    process group, in which some ranks may be new processes.
+
+def absent_ranks(subject: str) -> list[int]:
+    """Wait in the store for all ranks. Return those that do not arrive within the timeout.
+
+    Not a collective, because a rank that raised does not take part in collectives. The store counts
+    each rank's calls, so the counts start again with the store of a new process group, in which
+    some ranks may be new processes.
     """
-    prefix = f"ds_patches/{subject}/{hashlib.sha256(repr((*ranks,)).encode()).hexdigest()[:16]}"
-    return f"{prefix}/{agreement.store().add(f'{prefix}/{rank}', 1)}"
-
-
-def wait_at_rendezvous(
-    store: Any, key: str, ranks: Sequence[int], rank: int, timeout: float
-) -> list[int]:
-    """Wait in the store, up to `timeout` seconds. Return the ranks that did not arrive.
-
-    Not a collective, because a rank that raised does not take part in collectives.
-    """
-    arrived = f"{key}/arrived"
-    store.set(f"{key}/{rank}", "")
-    store.add(arrived, 1)
-    if agreement.wait(lambda: store.add(arrived, 0) >= len(ranks), timeout):
+    store, rank, ranks = agreement.store(), dist.get_rank(), range(dist.get_world_size())
+    prefix = f"ds_patches/{subject}"
+    count = store.add(f"{prefix}/{rank}", 1)
+    keys = {other: f"{prefix}/{other}/{count}" for other in ranks}
+    store.set(keys[rank], "")
+    if agreement.wait(lambda: store.check([*keys.values()]), collective_timeout()):
         return []
-    return [other for other in ranks if not store.check([f"{key}/{other}"])]
+    return [other for other, key in keys.items() if not store.check([key])]
 
 
 def collective_timeout() -> float:

@@ -14,23 +14,17 @@ from ds_patches.core.errors import Refused
 from ds_patches.steps.division import divisor_of, engine_backwards
 from ds_patches.steps.graph_task import (
     NO_TASK,
-    Entry,
     TaskWatch,
     accumulates,
     at_end_of_task,
     current_task_id,
 )
-from ds_patches.steps.listener import Listener
-from ds_patches.steps.state import Step, StepState
+from ds_patches.steps.state import Listener, Step, StepState, refuse_unseen_backward
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import engine as upstream_engine
 
 logger = logging.getLogger("ds_patches.accumulation")
 
-_NO_OUTPUT = (
-    "backward() of a tensor that is no output of the engine, which DeepSpeed does not see: call "
-    "engine.backward(tensor) instead"
-)
 _FOREIGN = (
     "This engine's backward began, and dropped the gradients that another engine's backward had "
     "added to its parameters, as a GAN's generator does to the discriminator. Call this engine's "
@@ -57,18 +51,8 @@ _OLD_FORWARD = (
     "forward. Accelerate's backward() calls step(), also in its no_sync(): call the engine's "
     "no_sync() and backward() there."
 )
-
-
 #: After this many steps of a rival, such as a GAN's generator, an engine has usually stepped, too.
 _MANY_STEPS = 4
-
-
-def refuse_unseen_backward(engine: Any) -> None:
-    """Raise Refused if parameters got gradients, and DeepSpeed saw no backward begin."""
-    state = upstream_engine.hook_state(engine.optimizer)
-    # DeepSpeed's parameter hooks begin a backward only if the forward has had another before.
-    if state and state.hooks_fired_this_backward and not state.backward_seen_this_step:
-        raise Refused(f"engine.step() without a reduced gradient, after a {_NO_OUTPUT}.")
 
 
 class EngineSteps:
@@ -86,23 +70,21 @@ class EngineSteps:
         self.watch = TaskWatch()
         #: Counts since the engine was tracked. A step that overflowed does not count.
         self.backwards_begun = self.steps_taken = 0
-        #: True while DeepSpeed's prologue is called from here: once per backward, not once per
-        #: forward.
+        #: True until DeepSpeed's prologue runs: once per backward, not once per forward.
         self.prologue_is_due = False
         self.engine: Any = engine  # None once detached: graphs may still have hooks
-        self._step = self._previous_step = Step()  # the latter: before the last backward
+        #: The step since the last update of the parameters, and before the last backward.
+        self.current_step = self._previous_step = Step()
         self._has_new_forward = False  # a forward has run since the last backward began
-        is_torch_style = upstream_engine.has_torch_style_backward(engine)
+        #: True if DeepSpeed supports plain backwards, and divides them by the micro steps at
+        #: outputs; here the sum divides instead.
+        self.is_torch_style = upstream_engine.has_torch_style_backward(engine)
         has_hook_state = upstream_engine.hook_state(engine.optimizer) is not None
         #: True in 0.18.3 and 0.18.4, where the epilogue of a plain backward is deferred to its end.
-        self.defers_epilogue = is_torch_style and not has_hook_state
+        self.defers_epilogue = self.is_torch_style and not has_hook_state
         self.epilogue_is_due = False
-        #: True if DeepSpeed divides plain backwards at outputs; here the sum divides instead.
-        self.divides_plain_backwards = is_torch_style
-        self._warned_of_zero_grad = False
-        self._warned_of_foreign = self._warned_of_no_step = False
-        # At stage 3 zero3_retain raises an error instead of this warning.
-        self._warned_of_old_forward = engine.zero_optimization_partition_weights()
+        #: The warnings that were logged. At stage 3 zero3_retain raises an error instead of one.
+        self._warned = {_OLD_FORWARD} if engine.zero_optimization_partition_weights() else set()
 
     # --- Backwards ------------------------------------------------------------------------------
 
@@ -127,46 +109,40 @@ class EngineSteps:
         if self.engine is None:
             return
         is_old = steps_before not in (None, self.steps_taken)
-        if is_old and not self._warned_of_old_forward and accumulates():
-            self._warned_of_old_forward = True
-            logger.warning(_OLD_FORWARD)
+        if is_old and _OLD_FORWARD not in self._warned and accumulates():
+            self._warn_once(_OLD_FORWARD)
         watch = self.watch
         if watch.task_id == current_task_id() or not (is_backward or accumulates()):
             return
-        entry = watch.enter()
-        if entry is Entry.AFTER_FAILURE:
-            self.drop_failed_backward()
-            entry = watch.enter()
-        if entry is Entry.NESTED:
+        if watch.running:
             for listener in self.listeners:
                 listener.backward_nested()
             return
+        if watch.raised:
+            self.drop_failed_backward()
+        watch.begin()
         self.backwards_begun += 1
         caller: Any = engine_backwards[-1] if engine_backwards else None
         is_own = caller is self.engine
-        if self._step.is_foreign and is_own:
-            self._drop_foreign()
-        self._previous_step = self._step
+        if self.current_step.is_foreign and is_own:
+            self.current_step = Step()
+            self.sum.drop()
+            self._warn_once(_FOREIGN)
+        self._previous_step = self.current_step
         is_foreign = caller is not None and not is_own
-        if is_foreign and self._step.is_foreign and not self._warned_of_no_step:
+        if is_foreign and self.current_step.is_foreign and _NOT_STEPPED not in self._warned:
             self._warn_of_no_step()
-        self._step = self._step.after_backward(self.engine.micro_steps, is_foreign)
+        self.current_step = self.current_step.after_backward(self.engine.micro_steps, is_foreign)
         same_forward, self._has_new_forward = not self._has_new_forward, False
-        self.prologue_is_due = True
         if self.defers_epilogue:
             self.epilogue_is_due = False
             at_end_of_task(self._run_epilogue)
-        try:
-            upstream_engine.begin_backward(self.engine, same_forward)
-        finally:
-            self.prologue_is_due = False
-        for index, layer in enumerate(self.sum.layers):  # inlined for speed
-            if layer.namespace.get(layer.name) is not layer.installed:
-                self.sum.reinstall_layer(index)
-        if (divisor := divisor_of(self.engine)) != self.sum.divisor:
-            self.sum.set_divisor(divisor, self._previous_step.state is not StepState.HELD)
-        self.sum.begin_backward()
+        self.prologue_is_due = True
+        upstream_engine.begin_backward(self.engine, same_forward)
         is_held = self._previous_step.state is StepState.HELD
+        self.sum.reinstall_layers()
+        self.sum.set_divisor(divisor_of(self.engine), is_held)
+        self.sum.begin_backward()
         if is_held and self.sum.holds_local and upstream_engine.saw_gradients(self.engine) is None:
             self.sum.record_gradients()
         for listener in self.listeners:
@@ -176,16 +152,7 @@ class EngineSteps:
     def _run_epilogue(self) -> None:
         """Run the epilogue of a plain backward, if DeepSpeed has asked for it."""
         if self.engine is not None and self.epilogue_is_due:
-            self.epilogue_is_due = False
             upstream_engine.end_plain_backward(self.engine)
-
-    def _drop_foreign(self) -> None:
-        """Drop the gradients of other engines' backwards, as this engine's own backward begins."""
-        self._step = Step()
-        self.sum.drop()
-        if not self._warned_of_foreign:
-            self._warned_of_foreign = True
-            logger.warning(_FOREIGN)
 
     def _warn_of_no_step(self) -> None:
         """Warn once if only other engines bring gradients, and step() was never called."""
@@ -193,9 +160,14 @@ class EngineSteps:
         is_early = self.backwards_begun <= _MANY_STEPS * engine.gradient_accumulation_steps()
         if engine.micro_steps or is_early:  # step() was called if `micro_steps` is not 0
             return
-        self._warned_of_no_step = True
         if any(param.requires_grad for param in engine.module.parameters()):
-            logger.warning(_NOT_STEPPED, self.backwards_begun - 1)
+            self._warn_once(_NOT_STEPPED, self.backwards_begun - 1)
+        self._warned.add(_NOT_STEPPED)  # also if it is frozen: its parameters are asked once
+
+    def _warn_once(self, message: str, *args: Any) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *args)
 
     def enter_at_parameter(self) -> None:
         """Called when a gradient reaches a parameter, and has reached no output before.
@@ -203,7 +175,7 @@ class EngineSteps:
         Raises Refused if it was added to a local gradient with another divisor.
         """
         is_mixed = divisor_of(self.engine) != self.sum.divisor
-        if is_mixed and self.sum.holds_local and self._step.state is StepState.HELD:
+        if is_mixed and self.sum.holds_local and self.current_step.state is StepState.HELD:
             raise Refused(_MIXED)
         self.enter_backward(is_backward=True)
 
@@ -216,7 +188,7 @@ class EngineSteps:
 
         Return True to skip DeepSpeed's epilogue.
         """
-        self._step = self._previous_step
+        self.current_step = self._previous_step
         return self.sum.end_empty_backward()
 
     def recover(self) -> None:
@@ -236,7 +208,7 @@ class EngineSteps:
             has_gradients = self.sum.may_have_gradients()
         # Without gradients the step is kept: the backward may have failed on a freed graph.
         keeps_step = self._previous_step.state is StepState.HELD and not has_gradients
-        self._step = self._previous_step if keeps_step else Step(StepState.FAILED)
+        self.current_step = self._previous_step if keeps_step else Step(StepState.FAILED)
         if has_gradients:
             logger.warning(
                 "A backward raised: every gradient reduced since the last optimizer step was "
@@ -244,7 +216,7 @@ class EngineSteps:
             )
         upstream_engine.reset_backward(self.engine)
         if keeps_step:
-            self.sum.end_failed_empty_backward()
+            self.sum.end_empty_backward(failed=True)
         else:
             self.sum.drop_failed_backward()
         for listener in self.listeners:
@@ -263,27 +235,21 @@ class EngineSteps:
         if self.sum.in_upstream_zero_grad:
             return
         self.recover()
-        step, micro_step = self._step, self.engine.micro_steps
+        step, micro_step = self.current_step, self.engine.micro_steps
         if step.state is not StepState.HELD or (
             self.sum.keeps_earlier_micro_steps and step.last != micro_step
         ):
             return
         # DeepSpeed itself drops the gradients of a single micro step, without a warning.
-        if step.first < step.last == micro_step and not self._warned_of_zero_grad:
-            self._warned_of_zero_grad = True
-            logger.warning(
+        if step.first < step.last == micro_step:
+            self._warn_once(
                 "zero_grad() in the middle of a gradient accumulation: as in PyTorch, the "
                 "gradients of earlier micro steps are dropped, too."
             )
-        self._step = Step()
+        self.current_step = Step()
         self.sum.drop()
         for listener in self.listeners:
             listener.gradients_dropped(failed=False)
-
-    @property
-    def current_step(self) -> Step:
-        """The step since the last update of the parameters."""
-        return self._step
 
     def resume_after_block(self, previous_step: Step) -> None:
         """Continue `previous_step` after a block in it raised and dropped its gradients.
@@ -293,7 +259,9 @@ class EngineSteps:
         """
         held = previous_step.state is StepState.HELD and self.sum.keeps_earlier_micro_steps
         micro_step = self.engine.micro_steps
-        self._step = previous_step.after_backward(micro_step) if held else Step(StepState.FAILED)
+        self.current_step = (
+            previous_step.after_backward(micro_step) if held else Step(StepState.FAILED)
+        )
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Take the optimizer's step at the boundary, by `run`.
@@ -301,15 +269,15 @@ class EngineSteps:
         Raises Refused if the step has no gradients, or lacks some.
         """
         self.recover()
-        if self._step.state is StepState.FAILED:
+        if self.current_step.state is StepState.FAILED:
             raise Refused(
                 "engine.step() after a backward or a block raised: the gradients were dropped, and "
                 "none have arrived since. Run forward and backward again before the step."
             )
-        is_new = not self._step.has_backward_in(self.engine.micro_steps)
+        is_new = not self.current_step.has_backward_in(self.engine.micro_steps)
         if is_new:
             refuse_unseen_backward(self.engine)
-        if self.sum.lacks_gradients(is_new and self._step.state is StepState.HELD):
+        if self.sum.lacks_gradients(is_new and self.current_step.state is StepState.HELD):
             raise Refused(_NO_BACKWARD)
         if self.backwards_begun:
             self.sum.complete()
@@ -320,7 +288,7 @@ class EngineSteps:
             self.sum.in_upstream_zero_grad = False
         if not getattr(self.engine.optimizer, "overflow", False):
             self.steps_taken += 1
-        self._step = Step()
+        self.current_step = Step()
         self.sum.step_taken()
         return result
 

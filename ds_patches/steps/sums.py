@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_patches.core.layer import Layer
 from ds_patches.steps.ranks import any_rank
@@ -28,46 +27,53 @@ class GradientSum:
     #: The divisor that the reduction applies to the gradients of the running backward.
     divisor = 1
 
-    def __init__(self) -> None:
+    #: The attribute of a parameter that holds its local gradient.
+    attribute = "grad"
+
+    def __init__(self, holds_local: bool = False) -> None:
+        """holds_local: the stage keeps gradients of micro steps local, also out of a block."""
         self.layers: list[Layer] = []
         #: True if the parameters may hold gradients of the step's earlier backwards.
-        self.holds_local = False
+        self.holds_local = self._always_holds_local = holds_local
         self._recorded_trainable: set[Any] = set()
         self._recorded_versions: list[tuple[int, int]] = []
 
-    def set_divisor(self, divisor: int, is_first: bool = False) -> None:
+    def set_divisor(self, divisor: int, is_held: bool = True) -> None:
         """Set the divisor by which the reduction divides the gradients of the backward that begins.
 
         Local gradients of earlier backwards are rescaled to the same divisor.
 
-        is_first: there are none, since the step had no gradients before this backward.
+        is_held: the step has gradients of earlier backwards.
         """
         previous, self.divisor = self.divisor, divisor
-        if previous != divisor and self.holds_local and not is_first:
+        if previous != divisor and self.holds_local and is_held:
             divide(self.local_gradients(), previous / divisor)
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return the gradients on the parameters, which are not reduced."""
-        return [param.grad for param in self.trainable() if param.grad is not None]
+        gradients = [getattr(param, self.attribute) for param in self.trainable()]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def begin_backward(self) -> None:
         """Prepare the sum for the gradients of a backward that begins."""
 
     def may_have_gradients(self) -> bool:
         """Return True if the backward that raised may have brought a gradient."""
-        return self._recorded_versions != self.gradient_versions()
+        if self.has_nonlocal_gradients():
+            return True
+        return self.holds_local and self._recorded_versions != self._gradient_versions()
 
     def record_gradients(self) -> None:
         """Record the gradients on the parameters as a backward begins, for `may_have_gradients`."""
-        self._recorded_versions = self.gradient_versions()
+        self._recorded_versions = self._gradient_versions()
 
-    def gradient_versions(self) -> list[tuple[int, int]]:
+    def _gradient_versions(self) -> list[tuple[int, int]]:
         """Return ids and versions of the gradients on the parameters; any change changes them."""
-        gradients = [param.grad for param in self.parameters() if param.grad is not None]
-        return [(id(gradient), gradient._version) for gradient in gradients]
+        gradients = [getattr(param, self.attribute) for param in self.parameters()]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
-    def end_empty_backward(self) -> bool:
-        """End a backward that reached no parameter of this engine.
+    def end_empty_backward(self, failed: bool = False) -> bool:
+        """End a backward that brought no gradient: it raised, or reached no parameter.
 
         Return True to skip DeepSpeed's epilogue.
         """
@@ -86,10 +92,6 @@ class GradientSum:
     def drop(self) -> None:
         """Drop the step's gradients."""
 
-    def end_failed_empty_backward(self) -> None:
-        """End a backward that raised before it brought a gradient."""
-        self.end_empty_backward()
-
     def drop_failed_backward(self) -> None:
         """Drop the step's gradients, and those in the buckets, after a backward that raised."""
         self.drop()
@@ -97,12 +99,13 @@ class GradientSum:
     def step_taken(self) -> None:
         """Begin a new step, after the optimizer has used the gradients."""
 
-    def reinstall_layer(self, index: int) -> None:
-        """Install a layer again if another library has restored the method beneath it."""
-        layer = self.layers[index]
-        if layer.above() is None:
-            layer.remove()
-            self.layers[index] = Layer(layer.owner, layer.name, layer.around)
+    def reinstall_layers(self) -> None:
+        """Install layers again if another library has restored the methods beneath them."""
+        for index, layer in enumerate(self.layers):
+            is_on_top = layer.namespace.get(layer.name) is layer.installed  # without a call
+            if not is_on_top and layer.above() is None:
+                layer.remove()
+                self.layers[index] = Layer(layer.owner, layer.name, layer.around)
 
     def detach(self) -> None:
         """Remove the layers. Divide the local gradients first, as DeepSpeed will not."""
@@ -128,7 +131,7 @@ class GradientSum:
 
     def end_local(self) -> None:
         """Expect backwards that reduce, unless the stage keeps gradients of micro steps local."""
-        self.holds_local = False
+        self.holds_local = self._always_holds_local
 
     def trainable(self) -> list[Any]:
         """Return the parameters that are trainable now, or were in a recorded backward."""
@@ -137,7 +140,7 @@ class GradientSum:
 
     def has_local_gradients(self) -> list[bool]:
         """Return, for each trainable parameter, True if it has a local gradient."""
-        return [param.grad is not None for param in self.trainable()]
+        return [getattr(param, self.attribute) is not None for param in self.trainable()]
 
     def has_nonlocal_gradients(self) -> bool:
         """Return True if gradients of the running backward are in buckets or reduced."""
@@ -153,11 +156,12 @@ class GradientSum:
         group: the process group of the ranks that share the gradients.
         """
         local = self.has_local_gradients()
-        alone = dist.get_world_size(group) == 1
-        on_any = any_rank(local, group) if local and not alone else None
-        if local and all(local):
+        if not local:
+            return None
+        on_any = any_rank(local, group)
+        if all(local):
             return set()
-        anywhere = local if on_any is None else on_any.tolist()
+        anywhere = on_any.tolist()
         if not any(anywhere):
             return None
         flags = zip(self.trainable(), local, anywhere, strict=True)

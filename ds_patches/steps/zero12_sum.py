@@ -1,9 +1,9 @@
 """Stages 1 and 2: the sum of a step's gradients in the averaged gradients.
 
 A backward at the boundary leaves this rank's reduced gradients in ``averaged_gradients`` (per
-parameter group, a list of slices), or with an offloaded optimizer in its fp32 partitions. A second
-backward adds to them in 0.16.0-0.17.5, crashes in 0.17.6-0.18.2, and replaces them later. Here the
-earlier gradients are removed before the epilogue and added after it, in every release.
+parameter group, a list of slices); `host_sum` is for an offloaded optimizer. A second backward adds
+to them in 0.16.0-0.17.5, crashes in 0.17.6-0.18.2, and replaces them later. Here the earlier
+gradients are removed before the epilogue and added after it, in every release.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import Layer
 from ds_patches.steps.arrivals import ReducedGradients
 from ds_patches.steps.bucket_order import BucketOrder
-from ds_patches.steps.host_sum import HostSum
 from ds_patches.steps.sums import GradientSum
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
@@ -39,18 +36,13 @@ class Zero12Sum(GradientSum):
     """The sum of the reduced gradients of one stage 1 or 2 optimizer over a step's backwards."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__()
         self._optimizer = optimizer = engine.optimizer
-        self.holds_local = not optimizer.partition_gradients
+        super().__init__(holds_local=not optimizer.partition_gradients)
+        self.attribute = zero12.gradient_attribute(optimizer)
         epilogue = "independent_gradient_partition_epilogue"
         self.layers.append(Layer(optimizer, epilogue, self._epilogue))
-        is_new = engine.global_steps == 0
-        self._host_sum = HostSum(optimizer, is_new) if optimizer.cpu_offload else None
-        if self._host_sum is not None:
-            self.layers += self._host_sum.layers
-        self._had_overlap_comm = False  # before it was switched off below
+        self._overlap_comm = optimizer.overlap_comm
         if zero12.steps_with_local_sums(optimizer):
-            self._had_overlap_comm = optimizer.overlap_comm
             self.layers.append(Layer(engine, "allreduce_gradients", self._allreduce))
             optimizer.overlap_comm = False  # it would reduce in the backward
         self._buckets = ReduceBuckets(optimizer)
@@ -71,26 +63,12 @@ class Zero12Sum(GradientSum):
         self._was_dropped = False  # the step's gradients were dropped
 
     def begin_backward(self) -> None:
-        """Save the partitions of earlier backwards. With Muon, refuse a second backward."""
+        """Reset the state of the last backward. With Muon, refuse a second backward."""
         if self._reduced_at_boundary and self._is_muon:
             raise Refused(_SECOND_WITH_MUON)
-        if self._host_sum is not None:
-            self._host_sum.begin_backward()
-            if self._reduced_at_boundary or self._host_sum.must_preserve_partitions:
-                self._host_sum.save_partitions()
-        self._reduced_gradients.forget()
-        if self._order is not None:
-            self._order.begin_backward()
+        self._reduced_gradients.begin_backward()
 
-    def may_have_gradients(self) -> bool:
-        return self.has_nonlocal_gradients() or (self.holds_local and super().may_have_gradients())
-
-    def gradient_versions(self) -> list[tuple[int, int]]:
-        return [(id(gradient), gradient._version) for gradient in self.local_gradients()]
-
-    def end_empty_backward(self) -> bool:
-        if self._host_sum is not None:
-            self._host_sum.add_saved_partitions()
+    def end_empty_backward(self, failed: bool = False) -> bool:
         if hasattr(self._optimizer, "exit_backward"):  # 0.18.3
             self._optimizer.exit_backward()
         return True
@@ -100,20 +78,16 @@ class Zero12Sum(GradientSum):
         boundary = upstream_boundary.is_at_boundary(self._optimizer)
         if self._reduces_last_only and boundary:
             self._buckets.reduce_earlier_backwards(self._order.held if self._order else ())
-        if self._order is not None:
-            self._order.end_backward()
-        self._reduced_gradients.in_epilogue = True
-        preserves = self._host_sum is not None and self._host_sum.must_preserve_partitions
-        adds = self._reduced_at_boundary or preserves
-        self._reduced_at_boundary |= boundary
+        self._reduced_gradients.begin_epilogue()
         self.in_upstream_zero_grad = True
         try:
-            if adds:
+            if self._reduced_at_boundary:
                 self._run_and_add(wrapped)
             else:
                 wrapped()
         finally:
-            self.in_upstream_zero_grad = self._reduced_gradients.in_epilogue = False
+            self.in_upstream_zero_grad = False
+            self._reduced_at_boundary |= boundary
 
     def _run_and_add(self, wrapped: Callable[[], Any]) -> None:
         """Run the epilogue without the step's gradients, and add them to those that it leaves."""
@@ -127,31 +101,23 @@ class Zero12Sum(GradientSum):
         wrapped()
         _add_slices(optimizer.averaged_gradients, averaged, restore=True)
         _add_slices(zero12.pending_gradients(optimizer), pending, restore=False)
-        if self._host_sum is not None:
-            self._host_sum.add_saved_partitions()
 
     def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Take the gradients in a step that is its own boundary; zeros, if all were dropped."""
-        if self._host_sum is not None:
-            self._host_sum.finalize(wrapped)
-        elif not self._was_dropped or any(zero12.pending_gradients(self._optimizer).values()):
+        if not self._was_dropped or any(zero12.pending_gradients(self._optimizer).values()):
             wrapped(*args, **kwargs)
             self._reduced_at_boundary = True
 
     def lacks_gradients(self, has_unreduced: bool) -> bool:
         if self._reduced_at_boundary or not self._engine_manages_boundary:
             return False
-        if self._host_sum is not None:  # which has the sum of stage 2 at any time
-            return has_unreduced and not self.keeps_earlier_micro_steps
         if self._was_dropped:
             return has_unreduced
         return upstream_boundary.lacks_averages(self._optimizer)
 
     def complete(self) -> None:
-        """Add host sums to the partitions, or give the optimizer zeros if all was dropped."""
-        if self._host_sum is not None:
-            self._host_sum.complete()
-        elif self._was_dropped and not self._reduced_at_boundary:
+        """Give the optimizer zeros if all gradients were dropped."""
+        if self._was_dropped and not self._reduced_at_boundary:
             zero12.set_zero_averages(self._optimizer)
 
     def drop(self) -> None:
@@ -161,31 +127,21 @@ class Zero12Sum(GradientSum):
                 gradients[group] = None
         zero12.clear_gradients(optimizer)
         optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
-        if self._host_sum is not None:
-            self._host_sum.drop()
         self.step_taken()
         self._was_dropped = True
 
     def drop_failed_backward(self) -> None:
-        self._reduced_gradients.forget()
-        if self._order is not None:
-            self._order.begin_backward()
+        self._reduced_gradients.begin_backward()
         zero12.empty_buckets(self._optimizer)
         self.drop()
 
     def step_taken(self) -> None:
         self._reduced_at_boundary = self._was_dropped = False
-        if self._host_sum is not None:
-            self._host_sum.step_taken()
 
     def detach(self) -> None:
         super().detach()
-        if self._had_overlap_comm:
-            self._optimizer.overlap_comm = True
-        if self._host_sum is not None:
-            self._host_sum.detach()
-        if self._order is not None:
-            self._order.detach()
+        self._optimizer.overlap_comm = self._overlap_comm
+        self._buckets.stop_diverting()
 
     def _allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         with zero12.averaging_local_sums(self._optimizer):
@@ -195,18 +151,6 @@ class Zero12Sum(GradientSum):
 
     def parameters(self) -> list[Any]:
         return [param for group in self._optimizer.bit16_groups for param in group]
-
-    def has_local_gradients(self) -> list[bool]:
-        attribute = zero12.gradient_attribute(self._optimizer)
-        return [getattr(param, attribute) is not None for param in self.trainable()]
-
-    def end_local(self) -> None:
-        self.holds_local = not self._optimizer.partition_gradients
-
-    def local_gradients(self) -> list[torch.Tensor]:
-        attribute = zero12.gradient_attribute(self._optimizer)
-        local_gradients = [getattr(param, attribute) for param in self.trainable()]
-        return [gradient for gradient in local_gradients if gradient is not None]
 
     def has_nonlocal_gradients(self) -> bool:
         return self._reduced_gradients.has_reduced or bool(self._buckets.contents())

@@ -17,9 +17,9 @@ from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.errors import Refused
 from ds_patches.core.layer import Layer
-from ds_patches.steps.attached import KEY
 from ds_patches.steps.graph_task import NO_TASK, current_task_id
 from ds_patches.steps.sums import GradientSum, divide
+from ds_patches.steps.tracking import KEY
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
 from ds_patches.upstream.accelerator import is_single_stream
@@ -83,12 +83,9 @@ class Zero3Sum(GradientSum):
 
     def _put_in_bucket(self, param: Any) -> None:
         """Put a gradient into the emptied bucket, unless the full one held it."""
-        self._stop_intercepting_put()
+        vars(self._optimizer).pop(zero3.BUCKETING_METHOD, None)
         if param.grad is not None:
             getattr(self._optimizer, zero3.BUCKETING_METHOD)(param)
-
-    def _stop_intercepting_put(self) -> None:
-        vars(self._optimizer).pop(zero3.BUCKETING_METHOD, None)
 
     def _module_backward_begins(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Make the next gradients of a module wait for those in the buckets."""
@@ -170,8 +167,10 @@ class Zero3Sum(GradientSum):
         zero3.clear_gradients(self._optimizer)
         self.step_taken()
 
-    def end_failed_empty_backward(self) -> None:
-        zero3.partition_parameters(self._optimizer)
+    def end_empty_backward(self, failed: bool = False) -> bool:
+        if failed:
+            zero3.partition_parameters(self._optimizer)
+        return False
 
     def drop_failed_backward(self) -> None:
         zero3.empty_buckets(self._optimizer)
@@ -187,7 +186,7 @@ class Zero3Sum(GradientSum):
     def detach(self) -> None:
         """Remove the layers. In the middle of a step, let DeepSpeed add to its gradients."""
         super().detach()
-        self._stop_intercepting_put()
+        vars(self._optimizer).pop(zero3.BUCKETING_METHOD, None)
         if self._written:
             self.complete()
             self._optimizer.micro_step_id = max(1, self._optimizer.micro_step_id)
@@ -198,12 +197,7 @@ class Zero3Sum(GradientSum):
         return [param for group in self._optimizer.fp16_groups for param in group]
 
     def has_nonlocal_gradients(self) -> bool:
-        return bool(zero3.params_in_buckets(self._optimizer))
-
-    def may_have_gradients(self) -> bool:
-        if self._has_reduced or self.has_nonlocal_gradients():
-            return True
-        return self.holds_local and super().may_have_gradients()
+        return self._has_reduced or bool(zero3.params_in_buckets(self._optimizer))
 
     def reduce_local(self, missing: set[Any]) -> None:
         for param in self.trainable():

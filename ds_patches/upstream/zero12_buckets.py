@@ -97,7 +97,6 @@ class ReduceBuckets:
         takes_dtype = "comm_dtype" in code.co_varnames[: code.co_argcount]
         self._are_reduced_apart = not self.is_single and takes_dtype
         self.group = optimizer.dp_process_group
-        self.device = torch.device(accelerator().current_device_name())
         #: The wrapper of `divert`.
         self.diversion: Layer | None = None
 

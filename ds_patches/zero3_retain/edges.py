@@ -78,8 +78,4 @@ _TransformedFunction.forward.__signature__ = signature(  # type: ignore[attr-def
 
 def is_edge(node: Any) -> bool:
     """Return True if an autograd node is an edge of a module."""
-    return type(node).__name__ in _NODES
-
-
-#: PyTorch names the node of a Function after the Function.
-_NODES = {f"{function.__name__}Backward" for function in (_EdgeFunction, _TransformedFunction)}
+    return issubclass(getattr(node, "_forward_cls", object), _EdgeFunction)

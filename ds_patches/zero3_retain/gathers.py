@@ -29,7 +29,7 @@ from ds_patches.steps.graph_task import (
     current_task_id,
     is_recomputing,
 )
-from ds_patches.steps.listener import Listener
+from ds_patches.steps.state import Listener
 from ds_patches.upstream import zero3_gathers
 
 from .edges import Edge, NoEdge
@@ -103,9 +103,6 @@ class Gathers(Listener):
         for module, stock in self._stock_functions.items():
             zero3_gathers.set_module_functions(module, stock)
         zero3_gathers.release_hold(self.offload.module.parameters())
-        self._stock_functions.clear()
-        self._modules.clear()
-        self._leaves.clear()
 
     def post_recompute(self, module: torch.nn.Module, reshard: Callable[[], None]) -> None:
         """Reshard a module that a checkpoint recomputed, after the checkpoint has compared shapes.

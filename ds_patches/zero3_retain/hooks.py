@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
-from ds_patches.steps import attached
+from ds_patches.steps import tracking
 from ds_patches.steps.attached import Attached
 from ds_patches.steps.graph_task import NO_TASK, current_task_id, is_recomputing
 from ds_patches.upstream import zero3, zero3_gathers
@@ -19,13 +19,13 @@ from .gathers import Gathers
 
 def _gathers_of(engine: Any) -> Gathers | None:
     """Return new `Gathers` of an engine, installed at its modules; None without ZeRO-3."""
-    steps = attached.steps_of(engine.optimizer)
+    steps = tracking.steps_of(engine.optimizer)
     if steps is None or not engine.zero_optimization_partition_weights():
         return None
     offload = engine.optimizer.parameter_offload
     gathers = Gathers(offload, version=lambda: steps.steps_taken)
     gathers.install()
-    _gathers.share(offload, gathers)
+    _gathers.set(offload, gathers)
     return gathers
 
 
@@ -34,13 +34,13 @@ _gathers: Attached[Gathers] = Attached("zero3_retain", _gathers_of)
 
 def activate() -> Sequence[str]:
     """Replace the Functions at the modules of engines that exist already."""
-    attached.subscribe(_gathers)
+    tracking.subscribe(_gathers)
     return []
 
 
 def deactivate() -> None:
     """Restore DeepSpeed's Functions at every module of every engine."""
-    for gathers in attached.unsubscribe(_gathers):
+    for gathers in tracking.unsubscribe(_gathers):
         gathers.remove()
 
 
@@ -57,9 +57,8 @@ def around_register(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) 
 
 def around_forward_release(wrapped: Wrapped, offload: Any, args: Args, kwargs: Kwargs) -> Any:
     """Release a module after its forward; later if the forward was a recomputation."""
-    if current_task_id() == NO_TASK or not is_recomputing():
-        return wrapped(*args, **kwargs)
-    if (gathers := _gathers.get(offload)) is None:
+    recomputes = current_task_id() != NO_TASK and is_recomputing()
+    if not recomputes or (gathers := _gathers.get(offload)) is None:
         return wrapped(*args, **kwargs)
     (module,) = in_order(wrapped, args, kwargs)
     gathers.post_recompute(module, partial(wrapped, module))
@@ -95,6 +94,6 @@ def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> 
 def _gathers_of_block(gathered: Any) -> Iterator[Gathers]:
     """Yield the `Gathers` of the engines whose parameters a block holds."""
     for optimizer in zero3.optimizers_of(gathered):
-        attached.steps_of_optimizer(optimizer)  # covers the engine, also before its first forward
+        tracking.steps_of_optimizer(optimizer)  # covers the engine, also before its first forward
         if (gathers := _gathers.get(optimizer.parameter_offload)) is not None:
             yield gathers

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_patches.core.errors import Refused
-from ds_patches.steps.saved_view import SavedView
+from ds_patches.steps.graph_task import SavedView, graph_nodes
 from ds_patches.upstream import zero3
 
 from .edges import is_edge
@@ -74,8 +74,8 @@ class BlockParams:
         def unpack(packed: Any) -> Tensor:
             return packed if isinstance(packed, Tensor) else self._gather(*params[packed], version)
 
-        for node in _graph_nodes(root):
-            accumulators = {id(getattr(n, "variable", None)): n for n in _next_nodes(node)}
+        for node in graph_nodes([root], stops=is_edge):
+            accumulators = {id(getattr(n, "variable", None)): n for n, _ in node.next_functions}
             used = accumulators.keys() & params.keys()
             for param_id in used - seen:
                 _expand_for_gradient(params[param_id][0], accumulators[param_id], stack)
@@ -108,21 +108,6 @@ def _expand_for_gradient(param: Any, accumulator: Any, stack: ExitStack) -> None
 
     stack.callback(accumulator.register_prehook(expand).remove)
     stack.callback(accumulator.register_hook(restore).remove)
-
-
-def _next_nodes(node: Any) -> Iterator[Any]:
-    return (next_node for next_node, _ in node.next_functions if next_node is not None)
-
-
-def _graph_nodes(root: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph from its root on, up to the outputs of modules."""
-    seen, pending = set(), [root] if root is not None else []
-    while pending:
-        node = pending.pop()
-        if node not in seen and not is_edge(node):
-            seen.add(node)
-            yield node
-            pending.extend(_next_nodes(node))
 
 
 def _saved_tensors(node: Any) -> Iterator[Any]:

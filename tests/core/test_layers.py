@@ -29,6 +29,7 @@ OTHERS = {
     "modules": "_backward_hooks _buffers _compiled_call_impl _orig_mod _parameters",
     "tensors": "_cdata _post_accumulate_grad_hooks _version",
     "graph tasks": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
+    "Functions": "_forward_cls",
     "process groups": "_get_default_group _get_default_store _get_backend _timeout",
     "Python": "_fields _getframe",
 }

@@ -100,16 +100,14 @@ class Optimizer(DeepSpeedZeroOptimizer):
 
     def backward(self, arrivals: Arrivals) -> dict[int, float]:
         """Return the sums that this rank has, of gradients which are powers of 16 of the ranks."""
-        self._reduced_gradients.forget()
-        self._order.begin_backward()
+        self._reduced_gradients.begin_backward()
         for number in arrivals:
             param = self.params[number]
             gradient = torch.full_like(param, 16.0**self.ranks.here.rank)
             param.grad = gradient if param.grad is None else param.grad.add_(gradient)
             self.process_gradients(param, 0)
         self.setup_buckets()
-        self._order.end_backward()
-        self._reduced_gradients.in_epilogue = True
+        self._reduced_gradients.begin_epilogue()
         self.reduce_ipg_grads()
         self.params_already_reduced = [False] * len(self.params)
         sums = {}

@@ -8,26 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_patches.steps.graph_task import Entry, TaskWatch, current_task_id
+from ds_patches.steps.graph_task import TaskWatch, current_task_id
 from tests.harness.models import Boom, RaiseInBackward
 
 armed = partial(mock.patch.object, RaiseInBackward, "armed")
 
 
 class Watched:
-    """Notes what each call of `enter` from inside a backward has met."""
+    """Notes what a hook inside a backward has met, as `EngineSteps.enter_backward` asks."""
 
     def __init__(self) -> None:
         self.watch = TaskWatch()
-        self.met: list[Entry | None] = []  # None: the one that runs
+        self.met: list[str] = []
 
     def at(self, tensor: Tensor) -> Tensor:
         tensor.register_hook(self.come)
         return tensor
 
     def come(self, grad: Tensor) -> None:
-        is_known = self.watch.task_id == current_task_id()
-        self.met.append(None if is_known else self.watch.enter())
+        if self.watch.task_id == current_task_id():
+            self.met.append("own")
+        elif self.watch.running:
+            self.met.append("nested")
+        else:
+            self.met.append("after a failure" if self.watch.raised else "begins")
+            if not self.watch.raised:
+                self.watch.begin()
 
     def loss(self) -> Tensor:
         return self.at(RaiseInBackward.apply(ready()).sum())
@@ -44,11 +50,11 @@ def test_a_failure_is_told_at_once_and_met_until_it_is_dealt_with() -> None:
     assert kept.tb is not None, "which must not keep the graph task alive"
     assert (watched.watch.raised, watched.watch.running) == (True, False)
     watched.loss().backward()
-    assert watched.met == [Entry.BEGINS, Entry.AFTER_FAILURE]
+    assert watched.met == ["begins", "after a failure"]
     watched.watch.clear_failure()
     assert not watched.watch.raised
     watched.loss().backward()
-    assert watched.met[2:] == [Entry.BEGINS]
+    assert watched.met[2:] == ["begins"]
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -64,6 +70,6 @@ def test_a_backward_in_a_hook_of_another_is_nested(raises: bool) -> None:
     total.register_hook(hook)
     watched.at(total)
     watched.at(total * 2).backward()
-    assert watched.met == [Entry.BEGINS, Entry.NESTED, None]
+    assert watched.met == ["begins", "nested", "own"]
     assert not watched.watch.running
     assert not watched.watch.raised
