@@ -1,6 +1,7 @@
 """Plain PyTorch goes through an order."""
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ class Plain(Side):
     dtype = torch.float32
     failed = False  # the last backward
     came: Sequence[nn.Module] = ()  # to these, a backward since the last step()
+    zeroed: AbstractSet[nn.Parameter] = frozenset()  # since the last block began
 
     def model(self) -> nn.Module:
         return super().model().float()
@@ -48,13 +50,17 @@ class Plain(Side):
         for module in modules:
             module.zero_grad()
 
+    def _zero(self, modules: Sequence[nn.Module]) -> None:
+        self._drop(modules)
+        self.zeroed |= {param for module in modules for param in module.parameters()}
+
     def zero_grad(self) -> None:
         """Where a micro step has just been counted, stages 2 and 3 mean to go on."""
-        self._drop(self.came if self.options.stage > 1 or self.options.sums else self.modules)
+        self._zero(self.came if self.options.stage > 1 or self.options.sums else self.modules)
 
     def optimizer_zero_grad(self) -> None:
         """Stage 1 drops its fp32 sums, too, as PyTorch does."""
-        self._drop(self.came if self.options.stage > 1 else self.modules)
+        self._zero(self.came if self.options.stage > 1 else self.modules)
 
     def take_step(self, engine: Any, whole: bool) -> None:
         self.came = ()
@@ -75,12 +81,13 @@ class Plain(Side):
     def window(self, drops: bool = False) -> Iterator[None]:
         params = [p for module in self.modules for p in module.parameters()]
         before = [None if p.grad is None else p.grad.clone() for p in params]
+        self.zeroed = set()
         try:
             yield
         finally:
             if drops:
                 for param, grad in zip(params, before, strict=True):
-                    param.grad = grad
+                    param.grad = None if param in self.zeroed else grad
 
     def patch(self, *_: str) -> None:
         """Nothing, and so do others that are of engines alone."""

@@ -264,6 +264,7 @@ class Side:
         if not self.between_steps:
             return
         self.losses.clear()
+        self.train(True)  # DeepSpeed trains only what is trainable as the engine is built
         self.now = self.build(module or self.modules[0])
         self.engines.append(self.now)
 
@@ -275,7 +276,8 @@ class Side:
             self.second(module)
 
     def other(self) -> None:
-        if self.between_steps:
+        """Go on with the engine before, whose weights are old once this one has trained."""
+        if self.between_steps and not self.counts.get(id(self.now)):
             self.losses.clear()
             self.now = self.engines[self.engines.index(self.now) - 1]
 

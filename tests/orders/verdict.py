@@ -128,6 +128,10 @@ def _first(said: object) -> str:
 IN_THE_MIDST = ("cannot be unapplied inside", "in a step that began before the patch was applied")
 
 
+#: DeepSpeed's own errors in the step of an engine to which no gradient came.
+WITHOUT_GRADIENTS = ("KeyError: 0", "IndexError: list", "TypeError: 'NoneType' object is not sub")
+
+
 def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
     """On one rank."""
     if not plain.seen:  # its rank did not end in time
@@ -149,6 +153,7 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
         or plain.error
         or (patched.is_ours and any(words in patched.error for words in IN_THE_MIDST))
         or (not is_right and (patched.is_ours or (stock.error and same)))
+        or (not is_right and patched.error.startswith(WITHOUT_GRADIENTS))
         or (not is_right and not patched.raised_patched)
         or "coalesce_grad_reduction" in stock.error  # a release without: numbers alone compare
     ):
