@@ -19,6 +19,8 @@ from torch.utils import checkpoint
 NO_TASK = -1
 #: Id of the graph task that is running on this thread, or :data:`NO_TASK`.
 current_task_id: Callable[[], int] = torch._C._current_graph_task_id
+#: Returns the node that is running on this thread, or None.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 #: Queues a callback for the end of the running graph task. It is not called if the task raises.
 at_end_of_task: Callable[[Callable[[], None]], None]
 at_end_of_task = torch.autograd.Variable._execution_engine.queue_callback
@@ -58,7 +60,7 @@ def accumulates() -> bool:
     False in ``torch.autograd.grad``, which returns gradients, and in a ``backward(inputs=...)`` of
     other leaves.
     """
-    nodes = graph_nodes([torch._C._current_autograd_node()])
+    nodes = graph_nodes([current_node()])
     return any(map(_will_accumulate, filter(is_accumulate_node, nodes)))
 
 

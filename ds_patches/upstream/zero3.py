@@ -61,6 +61,11 @@ def optimizers_of(gathered: Any) -> set[Any]:
     return {getattr(param, "_z3_optimizer", None) for param in params} - {None}
 
 
+def broadcasts(gathered: Any) -> bool:
+    """Return True if a ``GatheredParameters`` ends by a broadcast of what one rank has written."""
+    return gathered.src_rank is not None
+
+
 def full_value(param: Any) -> torch.Tensor:
     """All-gather a parameter into new memory, to which DeepSpeed holds no reference. Collective.
 

@@ -15,7 +15,8 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -26,6 +27,7 @@ from ds_patches.core.errors import Refused
 from ds_patches.steps.graph_task import (
     NO_TASK,
     at_end_of_task,
+    current_node,
     current_task_id,
     is_recomputing,
 )
@@ -54,6 +56,19 @@ class _Call:
         self.remaining = 0
 
 
+@dataclass(eq=False)
+class _Block:
+    """A ``GatheredParameters`` in a node that recomputes, and then runs a backward of its own.
+
+    node: the node, in the graph task `task_id`. exit: partitions the parameters.
+    """
+
+    params: Sequence[Any]
+    exit: Callable[[], None]
+    task_id: int
+    node: Any
+
+
 class Gathers(Listener):
     """The modules of one ``DeepSpeedZeRoOffload``, and their calls that backwards have open.
 
@@ -75,6 +90,7 @@ class Gathers(Listener):
         self._modules: dict[torch.nn.Module, GatheredModule] = {}
         self._deferred: list[Callable[[], None]] = []
         self._open_calls: dict[int, dict[_Call, GatheredModule]] = {}  # by graph task id
+        self._blocks: list[_Block] = []
         # Autograd runs nodes of the CPU and of each device on different threads.
         self._lock = Lock()
 
@@ -117,6 +133,33 @@ class Gathers(Listener):
             with self._lock:
                 self._deferred.append(reshard)
 
+    def exit_after_node(self, params: Sequence[Any], exit_block: Callable[[], None]) -> None:
+        """Partition the parameters of a block after the node that is running."""
+        block = _Block(params, exit_block, current_task_id(), current_node())
+        self._blocks.append(block)
+        at_end_of_task(lambda: self._exit_blocks([block]))
+
+    def exit_blocks_before(self, params: Sequence[Any] = ()) -> None:
+        """Exit the blocks of nodes that have run, and those whose parameters a block gathers again.
+
+        A backward that is nested in a node has another graph task.
+        """
+        task_id, node, again = current_task_id(), current_node(), set(map(id, params))
+        self._exit_blocks(
+            [
+                block
+                for block in self._blocks
+                if (block.task_id == task_id and block.node is not node)
+                or not again.isdisjoint(map(id, block.params))
+            ]
+        )
+
+    def _exit_blocks(self, blocks: list[_Block]) -> None:
+        for block in blocks:
+            if block in self._blocks:
+                self._blocks.remove(block)
+                block.exit()
+
     # --- Called by `accumulation` at the engine's backwards ---------------------------------------
 
     def backward_begins(self, same_forward: bool) -> None:
@@ -136,6 +179,7 @@ class Gathers(Listener):
 
     def backward_raised(self) -> None:
         """Drop the open calls without resharding: `accumulation` partitions all parameters."""
+        self._exit_blocks([*self._blocks])
         with self._lock:
             self._deferred = []
             for calls in self._open_calls.values():
@@ -147,6 +191,8 @@ class Gathers(Listener):
 
     def open_call(self, call: _Call, module: GatheredModule) -> None:
         """Open a module call in the current graph task."""
+        if self._blocks:
+            self.exit_blocks_before()
         if self._deferred:
             self._run_deferred()
         task_id = current_task_id()

@@ -76,19 +76,33 @@ def around_attribution(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) ->
 
 def around_enter(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
     """Keep forwards within a ``GatheredParameters`` from releasing its parameters."""
+    covering = [*_gathers_of_block(gathered)]
+    for gathers in covering:
+        gathers.exit_blocks_before(gathered.params)
     result = wrapped(*args, **kwargs)
-    for gathers in _gathers_of_block(gathered):
+    for gathers in covering:
         zero3_gathers.hold_params(gathers.offload, gathered.params)
     return result
 
 
 def around_exit(wrapped: Wrapped, gathered: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Note the parameters of a ``GatheredParameters``, for graphs made within it."""
-    for gathers in _gathers_of_block(gathered):
+    """Note the parameters of a ``GatheredParameters``, for graphs made within it.
+
+    In reentrant recomputation, keep them gathered for the backward that is nested in the node.
+    """
+
+    def exit_block() -> Any:
         zero3_gathers.release_hold(gathered.params)
-        if torch.is_grad_enabled():
-            gathers.block_params.add(gathered.params)
-    return wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs)
+
+    covering = [*_gathers_of_block(gathered)]
+    if not covering or not torch.is_grad_enabled():
+        return exit_block() if covering else wrapped(*args, **kwargs)
+    if current_task_id() != NO_TASK and not is_recomputing() and not zero3.broadcasts(gathered):
+        return covering[0].exit_after_node(gathered.params, exit_block)
+    for gathers in covering:
+        gathers.block_params.add(gathered.params)
+    return exit_block()
 
 
 def _gathers_of_block(gathered: Any) -> Iterator[Gathers]:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from ds_patches.core.errors import Refused
 from tests.harness import World, applied, checked, engine_trainer, of, on_ranks, run
-from tests.harness.models import loss_of
+from tests.harness.models import batch, loss_of
 from tests.harness.options import BF16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Options
 from tests.harness.views import VIEWS
 
@@ -146,6 +148,51 @@ test_saved_views = checked(
 def test_stock_is_right_within_a_block(world: World) -> None:
     for outcome in world.run(run, partial(of_views, where="within"), Options(3, steps=len(VIEWS))):
         assert outcome.equal, outcome
+
+
+def in_chunks(trainer: Any, step: int, micro: int, *, depth: int = 1, again: bool = False) -> None:
+    """As TRL has it: each chunk is recomputed (`use_reentrant=True`), with the weights gathered.
+
+    depth: of the checkpoints. again: a later block of the chunk has weights of an earlier one.
+    """
+    weight, bias = trainer.module.rebuild.weight, trainer.module.rebuild.bias
+
+    def chunk(hidden: Tensor) -> Tensor:
+        with trainer.gathered([weight]):
+            projected = linear(hidden, weight) + weight.square().mean()
+        with trainer.gathered([bias, *[weight] * again]):
+            return (projected * bias.cos()).square().mean() + again * weight.square().mean()
+
+    def recomputed(hidden: Tensor, levels: int) -> Tensor:
+        if not levels:
+            return chunk(hidden)
+        return checkpoint(recomputed, hidden.sin(), levels - 1, use_reentrant=True)
+
+    _, rebuilt = trainer(batch(step, micro)[0])
+    trainer.backward(sum(recomputed(part, depth) for part in rebuilt.chunk(2)))
+
+
+def twice_in_chunks(trainer: Any, step: int, micro: int) -> None:
+    """Two backwards over the graph of the chunks: each recomputes them."""
+    weight = trainer.module.rebuild.weight
+
+    def chunk(hidden: Tensor) -> Tensor:
+        with trainer.gathered([weight]):
+            return linear(hidden, weight).square().mean() + weight.square().mean()
+
+    _, rebuilt = trainer(batch(step, micro)[0])
+    loss = sum(checkpoint(chunk, part, use_reentrant=True) for part in rebuilt.chunk(2))
+    trainer.backward(loss, retain_graph=True)
+    trainer.backward(0.5 * loss)
+
+
+test_reentrant_checkpoints = checked(
+    of("zero3_retain", in_chunks, 3, core={3}),
+    *(of("zero3_retain", in_chunks, 3, **more) for more in ({"micro_steps": 2}, OFFLOADED)),
+    of("zero3_retain", partial(in_chunks, depth=2), 3),
+    of("zero3_retain", partial(in_chunks, again=True), 3),
+    of("zero3_retain", twice_in_chunks, 3),
+)
 
 
 def penalty_of(trainer: Any) -> Tensor:
