@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps import graph_task
+from ds_patches.steps.graph_task import current_node
 from ds_patches.upstream import checkpointing
 from ds_patches.upstream.checkpointing import ClosureVariables, SavedState
 
@@ -26,7 +27,7 @@ def around_checkpoint(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> 
 
 def _before_backward(_: Any) -> None:
     """Restore what an earlier backward freed; keep a copy if the graph is retained."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_node()
     saved = getattr(node, "_ds_patches_saved", None)
     if saved is not None:  # an earlier backward may have raised before `_after_backward`
         saved.restore(node)
@@ -39,7 +40,7 @@ def _before_backward(_: Any) -> None:
 
 def _after_backward(*_: Any) -> None:
     """Restore what this backward freed, if its graph is retained."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_node()
     if node._ds_patches_saved is not None:
         node._ds_patches_saved.restore(node)
 
