@@ -1,4 +1,4 @@
-"""Fixes the DeepSpeed you have at run time, where it drops gradients without an error.
+"""Fixes, at run time, releases of DeepSpeed that drop gradients without an error.
 
     import ds_patches
     ds_patches.apply_all()      # above deepspeed.initialize

@@ -26,11 +26,11 @@ examples:
   ds-patches prove outputs
   ds-patches run -- torchrun train.py
 
-exit status: 0, nothing is wrong; 1, something is; 2, no diagnosis, or a flag is invalid
+exit status: 0, no known defect; 1, a defect; 2, no diagnosis, or an invalid flag
 all errors and their cures: {page}
 """
 
-_STATUS = "0, done; 2, a flag is invalid, or it cannot be done"
+_STATUS = "0, done; 2, an invalid flag"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def _parser() -> ArgumentParser:
     as_json.add_argument("--json", action="store_true", help="print JSON")
     whole.add_argument("-v", "--verbose", action="store_true", help="print all details")
     of_release.add_argument(
-        "--release", type=Version, metavar="X.Y.Z", help="default: as in the log, or installed"
+        "--release", type=Version, metavar="X.Y.Z", help="default: the log's, or the installed one"
     )
 
     def add(
@@ -160,29 +160,34 @@ def _parser() -> ArgumentParser:
         of_release,
         whole,
         as_json,
-        end="0, no known defect, or all are cured; 1, something is wrong; 2, no diagnosis",
+        end="0, no known defect, or all are fixed; 1, a defect; 2, no diagnosis",
     )
     doctor.add_argument(
         "files",
         nargs="*",
         metavar="FILE",
-        help="DeepSpeed's JSON, a framework's YAML or a log; - is stdin; or a quoted line of a log",
+        help="DeepSpeed's JSON, a framework's YAML, a log (- is stdin), or a quoted line of a log",
     )
     doctor.add_argument("--config", type=Path, help=argparse.SUPPRESS)  # its older form
     prove = add(
         "prove",
         _prove,
-        "train a defect on two ranks: plain PyTorch, stock and patched DeepSpeed",
+        "reproduce a defect on two ranks: plain PyTorch, stock and patched DeepSpeed",
         as_json,
-        end="0, patched is right; 1, it is not, or --all lacks one; 2, no result",
+        end="0, patched is right; 1, it is wrong, or --all does not show a defect; 2, no result",
     )
     what = prove.add_mutually_exclusive_group()
-    what.add_argument("name", nargs="?", metavar="NAME", help="of a proof; else list them")
-    what.add_argument("--all", action="store_true", help="every defect of this release")
+    what.add_argument("name", nargs="?", metavar="NAME", help="a proof; by default, list all")
+    what.add_argument("--all", action="store_true", help="run all proofs for this release")
     prove.add_argument("--device", choices=("cpu", "cuda"), help="default: as DeepSpeed chooses")
-    prove.add_argument("--script", action="store_true", help="print the script, for an issue")
-    prove.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses, by matplotlib")
-    run = add("run", _run, "run a command, and every process that it starts, patched")
+    prove.add_argument("--script", action="store_true", help="print the reproducer, for an issue")
+    prove.add_argument("--svg", type=Path, metavar="FILE", help="plot the losses, with matplotlib")
+    run = add(
+        "run",
+        _run,
+        "run a command with patches, also in the processes that it starts",
+        end="the command's; 2, an invalid flag, or a command that cannot be run",
+    )
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     status = add("status", _status, "list the patches: name, state, reason", whole, as_json)
     status.add_argument("name", nargs="?", metavar="NAME", help="print all details of one patch")

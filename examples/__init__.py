@@ -1,1 +1,1 @@
-"""Whole programs, on scikit-learn's handwritten digits. Each is also a check of what it shows."""
+"""Whole programs, on scikit-learn's handwritten digits. Each also checks its results."""

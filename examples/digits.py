@@ -11,6 +11,7 @@ _BRIGHTEST = 16.0
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """1797 images as (8, 8) in 0..1, and their labels."""
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32) / _BRIGHTEST, torch.tensor(found.target)
+    """Return 1797 images of shape (8, 8), with values in 0..1, and their labels."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32) / _BRIGHTEST
+    return images, torch.tensor(digits.target)

@@ -1,4 +1,4 @@
-"""Ranks of an example: how they are started, and brought up."""
+"""Starting and initializing the ranks of an example."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TextIO
 
 RANKS = 2
 _TAIL_LINES = 60
-# A rank that waits longer has lost the others.
+# If a collective takes longer, another rank has failed.
 _PATIENCE = timedelta(minutes=3)
 
 
 def start(module: str, *arguments: str) -> int:
-    """Run a module on two CPU ranks; what they print beside `join`'s file is shown if they fail."""
+    """Run a module on two CPU ranks, and print their stderr if they fail. Return the status."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         done = subprocess.run(
@@ -33,20 +33,20 @@ def start(module: str, *arguments: str) -> int:
 
 
 def join() -> TextIO:
-    """Bring this rank up; returns where the first one is to print what people read.
+    """Initialize this rank, and return the file to which rank 0 prints results.
 
-    All else, DeepSpeed's and gloo's words too, goes to standard error.
+    All other output, also DeepSpeed's and gloo's, goes to stderr.
     """
     own = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # torch's, for the collectives that DeepSpeed calls: they would bury what explains a failure.
+    # PyTorch warns about collectives that DeepSpeed calls; the warnings would hide an error.
     warnings.filterwarnings("ignore", category=FutureWarning)
     import deepspeed
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
 
-    # On CPU, DeepSpeed compiles a shared-memory all-reduce with g++ (half a minute) that serves
-    # tensor-parallel inference only. This table is its own switch for it.
+    # On CPU, DeepSpeed compiles a shared-memory all-reduce with g++ (half a minute) for
+    # tensor-parallel inference only. This entry of its table disables that.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

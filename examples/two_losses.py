@@ -29,7 +29,7 @@ CONFIG = {
 
 
 class TwoHeads(nn.Module):
-    """Images (batch, 64) to logits (batch, 10) and pixels (batch, 64)."""
+    """Maps images (batch, 64) to logits (batch, 10) and pixels (batch, 64)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,15 +42,15 @@ class TwoHeads(nn.Module):
 
 
 def two_losses(start: Callable[..., Any], net: nn.Module, data: Any) -> Iterator[Tensor]:
-    """An epoch, by an engine that `start` makes."""
+    """Train an epoch with an engine that `start` builds; yield the loss of each step."""
     images, labels = digits.load()
     images = images.flatten(1)
     model = TwoHeads()
     engine = start(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     for batch in torch.randperm(len(labels)).split(64)[:-1]:
-        mine = batch[dist.get_rank() :: 2]
-        logits, pixels = engine(images[mine])
-        digit, pixel = cross_entropy(logits, labels[mine]), mse_loss(pixels, images[mine])
+        indices = batch[dist.get_rank() :: 2]
+        logits, pixels = engine(images[indices])
+        digit, pixel = cross_entropy(logits, labels[indices]), mse_loss(pixels, images[indices])
         engine.backward(digit, retain_graph=True)
         engine.backward(pixel)
         engine.step()

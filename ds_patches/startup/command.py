@@ -1,4 +1,4 @@
-"""`ds-patches run -- COMMAND`: run a command, and every process it starts, with the patches."""
+"""`ds-patches run -- COMMAND`: run a command, and all processes that it starts, with patches."""
 
 from __future__ import annotations
 

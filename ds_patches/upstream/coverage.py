@@ -112,7 +112,7 @@ def why_not_gather_once(engine: Any) -> str | None:
 
 
 def why_no_fallback(engine: Any) -> str | None:
-    """Return why dc_fallback does not cover the engine, or None; "" for nothing to warn of."""
+    """Return why dc_fallback does not cover the engine, or None; "" for no warning."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):
         return ""  # no optimizer: nothing is trained, and ZeRO gathers what eager code reads

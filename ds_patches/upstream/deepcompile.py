@@ -2,19 +2,19 @@
 
 The graphs gather parameters and reduce gradients by themselves, in C++.
 
-Per parameter, a graph overwrites the gradient partition with its first gradient, and adds the
+For each parameter, a graph overwrites the gradient partition with its first gradient, and adds the
 following ones. It keeps a flag per parameter for this, and clears the flags when a backward at the
-boundary ends in the graph. Gradients are lost where a step has several backwards, or two graphs use
-a parameter: partitions that a graph is about to overwrite have to be set aside. Once an engine's
-graphs have overwritten gradients, its graphs are told for every backward that it is not at the
-boundary: a graph then overwrites in its first backward only. Adding is slower than overwriting, so
-other engines keep the flags as DeepCompile sets them.
+boundary ends in the graph. This loses gradients if a step has several backwards, or two graphs use
+a parameter: partitions that a graph is about to overwrite have to be saved first. Once an engine's
+graphs have overwritten gradients, they are told that no backward is at the boundary: a graph then
+overwrites in its first backward only. Adding is slower than overwriting, so other engines keep the
+flags as DeepCompile sets them.
 
 At the end of a backward at the boundary a graph also marks the parameters that it keeps gathered
-(from the sixth step on) as stale. But the end waits for the graph's gradients only: a parameter
-that is gathered for what the graph returns to another graph may be gathered later, and stays for
-the next step. So do parameters that were gathered when DeepCompile chose which ones to keep, and
-by graphs that ran in an evaluation only. So each step marks all of them as stale.
+(from the sixth step on) as stale. But this end waits for the graph's gradients only: a parameter
+for an output that another graph uses may be gathered later, and stays for the next step. So do
+parameters that were gathered when DeepCompile chose which ones to keep, or by graphs that ran in
+an evaluation only. So each step marks all parameters as stale.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def keep_shapes_static(engine: Any) -> None:
 def remove_leaf_hooks(engine: Any) -> None:
     """Remove the hooks that reduce a leaf module's gradients.
 
-    DeepCompile leaves them, and they then look for a bucket that it has removed.
+    DeepCompile keeps these hooks, which then look for a bucket that it has removed.
     """
     hooks = engine.optimizer._leaf_module_hooks
     for hook in hooks:
@@ -91,7 +91,7 @@ def remove_leaf_hooks(engine: Any) -> None:
 def guards_layer_parameters() -> bool:
     """Return True if a frame compiled for one layer is not reused for the next: 0.19.7.
 
-    Before, its guards do not say which parameters it gathers.
+    In older releases the frame's guards do not include the parameters that it gathers.
     """
     from deepspeed.compile import patch_fake_tensor
 
@@ -118,15 +118,15 @@ class Graphs:
     def __init__(self, trained: Sequence[Any], params: Iterable[Any], device: Any) -> None:
         self._trained, self._device = trained, device
         self._ds_ids = [param.ds_id for param in params]
-        self._compile_count: tuple[int, int] | None = None  # of which `_by_graph` is
+        self._compile_count: tuple[int, int] | None = None  # when `_by_graph` was read
         self._by_graph: dict[int, set[int]] = {}  # ds_ids of each graph's parameters
         self._registered = False  # `_OWN_GRAPH`, since the last compilation
-        self._accumulating: set[int] = set()  # graphs whose flags are all set; others' may be
-        self._at_boundary = True  # as the graphs were told of this backward
-        self._always_accumulates = False  # as graphs have overwritten gradients
+        self._accumulating: set[int] = set()  # graphs whose flags are all set; other graphs' may be
+        self._at_boundary = True  # what the graphs were told of this backward
+        self._always_accumulates = False  # graphs have overwritten gradients
 
     def refresh(self) -> None:
-        """Forget the graphs if DeepCompile, which may have begun anew, has dropped some."""
+        """Forget the graphs if DeepCompile has dropped some, as when it compiles anew."""
         if not self._by_graph.keys() <= _backend().param_manager.keys():
             self._accumulating.clear()
             self._compile_count = None
@@ -191,10 +191,10 @@ class Graphs:
     def _end_backward(self) -> None:
         """End the backward of each graph that has one. Collective.
 
-        DeepCompile needs a bucket of each dtype that a graph has ever had a gradient of. Buckets
-        are freed when the last graph of a backward ends, and allocated by a gradient: here zeros,
-        of the graph's smallest parameter of each dtype. The graphs end one after the other, since a
-        graph that finds another graph's gradients in a full bucket fails.
+        DeepCompile needs a bucket for each dtype of the gradients that a graph has had. Buckets
+        are freed when the last graph of a backward ends, and a gradient allocates them: here zeros
+        for the graph's smallest parameter of each dtype. The graphs end one after the other, since
+        a graph that finds another graph's gradients in a full bucket fails.
         """
         smallest_first = sorted(self._trained, key=lambda param: int(param.ds_numel))
         # A graph without a compiled backward must get no gradient: DeepCompile would measure a
@@ -247,9 +247,9 @@ def _grad_fns(outputs: Any) -> list[Any]:
 def compiling_graph(gm: Any) -> Iterator[None]:
     """Make DeepCompile forget, while it compiles a graph, that its frame had a backward before.
 
-    The graph of an evaluation has none, and DeepCompile would wait for it. As long as it waits it
-    compiles every backward anew, with torch 2.11 and older, and measures it with buckets that are
-    freed: the C++ code aborts the process.
+    An evaluation's graph has no backward, and DeepCompile would wait for one. While it waits, with
+    torch 2.11 and older, it compiles every backward anew and measures it with freed buckets: the
+    C++ code aborts the process.
     """
     backend = _backend()
     frame = gm.meta["dynamo_compile_id"].frame_id

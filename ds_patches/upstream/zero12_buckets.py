@@ -1,4 +1,4 @@
-"""The reduce buckets of stages 1 and 2: one for each dtype from 0.17.2, one in all before."""
+"""The reduce buckets of stages 1 and 2: one for each dtype from 0.17.2, before a single one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def producers(optimizer: Any) -> list[set[Any]]:
 def single_buffered_buckets(optimizer: Any) -> list[Any]:
     """Return the buckets that always start in their first buffer, which may still be reduced.
 
-    All of 0.17.2 to 0.18.4.
+    In 0.17.2 to 0.18.4 these are all buckets, in other releases none.
     """
     return [
         bucket
@@ -84,8 +84,8 @@ class ReduceBuckets:
             if not (optimizer.cpu_offload or in_place[group])
             and optimizer.is_param_in_current_partition[self.param_ids[key]]
         }
-        #: True if the streams that fill a bucket are known before it is reduced. If not, to 0.19.2,
-        #: reduced gradients stay on the parameters, except with an offloaded optimizer.
+        #: True if the streams that fill a bucket are known before it is reduced. If not (up to
+        #: 0.19.2), reduced gradients stay on the parameters, except with an offloaded optimizer.
         overlaps = optimizer.overlap_comm and not is_single_stream() and not optimizer.cpu_offload
         self.knows_producers = not overlaps or bool(producers(optimizer))
         #: True if DeepSpeed clears other ranks' gradients at the next reduction only.
@@ -122,7 +122,7 @@ class ReduceBuckets:
     def refill(self) -> None:
         """Fill the buckets again, with one gradient for each parameter that they held.
 
-        Zeros if it has been reduced, since ranks must hold the same parameters in a bucket.
+        Zeros replace a reduced gradient: ranks must hold the same parameters in a bucket.
         """
         for key in dict.fromkeys(self.empty()):
             self.put(key)
@@ -188,7 +188,7 @@ class ReduceBuckets:
                 bucket.index = 1 - bucket.index
 
     def tensors(self, comm_dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """Return the tensors that the buckets, or one dtype's, will reduce: 0.17.2 and later."""
+        """Return the tensors to reduce, of all buckets or of one dtype's: 0.17.2 and later."""
         optimizer = self.optimizer
         tensors: list[torch.Tensor] = []
         for dtype, bucket in (self._buckets or {}).items():

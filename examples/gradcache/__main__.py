@@ -12,8 +12,8 @@ from examples import ranks
 
 _DESCRIPTION = (
     "Train by GradCache at ZeRO 1, 2 and 3, stock and with one reduction per step, and compare "
-    "with plain PyTorch. Exits with 0 if the runs with a block are right. Run by torchrun it is "
-    "one rank; else it starts two, on CPU."
+    "with plain PyTorch. Exits with 0 if the runs with a block are right. Under torchrun this is "
+    "one rank; without it, two CPU ranks are started."
 )
 _LINE = "{:<26}{:>10}" + 4 * "{:>8}" + "{:>12}"
 
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def compare(steps: int) -> int:
-    """Returns 0 if every run with a block is right, 1 if one is not; alike on all ranks."""
+    """Return 0 if every run with a block is right, else 1; the same on all ranks."""
     shown = ranks.join()
 
     import torch.distributed as dist
@@ -46,7 +46,7 @@ def compare(steps: int) -> int:
         say(_LINE.format(name, sent, *losses, difference))
 
     def trained(stage: int, name: str, **how: Any) -> str:
-        """Show a run; returns what is wrong with it."""
+        """Print a run, and return its fault, or ""."""
         curve = cached(stage, work, **how)
         if curve.error:
             say(f"ZeRO-{stage}, {name:<20}{curve.error}"[:80])

@@ -1,4 +1,4 @@
-"""The runs that are compared: from one start, over the same batches."""
+"""The compared runs: the same initial weights and batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 from examples import digits
 from examples.gradcache.train import TwoTowers, contrast, step
 
-#: Of a loss of about 5, in float32: chunks are summed in another order than a whole batch, and on
-#: GPUs by other kernels.
+#: The tolerance for a loss of about 5, in float32: chunks are summed in another order than a whole
+#: batch, and on GPUs by other kernels.
 ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to train. A rank has `chunks` chunks of `chunk` images in each step."""
+    """The training: in each step a rank has `chunks` chunks of `chunk` images."""
 
     steps: int = 30
     chunks: int = 8
@@ -37,7 +37,7 @@ class Work:
         return self.chunks * self.chunk * dist.get_world_size()
 
     def batches(self) -> Iterator[Tensor]:
-        """No image is in a batch twice. Alike on all ranks."""
+        """Yield the batches, the same on all ranks; no image is in a batch twice."""
         images, _ = digits.load()
         generator = torch.Generator().manual_seed(0)
         for _ in range(self.steps):
@@ -46,19 +46,19 @@ class Work:
 
 @dataclass
 class Curve:
-    """The loss of every step; and the reductions in each step's backwards, where it has any."""
+    """The losses of a run's steps, and the numbers of reductions in their backwards."""
 
     losses: list[float] = field(default_factory=list)
     reductions: set[int] = field(default_factory=set)
     error: str = ""
 
     def off(self, other: Curve) -> float:
-        """The largest difference of a step's loss; NaN is largest of all."""
+        """Return the largest difference between two losses of a step; NaN counts as largest."""
         differences = (abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
         return max(differences, key=lambda d: (d != d, d))
 
     def fault(self, plain: Curve) -> str:
-        """What is wrong with it, in a block."""
+        """Return what is wrong with a run that uses a block, or ""."""
         if self.error:
             return self.error
         if not self.off(plain) <= ROUNDING:  # NaN too
@@ -69,14 +69,14 @@ class Curve:
 
 
 def _start() -> tuple[TwoTowers, torch.optim.Optimizer]:
-    """Not Adam, whose steps do not depend on the gradients' scale: a wrong one must show."""
+    """Return model and optimizer. Adam would hide a wrong scale of the gradients."""
     torch.manual_seed(0)
     model = TwoTowers().to(get_accelerator().current_device_name())
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def full_batch(work: Work) -> Curve:
-    """Plain PyTorch: the whole batch in one forward and backward, and no other rank."""
+    """Train with plain PyTorch: the whole batch in one forward and backward, on one rank."""
     (model, optimizer), curve = _start(), Curve()
     device = next(model.parameters()).device
     for images in work.batches():
@@ -89,13 +89,13 @@ def full_batch(work: Work) -> Curve:
 
 
 def cached(stage: int, work: Work, *, block: bool) -> Curve:
-    """GradCache by a DeepSpeed engine. Without a block a step is one backward after the other."""
+    """Train GradCache with a DeepSpeed engine; without a block, reduce after each backward."""
     engine, curve = _engine(stage, work), Curve()
     try:
         for images in work.batches():
-            mine = images.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
+            own = images.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
             around = engine.coalesce_grad_reduction() if block else nullcontext()
-            loss = step(engine, mine, work.chunk, _counted(around, curve))
+            loss = step(engine, own, work.chunk, _counted(around, curve))
             curve.losses.append(loss.item())
     except Exception as error:  # stock raises on some releases
         curve.error = f"{type(error).__name__}: {error}"
@@ -108,7 +108,7 @@ def _engine(stage: int, work: Work) -> Any:
         "train_micro_batch_size_per_gpu": work.chunk,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,  # SGD
-        "gradient_clipping": 0.0,  # recent releases clip at 1 unless told not to
+        "gradient_clipping": 0.0,  # recent releases clip at 1 by default
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": 0,  # partition the smallest parameter too
@@ -119,7 +119,7 @@ def _engine(stage: int, work: Work) -> Any:
 
 
 class _Reductions(TorchDispatchMode):
-    """Counts the reductions of gradients: every collective passes PyTorch's dispatcher."""
+    """Counts gradient reductions: every collective passes through PyTorch's dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class _Reductions(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function.namespace == "c10d" and "reduce" in function._schema.name:
-            tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
-            self.sent += any(one.is_floating_point() for one in tensors)
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.sent += any(tensor.is_floating_point() for tensor in tensors)
         return function(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,4 @@
-"""GradCache: the model, its loss, and the step, with all its backwards in one block."""
+"""GradCache: the model, its loss, and the step, whose backwards are all in one block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _tower() -> nn.Module:
 
 
 class TwoTowers(nn.Module):
-    """Images (batch, 8, 8) to embeddings (batch, 2, 32) of length 1: left halves, right halves."""
+    """Maps images (batch, 8, 8) to unit embeddings (batch, 2, 32): left halves, right halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TwoTowers(nn.Module):
 
 
 def contrast(embeddings: Tensor) -> Tensor:
-    """Symmetric InfoNCE: find each half's other one among all that are given."""
+    """Return the symmetric InfoNCE loss: find each half's partner among all halves."""
     left, right = embeddings.unbind(1)
     logits = left @ right.T / _TEMPERATURE
     partner = torch.arange(len(logits), device=logits.device)
@@ -51,12 +51,12 @@ def contrast(embeddings: Tensor) -> Tensor:
 
 
 def step(engine: Any, images: Tensor, chunk: int, block: AbstractContextManager[Any]) -> Tensor:
-    """One optimizer step on this rank's images; returns the loss over those of all ranks.
+    """Take an optimizer step on this rank's images; return the loss over all ranks' images.
 
     block: ``engine.coalesce_grad_reduction()``.
 
     Both forwards of a chunk must compute the same. With dropout, save the random state before a
-    chunk's first forward (`torch.get_rng_state`, `torch.cuda.get_rng_state`) and set it again
+    chunk's first forward (`torch.get_rng_state`, `torch.cuda.get_rng_state`) and restore it
     before its second.
     """
     chunks = images.split(chunk)
@@ -71,10 +71,10 @@ def step(engine: Any, images: Tensor, chunk: int, block: AbstractContextManager[
 
 
 def cached_gradient(embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss over the embeddings of all ranks, and what to send back through this rank's.
+    """Return the loss over the embeddings of all ranks, and its gradient at this rank's embeddings.
 
-    Every rank computes the whole loss, so its own rows of the gradient are complete and none has
-    to travel. ZeRO averages over ranks what this loss wants summed: hence times their number.
+    Every rank computes the whole loss, so its own rows of the gradient are complete and need no
+    communication. They have to be summed over ranks, but ZeRO averages: hence the factor.
     """
     ranks = dist.get_world_size()
     parts = [torch.empty_like(embeddings) for _ in range(ranks)]
