@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -116,9 +115,11 @@ def _logged(
                 unknown[f"{error.line}{known}"] = None
         has_one_cure = len({(defect.patch, defect.do, defect.right) for defect in wrong}) == 1
         for defect in wrong:
-            finding = Finding(defect, cure_of(defect), (error.line,), is_logged=True)
             is_sure = matches[defect] and has_one_cure
-            by_defect.setdefault(defect, replace(finding, is_sure=is_sure))
+            if is_sure or defect not in by_defect:
+                by_defect[defect] = Finding(
+                    defect, cure_of(defect), (error.line,), (), True, is_sure
+                )
     return [*by_defect.values()], [*unknown]
 
 

@@ -27,11 +27,12 @@ def match(error: Error) -> Iterator[tuple[Defect, bool]]:
     for defect, raised in _raised().items():
         if messages & raised:
             mark, pattern = defect.shown[:1], defect.shown.lstrip("?!")
-            is_shown = any(_has(error.evidence, path) for path in pattern.split("|"))
+            shown = [path for path in pattern.split("|") if _has(error.evidence, path.lstrip("?"))]
+            is_shown, is_sure = bool(shown), mark != "?" and any(path[:1] != "?" for path in shown)
             is_short = all(len(message) < _SHORT for message in messages & raised)
             is_excluded = error.has_traceback or (is_short and error.has_frames)
             if is_shown or (mark not in ("?", "!") and not is_excluded):
-                allowed[defect] = bool(complete) and is_shown and mark != "?"
+                allowed[defect] = bool(complete) and is_sure
     messages &= set().union(*(_raised()[defect] for defect in allowed))
     # If one message contains another, the longer one counts.
     messages = {m for m in messages if not any(m in longer for longer in messages - {m})}
