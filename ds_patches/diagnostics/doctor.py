@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
@@ -20,8 +16,6 @@ from ds_patches.diagnostics.findings import Cure, Finding
 from ds_patches.diagnostics.report import SOUND, UNKNOWN, WRONG, Report
 from ds_patches.diagnostics.training import Training
 from ds_patches.startup import diagnosis
-
-_PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 def diagnose(case: Training, release_option: Version | None) -> Report:
@@ -67,13 +61,10 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
         is_named=bool(named),
         findings=sorted(reported, key=lambda finding: finding.rank),
         unknown=unknown,
-        warnings=[*case.config.warnings, *flags.misspelt(os.environ)],
         patches={name: reason or "would apply" for name, reason in refusals.items()},
         refused=refused,
         drift=[text for verdict in verdicts.values() if verdict.state is not State.OUT_OF_RANGE
                for text in verdict.drift],
-        startup=diagnosis.lines(),
-        environment=_environment(),
     )  # fmt: skip
 
 
@@ -121,12 +112,3 @@ def _logged(
                     defect, cure_of(defect), (error.line,), (), True, is_sure
                 )
     return [*by_defect.values()], [*unknown]
-
-
-def _environment() -> dict[str, str]:
-    facts = {"python": platform.python_version(), "platform": platform.platform()}
-    facts |= {release.PACKAGE: release.version_text(), **dict.fromkeys(_PACKAGES, "not installed")}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            facts[name] = version(name)
-    return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith(flags.PREFIX)}
