@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from ds_patches.core import flags, release
-from ds_patches.diagnostics import configuration
+from ds_patches.diagnostics.configuration import STEPS
 from ds_patches.diagnostics.defects import HARMS, OLDEST, TESTED, Defect, plain
 from ds_patches.diagnostics.findings import Finding
 from ds_patches.diagnostics.training import Training
@@ -157,7 +157,8 @@ def _block(finding: Finding) -> Iterator[str]:
         yield from _wrapped("  ", f"{plain(defect.outcome)}: {plain(defect.script)}")
         because = "; ".join(finding.evidence)
         if finding.depends:
-            because += f"; if {' and '.join(map(configuration.condition, finding.depends))}"
+            values = (f"{name} is {'above 1' if name == STEPS else 'on'}" for name in finding.depends)
+            because += f"; if {' and '.join(values)}"
         yield from _wrapped("    because: ", because)
     right = f"{defect.right} and later" if defect.right else f"no release up to {TESTED}"
     notes = [f"right in {right}"] * bool(defect.stages)
