@@ -157,8 +157,8 @@ def _block(finding: Finding) -> Iterator[str]:
         yield from _wrapped("  ", f"{plain(defect.outcome)}: {plain(defect.script)}")
         because = "; ".join(finding.evidence)
         if finding.depends:
-            values = (f"{name} is {'above 1' if name == STEPS else 'on'}" for name in finding.depends)
-            because += f"; if {' and '.join(values)}"
+            values = ((name, "above 1" if name == STEPS else "on") for name in finding.depends)
+            because += f"; if {' and '.join(map(' is '.join, values))}"
         yield from _wrapped("    because: ", because)
     right = f"{defect.right} and later" if defect.right else f"no release up to {TESTED}"
     notes = [f"right in {right}"] * bool(defect.stages)
