@@ -111,7 +111,7 @@ def prove(
     svg: the file to plot the losses into. device: "cpu" or "cuda"; by default DeepSpeed's choice.
     Raises FlagError if the proof does not exist or cannot run on the device.
     """
-    title, text = _composed(name)
+    title, text = composed(name)
     if svg:
         plot.check(svg)
     device = _device(device or ("cpu" if "cpu" in proofs.PROOFS[name].only else None))
@@ -138,14 +138,8 @@ def prove(
     return status
 
 
-def print_script(name: str) -> int:
-    """Print the script of a proof, which needs only DeepSpeed and torch."""
-    print(_composed(name)[1], end="")
-    return RIGHT
-
-
-def _composed(name: str) -> tuple[str, str]:
-    """Return the title and the script of a proof."""
+def composed(name: str) -> tuple[str, str]:
+    """Return the title of a proof, and its script, which needs only DeepSpeed and torch."""
     if name not in proofs.PROOFS:
         guess = nearest(name, proofs.PROOFS)
         raise FlagError(f"no proof is named {name!r}{guess}; `ds-patches prove` lists them")
@@ -194,7 +188,7 @@ def _brief(name: str, device: str) -> tuple[bool, list[str]]:
     if device_needed := _device_needed(name, device):
         return True, [device_needed]
     try:
-        runs = _train(_composed(name)[1], device)
+        runs = _train(composed(name)[1], device)
     except DsPatchesError as error:
         return False, [str(error)]
     is_shown = not runs["stock"].is_right and runs["patched"].is_right
