@@ -96,7 +96,7 @@ class Error:
     def key(self) -> str:
         """The begin of the message from the exception's name on, which is alike on all ranks."""
         name = _ERROR.search(self.line)
-        return normalized(self.line[name.start() if name else 0 :])[:40]
+        return normalized(self.line[name.start() if name else 0 :][:200])[:40]
 
 
 @dataclass(frozen=True)
