@@ -79,19 +79,16 @@ __all__ = [
 
 def _load(name: str) -> Any:
     """Return a public name, or the module of a cure; Python calls this on its first use."""
-    if name in __all__:
-        from ds_patches.core import api, errors, state
-        from ds_patches.diagnostics import traincheck
+    from importlib import import_module
+    from importlib.util import find_spec
 
-        for module in (api, errors, state, traincheck):
+    if name in __all__:
+        for path in ("core.api", "core.errors", "core.state", "diagnostics.traincheck"):
+            module = import_module(f"{__name__}.{path}")  # the last one imports torch
             if hasattr(module, name):
                 return getattr(module, name)
-    if not name.startswith("_"):
-        from importlib import import_module
-        from importlib.util import find_spec
-
-        if find_spec(cure := f"{__name__}.cures.{name}"):
-            return import_module(cure)
+    if not name.startswith("_") and find_spec(cure := f"{__name__}.cures.{name}"):
+        return import_module(cure)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -95,7 +95,8 @@ def _prove(chosen: Namespace) -> int:
     if chosen.all:
         return prove.prove_all(chosen.device, as_json=chosen.json)
     if chosen.script:
-        return prove.print_script(chosen.name)
+        print(prove.composed(chosen.name)[1], end="")
+        return prove.RIGHT
     return prove.prove(chosen.name, chosen.svg, device=chosen.device, as_json=chosen.json)
 
 

@@ -26,7 +26,7 @@ _ACCELERATE = ("zero_stage", "offload_optimizer_device", "offload_param_device",
 #: Matches the YAML of a framework, or of DeepSpeed's settings; and a line of prose or of an error.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
 _PROSE = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
-_STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
+STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 #: The half precision dtypes, each with the other one.
 _HALF_DTYPES = {"bf16": "fp16", "fp16": "bf16"}
 #: Values that mean off.
@@ -35,7 +35,7 @@ _OFF = ("", "0", "0.0", "false", "f", "no", "n", "off", "none")
 _DEPRECATED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 #: Names of the configurations that ms-swift ships, and their common settings.
 _SWIFT = re.compile(r"zero([0-3])(_offload)?")
-_SWIFT_SETTINGS = dict.fromkeys((*_BATCHES, _STEPS, _CLIPPING, "bf16", "fp16"), "auto")
+_SWIFT_SETTINGS = dict.fromkeys((*_BATCHES, STEPS, _CLIPPING, "bf16", "fp16"), "auto")
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,6 @@ def from_settings(
     return Configuration(facts, {**(outer or {}), **inner}, tuple(warnings))
 
 
-def condition(setting: str) -> str:
-    """Return the value of an undecided setting with which a defect occurs, as text."""
-    return f"{setting} is above 1" if setting == _STEPS else f"{setting} is on"
-
-
 def _facts(inner: Settings, outer: Settings | None) -> Facts:
     """Return the facts; `outer` has the values of settings that are "auto" or have no key."""
     if isinstance(on := inner.get("zero_optimization"), bool):  # the deprecated form of the section
@@ -194,10 +189,10 @@ def _is_on(config: Any, key: str, pattern: str = "") -> bool | None:
 
 def _accumulates(inner: Settings, outer: Settings, is_accelerates: bool) -> bool | str:
     is_implied = all(isinstance(inner.get(name), int) for name in _BATCHES)
-    value = inner.get(_STEPS)
+    value = inner.get(STEPS)
     value = ("auto" if is_accelerates or is_implied else 1) if value is None else value
-    value = outer.get(_STEPS, value) if value == "auto" else value
-    return _STEPS if value == "auto" else int(value) > 1
+    value = outer.get(STEPS, value) if value == "auto" else value
+    return STEPS if value == "auto" else int(value) > 1
 
 
 def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:

@@ -50,9 +50,9 @@ class Defect:
     proof: the name with which `prove` trains the script, at the last of `stages`. unproved: why
         there is no proof of what a patch fixes.
     messages: messages raised besides those in `outcome`; "..." matches any text.
-    shown: a regular expression for the traceback, if other defects raise the same message. With
-        "!" before it, a message without a match is not this defect's; with "?" neither, and a match
-        only may be.
+    shown: regular expressions with "|" between them, one of which matches the traceback, if other
+        defects raise the same message. With "!" before them, a message without a match is not this
+        defect's; with "?" neither, and a match only may be, as one of an expression after "|?".
     """
 
     script: str

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
@@ -21,8 +16,6 @@ from ds_patches.diagnostics.findings import Cure, Finding
 from ds_patches.diagnostics.report import SOUND, UNKNOWN, WRONG, Report
 from ds_patches.diagnostics.training import Training
 from ds_patches.startup import diagnosis
-
-_PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 def diagnose(case: Training, release_option: Version | None) -> Report:
@@ -68,13 +61,10 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
         is_named=bool(named),
         findings=sorted(reported, key=lambda finding: finding.rank),
         unknown=unknown,
-        warnings=[*case.config.warnings, *flags.misspelt(os.environ)],
         patches={name: reason or "would apply" for name, reason in refusals.items()},
         refused=refused,
         drift=[text for verdict in verdicts.values() if verdict.state is not State.OUT_OF_RANGE
                for text in verdict.drift],
-        startup=diagnosis.lines(),
-        environment=_environment(),
     )  # fmt: skip
 
 
@@ -116,16 +106,9 @@ def _logged(
                 unknown[f"{error.line}{known}"] = None
         has_one_cure = len({(defect.patch, defect.do, defect.right) for defect in wrong}) == 1
         for defect in wrong:
-            finding = Finding(defect, cure_of(defect), (error.line,), is_logged=True)
             is_sure = matches[defect] and has_one_cure
-            by_defect.setdefault(defect, replace(finding, is_sure=is_sure))
+            if is_sure or defect not in by_defect:
+                by_defect[defect] = Finding(
+                    defect, cure_of(defect), (error.line,), (), True, is_sure
+                )
     return [*by_defect.values()], [*unknown]
-
-
-def _environment() -> dict[str, str]:
-    facts = {"python": platform.python_version(), "platform": platform.platform()}
-    facts |= {release.PACKAGE: release.version_text(), **dict.fromkeys(_PACKAGES, "not installed")}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            facts[name] = version(name)
-    return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith(flags.PREFIX)}

@@ -6,7 +6,10 @@ import json
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,12 +46,8 @@ def content(file: Path, limit: int, *, end: bool = False) -> bytes:
 
 def end_of_stream(stream: BinaryIO) -> bytes:
     """Return the end of a stream, which may be endless: reading stops after 512 MiB."""
-    end = b""
-    for _ in range(_MAX_CHUNKS):
-        if not (chunk := stream.read(_CHUNK)):
-            break
-        end = end[-_CHUNK:] + chunk
-    return end
+    chunks = islice(iter(partial(stream.read, _CHUNK), b""), _MAX_CHUNKS)
+    return b"".join(deque(chunks, maxlen=2))
 
 
 def settings(name: str, text: str, warnings: list[str]) -> Mapping[str, Any]:

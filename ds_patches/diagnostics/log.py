@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-#: Matches a log of DeepCompile; then `Error.evidence` ends in `_IS_COMPILED`.
+#: Matches a log of DeepCompile; then `Error.evidence` begins with `_IS_COMPILED`.
 _COMPILED = re.compile('deepcompile=True|"deepcompile": ?true|deepspeed/compile/')
 _IS_COMPILED = "DeepCompile is on"
 #: Characters at a log's end that are searched for errors, and at its start for settings.
@@ -45,6 +45,8 @@ _IGNORED = "Exception ignored in"
 _MAX_CHAIN = 8
 #: Lines of a message and of the traceback before it that are examined; ranks.
 _MAX_MESSAGE, _MAX_TRACEBACK, _MAX_RANKS = 12, 400, 4096
+#: Lines of a post of one error: what its author writes around it is evidence, too.
+_MAX_POST = 60
 #: A message of ds_patches, as a warning or an error; not the line on live patches.
 _OWN_MESSAGE = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
 #: Stands for omitted text.
@@ -52,7 +54,7 @@ OMITTED = "…"
 #: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it.
 _PRINTED_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
 _RELEASE = re.compile(
-    r"(?<![\w/-])deepspeed(?:\[\w+\])?"
+    r"(?<![\w/-])(?<!install )deepspeed(?:\[\w+\])?"
     r"(?:[\s:=@,|(*`\"'.-]|version|info|release|installed|v(?=\d)){1,60}?(0\.\d+\.\d+)\b",
     re.IGNORECASE,
 )
@@ -78,7 +80,8 @@ class Error:
     """A printed error; a text without one is an error as a whole.
 
     line: the first line of the message. message: the whole message, with the exception's name.
-    evidence: the traceback and the message, and `_IS_COMPILED` if the log shows DeepCompile.
+    evidence: `_IS_COMPILED` if the log shows DeepCompile, a post as a whole, the traceback and the
+        message.
     has_frames: the traceback has frames. has_traceback: it has frames of PyTorch or DeepSpeed, so
         it was not cut to the user's own, and a function that is not in it was not called.
     """
@@ -88,6 +91,12 @@ class Error:
     evidence: str
     has_frames: bool = False
     has_traceback: bool = False
+
+    @property
+    def key(self) -> str:
+        """The begin of the message from the exception's name on, which is alike on all ranks."""
+        name = _ERROR.search(self.line)
+        return normalized(self.line[name.start() if name else 0 :][:200])[:40]
 
 
 @dataclass(frozen=True)
@@ -110,21 +119,29 @@ def read(text: str) -> Log:
     """Parse a log of any length."""
     end = _COLOUR.sub("", text[-_SEARCHED:])
     lines = end.splitlines()
-    ranks: dict[str, list[int]] = {}  # the line numbers of each rank
-    for number, line in enumerate(lines):
-        ranks.setdefault(_rank(line), []).append(number)
-    compiled = _IS_COMPILED if _COMPILED.search(text) else ""
-    places = []
+    ranks = _by_rank(lines)
+    places: list[tuple[int, str, str]] = []  # the line number, the traceback, the message
+    cut = ""  # a traceback without an error
     for numbers in ranks.values():
         of_rank = [lines[number] for number in numbers]
-        places += [(numbers[index], of_rank, index) for index in _last_errors(of_rank)]
-    places.sort(key=lambda place: place[0])
-    errors = [_error(of_rank, index, compiled) for _, of_rank, index in places[-_MAX_RANKS:]]
+        last = _last_errors(of_rank)
+        places += [(numbers[index], *_parts(of_rank, index)) for index in last]
+        rest = "\n".join(of_rank[last[-1] + 1 if last else 0 :][-_MAX_TRACEBACK:])
+        if not cut and _FRAME.search(rest) and _IGNORED not in rest:
+            cut = rest
+    is_post = len(lines) <= _MAX_POST and len(places) < 2 and len({*ranks} - {""}) < 2
+    context = f"{_IS_COMPILED * bool(_COMPILED.search(text))}\n{end * is_post}"
+    errors = [_error(context, *parts) for _, *parts in sorted(places)[-_MAX_RANKS:]]
+    framed = {error.key for error in errors if error.has_frames}
+    # A post may have the message in its title, and below it the traceback, which may be cut.
+    errors = [error for error in errors if error.has_frames or error.key not in framed]
+    if cut and not framed and len({error.key for error in errors}) == 1:
+        errors = [_error(context, cut, errors[0].message)]
     for collectives in zip(*_WAITS.findall(end), strict=True):  # names, then sizes
         if len({*collectives} - {""}) > 1:
             line = next(line for line in lines if _WAITS.search(line)).strip()
             errors = [Error(line, _DIFFER, _DIFFER)]
-    full_text = Error(text.strip().partition("\n")[0], end, f"{end}\n{compiled}")
+    full_text = Error(text.strip().partition("\n")[0], end, f"{context}\n{end}")
     printed = {*_PRINTED_RELEASE.findall(text)}
     releases = sorted(map(Version, printed or {*_RELEASE.findall(text)}))
     own_messages = tuple(dict.fromkeys(_OWN_MESSAGE.findall(text)))
@@ -161,9 +178,20 @@ def _config(text: str) -> Mapping[str, Any] | None:
     return single if "zero_optimization" in single else None
 
 
-def _rank(line: str) -> str:
-    prefix = _RANK.match(line)
-    return (prefix[1] or prefix[2] or prefix[3]) if prefix else ""
+def _by_rank(lines: Sequence[str]) -> dict[str, list[int]]:
+    """Return the line numbers of each rank, and under "" those of the lines that name none.
+
+    A line without a rank below a rank's error is a part of its message, which was wrapped.
+    """
+    ranks: dict[str, list[int]] = {}
+    rank, is_message = "", False
+    for number, line in enumerate(lines):
+        prefix, is_error = _RANK.match(line), bool(_ERROR.search(line))
+        if prefix or is_error or not is_message or not line.strip() or _BEGIN in line:
+            rank = (prefix[1] or prefix[2] or prefix[3]) if prefix else ""
+            is_message = is_error
+        ranks.setdefault(rank, []).append(number)
+    return ranks
 
 
 def _last_errors(lines: Sequence[str]) -> list[int]:
@@ -185,8 +213,8 @@ def _last_errors(lines: Sequence[str]) -> list[int]:
     return last
 
 
-def _error(lines: Sequence[str], index: int, compiled: str) -> Error:
-    """Return the error in line `index` of a rank, with its traceback."""
+def _parts(lines: Sequence[str], index: int) -> tuple[str, str]:
+    """Return the traceback and the message of the error in line `index` of a rank."""
 
     def is_inside(line: str) -> bool:
         return _BEGIN not in line
@@ -194,8 +222,12 @@ def _error(lines: Sequence[str], index: int, compiled: str) -> Error:
     before = reversed(lines[max(0, index - _MAX_TRACEBACK) : index])
     traceback = "\n".join([*takewhile(is_inside, before)][::-1])
     after = takewhile(is_inside, lines[index + 1 : index + _MAX_MESSAGE])
-    message = "\n".join([lines[index], *after])
-    evidence = f"{traceback}\n{message}\n{compiled}"
-    frames = f"{traceback}\n{lines[index]}"
+    return traceback, "\n".join([lines[index], *after])
+
+
+def _error(context: str, traceback: str, message: str) -> Error:
+    line = message.partition("\n")[0]
+    frames = f"{traceback}\n{line}"
     has_frames, is_deep = bool(_FRAME.search(frames)), bool(_DEEP_FRAME.search(frames))
-    return Error(lines[index].strip(), message, evidence, has_frames, is_deep)
+    evidence = f"{context}\n{traceback}\n{message}"
+    return Error(line.strip(), message, evidence, has_frames, is_deep)

@@ -27,11 +27,12 @@ def match(error: Error) -> Iterator[tuple[Defect, bool]]:
     for defect, raised in _raised().items():
         if messages & raised:
             mark, pattern = defect.shown[:1], defect.shown.lstrip("?!")
-            is_shown = any(_has(error.evidence, path) for path in pattern.split("|"))
+            shown = [path for path in pattern.split("|") if _has(error.evidence, path.lstrip("?"))]
+            is_shown, is_sure = bool(shown), mark != "?" and any(path[:1] != "?" for path in shown)
             is_short = all(len(message) < _SHORT for message in messages & raised)
             is_excluded = error.has_traceback or (is_short and error.has_frames)
             if is_shown or (mark not in ("?", "!") and not is_excluded):
-                allowed[defect] = bool(complete) and is_shown and mark != "?"
+                allowed[defect] = bool(complete) and is_sure
     messages &= set().union(*(_raised()[defect] for defect in allowed))
     # If one message contains another, the longer one counts.
     messages = {m for m in messages if not any(m in longer for longer in messages - {m})}
@@ -62,21 +63,16 @@ def _has(evidence: str, pattern: str) -> bool:
 
 def _truncated_messages(text: str) -> set[str]:
     """Return the messages that a truncated text begins; an exception's name may precede it."""
-    line = text[:_SEARCHED].partition("\n")[0]
-    heads = {log.normalized(part).rstrip(log.OMITTED) for part in (line, line.partition(": ")[2])}
-    return set().union(*map(_messages_with_prefix, heads))
+    line = log.normalized(text[:_SEARCHED].partition("\n")[0]).rstrip(log.OMITTED)
+    return {message for message in _messages() if _ends_in(line, message)}
 
 
-@lru_cache
-def _messages_with_prefix(text: str) -> frozenset[str]:
-    """Return the messages of which a text ends in a prefix. Cached for the ranks of a log."""
-    matches = set()
-    for message in _messages():
-        minimum = max(_MIN_SIZE, round(_MIN_PART * len(message)))
-        sizes = range(minimum, len(message) + 1) if log.OMITTED not in message else ()
-        if any(text.endswith(message[:size]) for size in sizes):
-            matches.add(message)
-    return frozenset(matches)
+@lru_cache(1 << 16)
+def _ends_in(text: str, message: str) -> bool:
+    """Return True if a text ends in a prefix of a message. Cached for the ranks of a log."""
+    minimum = max(_MIN_SIZE, round(_MIN_PART * len(message)))
+    sizes = range(minimum, len(message) + 1) if log.OMITTED not in message else ()
+    return any(text.endswith(message[:size]) for size in sizes)
 
 
 def _contains(text: str, message: str) -> bool:

@@ -111,7 +111,7 @@ def prove(
     svg: the file to plot the losses into. device: "cpu" or "cuda"; by default DeepSpeed's choice.
     Raises FlagError if the proof does not exist or cannot run on the device.
     """
-    title, text = _composed(name)
+    title, text = composed(name)
     if svg:
         plot.check(svg)
     device = _device(device or ("cpu" if "cpu" in proofs.PROOFS[name].only else None))
@@ -119,81 +119,6 @@ def prove(
         raise FlagError(f"{name} {device_needed}")
     if not as_json:
         print(f"{title}\n", flush=True)
-    return compare(text, title, svg, device=device, as_json=as_json)
-
-
-def print_script(name: str) -> int:
-    """Print the script of a proof, which needs only DeepSpeed and torch."""
-    print(_composed(name)[1], end="")
-    return RIGHT
-
-
-def _composed(name: str) -> tuple[str, str]:
-    """Return the title and the script of a proof."""
-    if name not in proofs.PROOFS:
-        guess = nearest(name, proofs.PROOFS)
-        raise FlagError(f"no proof is named {name!r}{guess}; `ds-patches prove` lists them")
-    installed, row_name = _installed(), proofs.PROOFS[name].row or name
-    rows = [defect for defect in wrong_in() if defect.proof == row_name]
-    row = next((defect for defect in rows if defect.is_wrong(installed)), rows[-1])
-    title = f"DeepSpeed {installed}, {_title(name, row)}"
-    return title, proofs.compose(name, _stage(name, row), title)
-
-
-def _print_json(status: int, results: Any) -> int:
-    print(json.dumps({"status": status, "results": results}, indent=2))
-    return status
-
-
-def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
-    """Run all proofs of the installed release and print a line for each; return the exit status."""
-    installed, device = _installed(), _device(device)
-    rows = shown(installed)
-    width = max(map(len, rows), default=0)
-    if not as_json:
-        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
-        print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
-    results = []
-    # Each proof runs six processes.
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
-        try:
-            outcomes = pool.map(lambda name: _brief(name, rows[name], device), rows)
-            for name, (is_shown, sides) in zip(rows, outcomes, strict=True):
-                if not as_json:
-                    cells = (f"{cell:<22}" for cell in sides)
-                    print("  ".join([f"{name:<{width}}", *cells]).rstrip(), flush=True)
-                results.append({"name": name, "shown": is_shown, "sides": sides})
-        except (
-            BaseException
-        ):  # an interruption: without this, the pool waits for the running proofs
-            pool.shutdown(wait=False, cancel_futures=True)
-            _kill(*_running)
-            raise
-    status = RIGHT if all(result["shown"] for result in results) else WRONG
-    return _print_json(status, results) if as_json else status
-
-
-def _brief(name: str, row: Defect, device: str) -> tuple[bool, list[str]]:
-    """Run a proof; return False if it does not show the defect, and the cells of its line."""
-    if device_needed := _device_needed(name, device):
-        return True, [device_needed]
-    try:
-        runs = _train(proofs.compose(name, _stage(name, row), name), device)
-    except DsPatchesError as error:
-        return False, [str(error)]
-    is_shown = not runs["stock"].is_right and runs["patched"].is_right
-    return is_shown, [*(runs[side].brief for side in SIDES[1:]), *["not shown"] * (not is_shown)]
-
-
-def compare(
-    text: str,
-    title: str = "",
-    svg: Path | None = None,
-    *,
-    device: str = "cpu",
-    as_json: bool = False,
-) -> int:
-    """Run a reproducer on all sides and print the losses; return the exit status."""
     runs = _train(text, device)
     if svg:
         plot.draw(title, {side: run.losses for side, run in runs.items()}, svg)
@@ -211,6 +136,63 @@ def compare(
     verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
     print(f"verdict: {', '.join(verdicts)}")
     return status
+
+
+def composed(name: str) -> tuple[str, str]:
+    """Return the title of a proof, and its script, which needs only DeepSpeed and torch."""
+    if name not in proofs.PROOFS:
+        guess = nearest(name, proofs.PROOFS)
+        raise FlagError(f"no proof is named {name!r}{guess}; `ds-patches prove` lists them")
+    installed, row_name = _installed(), proofs.PROOFS[name].row or name
+    older = [defect for defect in wrong_in() if defect.proof == row_name]
+    title = _title(name, defect := shown(installed).get(name, older[-1]))
+    title = f"DeepSpeed {installed}, {title}"
+    return title, proofs.compose(name, _stage(name, defect), title)
+
+
+def _print_json(status: int, results: Any) -> int:
+    print(json.dumps({"status": status, "results": results}, indent=2))
+    return status
+
+
+def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
+    """Run all proofs of the installed release and print a line for each; return the exit status."""
+    installed, device = _installed(), _device(device)
+    names = [*shown(installed)]
+    width = max(map(len, names), default=0)
+    if not as_json:
+        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
+        print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
+    results = []
+    # Each proof runs six processes.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
+        try:
+            outcomes = pool.map(lambda name: _brief(name, device), names)
+            for name, (is_shown, sides) in zip(names, outcomes, strict=True):
+                if not as_json:
+                    cells = (f"{cell:<22}" for cell in sides)
+                    print("  ".join([f"{name:<{width}}", *cells]).rstrip(), flush=True)
+                results.append({"name": name, "shown": is_shown, "sides": sides})
+        except (
+            BaseException
+        ):  # an interruption: without this, the pool waits for the running proofs
+            pool.shutdown(wait=False, cancel_futures=True)
+            _kill(*_running)
+            raise
+    status = RIGHT if all(result["shown"] for result in results) else WRONG
+    return _print_json(status, results) if as_json else status
+
+
+def _brief(name: str, device: str) -> tuple[bool, list[str]]:
+    """Run a proof; return False if it does not show the defect, and the cells of its line."""
+    if device_needed := _device_needed(name, device):
+        return True, [device_needed]
+    try:
+        runs = _train(composed(name)[1], device)
+    except DsPatchesError as error:
+        return False, [str(error)]
+    is_shown = not runs["stock"].is_right and runs["patched"].is_right
+    return is_shown, [*(runs[side].brief for side in SIDES[1:]), *["not shown"] * (not is_shown)]
 
 
 def _installed() -> Version:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from textwrap import wrap
 from typing import Any
 
 from packaging.version import Version
 
-from ds_patches.diagnostics import configuration
+from ds_patches.core import flags, release
+from ds_patches.diagnostics.configuration import STEPS
 from ds_patches.diagnostics.defects import HARMS, OLDEST, TESTED, Defect, plain
 from ds_patches.diagnostics.findings import Finding
 from ds_patches.diagnostics.training import Training
+from ds_patches.startup import diagnosis
 
 #: Exit statuses: no known defect, or all are cured; something is wrong; no diagnosis.
 SOUND, WRONG, UNKNOWN = 0, 1, 2
 #: Characters quoted of a line; number of findings that depend on the script, and of log lines.
 _QUOTE, _FEW = 200, 3
+_PACKAGES = ("ds-patches", "torch", "wrapt", "packaging")
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Report:
 
     release: the judged release; None if it is not known. is_named: an option or a log names it;
     else it is the installed one. unknown: lines of errors without a known defect. patches: by name,
-    "would apply" or why not. refused: the patches for which the installed code is unknown.
+    "would apply" or why not. refused: the patches for which the installed code is unknown. drift:
+    the differences of that code.
     """
 
     status: int
@@ -36,12 +44,13 @@ class Report:
     is_named: bool
     findings: Sequence[Finding]
     unknown: Sequence[str]
-    warnings: Sequence[str]
     patches: Mapping[str, str]
     refused: Sequence[str]
     drift: Sequence[str]
-    startup: Sequence[str]
-    environment: Mapping[str, str]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [*self.case.config.warnings, *flags.misspelt(os.environ)]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -50,10 +59,10 @@ class Report:
             "findings": [finding.as_json() for finding in self.findings],
             "unknown": [*self.unknown],
             "ds_patches": self.case.own_messages,
-            "warnings": [*self.warnings],
+            "warnings": self.warnings,
             "patches": {**self.patches},
-            "start-up": [*self.startup],
-            "environment": {**self.environment},
+            "start-up": diagnosis.lines(),
+            "environment": _environment(),
         }
 
     def lines(self, *, verbose: bool = False) -> Iterator[str]:
@@ -79,14 +88,14 @@ class Report:
         if verbose:
             yield from ("drift", *(f"  {text}" for text in self.drift))
         if has_environment:
-            yield from ("start-up", *(f"  {text}" for text in self.startup))
-            facts = ", ".join(f"{name} {value}" for name, value in self.environment.items())
+            yield from ("start-up", *(f"  {text}" for text in diagnosis.lines()))
+            facts = ", ".join(f"{name} {value}" for name, value in _environment().items())
             yield from ("environment", *_wrapped("  ", facts))
 
     def _subject(self) -> str:
-        release = f"DeepSpeed {self.release}" if self.release else "DeepSpeed (release not known)"
-        release += " (installed)" * bool(self.release and not self.is_named)
-        return release + f" with {', '.join(self.case.names)}" * bool(self.case.names)
+        subject = f"DeepSpeed {self.release}" if self.release else "DeepSpeed (release not known)"
+        subject += " (installed)" * bool(self.release and not self.is_named)
+        return subject + f" with {', '.join(self.case.names)}" * bool(self.case.names)
 
     def _verdict(self) -> str:
         parts = []
@@ -148,7 +157,8 @@ def _block(finding: Finding) -> Iterator[str]:
         yield from _wrapped("  ", f"{plain(defect.outcome)}: {plain(defect.script)}")
         because = "; ".join(finding.evidence)
         if finding.depends:
-            because += f"; if {' and '.join(map(configuration.condition, finding.depends))}"
+            values = ((name, "above 1" if name == STEPS else "on") for name in finding.depends)
+            because += f"; if {' and '.join(map(' is '.join, values))}"
         yield from _wrapped("    because: ", because)
     right = f"{defect.right} and later" if defect.right else f"no release up to {TESTED}"
     notes = [f"right in {right}"] * bool(defect.stages)
@@ -183,3 +193,12 @@ def _wrapped(indent: str, text: str) -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def _environment() -> dict[str, str]:
+    facts = {"python": platform.python_version(), "platform": platform.platform()}
+    facts |= {release.PACKAGE: release.version_text(), **dict.fromkeys(_PACKAGES, "not installed")}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith(flags.PREFIX)}

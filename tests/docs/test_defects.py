@@ -136,7 +136,7 @@ def test_a_row_is_sound(one: Defect) -> None:
     assert bool(one.proof or one.unproved) == bool(one.section and one.patch), "why not?"
     assert not (one.proof and one.unproved)
     assert one.patch or one.do or one.right, "what helps?"
-    assert all(map(re.compile, one.shown.lstrip("?!").split("|")))
+    assert all(re.compile(path.lstrip("?!")) for path in one.shown.split("|"))
     if one.stages:
         wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
         after = RELEASES[RELEASES.index(wrong[-1]) + 1 :]

@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Proof:
-    """An entry of proofs.json: a function of scripts.py or weights.py, and a configuration.
+    """An entry of proofs.json: a function of scripts.py, and a configuration.
 
     options: arguments of the function. zero: settings of `zero_optimization`. settings: all others.
     why: the reason for settings whose purpose is not obvious. stage: the ZeRO stage, by default
@@ -41,7 +41,7 @@ PROOFS = {name: Proof(**entry) for name, entry in _ENTRIES.items()}
 
 
 def compose(name: str, stage: int, title: str) -> str:
-    """Return the text of a reproducer: frame.py with a proof's function and configuration."""
+    """Return the text of a reproducer: frame.py with a proof's configuration and functions."""
     proof = PROOFS[name]
     zero = {"stage": stage, **proof.zero}
     if stage == 3:
@@ -53,37 +53,25 @@ def compose(name: str, stage: int, title: str) -> str:
         "zero_optimization": zero,
         **proof.settings,
     }
-    source = "\n".join(files.text(_FOLDER / name) for name in ("scripts.py", "weights.py"))
-    return framed(source, proof.script, config, title, proof.options)
-
-
-def framed(
-    source: str,
-    script: str,
-    config: Mapping[str, Any],
-    title: str,
-    options: Mapping[str, Any] | None = None,
-) -> str:
-    """Return frame.py with the function `script` of a source, and the definitions that it uses."""
     frame = files.text(_FOLDER / "frame.py").replace("  # noqa: F401", "")
-    tree = ast.parse(source)
+    tree = ast.parse(source := files.text(_FOLDER / "scripts.py"))
     definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    used = dict.fromkeys(_used(definitions[script], definitions))
+    used = dict.fromkeys(_used(definitions[proof.script], definitions))
     body = "\n\n".join(ast.get_source_segment(source, node) or "" for node in used)
     words = {*re.findall(r"\w+", body)}
-    imports: dict[str, None] = {}
+    imports = ""
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             node.names = [name for name in node.names if name.name in words]
             line = ast.unparse(node) if node.names else "ds_patches"
             if "ds_patches" not in line and line not in frame:
-                imports[f"{line}\n"] = None
-    settings = "\n    ".join(wrap(f"CONFIG = {dict(config)}", 95))
-    settings += f"\nOPTIONS = {dict(options)}" if options else ""
-    call = f"in {script}(start, net, data" + ", **OPTIONS" * bool(options)
+                imports += f"{line}\n"
+    settings = "\n    ".join(wrap(f"CONFIG = {config}", 95))
+    settings += f"\nOPTIONS = {proof.options}" if proof.options else ""
+    call = f"in {proof.script}(start, net, data" + ", **OPTIONS" * bool(proof.options)
     parts = {
         "TITLE": "\n".join(wrap(title, 99)),
-        "import os\nimport sys\n\n": f"{''.join(imports)}import os\nimport sys\n",
+        "import os\nimport sys\n\n": f"{imports}import os\nimport sys\n",
         "CONFIG = {}": settings.replace("'", '"'),
         'def script(start, net, data):\n    """Replaced by the function of a proof."""': body,
         "in script(start, net, data": call,

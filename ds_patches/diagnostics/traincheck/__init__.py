@@ -7,22 +7,36 @@
 
 A gradient that is lost on its way to the optimizer raises no error: the loss still falls, by the
 other parameters. The check reads the gradients that the optimizer steps with (steps.py), records
-which modules ran (trainable.py), combines the ranks' results and reports the other parameters
-(check.py). It works at every ZeRO stage, for any cause, with and without patches.
+which modules ran (trainable.py), combines the ranks' results and reports the other parameters. It
+works at every ZeRO stage, for any cause, with and without patches.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
 
+import torch.distributed as dist
+
+from ds_patches.core.agreement import reduction_group
 from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport, Untrained
+from ds_patches.diagnostics.traincheck.steps import Steps
+from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
+from ds_patches.steps.ranks import any_rank
+from ds_patches.upstream.coverage import compiles_backward
 
 __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"]
 
+log = logging.getLogger("ds_patches")
 
-def train_check(engine: Any, *, action: Action = "raise") -> AbstractContextManager[TrainReport]:
+ACTIONS = get_args(Action)
+
+
+@contextmanager
+def train_check(engine: Any, *, action: Action = "raise") -> Iterator[TrainReport]:
     """Check which parameters the steps inside a block train. Collective.
 
     A parameter trains if, in any step of the block, any element of the gradient that the optimizer
@@ -36,6 +50,50 @@ def train_check(engine: Any, *, action: Action = "raise") -> AbstractContextMana
     run the block. Raises NotChecked if no step was taken in the block, or if the gradients of the
     engine's optimizer cannot be read.
     """
-    from ds_patches.diagnostics.traincheck.check import checking
+    if action not in ACTIONS:
+        raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
+    report = TrainReport()
+    params = trainables(engine.module)
+    # Hooks do not run in compiled backwards, and did not in those before the block.
+    is_partial = (
+        compiles_backward(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    )
+    steps = Steps(engine.optimizer, params, is_partial)
+    with recorded(engine.module, params), steps.recorded():
+        yield report
+    no_steps = [not steps.taken + steps.skipped, not steps.taken]
+    no_step, no_inner_step = _any_rank(engine, params, no_steps)
+    report.parameters, report.skipped = len(params), steps.skipped
+    if no_step:
+        raise NotChecked(
+            "no optimizer step was taken inside train_check(): a whole gradient accumulation, up "
+            "to the engine.step() at its boundary, has to be in the block, on every rank"
+        )
+    may_warn = action != "report" and dist.get_rank(reduction_group(engine)) == 0
+    if no_inner_step:
+        if may_warn:
+            log.warning(
+                "each step inside train_check() was skipped for overflow: check a later one"
+            )
+        return
+    report.steps = steps.taken
+    # Equal fingerprints alone are no evidence: a gradient may be the same in each step.
+    without = [p for p in params if not p.trained and not (p.is_stale and p.has_gradient)]
+    report.untrained = tuple(param.untrained() for param in without if param.should_train)
+    report.idle = tuple(param.untrained() for param in without if not param.should_train)
+    if report.idle and may_warn:
+        log.warning("%s", report.text(idle=True))
+    if report.untrained and action == "raise":
+        raise NotTrained(report)
+    if report.untrained and may_warn:
+        log.warning("%s", report.text())
 
-    return checking(engine, action)
+
+def _any_rank(engine: Any, params: Sequence[Trainable], more: Sequence[bool]) -> list[bool]:
+    """Set each flag that is set on any rank; return the flags of `more`. Collective."""
+    flags = [getattr(param, name) for param in params for name in FLAGS]
+    values = map(bool, any_rank([*flags, *more], reduction_group(engine)).tolist())
+    for param in params:
+        for name in FLAGS:
+            setattr(param, name, next(values))
+    return [*values]

@@ -38,15 +38,10 @@ class TrainReport:
     untrained: tuple[Untrained, ...] = ()
     idle: tuple[Untrained, ...] = ()
 
-    def untrained_text(self) -> str:
-        """Return the message on parameters that did not train although their modules ran."""
-        return self._text(self.untrained, "though their modules ran")
-
-    def idle_text(self) -> str:
-        """Return the message on parameters without a gradient whose modules did not run."""
-        return self._text(self.idle, "and their modules were not seen to run")
-
-    def _text(self, params: tuple[Untrained, ...], clause: str) -> str:
+    def text(self, *, idle: bool = False) -> str:
+        """Return the message on the untrained parameters, or on the idle ones."""
+        params = self.idle if idle else self.untrained
+        clause = "and their modules were not seen to run" if idle else "though their modules ran"
         return (
             f"{len(params)} of {self.parameters} trainable parameters got no gradient in "
             f"{self.steps} step(s), {clause}:\n" + "\n".join(map(str, params))
@@ -58,4 +53,4 @@ class NotTrained(DsPatchesError, RuntimeError):
 
     def __init__(self, report: TrainReport) -> None:
         self.report = report
-        super().__init__(report.untrained_text())
+        super().__init__(report.text())

@@ -16,8 +16,8 @@ from ds_patches.diagnostics.report import Report
 from tests import shell
 from tests.diagnostics.doctor.asking import cases
 
-#: What is no error of DeepSpeed's must be none in any of these.
-RELEASES = ("0.16.0", "0.17.6", "0.18.4", TESTED)
+#: What is no error of DeepSpeed's must be none in any of these, and where none is named.
+RELEASES = ("", "0.16.0", "0.17.6", "0.18.4", TESTED)
 
 
 class Case(NamedTuple):
@@ -48,7 +48,8 @@ def claimed(text: str, release: str = "") -> set[str]:
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: f"{case.answer} {case.source}")
 def test_no_claim_is_false(case: Case) -> None:
     for release in RELEASES if case.release == "-" else (case.release,):
-        assert claimed(case.text, release) <= {*case.answer.split("|")}, release
+        answer = claimed(case.text, release)
+        assert answer <= {*case.answer.split("|")} or answer == {*case.answer.split("&")}, release
 
 
 def evidence(defect: Defect) -> str:
@@ -69,26 +70,9 @@ def test_every_message_leads_to_its_row(defect: Defect) -> None:
                 assert defect in found, (text, release)
 
 
-FREEZE = "accelerate==1.9.0\ndeepspeed==0.17.6\ntorch==2.8.0\n"
-SAYS = {
-    "[Rank 0] DeepSpeed info: version=0.18.4+abc, git-hash=abc": "0.18.4",
-    FREEZE: "0.17.6",
-    "- DeepSpeed version: 0.18.2": "0.18.2",
-    "deepspeed info ................... 0.18.4, unknown, unknown": "0.18.4",
-    "### DeepSpeed version\n\n0.16.9": "0.16.9",
-    "| `deepspeed` | 0.16.9 |": "0.16.9",
-    "Successfully installed deepspeed-0.18.9": "0.18.9",
-    "fails with deepspeed 0.17.6": "0.17.6",
-    "deepspeed>=0.10.0": "",
-    "deepspeed wheel compiled w. ...... torch 2.6": "",
-    "deepspeed version: not known\ntorch 2.6.0": "",
-    "works with deepspeed 0.16.4, fails with deepspeed 0.17.6": "",
-}
-
-
-@pytest.mark.parametrize("text", SAYS)
-def test_a_log_tells_its_release(text: str) -> None:
-    assert str(asked(f"{text}\nKeyError: 7").release or "") == SAYS[text]
+@pytest.mark.parametrize(("release", "text"), cases("releases.txt"))
+def test_a_log_tells_its_release(release: str, text: str) -> None:
+    assert str(asked(f"{text}KeyError: 7").release or "none") == release
 
 
 ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
@@ -110,37 +94,7 @@ def test_a_log_tells_its_settings() -> None:
     assert asked(single, "0.17.6").findings[0].defect == of_json.defect
 
 
-WAITS = "[rank{}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType={}, N=1)"
-GLOO = "[rank0]: RuntimeError: Detected mismatch between collectives on ranks."
-SHOWN = "RuntimeError: The size of tensor a (0) must match the size of tensor b (64)"
-SIZES = "not-gathered? size-of-tensor?"
-DIFFER = "experts-hang? ranks-differ?"
-LED_TO = "The above exception was the direct cause of the following exception:\n"
-MEANWHILE = "During handling of the above exception, another exception occurred:\n"
-IGNORED = "Exception ignored in: <function x>"
 BEGIN = "Traceback (most recent call last):"
-LATER = f"{BEGIN}\n  File 'mine.py', line 3\nRuntimeError: step 3"
-MINE = '[rank0]:   File "/home/me/train.py", line 7, in step'
-
-
-@pytest.mark.parametrize(
-    ("lines", "sections"),
-    [
-        ([SHOWN], SIZES),
-        ([SHOWN, LED_TO, LATER], SIZES),
-        ([SHOWN, MEANWHILE, LATER], SIZES),
-        ([SHOWN, IGNORED, LATER], SIZES),
-        ([IGNORED, BEGIN, "Signal: 3", BEGIN, SHOWN], SIZES),  # what is ignored has its own
-        ([SHOWN, LATER], "-"),  # it was survived
-        ([MINE, f"[rank0]: {SHOWN}"], SIZES),  # a user's own frames contradict nothing
-        ([WAITS.format(rank, "ALLREDUCE") for rank in (0, 1)], "-"),
-        ([WAITS.format(0, "ALLREDUCE"), WAITS.format(1, "_ALLGATHER_BASE")], DIFFER),
-        ([GLOO], DIFFER),
-        ([printed(ZERO2), GLOO], "ranks-differ?"),  # of this stage alone
-    ],
-)
-def test_what_is_claimed(lines: list[str], sections: str) -> None:
-    assert claimed("\n".join(lines)) == {*sections.split()}
 
 
 def test_ranks_that_print_at_once_are_told_apart() -> None:

@@ -34,28 +34,56 @@ def check(world: World, model: str, stage: int, **more: Any) -> Verdict:
 PASS = ["frozen", "never called", "trains on one rank"]
 
 
-@pytest.mark.core_case(patches=False, model="TwoHeads")
-@pytest.mark.parametrize("patches", [False, True], ids=["", "patched"])
-@pytest.mark.parametrize("model", ["TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant", *PASS])
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_trains_passes_in_silence(world: World, stage: int, model: str, patches: bool) -> None:
-    assert check(world, model, stage, patches=patches) == Verdict(steps=1)
+def cut_off(engine: Any) -> None:
+    engine.module.how = "cut off"
 
 
-@pytest.mark.core_case(model="cut off")
-@pytest.mark.parametrize("model", ["cut off", "zeroed", "runs on one rank"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_runs_without_a_gradient_is_named_on_every_rank(
-    world: World, stage: int, model: str
+def named(
+    model: str, stage: int, *names: str, core: bool = False, note: str = "", **more: Any
+) -> Any:
+    """A case: a model, options of `check`, and the parameters that are named with a note."""
+    label = f"{model}-{stage}-{' '.join(map(str, more))}"
+    marks = [pytest.mark.core_case] * core
+    return pytest.param(model, stage, more, dict.fromkeys(names, note), id=label, marks=marks)
+
+
+CASES = [
+    # What trains passes in silence.
+    *(
+        named(model, stage, core=model == "TwoHeads" and not more, **more)
+        for more in ({}, {"patches": True})
+        for model in ("TwoHeads", "TiedEmbedding", "FrozenTrunk", "Reentrant", *PASS)
+        for stage in STAGES
+    ),
+    # What runs without a gradient is named on every rank. At 3 all ranks gather, and so run.
+    *(named("cut off", stage, *CUT, core=True) for stage in STAGES),
+    *(named("zeroed", stage, *CUT) for stage in STAGES),
+    *(named("runs on one rank", stage, *CUT) for stage in STAGES[:3]),
+    # A container runs with the module above; a late gradient has its time.
+    named("HeldByAList", 2, "scales.1", core=True, before=0),
+    named("LowRank", 2, "first.weight", core=True, before=0),
+    named("LowRank", 2, core=True, before=0, steps=2),
+    # Stage 3 and offload step again with what was there; that does not make it a new gradient. Nor
+    # does clipping, which changes it in each step.
+    *(
+        named("trains", stage, *CUT, core=(stage == 3 and "clip" in more),
+              note=OLD if stage == 3 or more else "", steps=2, change=cut_off, **more)
+        for stage in (1, 2, 3)
+        for more in ({}, OFFLOADED, OFFLOADED | CLIPPED)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "stage", "more", "untrained"), CASES)
+def test_what_does_not_train_is_named_on_every_rank(
+    world: World, model: str, stage: int, more: dict[str, Any], untrained: dict[str, str]
 ) -> None:
-    if stage == 3 and model == "runs on one rank":
-        pytest.skip("at 3 all ranks gather, and so run")
-    found = check(world, model, stage)
-    assert list(found.untrained) == CUT
-    assert found.error.startswith("NotTrained: 2 of ")
-    assert all(f"\n  {name} (Linear)" in found.error for name in CUT)
-    assert not found.idle
-    assert not found.warnings
+    found = check(world, model, stage, **more)
+    assert found.untrained == untrained
+    assert found.error.startswith(f"NotTrained: {len(untrained)} of " if untrained else "")
+    assert bool(found.error) == bool(untrained)
+    assert all(f"\n  {name} (" in found.error for name in untrained)
+    assert (found.steps, found.idle, found.warnings) == (more.get("steps", 1), {}, [])
 
 
 @pytest.mark.core_case(stage=3)
@@ -67,24 +95,6 @@ def test_an_unused_branch_is_reported_and_no_error(world: World, stage: int) -> 
     assert not found.untrained
     (warning,) = found.warnings
     assert "their modules were not seen to run:\n  cut.weight (Linear)\n" in warning
-
-
-@pytest.mark.core_case
-@pytest.mark.parametrize(
-    ("model", "steps", "untrained"),
-    [
-        ("HeldByAList", 1, ["scales.1"]),  # a container runs with the module above
-        ("LowRank", 1, ["first.weight"]),
-        ("LowRank", 2, []),  # a late gradient has its time
-    ],
-)
-def test_what_a_module_is_like(world: World, model: str, steps: int, untrained: list[str]) -> None:
-    found = check(world, model, 2, before=0, steps=steps)
-    assert found.untrained == dict.fromkeys(untrained, "")
-    assert all(f"{name} (" in found.error for name in untrained)
-    assert (found.steps, bool(found.error)) == (steps, bool(untrained))
-    assert not found.idle
-    assert not found.warnings
 
 
 def lose(engine: Any) -> None:
@@ -142,27 +152,6 @@ def repeated(stage: int, how: str, **more: Any) -> Verdict:
         # What the rest of the accumulation does not use got its gradient before the block.
         return checked.verdict_of(engine, lambda: checked.step(engine, only=slice(1)))
     return checked.verdict_of(engine, lambda: checked.step(engine))
-
-
-def cut_off(engine: Any) -> None:
-    engine.module.how = "cut off"
-
-
-@pytest.mark.core_case(stage=3, more=OFFLOADED | CLIPPED)
-@pytest.mark.parametrize(
-    "more", [{}, OFFLOADED, OFFLOADED | CLIPPED], ids=["", "offload", "clipped"]
-)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_gradient_of_an_earlier_step_is_none(
-    world: World, stage: int, more: dict[str, Any]
-) -> None:
-    """Stage 3 and offload step again with what was there; that does not make it a new gradient.
-
-    Nor does clipping, which changes it in each step.
-    """
-    case = {"steps": 2, "change": cut_off, **more}
-    found = check(world, "trains", stage, **case)
-    assert found.untrained == dict.fromkeys(CUT, OLD if stage == 3 or more else "")
 
 
 @pytest.mark.parametrize(
