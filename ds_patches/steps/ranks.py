@@ -1,4 +1,4 @@
-"""What ranks ask each other: flags and numbers by a collective, a rendezvous in the store."""
+"""Flags and numbers that ranks compare by a collective, and a rendezvous in the store."""
 
 from __future__ import annotations
 
