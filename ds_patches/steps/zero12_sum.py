@@ -125,6 +125,8 @@ class Zero12Sum(GradientSum):
         for gradients in (optimizer.averaged_gradients, zero12.pending_gradients(optimizer)):
             for group in gradients:
                 gradients[group] = None
+        # Up to 0.18.2 no epilogue empties them after a backward of another engine.
+        zero12.empty_buckets(optimizer)
         zero12.clear_gradients(optimizer)
         optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
         self.step_taken()
@@ -132,7 +134,6 @@ class Zero12Sum(GradientSum):
 
     def drop_failed_backward(self) -> None:
         self._reduced_gradients.begin_backward()
-        zero12.empty_buckets(self._optimizer)
         self.drop()
 
     def step_taken(self) -> None:

@@ -164,6 +164,8 @@ class Zero3Sum(GradientSum):
 
     def drop(self) -> None:
         zero3.zero_gradients(self._optimizer, self._written)
+        # Up to 0.18.2 no epilogue empties them after a backward of another engine.
+        zero3.empty_buckets(self._optimizer)
         zero3.clear_gradients(self._optimizer)
         self.step_taken()
 
@@ -173,7 +175,6 @@ class Zero3Sum(GradientSum):
         return False
 
     def drop_failed_backward(self) -> None:
-        zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)
         self._optimizer.averaged_gradients = {}
         self._optimizer.micro_step_id = 0
