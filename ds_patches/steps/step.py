@@ -30,6 +30,11 @@ _FOREIGN = (
     "added to its parameters, as a GAN's generator does to the discriminator. Call this engine's "
     "zero_grad() after such a backward, or its step() if the gradients are to be used."
 )
+_SECOND_FOREIGN = (
+    "a second backward of another engine has reached this engine, and this DeepSpeed reduces the "
+    "gradients of the first one only in a backward of this engine. Call zero_grad() of this engine "
+    "after each backward of another one, or train both parts as one engine."
+)
 _NOT_STEPPED = (
     "Backwards of another engine have brought gradients to this engine %d times, and its step() "
     "was never called: it does not train. If one loss trains both engines, call step() of both: "
@@ -130,6 +135,8 @@ class EngineSteps:
             self._warn_once(_FOREIGN)
         self._previous_step = self.current_step
         is_foreign = caller is not None and not is_own
+        if is_foreign and self.current_step.is_foreign and self._needs_own_epilogue():
+            raise Refused(_SECOND_FOREIGN)
         if is_foreign and self.current_step.is_foreign and _NOT_STEPPED not in self._warned:
             self._warn_of_no_step()
         self.current_step = self.current_step.after_backward(self.engine.micro_steps, is_foreign)
@@ -153,6 +160,11 @@ class EngineSteps:
         """Run the epilogue of a plain backward, if DeepSpeed has asked for it."""
         if self.engine is not None and self.epilogue_is_due:
             upstream_engine.end_plain_backward(self.engine)
+
+    def _needs_own_epilogue(self) -> bool:
+        """Return True if only an epilogue of this engine makes room for gradients: up to 0.18.2."""
+        is_torch_style = upstream_engine.has_torch_style_backward(self.engine)
+        return self.engine.zero_optimization_stage() == 2 and not is_torch_style
 
     def _warn_of_no_step(self) -> None:
         """Warn once if only other engines bring gradients, and step() was never called."""
