@@ -18,7 +18,6 @@ from tests.harness.options import (
     OVERLAP,
 )
 from tests.scripts import adapters, arrivals, divided, engines
-from tests.scripts.nested import nested
 from tests.world import World, on_ranks
 
 retained = partial(of, "zero3_retain coalesce")
@@ -128,11 +127,6 @@ def test_the_gradient_that_is_read_is_the_sum(stage: int, options: Any) -> None:
         read, expected = gradients(stage, **options), gradients(1)
     for gradient, other in zip(read, expected, strict=True):
         torch.testing.assert_close(gradient, other)
-
-
-test_a_backward_inside_another_is_reduced_as_it_comes = checked(
-    of("accumulation", nested, 2, 3), of("accumulation", nested, 2, **OVERLAP)
-)
 
 
 # --- Divided once ---------------------------------------------------------------------------------

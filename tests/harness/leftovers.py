@@ -4,8 +4,8 @@
     ...  # a window, a step, a failure
     assert not leftovers.since(before, engine)
 
-What lives on an engine as long as a patch is applied has a name in `WHILE_APPLIED`; after
-`unapply` nothing at all may be left: `leftovers.since(before, engine, but=())`.
+What lives on an engine as long as a patch is applied has a name in `WHILE_APPLIED`. `run` asks of
+each training that nothing of a patch is left after `unapply`.
 """
 
 from collections import Counter
@@ -48,6 +48,11 @@ def since(before: Counter[str], engine: Any, but: Container[str] = WHILE_APPLIED
         for what, count in {**found, **gone}.items()
         if not (_IS in what and what.partition(_IS)[0].rpartition(".")[2] in but)
     }
+
+
+def of_patches(engine: Any) -> list[str]:
+    """Return what is ours at an engine: nothing, once all patches are unapplied."""
+    return [what for what in _all_of(engine) if _IS in what]
 
 
 _IS = " is ours"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import ds_patches
-from tests.harness import models, stock, surroundings
+from tests.harness import leftovers, models, stock, surroundings
 from tests.harness.groups import grid
 from tests.harness.options import Options
 from tests.harness.surroundings import DEEPCOMPILE, EAGER, around, build_engine, compile_engine
@@ -133,6 +133,8 @@ def measure(
                 found.untrained = _untrained(ends, expected, origin)
                 if "memory" in looks:
                     _look_at_memory(script, trainer, found)
+            left = [] if around_engine is None else leftovers.of_patches(trainer.engine)
+            assert not left, f"left after unapply: {left}"
         except Exception as error:
             found.error = f"{type(error).__name__}: {error}"
     return found

@@ -43,15 +43,10 @@ class RankError(Exception):
 
 
 def environment(world: World, rank: int, port: int) -> dict[str, str]:
-    """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too.
-
-    The world's path comes before all of it, and its variables are in place of pytest's.
-    """
-    inherited = world.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    """Return pytest's environment, with the world's variables: DeepSpeed is the same one."""
     return {
         **os.environ,
         **world.variables,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(world.path or ""), inherited])),
         "DS_ACCELERATOR": world.accelerator,
         # Of a GPU's queues there are 8 by default. Streams that share one wait for each other by
         # accident, and hide a race.
@@ -94,7 +89,7 @@ _served: list[str] = []
 
 def may_fork(world: World) -> bool:
     """Whether ranks are forked: those on what the first are on, with nothing of their own."""
-    if FORK not in os.environ or world.path or world.variables:
+    if FORK not in os.environ or world.variables:
         return False
     if not _served:
         _served.append(world.accelerator)
