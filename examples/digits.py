@@ -12,5 +12,5 @@ _BRIGHTEST = 16.0
 
 def load() -> tuple[Tensor, Tensor]:
     """1797 images as (8, 8) in 0..1, and their labels."""
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32) / _BRIGHTEST, torch.tensor(found.target)
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32) / _BRIGHTEST, torch.tensor(data.target)

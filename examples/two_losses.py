@@ -48,9 +48,9 @@ def two_losses(start: Callable[..., Any], net: nn.Module, data: Any) -> Iterator
     model = TwoHeads()
     engine = start(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     for batch in torch.randperm(len(labels)).split(64)[:-1]:
-        mine = batch[dist.get_rank() :: 2]
-        logits, pixels = engine(images[mine])
-        digit, pixel = cross_entropy(logits, labels[mine]), mse_loss(pixels, images[mine])
+        own = batch[dist.get_rank() :: 2]
+        logits, pixels = engine(images[own])
+        digit, pixel = cross_entropy(logits, labels[own]), mse_loss(pixels, images[own])
         engine.backward(digit, retain_graph=True)
         engine.backward(pixel)
         engine.step()

@@ -25,7 +25,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Work:
-    """What to train. A rank has `chunks` chunks of `chunk` images in each step."""
+    """A training. A rank has `chunks` chunks of `chunk` images in each step."""
 
     steps: int = 30
     chunks: int = 8
@@ -58,7 +58,7 @@ class Curve:
         return max(differences, key=lambda d: (d != d, d))
 
     def fault(self, plain: Curve) -> str:
-        """What is wrong with it, in a block."""
+        """Return what is wrong with the curve of a run with a block, or ""."""
         if self.error:
             return self.error
         if not self.off(plain) <= ROUNDING:  # NaN too
@@ -93,9 +93,9 @@ def cached(stage: int, work: Work, *, block: bool) -> Curve:
     engine, curve = _engine(stage, work), Curve()
     try:
         for images in work.batches():
-            mine = images.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
+            own = images.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
             around = engine.coalesce_grad_reduction() if block else nullcontext()
-            loss = step(engine, mine, work.chunk, _counted(around, curve))
+            loss = step(engine, own, work.chunk, _counted(around, curve))
             curve.losses.append(loss.item())
     except Exception as error:  # stock raises on some releases
         curve.error = f"{type(error).__name__}: {error}"
@@ -129,8 +129,8 @@ class _Reductions(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function.namespace == "c10d" and "reduce" in function._schema.name:
-            tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
-            self.sent += any(one.is_floating_point() for one in tensors)
+            tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+            self.sent += any(tensor.is_floating_point() for tensor in tensors)
         return function(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,4 @@
-"""What a step has reduced is dropped by `zero_grad()` and by a backward that raised: all of it."""
+"""`zero_grad()` and a backward that raised drop every gradient that the step has reduced."""
 
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ def test_a_backward_that_raised(trainer: Any, step: int) -> None:
     at(1, 2, 3, marks=[TELLS_OF_GRADIENTS], **OVERLAP),
 )
 def test_a_backward_that_raised_before_any_gradient(trainer: Any, step: int, micro: int) -> None:
-    """It spares the step's, as in PyTorch."""
+    """The step's gradients stay, as in PyTorch."""
     trainer.backward(loss := loss_of(trainer, step, micro))
     with pytest.raises(RuntimeError, match="second time"):
         trainer.backward(loss)

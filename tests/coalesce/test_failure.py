@@ -112,7 +112,7 @@ def test_a_nested_backward_that_raises(world: World, stage: int, in_block: bool)
 @on_ranks
 @STAGES
 def test_flags_are_restored(stage: int) -> None:
-    """What a block that raised leaves of what the user had set."""
+    """A block that raised restores the flags that the user had set."""
     with applied("coalesce"), listening():
         trainer = BothWays(engine_of("Breakable", stage=stage), Options(stage))
         engine = trainer.engine

@@ -48,7 +48,7 @@ def profile(engine: Any) -> list[tuple[Any, str, Any]]:
 
 
 def beside_a_profiler(trainer: Any) -> None:
-    """It comes over our wrappers, which go, come over it, and go again after it."""
+    """A profiler wraps our wrappers, which go, come over it, and go again after it."""
     before: list[tuple[Any, str, Any]] = []
     for step in trainer.steps():
         event = step if trainer.is_engine else None
@@ -84,8 +84,8 @@ def test_wrappers_come_and_go_beneath_a_profiler(
 ) -> None:
     if more is BF16_SUMS and stage == 1:
         pytest.skip("BF16_Optimizer has no block")
-    for found in world.run(company, Options(stage, steps=8, **more)):
-        assert found.equal, found
+    for outcome in world.run(company, Options(stage, steps=8, **more)):
+        assert outcome.equal, outcome
 
 
 # --- Arguments by name ----------------------------------------------------------------------------
@@ -108,9 +108,9 @@ def called_by_name() -> Iterator[set[str]]:
             called.add(name)
             if not is_plain:
                 return ours(*args, **kwargs)
-            given = [*signature.bind(*args, **kwargs).arguments.items()]
-            own = [given.pop(0)[1]] if given and given[0][0] == "self" else []
-            return ours(*own, **dict(given[::-1]))
+            arguments = [*signature.bind(*args, **kwargs).arguments.items()]
+            own = [arguments.pop(0)[1]] if arguments and arguments[0][0] == "self" else []
+            return ours(*own, **dict(arguments[::-1]))
 
         return by_name
 
@@ -142,8 +142,8 @@ def test_arguments_by_name(
     world: World, script: Any, stages: tuple[int, ...], more: dict[str, Any]
 ) -> None:
     for stage in stages:
-        for found, called in world.run(by_name, script, Options(stage, **more)):
-            assert found.equal, (stage, found)
+        for outcome, called in world.run(by_name, script, Options(stage, **more)):
+            assert outcome.equal, (stage, outcome)
             assert called
 
 
@@ -155,7 +155,7 @@ def backward(engine: Any) -> None:
 
 
 def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
-    """Of engine, optimizer and module, after a step of this kind."""
+    """Return whether engine, optimizer and module are freed after a step of this kind."""
     with all_patches():
         engine = engine_of(stage=stage, **more)
         things = [ref(engine), ref(engine.optimizer), ref(engine.module)]
@@ -172,7 +172,7 @@ def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
         engine.destroy()
         del engine, check
         gc.collect()
-        return [thing() is None for thing in things]
+        return [reference() is None for reference in things]
 
 
 @pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])

@@ -1,4 +1,4 @@
-"""What stands in the place of a wrapped method: the status has it, the log once."""
+"""Functions in the place of a wrapped method: the status has them, the log once."""
 
 import functools
 from types import MethodType
@@ -78,8 +78,8 @@ def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> N
         engine.unflatten = None
     proxy = wrapt.ObjectProxy(made[0])
     assert isinstance(proxy, DeepSpeedEngine)
-    found = [id(engine) for engine in engines.built() if id(engine) not in before]
-    assert sorted(found) == sorted(map(id, made))
+    new = [id(engine) for engine in engines.built() if id(engine) not in before]
+    assert sorted(new) == sorted(map(id, made))
 
 
 @on_ranks

@@ -42,10 +42,10 @@ def trains(
 
     compiles: of `stand_in.deep_compile`.
     """
-    given = Options(model=f"patterns.{pattern}", **options)
+    training = Options(model=f"patterns.{pattern}", **options)
     how = {"on": DEEPCOMPILE, "tolerance": EXACT, "strict": strict, "compiles": compiles}
-    found = check(world, script, given, *patches, quiet=False, **how)
-    for one in found:
-        assert not one.untrained, one
-        assert not any(one.available), "a parameter stayed gathered"
-    return found[0]
+    outcomes = check(world, script, training, *patches, quiet=False, **how)
+    for outcome in outcomes:
+        assert not outcome.untrained, outcome
+        assert not any(outcome.available), "a parameter stayed gathered"
+    return outcomes[0]

@@ -61,7 +61,7 @@ def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
 
 PATTERNS = ("Compiled", "Mixed", "Whole")
 STEPS = 7  # DeepCompile compiles again in the sixth
-SCRIPTS = [one for name, one in vars(deepcompile).items() if name.startswith("compiled")]
+SCRIPTS = [script for name, script in vars(deepcompile).items() if name.startswith("compiled")]
 #: Graphs run no hooks, as on stock.
 CASES = [
     (pattern, script)
@@ -74,15 +74,15 @@ CASES = [
 @pytest.mark.parametrize(("pattern", "script"), CASES)
 def test_weights_are_those_of_plain_pytorch(world: World, pattern: str, script: Script) -> None:
     own = script is deepcompile.compiled_parameter_hook  # hooks of its own, which stay
-    given = {"steps": STEPS, "micro_steps": script.options.micro_steps, "strict": not own}
-    trains(world, pattern, script, {"anew": 1}, **given)
+    options = {"steps": STEPS, "micro_steps": script.options.micro_steps, "strict": not own}
+    trains(world, pattern, script, {"anew": 1}, **options)
 
 
 def test_a_hook_that_no_graph_runs_is_named(world: World) -> None:
     hooked = deepcompile.compiled_parameter_hook
     options = Options(model="patterns.Compiled", steps=STEPS)
-    for one in world.run(run, hooked, options, "dc_fallback", on=DEEPCOMPILE):
-        assert any("A hook of parameter layers.0.weight is not run" in text for text in one.said)
+    for outcome in world.run(run, hooked, options, "dc_fallback", on=DEEPCOMPILE):
+        assert any("hook of parameter layers.0.weight is not run" in text for text in outcome.said)
 
 
 def weighed_by_evaluations(trainer: Any, step: int) -> None:
@@ -170,10 +170,10 @@ def test_overflow_skips_the_step(pattern: str) -> None:
         )
         loop(eager)
         loop(ours)
-        expected, found = eager.parameters(), ours.parameters()
+        expected, actual = eager.parameters(), ours.parameters()
     assert eager.engine.skipped_steps == ours.engine.skipped_steps > 0
     assert worst_difference(expected, origin)[0] > 5e-4
-    assert worst_difference(found, expected)[0] <= 2e-4
+    assert worst_difference(actual, expected)[0] <= 2e-4
 
 
 @on_ranks
@@ -189,5 +189,5 @@ def test_two_engines() -> None:
             trainer.backward(trainer(*inputs(step, 0)))
             other.step()
             trainer.step()
-        for one in (other, trainer):
-            assert worst_difference(one.parameters(), plain.parameters())[0] <= EXACT
+        for engine in (other, trainer):
+            assert worst_difference(engine.parameters(), plain.parameters())[0] <= EXACT

@@ -1,4 +1,4 @@
-"""What is done with a model, and how far from plain PyTorch its weights end."""
+"""Trainings of a model, and how far from plain PyTorch its weights end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EXACT = 1e-5
 SECONDS = 60.0
 
 
-def batch(name: str, *at: int) -> zoo.Batch:
+def batch(name: str, *indices: int) -> zoo.Batch:
     """A batch of this rank's, another one at each step and micro step."""
-    seed = sum(number * 10**place for place, number in enumerate((dist.get_rank(), *at), 1))
+    seed = sum(number * 10**place for place, number in enumerate((dist.get_rank(), *indices), 1))
     return zoo.batch(name, seed)
 
 
-def forward(trainer: Any, name: str, *at: int) -> Any:
-    return trainer(**batch(name, *at))
+def forward(trainer: Any, name: str, *indices: int) -> Any:
+    return trainer(**batch(name, *indices))
 
 
 def micro_steps(trainer: Any, name: str) -> None:
@@ -119,10 +119,10 @@ def far(name: str, work: str, stage: int, patched: bool) -> tuple[float, str]:
     model: Any = partial(zoo.build, name, **task.model)
     options = Options(stage=stage, steps=2, model=model, **task.more)
     # Not strict: transformers leaves hooks of its own at the first forward.
-    found = measure(partial(task.script, name=name), options, strict=False)
-    assert 1e-3 < found.moved < float("inf")
-    said = f"warning: {found.said[0]}" if patched and found.said else ""
-    return found.difference / found.moved, found.error or said
+    outcome = measure(partial(task.script, name=name), options, strict=False)
+    assert 1e-3 < outcome.moved < float("inf")
+    warning = f"warning: {outcome.said[0]}" if patched and outcome.said else ""
+    return outcome.difference / outcome.moved, outcome.error or warning
 
 
 def told(world: World, *case: Any) -> str | float:

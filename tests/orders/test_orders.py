@@ -157,7 +157,7 @@ FIXED = [
 
 
 def fixed() -> Iterator[Any]:
-    """Of orders that differ in their settings alone one is quick: in turn the first, the second."""
+    """Yield the orders; of those that differ in settings alone one is quick, in turn."""
     alike: dict[str, list[str]] = {}
     for text in FIXED:
         alike.setdefault(text.partition(" : ")[2], []).append(text)
@@ -186,6 +186,6 @@ def test_no_harm_where_there_was_some(worlds: Worlds, text: str) -> None:
 def test_no_harm(worlds: Worlds, batch: int) -> None:
     """`python -m tests.orders SEED` shrinks one of those that fail."""
     orders = {seed: generated(seed) for seed in range(COUNT * batch, COUNT * (batch + 1))}
-    found = zip(orders.items(), worlds.complaints([*orders.values()]), strict=True)
-    harm = [f"{seed}: {order}\n    {said}" for (seed, order), said in found if said]
+    judged = zip(orders.items(), worlds.complaints([*orders.values()]), strict=True)
+    harm = [f"{seed}: {order}\n    {complaint}" for (seed, order), complaint in judged if complaint]
     assert not harm, "\n".join(harm)

@@ -47,7 +47,7 @@ def unfrozen_later(trainer: Any) -> None:
 
 
 def train_alone(trainer: Any, index: int) -> None:
-    """Let one block train, as PEFT's ``set_adapter`` does."""
+    """Freeze all blocks but one, as PEFT's ``set_adapter`` does."""
     for place, block in enumerate(trainer.module.blocks):
         block.requires_grad_(place == index)
 

@@ -66,13 +66,13 @@ def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
     """The test runs on every rank of `world`: there it is called without one."""
 
     @functools.wraps(test)
-    def run(world: World | None = None, **given: Any) -> None:
+    def run(world: World | None = None, **arguments: Any) -> None:
         if world is None:
-            test(**given)
+            test(**arguments)
         else:
-            world.run(run, **given)
+            world.run(run, **arguments)
 
-    here = inspect.signature(test)
+    signature = inspect.signature(test)
     own = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
-    run.__signature__ = here.replace(parameters=[*here.parameters.values(), own])  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
     return run

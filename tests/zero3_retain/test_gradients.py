@@ -22,7 +22,7 @@ patched = partial(applied, "zero3_retain")
 
 
 def several_backwards(trainer: Any, *, backwards: int = 2, zero: bool = False) -> None:
-    """Of up to four losses over one forward, the first two of which reach one head each.
+    """Run backwards of up to four losses over one forward; the first two reach one head each.
 
     zero: call ``zero_grad()`` before every backward but the first.
     """
@@ -51,7 +51,7 @@ zeroed = partial(of, "zero3_retain", partial(several_backwards, zero=True))
     *(several(1, 2, 3) for several in (three, four)),
     two(1, 2, 3, core={1, 2, 3}, **MICRO_STEPS),
     two(1, 2, 3, core={1, 2, 3}, **OFFLOADED, **MICRO_STEPS),
-    *(one(1, 2, 3, **OFFLOADED) for one in (two, zeroed)),
+    *(several(1, 2, 3, **OFFLOADED) for several in (two, zeroed)),
     *(two(1, 2, 3, **CLIPPED, **more) for more in ({}, OFFLOADED)),
     *(two(1, 2, 3, **BF16, style=style) for style in ("engine", "torch")),
     *(two(2, 3, **BF16_SUMS, style=style) for style in ("engine", "torch")),
@@ -60,7 +60,7 @@ zeroed = partial(of, "zero3_retain", partial(several_backwards, zero=True))
     *(two(1, 2, 3, **FP16, style=style) for style in ("engine", "scale")),
     *(two(1, 2, 3, **more) for more in (OVERLAP, ALL_REDUCED, SCATTERED)),
     three(3, core={3}, steps=5, zero=PREFETCH),
-    *(one(3, **OFFLOADED_ALL) for one in (two, zeroed)),
+    *(several(3, **OFFLOADED_ALL) for several in (two, zeroed)),
     *(two(3, zero=zero) for zero in (NO_REUSE, SMALL_PREFETCH, PERSISTENT)),
 )
 def test_options(world: World, case: Case) -> None:

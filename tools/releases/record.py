@@ -70,7 +70,7 @@ def measure(version: str, wanted: Sequence[str]) -> Row:
     states = states_of(version)
     folders = [path for column in wanted for path in folders_of(column)]
     code, cases = pytest(version, "-m", "core_case", "--continue-on-collection-errors", *folders)
-    found = {}
+    cells = {}
     for column in wanted:
         # A file that could not be imported is a case without a class, named as the module.
         homes = tuple(f"{path}/".replace("/", ".") for path in folders_of(column))
@@ -79,27 +79,27 @@ def measure(version: str, wanted: Sequence[str]) -> Row:
         failed = any(c.find(end) is not None for c in own for end in BAD)
         state, _ = states.get(column, ("live", ""))
         if state != "live":
-            found[column] = state if state == "out of range" else f"**{state}**"
+            cells[column] = state if state == "out of range" else f"**{state}**"
         elif failed or not passed or code not in WHOLE:
-            found[column] = "**failed**" if failed else "**unknown**"
+            cells[column] = "**failed**" if failed else "**unknown**"
         else:
-            found[column] = f"pass ({passed})"
-    return found
+            cells[column] = f"pass ({passed})"
+    return cells
 
 
 def states_of(version: str) -> dict[str, tuple[str, str]]:
-    """Of each patch on an installed release: "live", or its state after `apply_all()`; and why."""
-    said = python(version, "-c", ASKED).stdout
-    found = re.findall("^states (.+)$", said, re.MULTILINE)
-    assert found, said
-    return {name: (state, reason) for name, (state, reason) in json.loads(found[0]).items()}
+    """Return for each patch on a release "live", or its state after `apply_all()`; and why."""
+    printed = python(version, "-c", ASKED).stdout
+    match = re.findall("^states (.+)$", printed, re.MULTILINE)
+    assert match, printed
+    return {name: (state, reason) for name, (state, reason) in json.loads(match[0]).items()}
 
 
 def read() -> dict[Key, Row]:
     """The page's rows."""
-    found = TABLE.search(FILE.read_text(encoding="utf-8"))
-    assert found, f"{FILE} has no table between its marks"
-    head, _, *lines = (line[2:-2].split(" | ") for line in found[0].splitlines())
+    match = TABLE.search(FILE.read_text(encoding="utf-8"))
+    assert match, f"{FILE} has no table between its marks"
+    head, _, *lines = (line[2:-2].split(" | ") for line in match[0].splitlines())
     return {(line[0], line[1]): dict(zip(head[2:], line[2:], strict=True)) for line in lines}
 
 

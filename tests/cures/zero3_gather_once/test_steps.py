@@ -24,7 +24,7 @@ MODELS += ["Adapted", "CheckpointedAdapted", "DeepReentrantAdapted", "HeadFirst"
 
 
 def counts(elements: int, **options: Any) -> list[tuple[set[int], list[str]]]:
-    """Of each step, how often parameters were gathered, and what is left gathered after it."""
+    """Return for each step how often parameters were gathered, and which stay gathered after it."""
     trainer = engine_trainer(stage=3, micro_steps=2, steps=4, **limited(elements), **options)
     gathers, seen = Gathers(trainer), []
     for step in trainer.steps():
