@@ -26,18 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "core_case(**values): belongs to the subset that runs on every chosen DeepSpeed release; "
-        "of a parametrised test, the cases with these values do",
-    )
-    config.addinivalue_line(
-        "markers",
-        "exhaustive: is not quick, see tests/quick: left out of `make test`",
-    )
-    config.addinivalue_line(
-        "markers", "milliseconds: a case takes no longer: none is left out of `make test`"
-    )
     wanted, first = (
         os.environ.get("DEEPSPEED_TEST_RELEASE"),
         importlib.metadata.version("deepspeed"),

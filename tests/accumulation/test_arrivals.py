@@ -16,6 +16,7 @@ from tests.harness.options import (
     OFFLOADED,
     OFFLOADED_ALL,
     OVERLAP,
+    SCATTERED,
 )
 from tests.scripts import adapters, arrivals, divided, engines
 from tests.world import World, on_ranks
@@ -23,7 +24,6 @@ from tests.world import World, on_ranks
 retained = partial(of, "zero3_retain coalesce")
 twice = partial(retained, arrivals.two_forwards_for_one_loss)
 LARGE, TINY = ({"zero": {"reduce_bucket_size": size}} for size in (10**6, 40))
-SCATTERED: dict[str, Any] = {"zero": {"contiguous_gradients": False}}
 PLAIN = {"style": "torch"}
 
 test_two_forwards_for_one_loss = checked(

@@ -9,12 +9,10 @@ from tests.stream_safety.test_races import NO_TIMER, lives
 from tests.world import World
 
 
-def unsynced(trainer: Any, micro_steps: int = 1) -> None:
-    for step in range(3):
-        with trainer.no_sync():
-            on_streams.three_backwards(trainer, step)
-        trainer.backward(trainer(on_streams.batch(9 + step)).square().mean())
-        trainer.step()
+def unsynced(trainer: Any, step: int) -> None:
+    with trainer.no_sync():
+        on_streams.three_backwards(trainer, step)
+    trainer.backward(trainer(on_streams.batch(9 + step)).square().mean())
 
 
 def kinds(world: World, stage: int, around: str, **case: Any) -> set[str]:

@@ -14,10 +14,10 @@ from ds_patches.core import lifecycle, live
 from tests.harness import models
 from tests.harness.models import loss_of
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.harness.run import Outcome, Script, measure
+from tests.harness.run import Outcome, measure
 from tests.harness.trainers import engine_of
 from tests.scripts import accumulating, by_hand, evaluating, nested, ordinary
-from tests.world import World
+from tests.world import World, on_ranks
 
 
 @contextmanager
@@ -122,11 +122,7 @@ def called_by_name() -> Iterator[set[str]]:
         yield called
 
 
-def by_name(script: Script, options: Options) -> tuple[Outcome, set[str]]:
-    with all_patches(), called_by_name() as called:
-        return measure(script, options, strict=False), called
-
-
+@on_ranks
 @pytest.mark.parametrize(
     ("script", "stages", "more"),
     [
@@ -138,13 +134,12 @@ def by_name(script: Script, options: Options) -> tuple[Outcome, set[str]]:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_arguments_by_name(
-    world: World, script: Any, stages: tuple[int, ...], more: dict[str, Any]
-) -> None:
+def test_arguments_by_name(script: Any, stages: tuple[int, ...], more: dict[str, Any]) -> None:
     for stage in stages:
-        for outcome, called in world.run(by_name, script, Options(stage, **more)):
-            assert outcome.equal, (stage, outcome)
-            assert called
+        with all_patches(), called_by_name() as called:
+            outcome = measure(script, Options(stage, **more), strict=False)
+        assert outcome.equal, (stage, outcome)
+        assert called
 
 
 # --- What is left when an engine goes -------------------------------------------------------------
@@ -154,11 +149,15 @@ def backward(engine: Any) -> None:
     engine.backward(engine(models.batch(0)[0])[0].sum())
 
 
-def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
-    """Return whether engine, optimizer and module are freed after a step of this kind."""
+@on_ranks
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize("use", ["ordinary", "checked", "unsynced", "of a block"])
+@pytest.mark.parametrize("stage", [1, 2])  # stock frees none of stage 3
+def test_an_engine_is_freed(use: str, stage: int, more: dict[str, Any]) -> None:
+    """Engine, optimizer and module, after a step of this kind."""
     with all_patches():
         engine = engine_of(stage=stage, **more)
-        things = [ref(engine), ref(engine.optimizer), ref(engine.module)]
+        references = [ref(engine), ref(engine.optimizer), ref(engine.module)]
         if use == "unsynced":
             with engine.no_sync():
                 backward(engine)
@@ -172,12 +171,4 @@ def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
         engine.destroy()
         del engine, check
         gc.collect()
-        return [reference() is None for reference in things]
-
-
-@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("use", ["ordinary", "checked", "unsynced", "of a block"])
-@pytest.mark.parametrize("stage", [1, 2])  # stock frees none of stage 3
-def test_an_engine_is_freed(world: World, use: str, stage: int, more: dict[str, Any]) -> None:
-    for freed in world.run(is_freed, use, stage, more):
-        assert all(freed), freed
+        assert [reference() for reference in references] == [None] * 3

@@ -12,20 +12,19 @@ EXACT = 2e-6
 patched = partial(applied, "dc_fallback")
 
 
-def loop(trainer: Any, *, forwards: int = 1, evaluates: bool = False) -> None:
+def loop(
+    trainer: Any, step: int, micro: int, *, forwards: int = 1, evaluates: bool = False
+) -> None:
     """`forwards`: how many come before one backward over their sum.
 
     evaluates: a forward without gradients comes before, and one that no backward follows.
     """
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            if evaluates:
-                with torch.no_grad():
-                    trainer(*inputs(step, 7))
-                trainer(*inputs(step, 8))
-            losses = [trainer(*inputs(step, 3 * micro + part)) for part in range(forwards)]
-            trainer.backward(sum(losses[1:], losses[0]))
-            trainer.step()
+    if evaluates:
+        with torch.no_grad():
+            trainer(*inputs(step, 7))
+        trainer(*inputs(step, 8))
+    losses = [trainer(*inputs(step, 3 * micro + part)) for part in range(forwards)]
+    trainer.backward(sum(losses[1:], losses[0]))
 
 
 def trains(

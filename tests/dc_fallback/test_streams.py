@@ -34,7 +34,7 @@ def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:
         build = compile_engine if patch else build_engine
         trainer = EngineTrainer(build(start, settings), options)
         with device.on(Stream(name=stream) if stream else None), detector:
-            loop(trainer)
+            trainer.train(loop)
         return detector.races
 
 

@@ -94,18 +94,16 @@ def weighed_by_evaluations(trainer: Any, step: int) -> None:
     trainer.backward(weight * trainer(*inputs(step, 0)))
 
 
-def read_after_a_forward(trainer: Any) -> None:
+def read_after_a_forward(trainer: Any, step: int) -> None:
     """A script has gathered a parameter by itself, and runs the model before it reads it.
 
     It stays, also if it is small, as those that are let go of when a forward begins.
     """
     bias = trainer.module.layers[0].bias
-    for step in trainer.steps():
-        with trainer.gathered([bias]):
-            loss = trainer(*inputs(step, 0))
-            loss = loss * (1 + bias.detach().square().sum())
-        trainer.backward(loss)
-        trainer.step()
+    with trainer.gathered([bias]):
+        loss = trainer(*inputs(step, 0))
+        loss = loss * (1 + bias.detach().square().sum())
+    trainer.backward(loss)
 
 
 PERSISTENT = {"zero": {"stage3_param_persistence_threshold": 100}}
@@ -168,8 +166,8 @@ def test_overflow_skips_the_step(pattern: str) -> None:
             EngineTrainer(build(patterns.build(pattern), options.config), options)
             for build in (build_engine, compile_engine)
         )
-        loop(eager)
-        loop(ours)
+        eager.train(loop)
+        ours.train(loop)
         expected, actual = eager.parameters(), ours.parameters()
     assert eager.engine.skipped_steps == ours.engine.skipped_steps > 0
     assert worst_difference(expected, origin)[0] > 5e-4
@@ -180,7 +178,7 @@ def test_overflow_skips_the_step(pattern: str) -> None:
 def test_two_engines() -> None:
     """An engine under DeepCompile trains while a plain ZeRO-3 engine is used too."""
     plain = PlainTrainer(patterns.build("Mixed"), Options())
-    loop(plain)
+    plain.train(loop)
     with stand_in.deep_compile(), patched():
         other = engine_trainer(patterns.build("Mixed"))
         trainer = EngineTrainer(compile_engine(patterns.build("Mixed"), config(3)))

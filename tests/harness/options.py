@@ -26,6 +26,7 @@ OFFLOADED: Given = {"offload": ("optimizer",)}
 OFFLOADED_ALL: Given = {"offload": ("optimizer", "param")}
 OVERLAP: Given = {"zero": {"overlap_comm": True}}
 ALL_REDUCED: Given = {"zero": {"reduce_scatter": False}}
+SCATTERED: Given = {"zero": {"contiguous_gradients": False}}
 BF16: Given = {"dtype": "bfloat16"}
 BF16_SUMS: Given = {"dtype": "bfloat16", "sums": "fp32"}
 FP16: Given = {"dtype": "float16"}

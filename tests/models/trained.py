@@ -32,45 +32,34 @@ def forward(trainer: Any, name: str, *indices: int) -> Any:
     return trainer(**batch(name, *indices))
 
 
-def micro_steps(trainer: Any, name: str) -> None:
+def micro_steps(trainer: Any, step: int, micro: int, name: str) -> None:
     """Two steps of two micro steps."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.backward(forward(trainer, name, step, micro).loss)
-            trainer.step()
+    trainer.backward(forward(trainer, name, step, micro).loss)
 
 
-def two_losses(trainer: Any, name: str) -> None:
+def two_losses(trainer: Any, step: int, name: str) -> None:
     """Two backwards over one forward: of the loss, and of what the model returns first."""
-    for step in trainer.steps():
-        outputs = forward(trainer, name, step)
-        trainer.backward(outputs.loss, retain_graph=True)
-        other: Tensor = next(it for what, it in outputs.items() if "loss" not in what)
-        trainer.backward(other.square().mean())
-        trainer.step()
+    outputs = forward(trainer, name, step)
+    trainer.backward(outputs.loss, retain_graph=True)
+    other: Tensor = next(it for what, it in outputs.items() if "loss" not in what)
+    trainer.backward(other.square().mean())
 
 
-def block(trainer: Any, name: str) -> None:
+def block(trainer: Any, step: int, name: str) -> None:
     """Two forwards and backwards, and one reduction."""
-    for step in trainer.steps():
-        with trainer.window():
-            for part in range(2):
-                trainer.backward(forward(trainer, name, step, part).loss)
-        trainer.step()
+    with trainer.window():
+        for part in range(2):
+            trainer.backward(forward(trainer, name, step, part).loss)
 
 
-def two_forwards(trainer: Any, name: str) -> None:
+def two_forwards(trainer: Any, step: int, name: str) -> None:
     """Two forwards of the engine, and one backward of the sum of their losses."""
-    for step in trainer.steps():
-        trainer.backward(sum(forward(trainer, name, step, part).loss for part in range(2)))
-        trainer.step()
+    trainer.backward(sum(forward(trainer, name, step, part).loss for part in range(2)))
 
 
-def two_forwards_inside(trainer: Any, name: str) -> None:
+def two_forwards_inside(trainer: Any, step: int, name: str) -> None:
     """One forward of a module that runs the model twice."""
-    for step in trainer.steps():
-        trainer.backward(trainer(batch(name, step, 0), batch(name, step, 1)))
-        trainer.step()
+    trainer.backward(trainer(batch(name, step, 0), batch(name, step, 1)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class Work:
     model: options of `zoo.build`. more: further `Options`.
     """
 
-    script: Callable[[Any, str], None]
+    script: Callable[..., None]
     stages: tuple[int, ...] = STAGES
     model: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)

@@ -93,7 +93,7 @@ def test_hooks_set_again(trainer: Any) -> None:
         pass
     if trainer.is_engine:
         trainer.note()
-    several_backwards(trainer)
+    trainer.train(several_backwards)
 
 
 # --- A backward that raises half way --------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_later_steps_keep_the_trace(settings: dict[str, Any]) -> None:
         trace = trainer.engine.optimizer.parameter_offload.get_param_coordinator()
         with mock.patch.object(trace, "_invalidate_trace", wraps=trace._invalidate_trace) as spoils:
             for step in range(5):
-                several_backwards(trainer, backwards=3)
+                trainer.train(several_backwards, backwards=3)
                 assert (spoils.call_count, trace.is_complete_trace()) == (0, step > 0)
 
 
@@ -106,9 +106,9 @@ def test_prefetch_serves_the_second_backward_too(settings: dict[str, Any], model
                 super().backward(loss, retain_graph)
                 counts.append(0)
 
-        several_backwards(EngineTrainer(engine))
+        EngineTrainer(engine).train(several_backwards)
         offload.pre_sub_module_backward_function = look
-        several_backwards(Counting(engine, Options(steps=1)))
+        Counting(engine, Options(steps=1)).train(several_backwards)
         assert counts[:-1] == [MODULES_WITH_PARAMETERS] * 2
 
 
@@ -151,10 +151,10 @@ def ordinary_steps(
     with around[patch]():
         trainer = engine_trainer(model, stage=stage, micro_steps=micro_steps)
         trainer.count = 1
-        several_backwards(trainer, backwards=1)
+        trainer.train(several_backwards, backwards=1)
         trainer.count = 3
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            several_backwards(trainer, backwards=1)
+            trainer.train(several_backwards, backwards=1)
         names = (event.name for event in recorded.events())
         collectives = Counter(name for name in names if name.startswith("c10d::"))
         return collectives, trainer.available, trainer.parameters()

@@ -8,33 +8,31 @@ import pytest
 from tests.harness import NO_REUSE, OFFLOADED_ALL, PERSISTENT, SMALL_PREFETCH, Case, World, stock
 from tests.harness.cases import cases, of
 from tests.harness.models import both_losses
-from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, SCATTERED
 from tests.harness.run import applied, run
 from tests.scripts import slopes
 
 GRAPHS = ["DictOutput", "SharedBlock", "TiedEmbedding", "FrozenTrunk", "Reentrant", "NonReentrant"]
 GRAPHS += ["NamedArguments", "LeafModule"]
 PREFETCH = SMALL_PREFETCH | NO_REUSE
-SCATTERED = {"zero": {"contiguous_gradients": False}}
 MICRO_STEPS, CLIPPED = {"micro_steps": 2}, {"clip": 0.05}
 QUEUED = pytest.mark.skipif(not stock.QUEUES_EPILOGUE, reason="stock refuses plain backwards there")
 patched = partial(applied, "zero3_retain")
 
 
-def several_backwards(trainer: Any, *, backwards: int = 2, zero: bool = False) -> None:
+def several_backwards(
+    trainer: Any, step: int, micro: int, *, backwards: int = 2, zero: bool = False
+) -> None:
     """Run backwards of up to four losses over one forward; the first two reach one head each.
 
     zero: call ``zero_grad()`` before every backward but the first.
     """
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            first, second = both_losses(trainer, step, micro)
-            every = [first, second, first * second, 0.1 * (first - second) ** 2]
-            for index, loss in enumerate(every[:backwards]):
-                if zero and index:
-                    trainer.zero_grad()
-                trainer.backward(loss, retain_graph=index < backwards - 1)
-            trainer.step()
+    first, second = both_losses(trainer, step, micro)
+    every = [first, second, first * second, 0.1 * (first - second) ** 2]
+    for index, loss in enumerate(every[:backwards]):
+        if zero and index:
+            trainer.zero_grad()
+        trainer.backward(loss, retain_graph=index < backwards - 1)
 
 
 two, three, four = (

@@ -46,32 +46,31 @@ def old(weights: list[Tensor]) -> Tensor:
     return torch.stack([(0.5 * (weight - 0.1) * (weight - 0.1)).sum() for weight in weights]).sum()
 
 
-def penalised(trainer: Any, *, function: Any = squares, place: str = "before") -> None:
+def penalised(
+    trainer: Any, step: int, micro: int, *, function: Any = squares, place: str = "before"
+) -> None:
     """place: when the block is: before the forward; around that or the backward; around both."""
     params = [*trainer.module.parameters()]
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            if place == "before":
-                with trainer.gathered(params):
-                    penalty = function(params)
-                trainer.backward(loss_of(trainer, step, micro) + 0.1 * penalty)
-            elif place == "after":
-                loss = loss_of(trainer, step, micro)
-                with trainer.gathered(params):
-                    penalty = function(params)
-                trainer.backward(loss, retain_graph=True)
-                trainer.backward(0.1 * penalty)
-            elif place == "forward":
-                with trainer.gathered(params):
-                    loss = loss_of(trainer, step, micro)
-                    penalty = function(params)
-                trainer.backward(loss + 0.1 * penalty)
-            else:
-                with trainer.gathered(params):
-                    loss = loss_of(trainer, step, micro) + 0.1 * function(params)
-                    trainer.backward(loss, retain_graph=True)
-                    trainer.backward(loss)
-            trainer.step()
+    if place == "before":
+        with trainer.gathered(params):
+            penalty = function(params)
+        trainer.backward(loss_of(trainer, step, micro) + 0.1 * penalty)
+    elif place == "after":
+        loss = loss_of(trainer, step, micro)
+        with trainer.gathered(params):
+            penalty = function(params)
+        trainer.backward(loss, retain_graph=True)
+        trainer.backward(0.1 * penalty)
+    elif place == "forward":
+        with trainer.gathered(params):
+            loss = loss_of(trainer, step, micro)
+            penalty = function(params)
+        trainer.backward(loss + 0.1 * penalty)
+    else:
+        with trainer.gathered(params):
+            loss = loss_of(trainer, step, micro) + 0.1 * function(params)
+            trainer.backward(loss, retain_graph=True)
+            trainer.backward(loss)
 
 
 FUNCTIONS = [means, squares, norms, orthogonality, spectral, old]
@@ -113,25 +112,23 @@ def test_stock_fails(world: World, place: str) -> None:
         assert outcome.error
 
 
-def of_views(trainer: Any, *, place: str) -> None:
+def of_views(trainer: Any, step: int, *, place: str) -> None:
     """A step for each kind of view; an earlier block of the step has read the weight."""
-    weight = trainer.module.rebuild.weight
-    for _, function in zip(trainer.steps(), VIEWS.values(), strict=True):
-        with trainer.gathered([weight]):
-            weight.sum()
-        with trainer.gathered([weight]):
-            penalty = 0.05 * function(weight).sum()
-            if place != "after":
-                trainer.backward(penalty, retain_graph=place != "within")
-            if place == "within, twice":
-                trainer.backward(penalty)
-        if place == "within and after":
+    weight, function = trainer.module.rebuild.weight, [*VIEWS.values()][step]
+    with trainer.gathered([weight]):
+        weight.sum()
+    with trainer.gathered([weight]):
+        penalty = 0.05 * function(weight).sum()
+        if place != "after":
+            trainer.backward(penalty, retain_graph=place != "within")
+        if place == "within, twice":
             trainer.backward(penalty)
-        elif place == "after":
-            trainer.backward(penalty, retain_graph=True)
-            with trainer.gathered([weight]):
-                trainer.backward(penalty)
-        trainer.step()
+    if place == "within and after":
+        trainer.backward(penalty)
+    elif place == "after":
+        trainer.backward(penalty, retain_graph=True)
+        with trainer.gathered([weight]):
+            trainer.backward(penalty)
 
 
 test_saved_views = checked(
