@@ -1,7 +1,6 @@
-"""The table in docs/compatibility.md, which is its own store: a run changes the rows that ran."""
+"""The table of core cases in docs/compatibility.md."""
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -10,11 +9,10 @@ from importlib.metadata import version as version_of
 from packaging.version import Version
 
 import ds_patches
-from tools.releases import ROOT, each, git, install_one, say
+from tools.releases import ROOT, each, git, install_one, page, say
 from tools.releases.run import CORE_TESTS, pytest, python, tests_of
 
 FILE = ROOT / "docs" / "compatibility.md"
-TABLE = re.compile(r"(?<=<!-- recorded -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 CORE = "core"
 LAST = "recorded"
 #: Of pytest: all passed, some failed, none was there. After any other its report is not whole.
@@ -96,28 +94,17 @@ def states_of(version: str) -> dict[str, tuple[str, str]]:
 
 
 def read() -> dict[Key, Row]:
-    """The page's rows."""
-    match = TABLE.search(FILE.read_text(encoding="utf-8"))
-    assert match, f"{FILE} has no table between its marks"
-    head, _, *lines = (line[2:-2].split(" | ") for line in match[0].splitlines())
-    return {(line[0], line[1]): dict(zip(head[2:], line[2:], strict=True)) for line in lines}
+    """Return the page's rows."""
+    head, *rows = page.read(FILE, LAST)
+    return {(row[0], row[1]): dict(zip(head[2:], row[2:], strict=True)) for row in rows}
 
 
 def write(rows: Mapping[Key, Row]) -> None:
-    """Wholly or not at all: whoever is interrupted finds the old page."""
-    text = TABLE.sub(lambda _: table(rows), FILE.read_text(encoding="utf-8"))
-    part = FILE.with_name(f".{FILE.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, FILE)
-
-
-def table(rows: Mapping[Key, Row]) -> str:
-    """The newest release first."""
+    """Write the page's rows, the newest release first."""
     order = sorted(rows, key=lambda key: [*map(Version, key)], reverse=True)
     shown = [*columns(), LAST]
     body = [[*key, *(rows[key].get(column, "-") for column in shown)] for key in order]
-    head = ["DeepSpeed", "torch", *shown]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+    page.write(FILE, LAST, ["DeepSpeed", "torch", *shown], body)
 
 
 def stamp() -> str:
