@@ -26,10 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    wanted, first = (
-        os.environ.get("DEEPSPEED_TEST_RELEASE"),
-        importlib.metadata.version("deepspeed"),
-    )
+    wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
+    first = importlib.metadata.version("deepspeed")
     if wanted and wanted != first:
         raise pytest.UsageError(f"DeepSpeed {wanted} was asked for, {first} is first on the path")
 

@@ -98,7 +98,7 @@ def launched(line: str, folder: Path, environment: Mapping[str, str]) -> Iterato
         yield result
     finally:
         # What is killed may just be starting others.
-        while left := [*filter(lambda other: _is_in(folder, other), psutil.otheriter())]:
+        while left := [*filter(lambda other: _is_in(folder, other), psutil.process_iter())]:
             for other in left:
                 with suppress(psutil.NoSuchProcess):
                     other.kill()
