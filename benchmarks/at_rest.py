@@ -1,7 +1,9 @@
 """Patches that have nothing to do: ``torchrun --nproc-per-node 2 -m benchmarks.at_rest``.
 
 Ordinary steps of one engine: stock, patched, and stock again, which shows the noise. The model is
-a Llama of transformers, built from a configuration, in bf16, with AdamW.
+a Llama of transformers, built from a configuration, in bf16, with AdamW. It trains whole, with
+activation checkpointing, or by LoRA alone. With ``--patches zero3_gather_once --stages 3`` the
+patched row gathers parameters once a step.
 """
 
 from functools import partial
@@ -15,24 +17,28 @@ from benchmarks.harness import DTYPE, SEED, Row, compare, config, engine, option
 
 OPTIONS = {
     "patches": ["all"],
+    "models": ["whole"],  # or checkpointing, lora
     "stages": [1, 2, 3],
     "micro_steps": [1, 4],
+    "thresholds": [0],  # of elements, below which ZeRO 3 keeps a parameter gathered
+    "live": 10**9,  # elements that ZeRO 3 may have gathered
     "widths": [1024, 2048],
-    "tokens": [256, 4096],
+    "tokens": ["256", "4096"],  # or "4x1024", four sequences of a rank
     "layers": 12,
     "words": 8192,
     "warmup": 4,  # Python is slower for some steps after patches changed classes
     "steps": 4,
     "rounds": 21,
 }
+_RANK_OF_LORA = 8
 
 
-def llama(layers: int, width: int, words: int, device: torch.device) -> nn.Module:
-    """`layers` blocks of `width`, heads of 64."""
+def llama(kind: str, layers: int, width: int, words: int, device: torch.device) -> nn.Module:
+    """Build `layers` blocks of `width`, heads of 64, which train as `kind` says."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    made = LlamaConfig(
+    sizes = LlamaConfig(
         vocab_size=words,
         hidden_size=width,
         intermediate_size=4 * width,
@@ -40,8 +46,14 @@ def llama(layers: int, width: int, words: int, device: torch.device) -> nn.Modul
         num_attention_heads=max(width // 64, 1),
         use_cache=False,
     )
-    model: nn.Module = LlamaForCausalLM(made).to(device, DTYPE)
-    return model
+    model: Any = LlamaForCausalLM(sizes).to(device, DTYPE)
+    if kind == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=_RANK_OF_LORA)).bfloat16()
+    return model  # type: ignore[no-any-return]
 
 
 def one_step(engine: Any, micro_batches: list[Tensor]) -> None:
@@ -51,17 +63,27 @@ def one_step(engine: Any, micro_batches: list[Tensor]) -> None:
 
 
 def main() -> None:
-    of = options(__doc__, OPTIONS, widths=[64], tokens=[8], layers=2, steps=2, rounds=2)
+    of = options(__doc__, OPTIONS, widths=[64], tokens=["8"], layers=2, steps=2, rounds=2)
     device = start(of)
-    for width, stage, micro_steps in product(of.widths, of.stages, of.micro_steps):
-        settings = config(1, micro_steps, stage=stage, reduce_bucket_size=4 * width**2)
-        with engine(llama(of.layers, width, of.words, device), settings) as one:
-            for count in of.tokens:
-                step = partial(one_step, one, tokens(micro_steps, count, of.words, device))
+    rows = of.models, of.widths, of.stages, of.thresholds, of.micro_steps
+    for kind, width, stage, threshold, micro_steps in product(*rows):
+        zero = {
+            "stage": stage,
+            "stage3_param_persistence_threshold": threshold,
+            "stage3_max_live_parameters": of.live,
+            "reduce_bucket_size": 4 * width**2,
+        }
+        model = llama(kind, of.layers, width, of.words, device)
+        with engine(model, config(1, micro_steps, **zero)) as trained:
+            for shape in of.tokens:
+                *sequences, length = map(int, shape.split("x"))
+                count = sequences[0] if sequences else 1
+                joined = tokens(micro_steps, count * length, of.words, device)
+                step = partial(one_step, trained, [batch.view(count, length) for batch in joined])
                 again = Row("stock again", step)
-                rows = [Row("stock", step), Row("patched", step, of.patches), again]
-                what = f"ZeRO {stage}, width {width}, {micro_steps} x {count} tokens"
-                compare(what, rows, of, device)
+                turns = [Row("stock", step), Row("patched", step, of.patches), again]
+                what = f"ZeRO {stage}, {kind}, width {width}, {micro_steps} x {shape} tokens"
+                compare(f"{what}, persistent below {threshold}", turns, of, device)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def main() -> None:
         data = batches(backwards, batch, of.width, device)
         bucket = {"reduce_bucket_size": of.reduce_bucket_size}
         settings = config(batch, **STAGES[stage], **bucket)
-        with engine(mlp(of.layers, of.width, device), settings) as one:
-            rows = [Row(name, partial(way, one, data), on) for name, (way, on) in WAYS.items()]
+        with engine(mlp(of.layers, of.width, device), settings) as trained:
+            rows = [Row(name, partial(way, trained, data), on) for name, (way, on) in WAYS.items()]
             compare(f"ZeRO {stage}, {backwards} backwards, {batch} rows", rows, of, device)
 
 

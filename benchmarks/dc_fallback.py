@@ -122,17 +122,17 @@ class Life:
 
     def __init__(self, mode: str, skipped: str, of: argparse.Namespace) -> None:
         self._seconds = of.seconds
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
         asked = "stock" if mode == "again" else mode
-        given = [*sys.argv[1:], "--modes", asked, "--skipped", skipped]
+        arguments = [*sys.argv[1:], "--modes", asked, "--skipped", skipped]
         # DeepSpeed's builder asks the GPU what it is where this is not set.
-        clean = {name: at for name, at in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
+        clean = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"}
         clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.dc_fallback", *given],
+                [sys.executable, "-m", "benchmarks.dc_fallback", *arguments],
                 env=clean | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 text=True,
                 stdin=subprocess.PIPE,
@@ -143,11 +143,11 @@ class Life:
         ]
 
     def ask(self, answer: str) -> str:
-        """Have the ranks go on; return the line that begins with `answer`, behind that.
+        """Tell the ranks to go on; return the line that begins with `answer`, without `answer`.
 
         Raises RuntimeError if they end, or take too long.
         """
-        said = []
+        lines = []
         timer = threading.Timer(self._seconds, self.end)
         timer.start()
         try:
@@ -159,12 +159,12 @@ class Life:
             for line in self._ranks[0].stdout:
                 if line.startswith(answer):
                     return line.removeprefix(answer)
-                said.append(line)
+                lines.append(line)
         except BrokenPipeError:
             pass
         finally:
             timer.cancel()
-        errors = re.findall(r"\b\w+Error: .*", "".join(said))
+        errors = re.findall(r"\b\w+Error: .*", "".join(lines))
         raise RuntimeError([*errors, "it ended"][0].replace("|", "/")[:160])
 
     def end(self) -> None:
@@ -192,12 +192,12 @@ def live(rows: Sequence[Row], skipped: str, of: argparse.Namespace) -> None:
 
 def act(row: Row, life: Life, answer: str, name: str = "") -> None:
     try:
-        said = life.ask(answer)
+        numbers = life.ask(answer)
     except RuntimeError as error:
         row.error = str(error)
         return
     if name:
-        ms, peak, loss, graphs, breaks = map(float, said.split())
+        ms, peak, loss, graphs, breaks = map(float, numbers.split())
         row.ms.append(ms)
         row.peak = max(row.peak, peak)
         row.name = f"{name}, loss {loss:.4f}, {graphs:.0f} graphs, {breaks:.0f} breaks"

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, ranks, engines, and rows that take turns.
+"""Options, ranks, engines, and rows that take turns, for all benchmarks.
 
 Rows that are compared take turns in short blocks, and the order turns around with each round:
 A B C, C B A, A B C ... So a slow minute of the machine meets all of them. Patches are applied for a
@@ -93,7 +93,7 @@ def start(of: argparse.Namespace) -> torch.device:
 
 
 def head(of: argparse.Namespace) -> None:
-    """Say what a reader needs to judge the numbers: date, machine, versions, commit, options."""
+    """Print what a reader needs to judge the numbers: date, machine, versions, commit, options."""
     import deepspeed
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if ON_GPU else "-"  # type: ignore[no-untyped-call]
@@ -154,26 +154,26 @@ def show(what: str, rows: Sequence[Row]) -> None:
     first = rows[0]
     for row in rows:
         if row is first:
-            found, unit = row.ms, "{:.2f} ms"
+            values, unit = row.ms, "{:.2f} ms"
         else:
-            found, unit = [ms / base for ms, base in zip(row.ms, first.ms, strict=False)], "{:.3f}"
-        median = unit.format(statistics.median(found)) if found else "-"
-        rounds = " ".join(f"{one:.3f}" for one in found)
+            values, unit = [ms / base for ms, base in zip(row.ms, first.ms, strict=False)], "{:.3f}"
+        median = unit.format(statistics.median(values)) if values else "-"
+        rounds = " ".join(f"{value:.3f}" for value in values)
         memory = [f"{mib:.0f}" for mib in (row.peak, row.after)]
-        cells = [row.error or median, interval(found), rounds, *memory]
+        cells = [row.error or median, interval(values), rounds, *memory]
         say(line([what, row.name, *cells]))
 
 
-def interval(found: Sequence[float]) -> str:
+def interval(values: Sequence[float]) -> str:
     """Where the median of all such rounds lies, in at least 95 of 100 tables; "-" of few rounds.
 
     Between two of the rounds, as far from the ends as the binomial distribution allows: nothing is
     assumed of how a machine's times scatter.
     """
-    rounds, beyond, place = len(found), 0.0, 0
+    rounds, beyond, place = len(values), 0.0, 0
     while 2 * (beyond := beyond + math.comb(rounds, place) / 2**rounds) <= 0.05:
         place += 1
-    ordered = sorted(found)
+    ordered = sorted(values)
     return f"{ordered[place - 1]:.3f} to {ordered[-place]:.3f}" if place else "-"
 
 

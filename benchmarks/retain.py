@@ -45,9 +45,9 @@ def main() -> None:
             stage3_max_live_parameters=10**9,
             stage3_max_reuse_distance=10**9,
         )
-        with engine(mlp(of.layers, of.width, device), settings) as one:
-            ordinary = partial(one_forward, one, inputs, both[:1])
-            two_losses = partial(one_forward, one, inputs, both)
+        with engine(mlp(of.layers, of.width, device), settings) as trained:
+            ordinary = partial(one_forward, trained, inputs, both[:1])
+            two_losses = partial(one_forward, trained, inputs, both)
             rows = [Row("stock, one loss", ordinary)]
             if persistent:
                 rows += [Row("stock, two losses", two_losses)]
@@ -55,7 +55,7 @@ def main() -> None:
                 rows += [
                     Row("patched, one loss", ordinary, ["zero3_retain"]),
                     Row("patched, two losses", two_losses, ["zero3_retain"]),
-                    Row("stock, two forwards", partial(a_forward_each, one, inputs, both)),
+                    Row("stock, two forwards", partial(a_forward_each, trained, inputs, both)),
                 ]
             compare("all persistent" if persistent else "ZeRO 3", rows, of, device)
 

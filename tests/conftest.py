@@ -26,22 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "core_case(**values): belongs to the subset that runs on every chosen DeepSpeed release; "
-        "of a parametrised test, the cases with these values do",
-    )
-    config.addinivalue_line(
-        "markers",
-        "exhaustive: is not quick, see tests/quick: left out of `make test`",
-    )
-    config.addinivalue_line(
-        "markers", "milliseconds: a case takes no longer: none is left out of `make test`"
-    )
     wanted = os.environ.get("DEEPSPEED_TEST_RELEASE")
-    if wanted and wanted != importlib.metadata.version("deepspeed"):
-        found = importlib.metadata.version("deepspeed")
-        raise pytest.UsageError(f"DeepSpeed {wanted} was asked for, {found} is first on the path")
+    first = importlib.metadata.version("deepspeed")
+    if wanted and wanted != first:
+        raise pytest.UsageError(f"DeepSpeed {wanted} was asked for, {first} is first on the path")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,9 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _keep_one_turn(config: pytest.Config, items: list[pytest.Item], turns: int) -> None:
     """Keep every Nth of the exhaustive ones: neighbours, which are alike, go apart."""
     exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-    kept = exhaustive[this_turn(turns) :: turns]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    chosen = exhaustive[this_turn(turns) :: turns]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def _leave_out_of_the_core(item: pytest.Item) -> None:
@@ -74,11 +62,11 @@ def _leave_out_of_the_core(item: pytest.Item) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    found = importlib.util.find_spec("deepspeed")
+    spec = importlib.util.find_spec("deepspeed")
     version = importlib.metadata.version("deepspeed")
     turns = config.getoption("--turn-of")
-    said = [f"exhaustive: turn {this_turn(turns)} of {turns}"] if turns else []
-    return [f"deepspeed: {version} ({found.origin})", *said]
+    lines = [f"exhaustive: turn {this_turn(turns)} of {turns}"] if turns else []
+    return [f"deepspeed: {version} ({spec.origin})", *lines]
 
 
 def living(scope: Any, ranks: int = 2) -> Any:

@@ -1,4 +1,4 @@
-"""What the package logs while something runs."""
+"""Messages that the package logs while a block runs."""
 
 import logging
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a user: none of pytest's flags, and a repository in the place of an installation."""
+    """Return a user's variables: none of pytest's flags, the repository as the installation."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DS_PATCHES")}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     return clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
@@ -19,8 +19,8 @@ def environment(**variables: str) -> dict[str, str]:
 def python(*words: str, variables: dict[str, str] | None = None, **more: Any) -> Any:
     """Run Python with these words in the repository, in a user's environment; what became of it."""
     own = environment(**(variables or {}))
-    told = {"capture_output": True, "text": True, "timeout": 1200}
-    return subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=own, **told | more)
+    how = {"capture_output": True, "text": True, "timeout": 1200}
+    return subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=own, **how | more)
 
 
 def is_made_odd(path: Path, kind: str) -> bool:

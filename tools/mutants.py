@@ -124,9 +124,9 @@ def killer(folder: Path, tests: Sequence[str], limit: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        said = [line for line in output.read().splitlines() if line.strip()]
-    failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-    return (failed or said[-1:] or ["no output"])[0] if status else ""
+        lines = [line for line in output.read().splitlines() if line.strip()]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return (failed or lines[-1:] or ["no output"])[0] if status else ""
 
 
 def main() -> int:
@@ -136,10 +136,10 @@ def main() -> int:
     parser.add_argument("--at", action="append", default=[], metavar="FILE:LINE")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a mutant")
     parser.add_argument("tests", nargs="*")
-    given = parser.parse_args()
+    options = parser.parse_args()
     every = [mutant for file in sources() for mutant in mutants(file)]
-    chosen = [mutant for mutant in every if f"{mutant.file}:{mutant.line}" in given.at]
-    chosen = chosen if given.at else random.Random(given.seed).sample(every, given.count)
+    chosen = [mutant for mutant in every if f"{mutant.file}:{mutant.line}" in options.at]
+    chosen = chosen if options.at else random.Random(options.seed).sample(every, options.count)
     survivors = 0
     with tempfile.TemporaryDirectory() as made:
         folder, tracked = Path(made), subprocess.check_output(["git", "ls-files"], cwd=ROOT)
@@ -148,10 +148,10 @@ def main() -> int:
             shutil.copy(ROOT / name, folder / name)
         for mutant in chosen:
             path, before, line = mutant.written(folder)
-            said = killer(folder, given.tests or tests_of(mutant.file), given.limit)
+            killed_by = killer(folder, options.tests or tests_of(mutant.file), options.limit)
             path.write_bytes(before)
-            survivors += not said
-            print(f"{mutant.file}:{mutant.line}: {line}\n    {said or 'SURVIVES'}", flush=True)
+            survivors += not killed_by
+            print(f"{mutant.file}:{mutant.line}: {line}\n    {killed_by or 'SURVIVES'}", flush=True)
     print(f"{survivors} of {len(chosen)} survive")
     return int(survivors > 0 or not chosen)
 

@@ -153,13 +153,13 @@ def _needs(defect: Defect) -> str:
 def _measured(defect: Defect) -> str:
     """Return the result of the defect's proof, as `tools.releases measure` has recorded it."""
     measured = _proofs().get(defect.proof, {})
-    releases = sorted((at for at in measured if defect.is_wrong(Version(at))), key=Version)
+    releases = sorted((v for v in measured if defect.is_wrong(Version(v))), key=Version)
     if not releases:
         return ""
     stock: dict[str, list[str]] = {}
     for version in releases:
         stock.setdefault(measured[version]["stock"], []).append(version)
-    results = ", ".join(f"{_off(off)} on {' and '.join(at)}" for off, at in stock.items())
+    results = ", ".join(f"{_off(off)} on {' and '.join(wrong)}" for off, wrong in stock.items())
     worst = max((measured[version]["patched"] for version in releases), key=float)
     return f"<br><small>Measured: {results}; patched {_off(worst)}.</small>"
 

@@ -1,4 +1,4 @@
-"""What MkDocs adds to the pages of docs/: a hook of mkdocs.yml. It needs MkDocs alone."""
+"""A hook of mkdocs.yml, which adds to the pages of docs/. It needs MkDocs alone."""
 
 from __future__ import annotations
 

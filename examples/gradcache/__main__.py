@@ -42,7 +42,7 @@ def compare(steps: int) -> int:
 
     def show(name: str, curve: Curve, difference: str) -> None:
         sent = ", ".join(map(str, sorted(curve.reductions))) or "-"
-        losses = (f"{curve.losses[number - 1]:.4f}" for number in at)
+        losses = (f"{curve.losses[number - 1]:.4f}" for number in shown_steps)
         say(_LINE.format(name, sent, *losses, difference))
 
     def trained(stage: int, name: str, **how: Any) -> str:
@@ -56,13 +56,13 @@ def compare(steps: int) -> int:
         return fault and f"ZeRO-{stage}: {fault}"
 
     work, device = Work(steps), get_accelerator().current_device_name()
-    at = [1 + part * (steps - 1) // 3 for part in range(4)]
+    shown_steps = [1 + part * (steps - 1) // 3 for part in range(4)]
     say("GradCache: find the other half of a handwritten digit")
     say(f"  DeepSpeed {version('deepspeed')}, torch {version('torch')}, {device}")
     many = f"{work.chunks} chunks on each of {dist.get_world_size()} ranks"
     say(f"  each step {work.batch} digits, in {many}\n")
     say(_LINE.format("", "reductions", "", "", "", "loss at", "largest"))
-    say(_LINE.format("", "per step", *(f"step {number}" for number in at), "difference"))
+    say(_LINE.format("", "per step", *(f"step {number}" for number in shown_steps), "difference"))
     plain = full_batch(work)
     show("plain PyTorch, one batch", plain, "-")
     for stage in (1, 2, 3):

@@ -1,1 +1,1 @@
-"""What a step's gradient is: the ledger of what releases get wrong, and what is dropped."""
+"""The gradient of a step: the ledger of what releases get wrong, and what is dropped."""

@@ -16,15 +16,14 @@ from tests.harness.options import (
     OFFLOADED,
     OFFLOADED_ALL,
     OVERLAP,
+    SCATTERED,
 )
 from tests.scripts import adapters, arrivals, divided, engines
-from tests.scripts.nested import nested
 from tests.world import World, on_ranks
 
 retained = partial(of, "zero3_retain coalesce")
 twice = partial(retained, arrivals.two_forwards_for_one_loss)
 LARGE, TINY = ({"zero": {"reduce_bucket_size": size}} for size in (10**6, 40))
-SCATTERED: dict[str, Any] = {"zero": {"contiguous_gradients": False}}
 PLAIN = {"style": "torch"}
 
 test_two_forwards_for_one_loss = checked(
@@ -128,11 +127,6 @@ def test_the_gradient_that_is_read_is_the_sum(stage: int, options: Any) -> None:
         read, expected = gradients(stage, **options), gradients(1)
     for gradient, other in zip(read, expected, strict=True):
         torch.testing.assert_close(gradient, other)
-
-
-test_a_backward_inside_another_is_reduced_as_it_comes = checked(
-    of("accumulation", nested, 2, 3), of("accumulation", nested, 2, **OVERLAP)
-)
 
 
 # --- Divided once ---------------------------------------------------------------------------------

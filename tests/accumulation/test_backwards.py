@@ -1,4 +1,4 @@
-"""What counts as a backward of a step: any that reaches its parameters, and no other; once."""
+"""Backwards of a step: each that reaches the engine's parameters counts, once, and no other."""
 
 import re
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from torch import nn
 from ds_patches.core.errors import Refused
 from tests.harness import STAGES, applied, at, checked, engine_of, of, run, stock, trains
 from tests.harness.models import both_losses, loss_of
-from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, Options
+from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, OVERLAP, Options
 from tests.scripts import by_hand, engines, heads, losses, nested, slopes
 from tests.world import World, on_ranks
 
@@ -64,11 +64,10 @@ test_what_is_no_backward_of_the_step = checked(
 
 test_a_backward_inside_another_belongs_to_it = checked(
     accumulation(nested.nested, 1, 2, 3, core={2, 3}),
+    accumulation(nested.nested, 2, **OVERLAP),
     accumulation(nested.cached_behind_an_output, 1, 2, 3),
-    *(
-        accumulation(one, 1, 2, 3, **PLAIN)
-        for one in (nested.nested, nested.cached_behind_an_output)
-    ),
+    accumulation(nested.nested, 1, 2, 3, **PLAIN),
+    accumulation(nested.cached_behind_an_output, 1, 2, 3, **PLAIN),
     # The hook of a BF16_Optimizer, which runs it, was there before engine.backward was called.
     accumulation(nested.nested, 1, marks=[SINCE_0_18_6], **BF16_SUMS),
 )
@@ -91,7 +90,7 @@ test_plain_backwards_add_up = checked(accumulation(losses.two_forwards, 1, 2, 3,
 
 @trains("accumulation", *(at(2, micro_steps=3, **OFFLOADED, **more) for more in ({}, BF16_SUMS)))
 def test_what_is_given_counts_once(trainer: Any, step: int, micro: int) -> None:
-    """Of three, all but the last reach the head, which has a gradient by hand after the first."""
+    """All but the last of three reach the head, which has a gradient by hand after the first."""
     trainer.backward(loss_of(trainer, step, micro, heads.FIRST if micro == 2 else heads.BOTH))
     if micro == 0:
         by_hand.give(trainer, step)
@@ -112,8 +111,8 @@ def a_step_between(trainer: Any) -> None:
 @STAGES
 def test_a_backward_over_a_forward_of_the_step_before_is_said_once(stage: int) -> None:
     outcome = run(a_step_between, Options(stage, steps=2), "zero3_retain")
-    (said,) = [outcome.error] if stage == 3 else outcome.said
-    assert "backward over a forward from before engine.step()" in said
+    (warning,) = [outcome.error] if stage == 3 else outcome.said
+    assert "backward over a forward from before engine.step()" in warning
 
 
 @trains("zero3_retain", at(1, 2, 3, **FP16))
@@ -158,8 +157,8 @@ def test_a_parameter_costs_the_same_beside_many(stage: int) -> None:
 
 
 def compiled_autograd(enabled: str, *patches: str) -> tuple[str, bool, list[float]]:
-    """What it raises, whether the prologue stays replaced when patches are taken back; weights."""
-    engine, said = engine_of(stage=1, micro_steps=2), ""
+    """Return the error, whether the prologue stays replaced after unapply, and the weights."""
+    engine, message = engine_of(stage=1, micro_steps=2), ""
     compiler = partial(torch.compile, backend="eager")
     of_the_script = partial(torch._dynamo.compiled_autograd._enable, compiler)
     with applied(*patches):
@@ -172,9 +171,9 @@ def compiled_autograd(enabled: str, *patches: str) -> tuple[str, bool, list[floa
                     engine.backward(loss)
                 engine.step()
         except Exception as error:
-            said = str(error).partition("\n")[0]
+            message = str(error).partition("\n")[0]
     weights = [param.double().sum().item() for param in engine.module.parameters()]
-    return said, "_backward_prologue" in vars(engine), weights
+    return message, "_backward_prologue" in vars(engine), weights
 
 
 @pytest.mark.exhaustive
@@ -184,4 +183,5 @@ def test_compiled_autograd_is_left_to_stock(fresh_world: World, enabled: str) ->
     with World() as other:
         patched = other.run(compiled_autograd, enabled, "accumulation")
     assert patched == fresh_world.run(compiled_autograd, enabled)
-    assert str(stock.RELEASE) < "0.19.8" or [one[:2] for one in patched] == [("", False)] * 2
+    if str(stock.RELEASE) >= "0.19.8":
+        assert [rank[:2] for rank in patched] == [("", False)] * 2

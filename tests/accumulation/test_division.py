@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -93,14 +94,12 @@ def of_transformers(trainer: Any, step: int, micro: int) -> None:
 
 
 @on_ranks
-@pytest.mark.parametrize(
-    ("stage", "style"), [(0, "engine"), *((stage, one) for stage in (2, 3) for one in stock.STYLES)]
-)
+@pytest.mark.parametrize(("stage", "style"), [(0, "engine"), *product((2, 3), stock.STYLES)])
 def test_a_model_of_transformers(stage: int, style: str) -> None:
-    """Of hooks, it leaves some itself."""
+    """The model leaves hooks of its own."""
     options = Options(stage, model="SmallLlama", style=style, micro_steps=4)
-    found = run(of_transformers, options, "accumulation", strict=False)
-    assert found.equal, found
+    outcome = run(of_transformers, options, "accumulation", strict=False)
+    assert outcome.equal, outcome
 
 
 @trains(
@@ -119,8 +118,8 @@ def test_engines_in_a_chain(trainer: Any) -> None:
             x = features(step).detach() + micro
             hidden = other(trainer(x))
             trainer.backward(trainer(hidden).square().mean() + 0.3 * hidden.sin().mean())
-            for one in (trainer, other):
-                one.step()
+            for engine in (trainer, other):
+                engine.step()
 
 
 @trains(

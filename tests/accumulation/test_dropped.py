@@ -1,25 +1,14 @@
-"""What a step has reduced is dropped by `zero_grad()` and by a backward that raised: all of it."""
+"""`zero_grad()` and a backward that raised drop every gradient that the step has reduced."""
 
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.harness import (
-    EngineTrainer,
-    applied,
-    at,
-    checked,
-    engine_of,
-    leftovers,
-    of,
-    stock,
-    trains,
-)
+from tests.harness import at, checked, of, stock, trains
 from tests.harness.models import backward_that_raises, loss_of
-from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.scripts import accumulating, ordinary
-from tests.world import on_ranks
+from tests.harness.options import OFFLOADED, OVERLAP
+from tests.scripts import accumulating
 
 accumulation = partial(of, "accumulation")
 TELLS_OF_GRADIENTS = stock.since("0.18.5", "a count of the gradients of a backward")
@@ -88,28 +77,7 @@ def test_a_backward_that_raised(trainer: Any, step: int) -> None:
     at(1, 2, 3, marks=[TELLS_OF_GRADIENTS], **OVERLAP),
 )
 def test_a_backward_that_raised_before_any_gradient(trainer: Any, step: int, micro: int) -> None:
-    """It spares the step's, as in PyTorch."""
+    """The step's gradients stay, as in PyTorch."""
     trainer.backward(loss := loss_of(trainer, step, micro))
     with pytest.raises(RuntimeError, match="second time"):
         trainer.backward(loss)
-
-
-@on_ranks
-@pytest.mark.parametrize(
-    ("stage", "more"),
-    [
-        (1, {"micro_steps": 2}),
-        (1, BF16_SUMS),
-        (1, OFFLOADED | BF16_SUMS),
-        (2, OFFLOADED),
-        (3, OFFLOADED),
-    ],
-    ids=str,
-)
-def test_nothing_is_left_after_unapply(stage: int, more: dict[str, Any]) -> None:
-    engine = engine_of(stage=stage, **more)
-    before = leftovers.of(engine)
-    with applied("accumulation"):
-        ordinary.micro_steps(EngineTrainer(engine, Options(stage, **more)))
-        assert leftovers.since(before, engine, but=()), "the patch has not seen the engine"
-    assert not leftovers.since(before, engine, but=())

@@ -58,8 +58,8 @@ def test_to_go_back_is_told(micro_steps: int) -> None:
         assert not heard
         for _ in range(2):
             train(first)
-    (said,) = heard
-    assert "another engine has trained since" in said
+    (warning,) = heard
+    assert "another engine has trained since" in warning
 
 
 @on_ranks
@@ -92,5 +92,5 @@ def test_one_loss_for_two_engines(stage: int, other: str) -> None:
                 second.step()
             elif other == "is zeroed":
                 second.zero_grad()
-    told = [text for text in heard if "its step() was never called" in text]
-    assert len(told) == (other == "is never stepped"), heard
+    warnings = [text for text in heard if "its step() was never called" in text]
+    assert len(warnings) == (other == "is never stepped"), heard

@@ -54,14 +54,14 @@ test_batches_of_one_to_three_experts = checked(
 def test_buckets_of_two_dtypes(stage: int, script: Any) -> None:
     """Under autocast the norms have some of their own, and what is reduced first came later."""
     zero = {"reduce_bucket_size": 600}  # up to 0.18.4 the largest parameter has to fit
-    found = run(script, script.at(stage, steps=3, settings=AUTOCAST, zero=zero), "accumulation")
-    assert not found.error, found
-    assert found.difference < 0.02 * found.moved, found
+    outcome = run(script, script.at(stage, steps=3, settings=AUTOCAST, zero=zero), "accumulation")
+    assert not outcome.error, outcome
+    assert outcome.difference < 0.02 * outcome.moved, outcome
 
 
 @on_ranks
 def test_taken_back_before_a_backward() -> None:
-    """Of an engine that had a forward."""
+    """The engine had a forward."""
     with applied("accumulation"):
         trainer = engine_trainer(stage=2, settings=AUTOCAST)
         models.loss_of(trainer, 0)

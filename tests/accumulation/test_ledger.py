@@ -4,14 +4,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness import BF16_SUMS, OFFLOADED, OVERLAP, Options, World, check, run
+from tests.harness import BF16_SUMS, OFFLOADED, OVERLAP, SCATTERED, Options, World, check, run
 from tests.harness.stock import RELEASE, Version
 from tests.scripts import accumulating, heads, losses, ordinary
 from tests.scripts.declared import Script
 
 CLIPPED = {**OFFLOADED, "clip": 0.05}
 FOUR = {**OFFLOADED, "micro_steps": 4}
-SCATTERED = {"zero": {"contiguous_gradients": False}}
 NOW = "9"  # it has not ended
 
 

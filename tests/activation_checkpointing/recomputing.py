@@ -63,14 +63,14 @@ def configured(**settings: Any) -> Iterator[None]:
     """
     from deepspeed import checkpointing
 
-    here = vars(checkpointing)
-    before = dict(here)
+    names = vars(checkpointing)
+    before = dict(names)
     world = SimpleNamespace(
         get_model_parallel_rank=dist.get_rank,
         get_model_parallel_world_size=dist.get_world_size,
         get_model_parallel_group=lambda: dist.group.WORLD,
     )
-    copy = here["copy_to_device"]
+    copy = names["copy_to_device"]
 
     def to_device(item: Any, device: Any, criterion_func: Any) -> Any:
         copied = copy(item, device, criterion_func)
@@ -80,12 +80,12 @@ def configured(**settings: Any) -> Iterator[None]:
     try:
         if settings:
             checkpointing.configure(world, **settings)
-            here["copy_to_device"] = to_device
+            names["copy_to_device"] = to_device
         yield
     finally:
         checkpointing.reset()
         for name in ("mpu", "mp_rank", "mp_size", "mp_group", "num_layers", "copy_to_device"):
-            here[name] = before[name]
+            names[name] = before[name]
         checkpointing.configure(None)
 
 
@@ -98,7 +98,7 @@ def several(
     fails: bool = False,
     **settings: Any,
 ) -> None:
-    """That many backwards over one forward; both ranks have one batch, as those of one model.
+    """Run several backwards over one forward; both ranks have one batch, as ranks of one model do.
 
     by: name of DeepSpeed's function. block: with one reduction. fails: the second step's first
     backward does, and the step is taken again.

@@ -18,9 +18,9 @@ SINCE_0_19_6 = stock.since("0.19.6", "a non_reentrant_checkpoint that empties no
 
 
 def rows(by: str) -> Iterator[list[Any]]:
-    def row(given: dict[str, Any], *stages: int, patches: str = "", **options: Any) -> list[Any]:
+    def row(how: dict[str, Any], *stages: int, patches: str = "", **options: Any) -> list[Any]:
         patches += " zero3_retain activation_checkpointing"
-        script = partial(several, by=by, **given)
+        script = partial(several, by=by, **how)
         return of(patches, script, *stages, **{"model": recomputing.Recomputed, **options})
 
     for count in (1, 2, 3):
@@ -42,21 +42,21 @@ def rows(by: str) -> Iterator[list[Any]]:
 @cases(*rows(REENTRANT), *rows(NON_REENTRANT))
 def test_gradients(world: World, case: Case) -> None:
     fails = "fails" in case.name
-    for one in case.check(world, says=None if fails else ()):
+    for outcome in case.check(world, says=None if fails else ()):
         gathers_once = "block" in case.name
-        assert fails or gathers_once or not any(one.available), one
+        assert fails or gathers_once or not any(outcome.available), outcome
 
 
 @on_ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stock_gives_up_what_it_has_saved(stage: int) -> None:
-    found = run(partial(several, by=REENTRANT), Options(stage, model=recomputing.Recomputed))
-    assert "'NoneType' object is not iterable" in found.error, "stock is right"
+    outcome = run(partial(several, by=REENTRANT), Options(stage, model=recomputing.Recomputed))
+    assert "'NoneType' object is not iterable" in outcome.error, "stock is right"
 
 
 @on_ranks
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_stock_recomputes_with_empty_parameters(backwards: int) -> None:
     script = partial(several, by=NON_REENTRANT, backwards=backwards)
-    found = run(script, Options(model=recomputing.Recomputed))
-    assert "The size of tensor a (0)" in found.error, "stock is right"
+    outcome = run(script, Options(model=recomputing.Recomputed))
+    assert "The size of tensor a (0)" in outcome.error, "stock is right"

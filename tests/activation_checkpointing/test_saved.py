@@ -1,4 +1,4 @@
-"""What a checkpoint saves, and for how long: without ranks and engines."""
+"""Tensors that a checkpoint saves, and for how long: without ranks and engines."""
 
 import gc
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def function(by: str) -> Any:
 
 def alive(shape: tuple[int, ...]) -> int:
     """How many tensors of this shape there are, without a collection of garbage."""
-    return sum(type(one) is Tensor and one.shape == shape for one in gc.get_objects())
+    return sum(type(tensor) is Tensor and tensor.shape == shape for tensor in gc.get_objects())
 
 
 def widened(x: Tensor) -> Tensor:
@@ -45,10 +45,10 @@ def widened(x: Tensor) -> Tensor:
 def grads_of(loss: Tensor, retain_graph: bool, **more: Any) -> Tensor:
     weight.grad = None
     loss.backward(retain_graph=retain_graph, **more)
-    found = weight.grad
-    assert found is not None
+    grad = weight.grad
+    assert grad is not None
     weight.grad = None
-    return found
+    return grad
 
 
 @pytest.fixture

@@ -5,14 +5,15 @@ import pytest
 from tests import shell
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-LAUNCHERS = {"at_rest": TORCHRUN, "coalesce": TORCHRUN, "retain": TORCHRUN, "gather_once": TORCHRUN}
+GATHERED_ONCE = "at_rest --patches zero3_gather_once --stages 3 --models checkpointing --tokens 2x8"
+LAUNCHERS = dict.fromkeys(["at_rest", GATHERED_ONCE, "coalesce", "retain"], TORCHRUN)
 LAUNCHERS["dc_fallback"] = ()  # it starts its own ranks
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_it_runs(name: str) -> None:
-    done = shell.python("-m", *LAUNCHERS[name], f"benchmarks.{name}", "--rounds", "2")
+    done = shell.python("-m", *LAUNCHERS[name], *f"benchmarks.{name}".split(), "--rounds", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     _, *rows = done.stdout.partition("| --- |")[2].splitlines()
     assert rows

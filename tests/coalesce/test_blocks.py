@@ -83,8 +83,8 @@ test_scripts = checked(
 def test_a_tensor_that_is_no_output_is_refused(world: World, stage: int) -> None:
     """``engine.backward`` would have scaled it."""
     script = windows.window_over_an_auxiliary_tensor
-    for one in world.run(run, script, script.at(stage, **FP16), "coalesce"):
-        assert re.search("engine.backward.(tensor|loss)", one.error), one
+    for outcome in world.run(run, script, script.at(stage, **FP16), "coalesce"):
+        assert re.search("engine.backward.(tensor|loss)", outcome.error), outcome
 
 
 class BoundaryTrainer(EngineTrainer):
@@ -131,7 +131,7 @@ def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
 
 @trains("coalesce", at(1, 2, 3, core={2, 3}), at(1, 2, 3, **OFFLOADED), at(2, micro_steps=2))
 def test_a_block_without_a_backward(trainer: Any, step: int, micro: int) -> None:
-    """It reduces nothing, whatever it runs; a rank that alone has none reduces zeros.
+    """Such a block reduces nothing; a rank that alone has no backward reduces zeros.
 
     At ZeRO 3 ranks gather together: they all need the same forwards and backwards.
     """

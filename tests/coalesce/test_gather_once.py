@@ -57,19 +57,19 @@ class Gathers:
 def seen(
     patched: bool, backwards: int, options: Options, blocks: tuple[int, ...] = (0, 1, 2, 3)
 ) -> list[tuple[Counter[str], int]]:
-    """Of each step, of which some have `blocks`, where it is patched."""
+    """Return the gathers and the most elements of each step; patched, some have `blocks`."""
     used = mock.patch.object(models.Either, "used", (True, False))
     with applied("coalesce") if patched else nullcontext(), used:
         trainer = engine_trainer(models.build(options.model), stage=3, zero=options.zero)
-        gathers, found = Gathers(trainer), []
+        gathers, seen_steps = Gathers(trainer), []
         for step in range(options.steps):
             gathers.begin()
             with trainer.window() if patched and step in blocks else nullcontext():
                 for micro in range(backwards):
                     trainer.backward(loss_of(trainer, step, micro))
-            found.append((gathers.counts, gathers.most))
+            seen_steps.append((gathers.counts, gathers.most))
             trainer.step()
-        return found
+        return seen_steps
 
 
 @on_ranks
@@ -97,7 +97,7 @@ def test_a_block_of_one_backward_gathers_no_more_than_stock(model: str, more: Gi
 @on_ranks
 @pytest.mark.core_case
 def test_what_does_not_fit_is_gathered_as_ever() -> None:
-    """It is one element too many."""
+    """The model has one element too many."""
     elements = sum(param.numel() for param in models.build("TwoHeads").parameters())
     options = Options(**limited(elements - 1, stage3_prefetch_bucket_size=0))
     stocks, ours = (seen(patched, 4, options) for patched in (False, True))
@@ -130,17 +130,18 @@ def test_the_status_says_which_way_was_taken(more: Given, says: str) -> None:
 @pytest.mark.core_case
 def test_steps_after_a_block_gather_and_hold_as_ever() -> None:
     """DeepSpeed remembers what it may release, and a block must teach it nothing."""
-    ours, without = (seen(True, 1, Options(steps=8, zero=NO_REUSE), at) for at in ((2, 3), ()))
+    options = Options(steps=8, zero=NO_REUSE)
+    ours, without = (seen(True, 1, options, blocks) for blocks in ((2, 3), ()))
     assert ours[-3:] == without[-3:]
 
 
 def test_suspended_hooks_come_back_to_their_places() -> None:
-    """Those that are gone are left out."""
-    said: list[str] = []
+    """Hooks that were removed meanwhile stay removed."""
+    calls: list[str] = []
     module = torch.nn.Linear(1, 1)
 
     def say(word: str) -> Any:
-        return module.register_forward_pre_hook(lambda *_: said.append(word))
+        return module.register_forward_pre_hook(lambda *_: calls.append(word))
 
     first, _, third, fourth, removed = map(say, "abcdx")
     removed.remove()
@@ -152,7 +153,7 @@ def test_suspended_hooks_come_back_to_their_places() -> None:
     module(torch.ones(1))
     restore()
     module(torch.ones(1))
-    assert "".join(said) == "bd" + "be" + "abce"
+    assert "".join(calls) == "bd" + "be" + "abce"
 
 
 def written_inside(by: float, **options: Any) -> Parameters:

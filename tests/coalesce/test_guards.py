@@ -1,4 +1,4 @@
-"""What a block refuses, and that applying and unapplying leave nothing behind."""
+"""Refusals of a block; applying and unapplying leave nothing behind."""
 
 from contextlib import nullcontext
 from inspect import signature

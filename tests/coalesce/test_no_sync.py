@@ -47,8 +47,8 @@ test_the_next_synced_backward_reduces_the_sum = checked(
 @pytest.mark.core_case
 def test_what_stage_1_does_not_divide_is_said(world: World) -> None:
     script = unsynced.unsynced_among_micro_steps
-    for one in world.run(run, script, script.at(1), "coalesce"):
-        assert "not divided by gradient_accumulation_steps" in one.said[0]
+    for outcome in world.run(run, script, script.at(1), "coalesce"):
+        assert "not divided by gradient_accumulation_steps" in outcome.said[0]
 
 
 def fail_in_no_sync(trainer: Any, step: int, place: str, zero: bool) -> None:

@@ -1,6 +1,7 @@
 """A step costs one reduction, and at stages 1 and 2 half of the bytes, left as upstream does."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ BLOCK = windows.window
 
 
 def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> Counter[str]:
-    """Of three steps, by operator."""
+    """Count the reductions of three steps, by operator."""
     if loop is unsynced.stepping_inside:
         more = more | {"micro_steps": backwards}
     with applied("coalesce"):
@@ -31,11 +32,9 @@ def reductions(loop: Any, stage: int, backwards: int, more: dict[str, Any]) -> C
 @pytest.mark.parametrize(
     ("loop", "more", "stage"),
     [
-        *((BLOCK, more, at) for more in ({}, OFFLOADED, OVERLAP, ALL_REDUCED) for at in (1, 2, 3)),
-        *((unsynced.unsynced, {}, at) for at in (1, 2, 3)),
-        *((unsynced.stepping_inside, {}, at) for at in (2, 3)),  # at 1 stock's own refuses step()
-        *((nested.cached, {}, at) for at in (1, 2, 3)),
-        *((nested.cached_in_a_window, {}, at) for at in (1, 2, 3)),
+        *product([BLOCK], [{}, OFFLOADED, OVERLAP, ALL_REDUCED], (1, 2, 3)),
+        *product([unsynced.unsynced, nested.cached, nested.cached_in_a_window], [{}], (1, 2, 3)),
+        *product([unsynced.stepping_inside], [{}], (2, 3)),  # at 1 stock's own refuses step()
     ],
 )
 def test_a_step_costs_one_reduction(stage: int, loop: Any, more: dict[str, Any]) -> None:
@@ -53,15 +52,15 @@ def test_gradcache_has_the_loss_curve_of_the_whole_batch(stage: int) -> None:
 
     work = curves.Work(steps=12, chunks=4)
     with applied("coalesce"):
-        plain, found = curves.full_batch(work), curves.cached(stage, work, block=True)
-    assert not found.error
-    assert found.losses == pytest.approx(plain.losses, abs=1e-5)
-    assert found.losses[-1] < 0.8 * found.losses[0]
-    assert found.reductions == {1}
+        plain, curve = curves.full_batch(work), curves.cached(stage, work, block=True)
+    assert not curve.error
+    assert curve.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert curve.losses[-1] < 0.8 * curve.losses[0]
+    assert curve.reductions == {1}
 
 
 @pytest.mark.exhaustive
 def test_the_command() -> None:
-    """It ends with 0 if all that it prints is right."""
+    """The exit status is 0 if all that the command prints is right."""
     done = shell.python("-m", "examples.gradcache", "--steps", "4")
     assert (done.returncode, done.stderr) == (0, "")

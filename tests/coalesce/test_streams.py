@@ -9,19 +9,17 @@ from tests.stream_safety.test_races import NO_TIMER, lives
 from tests.world import World
 
 
-def unsynced(trainer: Any, micro_steps: int = 1) -> None:
-    for step in range(3):
-        with trainer.no_sync():
-            on_streams.three_backwards(trainer, step)
-        trainer.backward(trainer(on_streams.batch(9 + step)).square().mean())
-        trainer.step()
+def unsynced(trainer: Any, step: int) -> None:
+    with trainer.no_sync():
+        on_streams.three_backwards(trainer, step)
+    trainer.backward(trainer(on_streams.batch(9 + step)).square().mean())
 
 
 def kinds(world: World, stage: int, around: str, **case: Any) -> set[str]:
-    """Of races on any rank. The throughput timer, which waits for the device, would hide some."""
+    """Return the kinds of races, without the throughput timer, whose waits would hide some."""
     ranks = world.run(on_streams.train, stage, around=around, settings=NO_TIMER, **case)
-    assert all(found.difference <= on_streams.EXACT for found in ranks), "the CPU runs in order"
-    return {race for found in ranks for race in found.races}
+    assert all(outcome.difference <= on_streams.EXACT for outcome in ranks), "the CPU runs in order"
+    return {race for outcome in ranks for race in outcome.races}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +36,6 @@ def test_no_race_that_stock_has_not(world: World, stage: int, around: str, scrip
         pytest.skip("this release races here without us: no backward of it waits for a side stream")
     stocks = kinds(world, stage, around)
     for script in scripts:
-        found = kinds(world, stage, around, script=script, beside=("coalesce",))
-        assert found <= stocks, (script, found - stocks)
-        assert stage == 3 or not found, "autograd has joined its streams before the reduction"
+        races = kinds(world, stage, around, script=script, beside=("coalesce",))
+        assert races <= stocks, (script, races - stocks)
+        assert stage == 3 or not races, "autograd has joined its streams before the reduction"

@@ -157,8 +157,8 @@ def record(folder: Path, engines: Mapping[str, str]) -> None:
         hashes[sha256(file.read_bytes()).hexdigest()[:16]] = spans
         for name, shapes in places.items():
             node = definitions.by_name(definitions.tree(file).body, name)
-            found = definitions.digest(node) if node else "absent"
-            shapes[found] = ", ".join(filter(None, [shapes.get(found), spans]))
+            digest = definitions.digest(node) if node else "absent"
+            shapes[digest] = ", ".join(filter(None, [shapes.get(digest), spans]))
     known = {"releases": RELEASES, "files": {MODULE: hashes}, "places": {MODULE: places}}
     write(folder / "shapes.json", json.dumps(known))
 

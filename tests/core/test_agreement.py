@@ -150,11 +150,11 @@ os._exit(0)
 
 @pytest.mark.exhaustive
 def test_a_rank_that_ends_early_takes_no_other_with_it() -> None:
-    """It has the store, as without torchrun."""
+    """The rank that ends has the store, as without torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    world = {**where, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    world = {**address, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     with ThreadPoolExecutor(2) as pool:
         each = ({**world, "RANK": rank} for rank in "01")
         _, second = pool.map(lambda rank: python("-c", ENGINE + ENDS, variables=rank), each)

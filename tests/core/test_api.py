@@ -51,12 +51,12 @@ def test_a_release_that_is_not_known_is_one_warning_for_a_job(
     two: fake.Place, rank: str, lines: int
 ) -> None:
     fake.deepspeed(two.deepspeed, "0.19.9")
-    said = ""
+    stderr = ""
     for number in "01":
         ranks = {rank: number} if rank else {}
-        said += two.run("ds_patches.apply_all(only='lower,upper')", **ranks).stderr
-    assert said.count("lower, upper are not applied, refused: DeepSpeed 0.19.9") == lines
-    assert said.count("DS_PATCHES_FORCE=lower,upper applies it\n") == said.count("\n") == lines
+        stderr += two.run("ds_patches.apply_all(only='lower,upper')", **ranks).stderr
+    assert stderr.count("lower, upper are not applied, refused: DeepSpeed 0.19.9") == lines
+    assert stderr.count("DS_PATCHES_FORCE=lower,upper applies it\n") == stderr.count("\n") == lines
 
 
 def test_each_call_sees_what_is_installed_now(place: fake.Place) -> None:
@@ -74,7 +74,7 @@ def test_each_call_sees_what_is_installed_now(place: fake.Place) -> None:
 
 
 def test_to_import_auto_is_to_apply(place: fake.Place) -> None:
-    """What is not wanted is no failure, and no warning; a call for it beats the environment."""
+    """A patch that is not wanted is no failure, and no warning; a call beats the environment."""
     fake.write(place.deepspeed / "deepspeed/__init__.py", "")  # applying imports the targets
     code = """
         import ds_patches.auto

@@ -40,5 +40,5 @@ def test_a_broken_deepspeed_says_so(
     warned = two.run(f"SEEN, REASON = {seen}, {reason!r}\n{ALL_BROKEN}", **both).stderr
     assert warned.count(" are not applied, refused: the import of ") == warned.count("\n") == 2
     # Without an import nobody can tell.
-    said = " ".join(two.command("doctor", status=2 * seen, **both).stdout.split())
-    assert bool(re.search(" refused, the import .*: lower, upper ", said)) == seen
+    printed = " ".join(two.command("doctor", status=2 * seen, **both).stdout.split())
+    assert bool(re.search(" refused, the import .*: lower, upper ", printed)) == seen

@@ -10,20 +10,20 @@ from ds_patches.core.calls import in_order, meanwhile
 
 
 def test_attributes_are_put_back_also_after_an_exception() -> None:
-    thing = SimpleNamespace(one=1, two=2)
-    with meanwhile(thing, one=None, two=3):
-        assert vars(thing) == {"one": None, "two": 3}
-    assert vars(thing) == {"one": 1, "two": 2}
-    with pytest.raises(KeyError), meanwhile(thing, one=2):
+    owner = SimpleNamespace(one=1, two=2)
+    with meanwhile(owner, one=None, two=3):
+        assert vars(owner) == {"one": None, "two": 3}
+    assert vars(owner) == {"one": 1, "two": 2}
+    with pytest.raises(KeyError), meanwhile(owner, one=2):
         raise KeyError
-    with pytest.raises(AttributeError), meanwhile(thing, one=2, other=3):
+    with pytest.raises(AttributeError), meanwhile(owner, one=2, other=3):
         pass
-    assert vars(thing) == {"one": 1, "two": 2}
+    assert vars(owner) == {"one": 1, "two": 2}
 
 
 class Scales:
     def weigh(self, left: int, right: int, scale: float = 1.0, unit: str = "kg") -> None:
-        """What a wrapper is around."""
+        """Stand for a method that is wrapped."""
 
 
 def of_a_module(left: int, right: int = 2) -> None:

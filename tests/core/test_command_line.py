@@ -19,8 +19,8 @@ def test_status(place: fake.Place) -> None:
     assert any(line.split()[:2] == ["sample", "ready"] for line in lines)
     alone = place.command("status", "sample").stdout
     assert alone.strip() in place.command("status", "-v").stdout
-    for said in ("ready", "every shape is known", "0.19.8", "https://example.org/1"):
-        assert said in alone
+    for words in ("ready", "every shape is known", "0.19.8", "https://example.org/1"):
+        assert words in alone
     place.path = [fake.dependencies(place.root / "lib")]
     sample = json.loads(place.command("status", "--json", bare=True).stdout)["sample"]
     expected = {"state": "not installed", "installed": None, "live": False}
@@ -37,9 +37,9 @@ def test_doctor_fails_on_drift_and_lists_all_of_it(place: fake.Place) -> None:
     engine = fake.edited(fake.ENGINE, "self.factor, x)", "x)")
     engine = fake.edited(engine, "limit = 3", "limit = 4")
     fake.deepspeed(place.deepspeed, engine=engine)
-    said = place.command("doctor", "-v", status=1, DS_PATCHES="sample").stdout
-    assert re.search(" refused, deepspeed.runtime.engine:.*: sample ", " ".join(said.split()))
-    drift = said.partition("\ndrift\n")[2]
+    printed = place.command("doctor", "-v", status=1, DS_PATCHES="sample").stdout
+    assert re.search(" refused, deepspeed.runtime.engine:.*: sample ", " ".join(printed.split()))
+    drift = printed.partition("\ndrift\n")[2]
     for qualname in ("Engine.forward", "Relied"):
         assert f"deepspeed.runtime.engine:{qualname} has the unknown shape" in drift
     forced = place.command("doctor", status=None, DS_PATCHES_FORCE="sample").stdout
@@ -67,9 +67,9 @@ def test_a_word_that_means_nothing_is_an_error(
 def test_every_patch_is_whole(name: str) -> None:
     patch = registry.patch(name)
     assert patch.name == name
-    assert set(patch.requires) <= {n for n, one in registry.patches().items() if not one.requires}
+    assert set(patch.requires) <= {n for n, p in registry.patches().items() if not p.requires}
     page = import_module(patch.hooks or f"ds_patches.{name}")
     assert page.is_applied() is ds_patches.is_applied(name)
     assert all((patch.summary, patch.remove_when))
-    begins = [str(patch.function(one.wrapper).__doc__).split()[0] for one in patch.targets]
+    begins = [str(patch.function(target.wrapper).__doc__).split()[0] for target in patch.targets]
     assert not {"None", "It", "Of", "That", "Those"} & {*begins}, begins

@@ -23,7 +23,7 @@ def test_every_error_comes_through_a_pipe() -> None:
     ours = [kind for kind in kinds if kind.__module__.startswith("ds_patches")]
     assert command.StartupError in ours
     for error in (*MADE, *(kind("what was wrong") for kind in ours)):
-        found = pickle.loads(pickle.dumps(error))
-        assert type(found) is type(error)
-        assert str(found) == str(error)
-        assert vars(found) == vars(error)
+        unpickled = pickle.loads(pickle.dumps(error))
+        assert type(unpickled) is type(error)
+        assert str(unpickled) == str(error)
+        assert vars(unpickled) == vars(error)

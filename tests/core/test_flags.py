@@ -84,7 +84,7 @@ NAMES = "no patch is named .*one, two_words"
         *(({"_FORCE": name}, {}, NAMES) for name in ("thre", "all")),
         *(({"": switch}, {}, "mean 'all'") for switch in ("1", "True", "on")),
         *(({"": switch}, {}, "mean 'none'") for switch in ("0", "off")),
-        *(({}, {where: "one,thre"}, NAMES) for where in ("only", "skip", "force")),
+        *(({}, {argument: "one,thre"}, NAMES) for argument in ("only", "skip", "force")),
         ({}, {"only": ""}, NAMES),
         ({}, {"only": True}, "True is not a list of patches' names"),
         ({"": "one,none"}, {}, "`none` without other words"),

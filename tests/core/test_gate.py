@@ -61,7 +61,7 @@ READY, OUT, REFUSED = "ready", "out of range", "refused"
 
 
 @pytest.mark.parametrize(
-    ("version", "engine", "force", "state", "told"),
+    ("version", "engine", "force", "state", "words"),
     [
         *((version, OLD, False, READY, "") for version in ("0.16.0", "0.18.9")),
         ("0.17.1", OLD, False, READY, ""),  # not recorded: compared with 0.17.0
@@ -88,11 +88,11 @@ READY, OUT, REFUSED = "ready", "out of range", "refused"
     ],
 )
 def test_version_and_structure(
-    judge: Judge, version: str | None, engine: str, force: bool, state: str, told: str
+    judge: Judge, version: str | None, engine: str, force: bool, state: str, words: str
 ) -> None:
-    found, reason, release = judge(version, engine, force)
-    assert (found, told in reason) == (state, True), reason
-    assert release == ("None" if ": no release" in told else str(version).partition("+")[0])
+    judged, reason, release = judge(version, engine, force)
+    assert (judged, words in reason) == (state, True), reason
+    assert release == ("None" if ": no release" in words else str(version).partition("+")[0])
 
 
 def test_a_target_that_is_left_out_is_compared_too(judge: Judge, tmp_path: Path) -> None:
@@ -137,15 +137,15 @@ def test_a_checkout_says_itself_what_it_is(judge: Judge) -> None:
     assert (state, "version is unknown" in reason) == (REFUSED, True)
 
 
-@pytest.mark.parametrize("where", ["before the call", "at the import", "of an edited file"])
-def test_a_function_replaced_before_us_is_named(place: fake.Place, where: str) -> None:
+@pytest.mark.parametrize("when", ["before the call", "at the import", "of an edited file"])
+def test_a_function_replaced_before_us_is_named(place: fake.Place, when: str) -> None:
     """The source on disk is right, the live function is not: only the live look tells."""
-    if where == "of an edited file":
+    if when == "of an edited file":
         fake.deepspeed(place.deepspeed, engine=COMMENTED)
     fake.write(place.deepspeed / "other_library.py", "def forward(self, x):\n    return x\n")
     code = "import deepspeed.runtime.engine as engine, other_library\n"
     replace = f"{code}engine.Engine.forward = other_library.forward\n"
-    if where == "at the import":
+    if when == "at the import":
         fake.write(place.deepspeed / "deepspeed/__init__.py", replace)
         replace = ""
     code = f"""{replace}

@@ -14,10 +14,10 @@ from ds_patches.core import lifecycle, live
 from tests.harness import models
 from tests.harness.models import loss_of
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
-from tests.harness.run import Outcome, Script, measure
+from tests.harness.run import Outcome, measure
 from tests.harness.trainers import engine_of
 from tests.scripts import accumulating, by_hand, evaluating, nested, ordinary
-from tests.world import World
+from tests.world import World, on_ranks
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def profile(engine: Any) -> list[tuple[Any, str, Any]]:
 
 
 def beside_a_profiler(trainer: Any) -> None:
-    """It comes over our wrappers, which go, come over it, and go again after it."""
+    """A profiler wraps our wrappers, which go, come over it, and go again after it."""
     before: list[tuple[Any, str, Any]] = []
     for step in trainer.steps():
         event = step if trainer.is_engine else None
@@ -84,8 +84,8 @@ def test_wrappers_come_and_go_beneath_a_profiler(
 ) -> None:
     if more is BF16_SUMS and stage == 1:
         pytest.skip("BF16_Optimizer has no block")
-    for found in world.run(company, Options(stage, steps=8, **more)):
-        assert found.equal, found
+    for outcome in world.run(company, Options(stage, steps=8, **more)):
+        assert outcome.equal, outcome
 
 
 # --- Arguments by name ----------------------------------------------------------------------------
@@ -108,9 +108,9 @@ def called_by_name() -> Iterator[set[str]]:
             called.add(name)
             if not is_plain:
                 return ours(*args, **kwargs)
-            given = [*signature.bind(*args, **kwargs).arguments.items()]
-            own = [given.pop(0)[1]] if given and given[0][0] == "self" else []
-            return ours(*own, **dict(given[::-1]))
+            arguments = [*signature.bind(*args, **kwargs).arguments.items()]
+            own = [arguments.pop(0)[1]] if arguments and arguments[0][0] == "self" else []
+            return ours(*own, **dict(arguments[::-1]))
 
         return by_name
 
@@ -122,11 +122,7 @@ def called_by_name() -> Iterator[set[str]]:
         yield called
 
 
-def by_name(script: Script, options: Options) -> tuple[Outcome, set[str]]:
-    with all_patches(), called_by_name() as called:
-        return measure(script, options, strict=False), called
-
-
+@on_ranks
 @pytest.mark.parametrize(
     ("script", "stages", "more"),
     [
@@ -138,13 +134,12 @@ def by_name(script: Script, options: Options) -> tuple[Outcome, set[str]]:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_arguments_by_name(
-    world: World, script: Any, stages: tuple[int, ...], more: dict[str, Any]
-) -> None:
+def test_arguments_by_name(script: Any, stages: tuple[int, ...], more: dict[str, Any]) -> None:
     for stage in stages:
-        for found, called in world.run(by_name, script, Options(stage, **more)):
-            assert found.equal, (stage, found)
-            assert called
+        with all_patches(), called_by_name() as called:
+            outcome = measure(script, Options(stage, **more), strict=False)
+        assert outcome.equal, (stage, outcome)
+        assert called
 
 
 # --- What is left when an engine goes -------------------------------------------------------------
@@ -154,11 +149,15 @@ def backward(engine: Any) -> None:
     engine.backward(engine(models.batch(0)[0])[0].sum())
 
 
-def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
-    """Of engine, optimizer and module, after a step of this kind."""
+@on_ranks
+@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
+@pytest.mark.parametrize("use", ["ordinary", "checked", "unsynced", "of a block"])
+@pytest.mark.parametrize("stage", [1, 2])  # stock frees none of stage 3
+def test_an_engine_is_freed(use: str, stage: int, more: dict[str, Any]) -> None:
+    """Engine, optimizer and module, after a step of this kind."""
     with all_patches():
         engine = engine_of(stage=stage, **more)
-        things = [ref(engine), ref(engine.optimizer), ref(engine.module)]
+        references = [ref(engine), ref(engine.optimizer), ref(engine.module)]
         if use == "unsynced":
             with engine.no_sync():
                 backward(engine)
@@ -172,12 +171,4 @@ def is_freed(use: str, stage: int, more: dict[str, Any]) -> list[bool]:
         engine.destroy()
         del engine, check
         gc.collect()
-        return [thing() is None for thing in things]
-
-
-@pytest.mark.parametrize("more", [{}, OFFLOADED], ids=["", "offloaded"])
-@pytest.mark.parametrize("use", ["ordinary", "checked", "unsynced", "of a block"])
-@pytest.mark.parametrize("stage", [1, 2])  # stock frees none of stage 3
-def test_an_engine_is_freed(world: World, use: str, stage: int, more: dict[str, Any]) -> None:
-    for freed in world.run(is_freed, use, stage, more):
-        assert all(freed), freed
+        assert [reference() for reference in references] == [None] * 3

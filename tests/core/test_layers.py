@@ -82,9 +82,9 @@ def test_imports_run_down_and_there_is_no_circle() -> None:
     graph = {name: {*imported(name)} & TREES.keys() for name in TREES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
     for name, others in graph.items():
-        mine = part_of(name)
+        own = part_of(name)
         for theirs in map(part_of, others):
-            assert theirs == mine or layer_of(theirs) < layer_of(mine), (name, others)
+            assert theirs == own or layer_of(theirs) < layer_of(own), (name, others)
 
 
 def test_upstream_alone_imports_deepspeed() -> None:

@@ -82,7 +82,7 @@ class Walk:
         self.activations: list[str] = []
 
     def step(self, event: str) -> None:
-        """Let one event happen, then compare the live objects with the model."""
+        """Run one event, then compare the live objects with the model."""
         if event == "U":
             self._unapply()
         elif event in SECOND:
@@ -228,10 +228,10 @@ def _in_a_child(path: str, *steps: Callable[[], None]) -> None:
 
 
 def demand(which: Callable[[], list[str]], *arguments: str, path: tuple[Path, ...] = ()) -> None:
-    said = fake.run("", *path, arguments=("-m", __name__, which.__name__, *arguments)).stdout
-    found = dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
-    assert not [f"{word}: {text}" for word, text in found.items() if text]
-    assert sorted(found) == sorted(which()), said
+    printed = fake.run("", *path, arguments=("-m", __name__, which.__name__, *arguments)).stdout
+    errors = dict(json.loads(line) for line in printed.splitlines() if line.startswith('["'))
+    assert not [f"{word}: {text}" for word, text in errors.items() if text]
+    assert sorted(errors) == sorted(which()), printed
 
 
 def test_the_sample_in_every_ordering(place: fake.Place) -> None:

@@ -19,8 +19,8 @@ def program(level: str = "NOTSET") -> Iterator[logging.Logger]:
     before = ours.level
     ours.setLevel(level)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for one in (ours, logging.getLogger()):
-            monkeypatch.setattr(one, "handlers", [])
+        for logger in (ours, logging.getLogger()):
+            monkeypatch.setattr(logger, "handlers", [])
         yield ours
     ours.setLevel(before)
 
@@ -44,7 +44,7 @@ def test_how_much_is_said(
             log.set_up(flags.read({}).level)
         for level in ("debug", "info", "error"):
             getattr(ours, level)(level)
-    assert capsys.readouterr().err == "".join(f"ds_patches: {one}\n" for one in heard.split())
+    assert capsys.readouterr().err == "".join(f"ds_patches: {level}\n" for level in heard.split())
 
 
 @pytest.mark.parametrize("name", ["", "ds_patches"])

@@ -59,7 +59,7 @@ def test_behaviour_is_shape_and_words_and_layout_are_not(
 ) -> None:
     before, after = BASE, fake.edited(BASE, old, new)
     if inside:
-        before, after = (f"class C:\n{textwrap.indent(one, '    ')}" for one in (before, after))
+        before, after = (f"class C:\n{textwrap.indent(text, '    ')}" for text in (before, after))
     assert (digest(after) == digest(before)) is same
 
 

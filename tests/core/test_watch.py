@@ -1,4 +1,4 @@
-"""What stands in the place of a wrapped method: the status has it, the log once."""
+"""Functions in the place of a wrapped method: the status has them, the log once."""
 
 import functools
 from types import MethodType
@@ -12,7 +12,7 @@ from ds_patches.core import engines, gate, live, registry
 from tests.harness.run import applied
 from tests.harness.trainers import engine_of
 from tests.listening import listening
-from tests.world import World, on_ranks
+from tests.world import on_ranks
 
 ZERO_GRAD = "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad"
 
@@ -36,8 +36,10 @@ def theirs(original: Any, *, says_so: bool) -> Any:
     return functools.wraps(original)(calling) if says_so else calling
 
 
-def engines_beside(name: str, says_so: bool) -> None:
-    """Something else is in a method's place as engines are constructed; all engines are known."""
+@on_ranks
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_wrapper_that_does_not_say_what_it_wraps_is_named_once(name: str, says_so: bool) -> None:
+    """A library's function is in a method's place as engines are constructed; all are known."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     before = engine_of(stage=1)
@@ -58,13 +60,6 @@ def engines_beside(name: str, says_so: bool) -> None:
     assert not engines.known
 
 
-@pytest.mark.parametrize("says_so", [False, True])
-def test_a_wrapper_that_does_not_say_what_it_wraps_is_named_once(
-    world: World, name: str, says_so: bool
-) -> None:
-    world.run(engines_beside, name, says_so)
-
-
 @on_ranks
 def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -78,8 +73,8 @@ def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> N
         engine.unflatten = None
     proxy = wrapt.ObjectProxy(made[0])
     assert isinstance(proxy, DeepSpeedEngine)
-    found = [id(engine) for engine in engines.built() if id(engine) not in before]
-    assert sorted(found) == sorted(map(id, made))
+    new = [id(engine) for engine in engines.built() if id(engine) not in before]
+    assert sorted(new) == sorted(map(id, made))
 
 
 @on_ranks

@@ -16,13 +16,13 @@ from ds_patches.core.layer import Layer, layered
 
 
 def scale(value: int, by: int = 1) -> int:
-    """Of a module."""
+    """Scale, as a function of a module."""
     return value * by
 
 
 class Sheet:
     def scale(self, value: int, by: int = 1) -> int:
-        """Of instances."""
+        """Scale, as a method of instances."""
         return value * by
 
 

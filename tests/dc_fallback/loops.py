@@ -12,20 +12,19 @@ EXACT = 2e-6
 patched = partial(applied, "dc_fallback")
 
 
-def loop(trainer: Any, *, forwards: int = 1, evaluates: bool = False) -> None:
+def loop(
+    trainer: Any, step: int, micro: int, *, forwards: int = 1, evaluates: bool = False
+) -> None:
     """`forwards`: how many come before one backward over their sum.
 
     evaluates: a forward without gradients comes before, and one that no backward follows.
     """
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            if evaluates:
-                with torch.no_grad():
-                    trainer(*inputs(step, 7))
-                trainer(*inputs(step, 8))
-            losses = [trainer(*inputs(step, 3 * micro + part)) for part in range(forwards)]
-            trainer.backward(sum(losses[1:], losses[0]))
-            trainer.step()
+    if evaluates:
+        with torch.no_grad():
+            trainer(*inputs(step, 7))
+        trainer(*inputs(step, 8))
+    losses = [trainer(*inputs(step, 3 * micro + part)) for part in range(forwards)]
+    trainer.backward(sum(losses[1:], losses[0]))
 
 
 def trains(
@@ -42,10 +41,10 @@ def trains(
 
     compiles: of `stand_in.deep_compile`.
     """
-    given = Options(model=f"patterns.{pattern}", **options)
+    training = Options(model=f"patterns.{pattern}", **options)
     how = {"on": DEEPCOMPILE, "tolerance": EXACT, "strict": strict, "compiles": compiles}
-    found = check(world, script, given, *patches, quiet=False, **how)
-    for one in found:
-        assert not one.untrained, one
-        assert not any(one.available), "a parameter stayed gathered"
-    return found[0]
+    outcomes = check(world, script, training, *patches, quiet=False, **how)
+    for outcome in outcomes:
+        assert not outcome.untrained, outcome
+        assert not any(outcome.available), "a parameter stayed gathered"
+    return outcomes[0]

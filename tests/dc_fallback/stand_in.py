@@ -122,10 +122,10 @@ class Native:
 def _average(grad: torch.Tensor, width: int) -> torch.Tensor:
     whole = grad.reshape(-1).clone()
     dist.all_reduce(whole)
-    at = dist.get_rank() * width
+    begin = dist.get_rank() * width
     part = torch.zeros(width, dtype=grad.dtype)
-    mine = whole[at : at + width] / dist.get_world_size()
-    part[: mine.numel()] = mine
+    own = whole[begin : begin + width] / dist.get_world_size()
+    part[: own.numel()] = own
     return part
 
 
@@ -140,8 +140,8 @@ class CompiledFunction(torch.autograd.Function):  # as PyTorch's is called
         ctx.graph_id, ctx.ds_ids = graph_id, ds_ids
         ctx.save_for_backward(*(inputs[index] for index in ds_ids))
         return tuple(
-            _gather(one) if index in ds_ids else one.view_as(one)
-            for index, one in enumerate(inputs)
+            _gather(value) if index in ds_ids else value.view_as(value)
+            for index, value in enumerate(inputs)
         )
 
     @staticmethod
@@ -183,27 +183,27 @@ def _make_backend(*args: Any, **kwargs: Any) -> Any:
     def compile_graph(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         dist.all_reduce(torch.zeros(1))  # DeepCompile's measurements: all ranks compile together
         assert inputs, "the pass that prefetches wants each graph to begin with an input"
-        found = {i: one for i, one in enumerate(inputs) if hasattr(one, "ds_id")}
-        if not found:
+        params = {i: value for i, value in enumerate(inputs) if hasattr(value, "ds_id")}
+        if not params:
             return gm.forward
         graph_id = id(gm.graph)
-        native.register_graph_z3(graph_id, [param.ds_id for param in found.values()])
+        native.register_graph_z3(graph_id, [param.ds_id for param in params.values()])
         native.compiled += 1
-        indices = [(i, param.ds_id, param.ds_shape) for i, param in found.items()]
+        indices = [(i, param.ds_id, param.ds_shape) for i, param in params.items()]
         deepcompile.profiling_results[graph_id] = deepcompile.ProfilingResult()
         deepcompile.param_manager[graph_id] = DSGraphParamManager(gm.graph, inputs, indices)
-        ds_ids = {i: param.ds_id for i, param in found.items()}
+        ds_ids = {i: param.ds_id for i, param in params.items()}
 
-        def run(*given: Any) -> Any:
-            tensors = [i for i, one in enumerate(given) if isinstance(one, torch.Tensor)]
-            at = {i: place for place, i in enumerate(tensors)}
-            ids = {at[i]: ds_id for i, ds_id in ds_ids.items()}
-            inner = list(given)
+        def run(*values: Any) -> Any:
+            tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+            places = {i: place for place, i in enumerate(tensors)}
+            ids = {places[i]: ds_id for i, ds_id in ds_ids.items()}
+            inner = list(values)
             if torch.is_grad_enabled() and graph_id not in native.with_backward:
                 native.with_backward.append(graph_id)
-            taken = CompiledFunction.apply(graph_id, ids, *(given[i] for i in tensors))
-            for i, one in zip(tensors, taken, strict=True):
-                inner[i] = one
+            taken = CompiledFunction.apply(graph_id, ids, *(values[i] for i in tensors))
+            for i, tensor in zip(tensors, taken, strict=True):
+                inner[i] = tensor
             return gm.forward(*inner)
 
         return run

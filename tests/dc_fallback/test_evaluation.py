@@ -38,15 +38,15 @@ def waiting(patch: bool, inference: bool) -> tuple[list[int], list[bool]]:
             if patch:
                 compile_graph = hooks._watched_backend(SimpleNamespace, model, compile_graph)
             compiled = torch.compile(model(), backend=compile_graph)
-            x, found = torch.ones(2, 4), []
+            x, waits = torch.ones(2, 4), []
             for evaluates in (False, True, False):
                 without = torch.inference_mode if inference else torch.no_grad
                 with without() if evaluates else nullcontext():
                     loss = compiled(x).sum()
                 if not evaluates:
                     loss.backward()
-                found.append(len(backend.frames_needing_bwd))
-            return found, [has for _, has in backend.graph_order_with_frame_id.get_graph_order()]
+                waits.append(len(backend.frames_needing_bwd))
+            return waits, [has for _, has in backend.graph_order_with_frame_id.get_graph_order()]
     finally:
         backend.frames_needing_bwd.clear()
         backend.unpatch_compiled_func()

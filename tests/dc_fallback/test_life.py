@@ -36,8 +36,8 @@ def test_applied_late(world: World) -> None:
     """When the engine has been compiled and has run."""
     notes = ["1 engine(s) compiled before: left to stock DeepSpeed"]
     script = partial(changed, changes={1: ds_patches.apply}, notes=notes)
-    said = " ".join(trains(world, "Compiled", script, patches=()).said)
-    assert "it was compiled before the patch was applied" in said
+    warnings = " ".join(trains(world, "Compiled", script, patches=()).said)
+    assert "it was compiled before the patch was applied" in warnings
 
 
 def test_taken_back_and_applied_again(world: World) -> None:
@@ -57,7 +57,7 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it() -> None:
         assert getattr(engine, "_deepcompile_z3_eager_fallback", "none") is not None
         assert not leftovers.since(stock, engine, but=())
     for text in ("._parameters is ours", "before_call is ours", "launch_compile_passes is ours"):
-        assert any(text in one for one in inside), inside
+        assert any(text in name for name in inside), inside
 
 
 #: What is done to an engine, or told to ZeRO, and what is said of it.
@@ -74,13 +74,14 @@ NOT_COVERED: list[tuple[Any, str]] = [
 @on_ranks
 @pytest.mark.parametrize(("change", "says"), NOT_COVERED, ids=str)
 def test_what_it_does_not_cover_it_names(change: Any, says: str) -> None:
-    given = config(3, zero={} if isinstance(change, str) else change, compile={"deepcompile": True})
+    zero = {} if isinstance(change, str) else change
+    settings = config(3, zero=zero, compile={"deepcompile": True})
     model = patterns.build("Compiled")
     with stand_in.deep_compile(), patched(), listening() as heard:
         if change == "no optimizer":
-            engine, *_ = deepspeed.initialize(model=model, config=given)
+            engine, *_ = deepspeed.initialize(model=model, config=settings)
         else:
-            engine = build_engine(model, given)
+            engine = build_engine(model, settings)
         if change == "sequence parallel":  # Ulysses would take more ranks than there are
             engine.optimizer.sequence_parallel_size = 2
         if change == "experts":
@@ -88,10 +89,10 @@ def test_what_it_does_not_cover_it_names(change: Any, says: str) -> None:
             next(engine.module.parameters()).ds_process_group = alone[dist.get_rank()]
         engine.compile(backend="eager")
         is_taken_in = vars(engine).get("_ds_patches_dc_fallback") is not None
-    said = " ".join(text for text in heard if "to stock" in text)
+    warnings = " ".join(text for text in heard if "to stock" in text)
     assert is_taken_in == (change == {})
-    assert says in said
-    assert bool(says) == bool(said)
+    assert says in warnings
+    assert bool(says) == bool(warnings)
 
 
 # --- exceptions ---------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def refuse(module: Any, args: Any, output: Tensor) -> Any:
     return models.RaiseInBackward.apply(output)
 
 
-def refusing(trainer: Any, where: str, layer: int, at_step: int) -> None:
+def refusing(trainer: Any, place: str, layer: int, at_step: int) -> None:
     """A script with a batch that fails and is left out, on every rank."""
     chosen = trainer.module.layers[layer]
     chosen.register_forward_hook(refuse)
@@ -112,8 +113,8 @@ def refusing(trainer: Any, where: str, layer: int, at_step: int) -> None:
         trainer.note()  # the hook
     for step in trainer.steps():
         if step == at_step:
-            chosen.refuses = where == "forward"
-            models.RaiseInBackward.armed = where == "backward"
+            chosen.refuses = place == "forward"
+            models.RaiseInBackward.armed = place == "backward"
             with pytest.raises(models.Boom):
                 trainer.backward(trainer(*inputs(step, 1)))
             chosen.refuses = models.RaiseInBackward.armed = False
@@ -126,18 +127,18 @@ def refusing(trainer: Any, where: str, layer: int, at_step: int) -> None:
 
 @pytest.mark.parametrize("at_step", [0, 2])
 @pytest.mark.parametrize("layer", [0, 3])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("pattern", ["Disabled", "Whole", "Mixed"])
 def test_the_next_step_is_right(
-    world: World, pattern: str, where: str, layer: int, at_step: int
+    world: World, pattern: str, place: str, layer: int, at_step: int
 ) -> None:
-    script = partial(refusing, where=where, layer=layer, at_step=at_step)
-    said = " ".join(trains(world, pattern, script, steps=4).said)
-    assert ("A backward raised" in said) == (where == "backward")
+    script = partial(refusing, place=place, layer=layer, at_step=at_step)
+    warnings = " ".join(trains(world, pattern, script, steps=4).said)
+    assert ("A backward raised" in warnings) == (place == "backward")
 
 
 class _RefusesAtTheEnd(models.RaiseInBackward):
-    """Of one rank alone, when all that its backward sends has been sent."""
+    """Raises on one rank alone, when all that its backward sends has been sent."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -163,9 +164,9 @@ def raised_on_one_rank_alone() -> None:
             return
         with pytest.raises(RuntimeError, match="refused at the end"):
             engine.backward(loss)
-        said = "a backward raised here, and none on rank 0"
+        words = "a backward raised here, and none on rank 0"
         for _ in range(2):
-            with pytest.raises(ds_patches.OtherRankFailed, match=said):
+            with pytest.raises(ds_patches.OtherRankFailed, match=words):
                 engine(*inputs(1, 0))
 
 

@@ -128,8 +128,8 @@ def test_each_rank_gets_its_part_of_the_average(world: World, shapes: Any, capac
     ids=str,
 )
 def test_a_bucket_holds_what_fits(world: World, sizes: Any, more: Any, buckets: list[int]) -> None:
-    """Of one dtype and group; and two are in flight at most."""
-    found = world.run(reduce, [(size,) for size in sizes], **{"capacity": 8, **more})
-    for sent, in_flight in found:
+    """A bucket is of one dtype and group; two are in flight at most."""
+    sent_by_rank = world.run(reduce, [(size,) for size in sizes], **{"capacity": 8, **more})
+    for sent, in_flight in sent_by_rank:
         assert sent == buckets
         assert in_flight <= 2

@@ -49,9 +49,9 @@ def test_a_graph_runs_without_the_hooks(
             inside.enter_context(seen[name].hooks)
         with suppress(RuntimeError):
             seen["ours"].hooks.run_without(graph, (x, fails))
-        assert tuple(one.packed for one in seen.values()) == packed
+        assert tuple(hooks.packed for hooks in seen.values()) == packed
         graph(x, False)
-        assert tuple(one.packed for one in seen.values()) == afterwards
+        assert tuple(hooks.packed for hooks in seen.values()) == afterwards
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

@@ -22,9 +22,9 @@ def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:
     start = patterns.build("skipped Disabled").to(getattr(torch, dtype))
     zero = {"overlap_comm": True}
     options = Options(micro_steps=micro_steps, zero=zero, settings=NO_TIMER)
-    given = options.config
+    settings = options.config
     if dtype == "float16":  # the optimizer looks for overflows, on a stream of its own
-        given["fp16"] = {"enabled": True, "initial_scale_power": 4}
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 4}
     with (
         half_precision_allowed(),
         detecting() as (device, detector),
@@ -32,9 +32,9 @@ def races(stream: str, dtype: str, micro_steps: int, patch: bool) -> list[str]:
         patched() if patch else nullcontext(),
     ):
         build = compile_engine if patch else build_engine
-        trainer = EngineTrainer(build(start, given), options)
+        trainer = EngineTrainer(build(start, settings), options)
         with device.on(Stream(name=stream) if stream else None), detector:
-            loop(trainer)
+            trainer.train(loop)
         return detector.races
 
 
@@ -60,7 +60,7 @@ def test_no_race_that_stock_has_not(
     world: World, stream: str, dtype: str, micro_steps: int
 ) -> None:
     """Its check for overflows runs on a stream of its own, which waits for what was reduced."""
-    stock = {race for one in world.run(races, stream, dtype, 1, False) for race in one}
-    for found in world.run(races, stream, dtype, micro_steps, True):
-        assert set(found) <= stock, set(found) - stock
-        assert stream or not found
+    stock = set().union(*world.run(races, stream, dtype, 1, False))
+    for ours in world.run(races, stream, dtype, micro_steps, True):
+        assert set(ours) <= stock, set(ours) - stock
+        assert stream or not ours

@@ -61,7 +61,7 @@ def test_trains_as_pytorch_does(world: World, pattern: str) -> None:
 
 PATTERNS = ("Compiled", "Mixed", "Whole")
 STEPS = 7  # DeepCompile compiles again in the sixth
-SCRIPTS = [one for name, one in vars(deepcompile).items() if name.startswith("compiled")]
+SCRIPTS = [script for name, script in vars(deepcompile).items() if name.startswith("compiled")]
 #: Graphs run no hooks, as on stock.
 CASES = [
     (pattern, script)
@@ -74,15 +74,15 @@ CASES = [
 @pytest.mark.parametrize(("pattern", "script"), CASES)
 def test_weights_are_those_of_plain_pytorch(world: World, pattern: str, script: Script) -> None:
     own = script is deepcompile.compiled_parameter_hook  # hooks of its own, which stay
-    given = {"steps": STEPS, "micro_steps": script.options.micro_steps, "strict": not own}
-    trains(world, pattern, script, {"anew": 1}, **given)
+    options = {"steps": STEPS, "micro_steps": script.options.micro_steps, "strict": not own}
+    trains(world, pattern, script, {"anew": 1}, **options)
 
 
 def test_a_hook_that_no_graph_runs_is_named(world: World) -> None:
     hooked = deepcompile.compiled_parameter_hook
     options = Options(model="patterns.Compiled", steps=STEPS)
-    for one in world.run(run, hooked, options, "dc_fallback", on=DEEPCOMPILE):
-        assert any("A hook of parameter layers.0.weight is not run" in text for text in one.said)
+    for outcome in world.run(run, hooked, options, "dc_fallback", on=DEEPCOMPILE):
+        assert any("hook of parameter layers.0.weight is not run" in text for text in outcome.said)
 
 
 def weighed_by_evaluations(trainer: Any, step: int) -> None:
@@ -94,18 +94,16 @@ def weighed_by_evaluations(trainer: Any, step: int) -> None:
     trainer.backward(weight * trainer(*inputs(step, 0)))
 
 
-def read_after_a_forward(trainer: Any) -> None:
+def read_after_a_forward(trainer: Any, step: int) -> None:
     """A script has gathered a parameter by itself, and runs the model before it reads it.
 
     It stays, also if it is small, as those that are let go of when a forward begins.
     """
     bias = trainer.module.layers[0].bias
-    for step in trainer.steps():
-        with trainer.gathered([bias]):
-            loss = trainer(*inputs(step, 0))
-            loss = loss * (1 + bias.detach().square().sum())
-        trainer.backward(loss)
-        trainer.step()
+    with trainer.gathered([bias]):
+        loss = trainer(*inputs(step, 0))
+        loss = loss * (1 + bias.detach().square().sum())
+    trainer.backward(loss)
 
 
 PERSISTENT = {"zero": {"stage3_param_persistence_threshold": 100}}
@@ -168,19 +166,19 @@ def test_overflow_skips_the_step(pattern: str) -> None:
             EngineTrainer(build(patterns.build(pattern), options.config), options)
             for build in (build_engine, compile_engine)
         )
-        loop(eager)
-        loop(ours)
-        expected, found = eager.parameters(), ours.parameters()
+        eager.train(loop)
+        ours.train(loop)
+        expected, actual = eager.parameters(), ours.parameters()
     assert eager.engine.skipped_steps == ours.engine.skipped_steps > 0
     assert worst_difference(expected, origin)[0] > 5e-4
-    assert worst_difference(found, expected)[0] <= 2e-4
+    assert worst_difference(actual, expected)[0] <= 2e-4
 
 
 @on_ranks
 def test_two_engines() -> None:
     """An engine under DeepCompile trains while a plain ZeRO-3 engine is used too."""
     plain = PlainTrainer(patterns.build("Mixed"), Options())
-    loop(plain)
+    plain.train(loop)
     with stand_in.deep_compile(), patched():
         other = engine_trainer(patterns.build("Mixed"))
         trainer = EngineTrainer(compile_engine(patterns.build("Mixed"), config(3)))
@@ -189,5 +187,5 @@ def test_two_engines() -> None:
             trainer.backward(trainer(*inputs(step, 0)))
             other.step()
             trainer.step()
-        for one in (other, trainer):
-            assert worst_difference(one.parameters(), plain.parameters())[0] <= EXACT
+        for engine in (other, trainer):
+            assert worst_difference(engine.parameters(), plain.parameters())[0] <= EXACT

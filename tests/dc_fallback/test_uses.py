@@ -1,4 +1,4 @@
-"""What eager code sees of partitioned parameters: against plain autograd, on full ones."""
+"""Eager code on partitioned parameters, against plain autograd on full ones."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +23,15 @@ SHAPES = {"a": (4, 4), "b": (4, 4), "c": (4, 4), "bias": (4,)}
 class Partitioned:
     """Parameters without elements, and their values elsewhere.
 
-    unit: names of those below one leaf module. `here`: names of those that somebody has gathered.
+    unit: names of those below one leaf module. whole: names of those that somebody has gathered.
     """
 
-    def __init__(self, frozen: Names = (), unit: Names = (), here: Names = ()) -> None:
+    def __init__(self, frozen: Names = (), unit: Names = (), whole: Names = ()) -> None:
         torch.manual_seed(3)
         self.values = {name: torch.randn(s, dtype=torch.float64) for name, s in SHAPES.items()}
         self.x = torch.randn(3, 4, dtype=torch.float64)
         self.params = {
-            name: Parameter(value if name in here else value.new_empty(0), name not in frozen)
+            name: Parameter(value if name in whole else value.new_empty(0), name not in frozen)
             for name, value in self.values.items()
         }
         self._names = {param: name for name, param in self.params.items()}
@@ -42,7 +42,7 @@ class Partitioned:
             self._gather,
             lambda param, grad: self._delivered.append((self._names[param], grad.clone())),
             lambda param: self.values[self._names[param]].shape,
-            lambda param: self._names[param] in here,
+            lambda param: self._names[param] in whole,
             [[self.params[name] for name in unit]],
         )
         self._saving = SavedTensorsHooks(self.uses.pack, self.uses.unpack)
@@ -54,10 +54,10 @@ class Partitioned:
         return [torch.from_numpy(array) for array in arrays]
 
     def gathered(self) -> str:
-        """What was gathered since the last time, in order; a unit is one."""
-        found = " ".join(self._gathers)
+        """Return the gathers since the last call, in order; a unit is one."""
+        names = " ".join(self._gathers)
         self._gathers.clear()
-        return found
+        return names
 
     @property
     def alive(self) -> int:
@@ -83,7 +83,7 @@ class Partitioned:
         self.uses.forget_backward()
 
     def grads(self) -> dict[str, Tensor]:
-        """What was delivered since the last time, each once."""
+        """Return the gradients delivered since the last call, each once."""
         grads = dict(self._delivered)
         assert len(grads) == len(self._delivered), "delivered more than once"
         self._delivered.clear()
@@ -175,27 +175,27 @@ def with_and_without(see: See, call: Any, x: Tensor) -> Tensor:
 )
 def test_gradients_and_how_often_is_gathered(model: Any, forward: str, backward: str) -> None:
     Partitioned().hold(model, stays=model is seen_as_complex)
-    there = Partitioned()
-    loss = there.forward(model, there.x.requires_grad_())
-    assert there.gathered() == forward
+    params = Partitioned()
+    loss = params.forward(model, params.x.requires_grad_())
+    assert params.gathered() == forward
     grads = []
     for _ in range(2):  # a second one begins anew
-        there.backward(loss, retain_graph=True)
-        assert there.gathered() == backward
-        grads.append(there.grads())
+        params.backward(loss, retain_graph=True)
+        assert params.gathered() == backward
+        grads.append(params.grads())
     torch.testing.assert_close(*grads)
 
 
 def test_gradients_of_views() -> None:
-    """Those whose values a gather does not bring are kept."""
-    kept = ("negated", "conjugated", "bits")
+    """Views whose values a gather does not bring stay in memory."""
+    stays = ("negated", "conjugated", "bits")
     for name, function in VIEWS.items():
 
         def model(see: See, call: Any, x: Tensor, function: Any = function) -> Tensor:
             with call():
                 return function(see("a")).sum() + (x @ see("a")).square().sum()
 
-        Partitioned().hold(model, stays=name in kept)
+        Partitioned().hold(model, stays=name in stays)
 
 
 def test_one_that_was_written_to_is_kept() -> None:
@@ -207,42 +207,42 @@ def test_one_that_was_written_to_is_kept() -> None:
             weight.mul_(0.5)
         return (x @ weight).square().sum()
 
-    there = Partitioned()
-    x = there.x.clone().requires_grad_()
-    there.backward(there.forward(halves_it, x))
-    weight = 0.5 * there.values["a"]
-    torch.testing.assert_close(x.grad, 2 * (there.x @ weight) @ weight.T)
+    params = Partitioned()
+    x = params.x.clone().requires_grad_()
+    params.backward(params.forward(halves_it, x))
+    weight = 0.5 * params.values["a"]
+    torch.testing.assert_close(x.grad, 2 * (params.x @ weight) @ weight.T)
 
 
 @pytest.mark.parametrize("frozen", [[], ["a"]])
 @pytest.mark.parametrize("calls", [True, False], ids=["calls", "one call"])
 def test_the_backward_holds_one_at_a_time(frozen: list[str], calls: bool) -> None:
-    there, alive = Partitioned(frozen), []
+    params, alive = Partitioned(frozen), []
 
     def model(see: See, call: Any, x: Tensor) -> Tensor:
         for name in "aaa" if calls else "abc":
             with call() if calls else nullcontext():
                 x = torch.tanh(x @ see(name))
-                x.register_hook(lambda grad: alive.append(there.alive))  # between the uses
+                x.register_hook(lambda grad: alive.append(params.alive))  # between the uses
         return x.sum()
 
-    there.backward(there.forward(model, there.x.clone().requires_grad_()))
-    assert there.gathered() == ("a a a a a a" if calls else "a b c c b a")
+    params.backward(params.forward(model, params.x.clone().requires_grad_()))
+    assert params.gathered() == ("a a a a a a" if calls else "a b c c b a")
     assert max(alive) <= 1
     assert calls or alive == [0, 0, 0]
 
 
 def test_a_frozen_one_gets_no_gradient_until_it_is_thawed() -> None:
-    there = Partitioned(frozen=["a"], unit=["a", "b"])
-    there.hold(transposed)
-    there.params["a"].requires_grad_()
-    there.hold(transposed)
+    params = Partitioned(frozen=["a"], unit=["a", "b"])
+    params.hold(transposed)
+    params.params["a"].requires_grad_()
+    params.hold(transposed)
 
 
 def test_of_a_unit_all_are_delivered_and_those_gathered_that_are_not_here() -> None:
-    there = Partitioned(frozen=["bias"], unit=["c", "b", "a", "bias"], here=["b"])
-    there.hold(transposed, c=torch.zeros_like(there.values["c"]))
-    assert there.gathered() == "c+a+bias c+b+a+bias", "forward and backward"
+    params = Partitioned(frozen=["bias"], unit=["c", "b", "a", "bias"], whole=["b"])
+    params.hold(transposed, c=torch.zeros_like(params.values["c"]))
+    assert params.gathered() == "c+a+bias c+b+a+bias", "forward and backward"
 
 
 def test_a_call_ends_with_those_within_it() -> None:
@@ -257,12 +257,12 @@ def test_a_call_ends_with_those_within_it() -> None:
 
 
 def test_param_of() -> None:
-    there = Partitioned()
-    with there.call():
-        seen = there.see("a")
-        there.see("b")
+    params = Partitioned()
+    with params.call():
+        seen = params.see("a")
+        params.see("b")
         for tensor in (seen, seen.t(), seen[1], seen.detach(), seen.view(16)):
-            assert there.uses.param_of(tensor) is there.params["a"]
-        for tensor in (seen * 1, there.x, there.params["a"]):
-            assert there.uses.param_of(tensor) is None
-    assert there.uses.param_of(seen) is None, "its call has ended"
+            assert params.uses.param_of(tensor) is params.params["a"]
+        for tensor in (seen * 1, params.x, params.params["a"]):
+            assert params.uses.param_of(tensor) is None
+    assert params.uses.param_of(seen) is None, "its call has ended"

@@ -1,1 +1,1 @@
-"""What people install: the wheel and the sdist."""
+"""The wheel and the sdist that people install."""

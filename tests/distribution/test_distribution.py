@@ -64,20 +64,20 @@ def test_it_runs_beside_deepspeed_alone(wheel: Path, tmp_path: Path) -> None:
     (site,) = (tmp_path / "env/lib").glob("python*/site-packages")
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site))
     run(*pip, str(wheel), cwd=tmp_path)
-    required, found = Path(str(packaging.__file__)).parents[1], release.installed()
-    assert found is not None
-    parts = [*required.glob("wrapt*"), *required.glob("packaging*"), found.folder]
-    for part in (*parts, *found.folder.parent.glob("deepspeed-*.dist-info")):
+    required, installed = Path(str(packaging.__file__)).parents[1], release.installed()
+    assert installed is not None
+    parts = [*required.glob("wrapt*"), *required.glob("packaging*"), installed.folder]
+    for part in (*parts, *installed.folder.parent.glob("deepspeed-*.dist-info")):
         (site / part.name).symlink_to(part)
     python = str(tmp_path / "env/bin/python")
-    said = json.loads(run("-m", "ds_patches", "doctor", "--json", cwd=tmp_path, python=python))
-    applies = [name for name, answer in said["patches"].items() if answer == "would apply"]
-    default = {name: one for name, one in registry.patches().items() if one.by_default}
-    applied = [name for name, one in default.items() if gate.check(one).may_apply]
+    printed = json.loads(run("-m", "ds_patches", "doctor", "--json", cwd=tmp_path, python=python))
+    applies = [name for name, answer in printed["patches"].items() if answer == "would apply"]
+    default = {name: patch for name, patch in registry.patches().items() if patch.by_default}
+    applied = [name for name, patch in default.items() if gate.check(patch).may_apply]
     assert applies == applied
-    said = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python, DS_PATCHES="all")
-    assert f"hook: installed: {site}" in said
-    assert "this interpreter: armed" in said
+    printed = run("-m", "ds_patches", "doctor", cwd=tmp_path, python=python, DS_PATCHES="all")
+    assert f"hook: installed: {site}" in printed
+    assert "this interpreter: armed" in printed
     page = run("-m", "ds_patches", "--help", cwd=tmp_path, python=python).split()[-1]
     assert Path(page).is_relative_to(site)
     assert "A parameter is in flight at ZeRO-3" in Path(page).read_text("utf-8")
@@ -113,10 +113,10 @@ def test_it_runs_from_a_zip_and_without_its_sources(form: Any, tmp_path: Path) -
         registry.__file__.partition("/core/")[0], package, ignore=shutil.ignore_patterns("__pyc*")
     )
     place = {"PYTHONPATH": str(form(package))}
-    told = told_by_sources()
+    states = told_by_sources()
     assert "lib" in run("-c", "print(__import__('ds_patches').__file__)", cwd=tmp_path, **place)
     command = ("-m", "ds_patches")
-    assert run(*command, "run", "--", "python", "-c", APPLIED, cwd=tmp_path, **place) == told
+    assert run(*command, "run", "--", "python", "-c", APPLIED, cwd=tmp_path, **place) == states
     ask = ("doctor", "--release", "0.17.6", "Cannot partition a param in flight")
     asked = subprocess.run(
         [sys.executable, *command, *ask], cwd=tmp_path, env=os.environ | place, capture_output=True

@@ -39,7 +39,7 @@ COMMITS = [
     line.split()
     for line in Path(__file__).with_name("deepspeed_commits.txt").read_text("utf-8").splitlines()
 ]
-NUMBERS = Counter(number for one in DEFECTS if one.right for number in one.numbers.split())
+NUMBERS = Counter(number for defect in DEFECTS if defect.right for number in defect.numbers.split())
 #: Of a configuration, besides the table's settings.
 OTHERS = {"filled", "single", "unclipped", "zero3"}
 README = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -63,10 +63,10 @@ def rows_of(entry: Entry) -> list[Defect]:
     """The rows about an entry, offloaded or not as it is."""
     offloaded = "offload" in str(entry.more)
     return [
-        one
-        for one in DOCUMENTED
-        if one.script.startswith(ROWS[entry.id]) and entry.stage in one.stages
-        if offloaded or not one.script.endswith("optimizer on the CPU")
+        defect
+        for defect in DOCUMENTED
+        if defect.script.startswith(ROWS[entry.id]) and entry.stage in defect.stages
+        if offloaded or not defect.script.endswith("optimizer on the CPU")
     ]
 
 
@@ -78,8 +78,8 @@ def ends(entry: Entry) -> tuple[str, str]:
 
 
 def spans_of(entry: Entry) -> set[tuple[str, str]]:
-    """Of these rows, what is wrong from when to when; one that another goes on with is one span."""
-    spans = {(one.first, one.right) for one in rows_of(entry)}
+    """Return the spans of releases that these rows call wrong; rows that follow on are one span."""
+    spans = {(defect.first, defect.right) for defect in rows_of(entry)}
     for first, right in [*spans]:
         for begin, end in [*spans]:
             if right == begin:
@@ -98,10 +98,10 @@ def test_the_table_has_the_ledger(entry: Entry) -> None:
 
 def test_a_row_claims_no_more_than_the_ledger() -> None:
     of_ledger = {start for starts in ROWS.values() for start in starts}
-    for one in DOCUMENTED:
-        if one.script.startswith(tuple(of_ledger)):
-            about = [entry for entry in LEDGER if one in rows_of(entry)]
-            assert {end for entry in about for end in spans_of(entry) if end == ends(entry)}, one
+    for defect in DOCUMENTED:
+        if defect.script.startswith(tuple(of_ledger)):
+            about = [entry for entry in LEDGER if defect in rows_of(entry)]
+            assert {end for entry in about for end in spans_of(entry) if end == ends(entry)}, defect
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,41 +126,47 @@ def test_the_data_is_as_the_class_says() -> None:
         assert (keys := " ".join(lines).split()) == sorted(keys)
 
 
-@pytest.mark.parametrize("one", TABLE, ids=lambda one: f"{one.first} {one.outcome[:40]}")
-def test_a_row_is_sound(one: Defect) -> None:
-    assert [*one.stages] == sorted({*one.stages} & {0, 1, 2, 3})
-    assert {*one.needs.split()} <= {*SETTINGS, *SCRIPT_ACTIONS, *OTHERS}
-    assert all(number.isdigit() for number in one.numbers.split())
-    assert one.harm in HARMS
-    assert not one.proof or one.proof in PROOFS
-    assert bool(one.proof or one.unproved) == bool(one.section and one.patch), "why not?"
-    assert not (one.proof and one.unproved)
-    assert one.patch or one.do or one.right, "what helps?"
-    assert all(re.compile(path.lstrip("?!")) for path in one.shown.split("|"))
-    if one.stages:
-        wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
+def title(defect: Defect) -> str:
+    return f"{defect.first} {defect.outcome[:40]}"
+
+
+@pytest.mark.parametrize("defect", TABLE, ids=title)
+def test_a_row_is_sound(defect: Defect) -> None:
+    assert [*defect.stages] == sorted({*defect.stages} & {0, 1, 2, 3})
+    assert {*defect.needs.split()} <= {*SETTINGS, *SCRIPT_ACTIONS, *OTHERS}
+    assert all(number.isdigit() for number in defect.numbers.split())
+    assert defect.harm in HARMS
+    assert not defect.proof or defect.proof in PROOFS
+    assert bool(defect.proof or defect.unproved) == bool(defect.section and defect.patch), (
+        "why not?"
+    )
+    assert not (defect.proof and defect.unproved)
+    assert defect.patch or defect.do or defect.right, "what helps?"
+    assert all(re.compile(path.lstrip("?!")) for path in defect.shown.split("|"))
+    if defect.stages:
+        wrong = [version for version in RELEASES if defect.is_wrong(Version(version))]
         after = RELEASES[RELEASES.index(wrong[-1]) + 1 :]
-        assert (one.first, one.right) == (wrong[0], after[0] if after else "")
-        supported = registry.patches()[one.patch].supported if one.patch else ""
+        assert (defect.first, defect.right) == (wrong[0], after[0] if after else "")
+        supported = registry.patches()[defect.patch].supported if defect.patch else ""
         assert [*SpecifierSet(supported).filter(wrong)]
     else:
-        assert (one.right, one.patch, one.needs in ("", "zero3")) == ("", "", True)
+        assert (defect.right, defect.patch, defect.needs in ("", "zero3")) == ("", "", True)
 
 
 def test_each_kind_of_row_has_its_place() -> None:
-    notes = tuple(one for one in TABLE if not one.stages)
+    notes = tuple(defect for defect in TABLE if not defect.stages)
     assert (*DOCUMENTED, *notes, *FIXES) == TABLE
     assert len({*TABLE}) == len(TABLE)
-    assert [*FIXES] == sorted(FIXES, key=lambda one: Version(one.right))
+    assert [*FIXES] == sorted(FIXES, key=lambda defect: Version(defect.right))
     assert RELEASES[-1] == TESTED, "look at what the new release gets wrong"
 
 
-@pytest.mark.parametrize("name", [n for n, one in registry.patches().items() if one.by_default])
+@pytest.mark.parametrize("name", [n for n, patch in registry.patches().items() if patch.by_default])
 def test_a_patch_is_for_the_releases_of_its_rows(name: str) -> None:
     """Or for those of them that it can work on, which are the newest."""
-    mine = [one for one in DEFECTS if one.patch == name]
-    assert any(one.section for one in mine)
-    wrong = [at for at in RELEASES if any(one.is_wrong(Version(at)) for one in mine)]
+    own = [defect for defect in DEFECTS if defect.patch == name]
+    assert any(defect.section for defect in own)
+    wrong = [v for v in RELEASES if any(defect.is_wrong(Version(v)) for defect in own)]
     supported = [*SpecifierSet(registry.patches()[name].supported).filter(RELEASES)]
     assert wrong[-len(supported) :] == supported
 
@@ -171,21 +177,21 @@ def test_every_fix_of_upstream_is_in_the_table() -> None:
     others = {number for _, number, _ in COMMITS} - listed
     assert listed <= {*NUMBERS}
     assert not {*NUMBERS} & others
-    since = {one.right for one in DEFECTS if one.right and {*one.numbers.split()} - listed}
+    since = {d.right for d in DEFECTS if d.right and {*d.numbers.split()} - listed}
     assert since <= {"0.19.6", "0.19.7", "0.19.8"}
 
 
-@pytest.mark.parametrize("one", DEFECTS, ids=lambda one: f"{one.first} {one.outcome[:40]}")
-def test_what_helps_is_no_release_that_is_wrong(one: Defect) -> None:
+@pytest.mark.parametrize("defect", DEFECTS, ids=title)
+def test_what_helps_is_no_release_that_is_wrong(defect: Defect) -> None:
     """Nor the one that is there."""
-    for release in filter(one.is_wrong, map(Version, RELEASES)):
+    for release in filter(defect.is_wrong, map(Version, RELEASES)):
         for why in ("", "switched off"):
-            helps = findings.cure(one, release, {one.patch: why})
+            helps = findings.cure(defect, release, {defect.patch: why})
             words = re.findall(r"upgrade DeepSpeed to (\S+) or later(, and apply)?", helps.do)
-            assert (helps.kind == "patch") == (bool(one.patch) and not why)
+            assert (helps.kind == "patch") == (bool(defect.patch) and not why)
             for better, by_patch in words:
                 assert Version(better) > release
-                assert by_patch or not one.is_wrong(Version(better))
+                assert by_patch or not defect.is_wrong(Version(better))
 
 
 def test_settings_rule_out_or_decide() -> None:
@@ -201,15 +207,15 @@ def test_settings_rule_out_or_decide() -> None:
     assert [name for name, on in facts.items() if on == "script"] == ["bf16_or_fp16", "fp16"]
     facts = {**facts, "stage": 2}
     known = configuration.Configuration(facts, {})
-    depends = {one.numbers: known.conditions(one) for one in DEFECTS}
+    depends = {defect.numbers: known.conditions(defect) for defect in DEFECTS}
     assert depends["8441 8442"] is depends["8443 8600"] is None, "of other stages"
     assert depends["8432 8435"] == ("script",), "it is left open"
     assert configuration.settings(config | {"fp16": {"enabled": True}})["bf16_or_fp16"]
 
 
 def test_a_row_is_of_the_releases_that_it_names() -> None:
-    (one,) = (one for one in DOCUMENTED if one.script == "gradient accumulation")
-    wrong = [version for version in RELEASES if one.is_wrong(Version(version))]
+    (defect,) = (defect for defect in DOCUMENTED if defect.script == "gradient accumulation")
+    wrong = [version for version in RELEASES if defect.is_wrong(Version(version))]
     assert wrong == ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]
 
 
@@ -217,12 +223,12 @@ def test_the_symptoms_of_the_readme_are_answered() -> None:
     table = README.partition("|what you see|where|")[2].split("\n\n")[0].splitlines()[2:]
     assert len(table) == 7
     for row in table:
-        see, where, _, _, patch = row.strip("|").split("|")
-        release = Version((re.findall(r"\d+\.\d+\.\d+", where) or [TESTED])[0])
+        see, release_text, _, _, patch = row.strip("|").split("|")
+        release = Version((re.findall(r"\d+\.\d+\.\d+", release_text) or [TESTED])[0])
         (anchor,) = re.findall(r"\(docs/troubleshooting.md#(.+)\)", see)
         rows = [d for d in wrong_in(release, patch) if d.section == anchor]
         assert rows, see
         message = re.match(r"\[`(.+?)`\]", see)
         case = training.read([message[1]]) if message else training.Training(is_configured=True)
-        found = {f.defect for f in doctor.diagnose(case, release).findings}
-        assert found & {*rows}, see
+        diagnosed = {f.defect for f in doctor.diagnose(case, release).findings}
+        assert diagnosed & {*rows}, see

@@ -100,12 +100,13 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
 def test_what_a_patch_says_of_its_cost_was_measured() -> None:
     """Each ratio stands on the page of benchmarks, beside its command."""
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    said = {}
+    ratios = {}
     for name in registry.patches():
         words = (DOCS / f"patches/{name}.md").read_text("utf-8")
-        said[name] = re.findall(r"\d\.\d\d", words.partition("## Cost\n")[2].partition("\n## ")[0])
-    assert all(said[name] for name in ("accumulation", "coalesce")), "no costs were found"
-    unknown = {name: [ratio for ratio in of if ratio not in page] for name, of in said.items()}
+        cost = words.partition("## Cost\n")[2].partition("\n## ")[0]
+        ratios[name] = re.findall(r"\d\.\d\d", cost)
+    assert all(ratios[name] for name in ("accumulation", "coalesce")), "no costs were found"
+    unknown = {name: [ratio for ratio in of if ratio not in page] for name, of in ratios.items()}
     assert not any(unknown.values()), unknown
 
 
@@ -125,8 +126,8 @@ def test_every_symptom_has_its_row() -> None:
         (DOCS / f"{name}.md").read_text("utf-8") for name in ("symptoms", "troubleshooting")
     )
     for defect in TABLE:
-        where = page if defect.anchor.startswith("fix-") else sections
-        assert f'<a id="{defect.anchor}">' in where
+        text = page if defect.anchor.startswith("fix-") else sections
+        assert f'<a id="{defect.anchor}">' in text
     for defect in DEFECTS:
         assert (defect.script if defect.section else defect.outcome) in page
 
@@ -179,11 +180,11 @@ def test_the_cure_on_the_page_for_contributors_is_one(tmp_path: Path) -> None:
     )
     fake.write(tmp_path / "cures/mixed_dtypes.py", text)
     shutil.copy(shape.RECORD, tmp_path)
-    said = fake.run(fake.with_patches(tmp_path) + ASK).stdout
+    printed = fake.run(fake.with_patches(tmp_path) + ASK).stdout
     is_cured = Version("0.19.3") <= RELEASE
-    told = (
+    words = (
         "has none of the functions that the patch wraps"
         if is_cured
         else "is applied: 1 of 1 wrappers in place"
     )
-    assert told in said
+    assert words in printed

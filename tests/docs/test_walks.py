@@ -53,7 +53,7 @@ def is_there(file: str, name: str) -> bool:
 def traced() -> Iterator[Calls]:
     """Yield the functions of the package that are called, each where it is called first."""
     seen: dict[tuple[str, str], None] = {}
-    found: Calls = []
+    calls: Calls = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         _, ours, file = frame.f_code.co_filename.rpartition("/ds_patches/")
@@ -62,10 +62,10 @@ def traced() -> Iterator[Calls]:
 
     sys.setprofile(note)
     try:
-        yield found
+        yield calls
     finally:
         sys.setprofile(None)
-        found += seen
+        calls += seen
 
 
 @pytest.mark.parametrize("walk", WALKS)

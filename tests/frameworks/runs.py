@@ -41,26 +41,26 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     """Run a function of a script of `user/`: "file:function"."""
     from deepspeed import DeepSpeedEngine
 
-    found = Run()
-    with a_new_process(), listening() as found.heard, Gradients() as sent:
+    result = Run()
+    with a_new_process(), listening() as result.heard, Gradients() as sent:
         try:
             train = resolve_name(f"tests.frameworks.user.{name}")
             trained = train(*arguments, **options)
         except Exception as error:
-            found.error = f"{type(error).__name__}: {error}"
-            return found
-        found.reductions = len(sent.sent)
-    found.live = [name for name, status in ds_patches.status().items() if status.live]
-    here = release.installed().version
-    patches = [(name, one) for name, one in registry.patches().items() if one.by_default]
-    found.offered = [name for name, one in patches if release.covers(one.supported, here)]
-    found.losses = trained.losses
+            result.error = f"{type(error).__name__}: {error}"
+            return result
+        result.reductions = len(sent.sent)
+    result.live = [name for name, status in ds_patches.status().items() if status.live]
+    installed = release.installed().version
+    patches = [(name, patch) for name, patch in registry.patches().items() if patch.by_default]
+    result.offered = [name for name, patch in patches if release.covers(patch.supported, installed)]
+    result.losses = trained.losses
     if isinstance(trained.model, DeepSpeedEngine):
-        found.engine_steps = trained.model.global_steps
+        result.engine_steps = trained.model.global_steps
     gatherers = [vars(module).get("pre_bwd_fn") for module in trained.model.modules()]
-    found.gathers = Counter(one.__module__.partition(".")[0] for one in gatherers if one)
-    found.parameters = trainers.parameters(getattr(trained.model, "module", trained.model))
-    return found
+    result.gathers = Counter(f.__module__.partition(".")[0] for f in gatherers if f)
+    result.parameters = trainers.parameters(getattr(trained.model, "module", trained.model))
+    return result
 
 
 def automatic(stage: int, **zero: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def a_new_process() -> Iterator[None]:
 
 
 def on_two(world: World, name: str, *arguments: Any, **options: Any) -> Run:
-    """What rank 0 has come to, trained by an engine of DeepSpeed, or why not."""
+    """Return the run of rank 0, trained by an engine of DeepSpeed, or its error."""
     first, second = world.run(script, name, *arguments, **options)
     assert first.error == second.error
     assert first.reductions == second.reductions

@@ -34,7 +34,7 @@ def apart() -> Iterator[World]:
 
 
 def theirs(kind: Any, name: str) -> Any:
-    """What such a library would put there: a copy of upstream's, or a context that does nothing."""
+    """Return such a library's function: a copy of upstream's, or a context that does nothing."""
     if name == "no_sync":
         return contextlib.nullcontext
     upstream = live.innermost(getattr(kind, name))
@@ -61,9 +61,9 @@ def replaced(place: str, stage: int, at_one_engine: bool) -> tuple[Outcome, list
         if not at_one_engine:
             library.setattr(kind, name, theirs(kind, name))
         outcome = measure(script, Options(stage), strict=False)
-        said = [one for one in ds_patches.status().values() if place in one.reason]
-    assert all(one.state is State.FAILED for one in said)
-    return outcome, [one.reason for one in said]
+        statuses = [status for status in ds_patches.status().values() if place in status.reason]
+    assert all(status.state is State.FAILED for status in statuses)
+    return outcome, [status.reason for status in statuses]
 
 
 @pytest.mark.exhaustive
@@ -83,10 +83,10 @@ def test_a_function_in_the_place_of_ours(
 ) -> None:
     """The status has it, as the log of a later engine, and these loops are right all the same."""
     by = "contextlib.nullcontext" if place.endswith("no_sync") else LIBRARY
-    for found, said in apart.run(replaced, place, stage, at_one_engine):
-        assert found.equal, found
-        assert bool(said) is not at_one_engine, "what a single engine has is not looked at"
+    for outcome, reasons in apart.run(replaced, place, stage, at_one_engine):
+        assert outcome.equal, outcome
+        assert bool(reasons) is not at_one_engine, "what a single engine has is not looked at"
         # Stock keeps engines of stage 3 for ever, also those of earlier tests.
-        heard = [text for text in found.said if place in text]
-        assert all(f"{place} is replaced by {by}" in text for text in (*said, *heard))
-        assert len(heard) <= len(said)
+        heard = [text for text in outcome.said if place in text]
+        assert all(f"{place} is replaced by {by}" in text for text in (*reasons, *heard))
+        assert len(heard) <= len(reasons)

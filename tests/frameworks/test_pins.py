@@ -23,15 +23,15 @@ PROJECTS = {"LLaMA-Factory": "llamafactory"}
 
 
 def metadata(requirement: str) -> dict[str, Any]:
-    """What the index says of a package."""
+    """Return the metadata that the index has of a package."""
     command = ("install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report=-")
     done = subprocess.run(
         [sys.executable, "-m", "pip", *command, requirement], capture_output=True, text=True
     )
     if done.returncode:
         pytest.skip(f"the index has no {requirement}")
-    found: dict[str, Any] = json.loads(done.stdout)["install"][0]["metadata"]
-    return found
+    package: dict[str, Any] = json.loads(done.stdout)["install"][0]["metadata"]
+    return package
 
 
 @pytest.mark.exhaustive
@@ -42,11 +42,11 @@ def test_pins(row: list[str]) -> None:
     asked = map(Requirement, metadata(f"{project}=={version}")["requires_dist"])
     # A package is asked for by an extra of its own name, too.
     needs = {
-        (one.name.lower(), one.specifier)
-        for one in asked
-        if one.marker is None or one.marker.evaluate({"extra": one.name.lower()})
+        (need.name.lower(), need.specifier)
+        for need in asked
+        if need.marker is None or need.marker.evaluate({"extra": need.name.lower()})
     }
     chosen = dict(zip(_TITLES[1:], row[1:], strict=True))
-    for package, found in chosen.items():
+    for package, pinned in chosen.items():
         wanted = [specifier for name_, specifier in needs if name_ == package.lower()]
-        assert all(specifier.contains(found) for specifier in wanted), (package, wanted)
+        assert all(specifier.contains(pinned) for specifier in wanted), (package, wanted)

@@ -42,14 +42,14 @@ def prepare(ranks: Ranks, folder: Path) -> Prepare:
 def cases() -> Iterator[Any]:
     for training in TRAININGS:
         for release, stages in ({"": training.stock} | training.older).items():
-            for stage, said in stages.items():
+            for stage, verdict in stages.items():
                 name = f"{training.title}-{stage}-{release}".rstrip("-")
                 needed = needs(training.package)
-                yield pytest.param(training, stage, release, said, id=name, marks=needed)
+                yield pytest.param(training, stage, release, verdict, id=name, marks=needed)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("training", "stage", "release", "said"), [*cases()])
+@pytest.mark.parametrize(("training", "stage", "release", "verdict"), [*cases()])
 def test_training(
     ranks_on: Callable[[str], Ranks],
     prepare: Prepare,
@@ -57,19 +57,19 @@ def test_training(
     training: Training,
     stage: int,
     release: str,
-    said: str,
+    verdict: str,
 ) -> None:
     start, reference = prepare(training)
-    stock, found = (training.on_two(world, folder, stage) for world in ranks_on(release)[:2])
+    stock, patched = (training.on_two(world, folder, stage) for world in ranks_on(release)[:2])
     assert not stock.live
-    if said == RIGHT:
+    if verdict == RIGHT:
         training.assert_equal(stock, reference, start)
-    elif said == WRONG:
+    elif verdict == WRONG:
         assert training.part_lost(stock, reference, start) > LOST
     else:
-        assert said in stock.error
-    assert_patched(found)
-    training.assert_equal(found, reference, start)
+        assert verdict in stock.error
+    assert_patched(patched)
+    training.assert_equal(patched, reference, start)
 
 
 @pytest.mark.exhaustive
@@ -85,10 +85,10 @@ def test_older_releases_of_accelerate(
     path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
     with started({"PYTHONPATH": path}) as ranks:
         for stage in stages:
-            stock, found = (once.on_two(world, folder, stage) for world in ranks[:2])
+            stock, patched = (once.on_two(world, folder, stage) for world in ranks[:2])
             assert stage == 1 or REFUSED[stage] in stock.error
-            assert_patched(found)
-            once.assert_equal(found, reference, start)
+            assert_patched(patched)
+            once.assert_equal(patched, reference, start)
 
 
 @pytest.mark.exhaustive
@@ -98,16 +98,16 @@ def test_trl_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path, kind: s
     """GRPO generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
     start = causal(folder)
     arguments = (f"hf:{kind}", folder / "lm", folder / kind, automatic(3))
-    stock, found = (on_two(world, *arguments) for world in ranks[:2])
+    stock, patched = (on_two(world, *arguments) for world in ranks[:2])
     assert not stock.error
     assert not stock.live
-    assert_patched(found)
-    assert found.losses == stock.losses
-    assert worst_difference(found.parameters, stock.parameters)[0] == 0
-    assert found.reductions == stock.reductions
-    adapters = [param for name, param in found.parameters.items() if "lora_B" in name]
+    assert_patched(patched)
+    assert patched.losses == stock.losses
+    assert worst_difference(patched.parameters, stock.parameters)[0] == 0
+    assert patched.reductions == stock.reductions
+    adapters = [param for name, param in patched.parameters.items() if "lora_B" in name]
     assert len(adapters) == 4
     assert all(param.abs().max() > 0 for param in adapters), "they begin with zeros"
-    assert len(found.parameters) == len(start) + 2 * len(adapters)
+    assert len(patched.parameters) == len(start) + 2 * len(adapters)
     assert set(stock.gathers) == {"deepspeed"}
-    assert found.gathers == {"ds_patches": stock.gathers.total()}
+    assert patched.gathers == {"ds_patches": stock.gathers.total()}

@@ -69,37 +69,37 @@ class Training:
     def on_one(self, world: World, folder: Path) -> runs.Run:
         """The reference: one process, whose batches are those of both ranks."""
         without = self.given if self.without is None else self.without
-        (found,) = world.run(runs.script, self.script, *_in(folder, self.arguments), **without)
-        assert not found.error, found.error
-        assert found.engine_steps is None
-        assert not found.live, "the script applies them"
-        return found
+        (result,) = world.run(runs.script, self.script, *_in(folder, self.arguments), **without)
+        assert not result.error, result.error
+        assert result.engine_steps is None
+        assert not result.live, "the script applies them"
+        return result
 
     def on_two(self, world: World, folder: Path, stage: int) -> runs.Run:
         arguments = (*_in(folder, self.arguments), self.config(stage))
         return runs.on_two(world, self.script, *arguments, **self.given)
 
-    def assert_equal(self, found: runs.Run, reference: runs.Run, start: Parameters) -> None:
+    def assert_equal(self, result: runs.Run, reference: runs.Run, start: Parameters) -> None:
         """Losses and parameters are those of the reference."""
         if self.losses:
             losses = torch.tensor(reference.losses).view(-1, self.losses).mean(1).tolist()
-            assert found.losses == pytest.approx(losses, rel=1e-5)
-        assert self.part_lost(found, reference, start) < EXACT
-        assert found.engine_steps == self.steps
+            assert result.losses == pytest.approx(losses, rel=1e-5)
+        assert self.part_lost(result, reference, start) < EXACT
+        assert result.engine_steps == self.steps
         if self.reductions is not None:
-            assert found.reductions == self.reductions * self.steps
+            assert result.reductions == self.reductions * self.steps
 
-    def part_lost(self, found: runs.Run, reference: runs.Run, start: Parameters) -> float:
+    def part_lost(self, result: runs.Run, reference: runs.Run, start: Parameters) -> float:
         """How far a run ended from the reference, as a part of how far that went."""
-        assert not found.error, found.error
+        assert not result.error, result.error
         ends = {name: reference.parameters[name] for name in start}
         moved = worst_difference(ends, start)[0]
         assert moved > 0.01
-        return worst_difference(found.parameters, reference.parameters)[0] / moved
+        return worst_difference(result.parameters, reference.parameters)[0] / moved
 
 
 def _in(folder: Path, arguments: tuple[Any, ...]) -> list[Any]:
-    return [folder / one if isinstance(one, Path) else one for one in arguments]
+    return [folder / argument if isinstance(argument, Path) else argument for argument in arguments]
 
 
 def causal(folder: Path) -> Parameters:

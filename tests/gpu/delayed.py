@@ -113,22 +113,22 @@ def train(
         with _aside() if aside else nullcontext():
             trainer.train(script)
         torch.cuda.synchronize()
-        found = {name: param.cpu() for name, param in trainer.parameters().items()}
+        ends = {name: param.cpu() for name, param in trainer.parameters().items()}
         trainer.engine.destroy()
-    return found
+    return ends
 
 
 def against_no_overlap(
-    stage: int, times: int = 1, within: float = 0.0, **given: Any
+    stage: int, times: int = 1, within: float = 0.0, **options: Any
 ) -> list[list[str]]:
     """Names of what is unlike, by more than `within`, in each run; a NaN is.
 
     It is held against the same training without overlap, where nothing is late.
     """
     same = ("beside", "script", "model", "micro_steps")
-    plain = {name: given[name] for name in same if name in given}
+    plain = {name: options[name] for name in same if name in options}
     expected = train(stage, overlap_comm=False, **plain)
-    runs = [train(stage, **given) for _ in range(times)]
+    runs = [train(stage, **options) for _ in range(times)]
     return [
         [
             name

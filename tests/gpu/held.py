@@ -27,7 +27,7 @@ NEAR = 0.02  # of a parameter's update norm: eager ZeRO-3 in bfloat16 is no near
 
 @dataclass
 class Held:
-    """What DeepCompile came to, against eager ZeRO-3; of pairs, eager's first."""
+    """DeepCompile's results against eager ZeRO-3's; of pairs, eager's first."""
 
     losses: tuple[list[float], list[float]] = ([], [])
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of all updates
@@ -89,11 +89,11 @@ def hold(
     forwards: int = 1,
     evaluates: bool = False,
     width: int = WIDTH,
-    **given: Any,
+    **training: Any,
 ) -> Held:
-    """Train twice from one start. Runs on every rank; `given`: of the options."""
+    """Train twice from one start. Runs on every rank; `training`: of the options."""
     start = patterns.build(pattern, width)
-    options = Options(steps=STEPS, **{**BF16, **given})
+    options = Options(steps=STEPS, **{**BF16, **training})
     script = partial(loop, forwards=forwards, evaluates=evaluates)
     eager = Trainer(build_engine(deepcopy(start), options.config), options)
     before = eager.parameters()
@@ -134,30 +134,30 @@ def in_a_row(pattern: str, scripts: Sequence[declared.Script]) -> dict[str, Outc
     start = patterns.build(pattern, WIDTH)
     plain = PlainTrainer(deepcopy(start).to(models.device()), options)
     engine = deep_compiled(start, options.config)
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     for script in scripts:
         own = script is deepcompile.compiled_parameter_hook  # hooks of its own, which stay
         trainer = EngineTrainer(engine, options, strict=not own)
-        one = found[script.name] = Outcome(tolerance=1e-4)
+        outcome = outcomes[script.name] = Outcome(tolerance=1e-4)
         origin = plain.parameters()
         script(plain)
         expected = plain.parameters()
         try:
             script(trainer)
         except Exception as error:
-            one.error = f"{type(error).__name__}: {error}"[:300]
+            outcome.error = f"{type(error).__name__}: {error}"[:300]
             break
         ends = trainer.parameters()
         largest, _ = worst_difference(expected, origin)
-        difference, one.where = worst_difference(ends, expected)
-        one.difference, one.moved = difference / largest, 1.0
-        print(f"exact {pattern} {script.name} {one}", flush=True)  # should the next one abort
+        difference, outcome.where = worst_difference(ends, expected)
+        outcome.difference, outcome.moved = difference / largest, 1.0
+        print(f"exact {pattern} {script.name} {outcome}", flush=True)  # should the next one abort
         plain.module.load_state_dict(ends)
-    return found
+    return outcomes
 
 
 def repeated(pattern: str, times: int) -> list[str]:
-    """What is not equal to the bit in each of many steps that change nothing, with one batch."""
+    """Return the values that differ between many steps that change nothing, with one batch."""
     from deepspeed.utils import safe_get_full_grad
 
     # Inductor sums an embedding's gradient by atomic additions otherwise, in any order.
@@ -171,18 +171,18 @@ def repeated(pattern: str, times: int) -> list[str]:
     for step in range(STEPS + times):
         loss = engine(*patterns.inputs(0, 0))
         engine.backward(loss)
-        found = {"loss": loss.detach().clone()}
+        values = {"loss": loss.detach().clone()}
         for name, param in engine.module.named_parameters():
-            found[name] = safe_get_full_grad(param).clone()
+            values[name] = safe_get_full_grad(param).clone()
         engine.step()
         if step == STEPS:  # all is compiled
-            first = found
-        unlike += [f"{name} in run {step}" for name in first if not first[name].equal(found[name])]
+            first = values
+        unlike += [f"{name} in run {step}" for name in first if not first[name].equal(values[name])]
     return unlike
 
 
 def _measuring_once() -> None:
-    """What DeepCompile measures is noise where cases share GPUs, and takes most of their time."""
+    """Skip DeepCompile's measurements: noise where cases share GPUs, and most of their time."""
     from deepspeed.compile.profilers import comm_profile, graph_profile
 
     comm_profile.profile_results = [(0, 0.0), (2**31, 0.1)]  # of gathers of up to 2 GB

@@ -48,8 +48,8 @@ SCATTERED: dict[str, Any] = {"contiguous_gradients": False}
 def test_equal_to_no_overlap(living_gpus: World, stage: int, bucket: str, count: int) -> None:
     case = {"script": partial(forwards, count=count), "model": recomputed, "late": LATE[stage]}
     beside = ("accumulation", "zero3_retain")
-    given = {"stage": stage, "beside": beside, **BUCKETS[bucket], **case, **ROUNDS}
-    assert not unlike(living_gpus, f"{count} forwards", **given)
+    options = {"stage": stage, "beside": beside, **BUCKETS[bucket], **case, **ROUNDS}
+    assert not unlike(living_gpus, f"{count} forwards", **options)
 
 
 @pytest.mark.parametrize("zero", [SCATTERED, {"reduce_scatter": False}], ids=["scattered", "all"])
@@ -57,8 +57,8 @@ def test_equal_to_no_overlap(living_gpus: World, stage: int, bucket: str, count:
 def test_equal_with_other_reductions(living_gpus: World, stage: int, zero: Any) -> None:
     case = {"script": forwards, "model": recomputed, "late": "late_reductions"}
     beside = ("accumulation",)
-    given = {"stage": stage, "beside": beside, **zero, **case, **ROUNDS}
-    assert not unlike(living_gpus, "two forwards", **given)
+    options = {"stage": stage, "beside": beside, **zero, **case, **ROUNDS}
+    assert not unlike(living_gpus, "two forwards", **options)
 
 
 @pytest.mark.parametrize("late", ["", "late_gradients"])

@@ -42,9 +42,9 @@ def cases() -> Iterator[Any]:
         for param in (param for mark in test.pytestmark for param in mark.args[1]):
             (case,) = param.values
             zero = {**OVERLAP["zero"], **case.options.zero}
-            given = replace(case, options=replace(case.options, zero=zero))
+            overlapped = replace(case, options=replace(case.options, zero=zero))
             skips = [mark for mark in param.marks if mark.name == "skipif"]
-            yield pytest.param(given, id=f"{case.patches[-1]}-{param.id}", marks=skips)
+            yield pytest.param(overlapped, id=f"{case.patches[-1]}-{param.id}", marks=skips)
 
 
 @pytest.mark.exhaustive
@@ -52,8 +52,8 @@ def cases() -> Iterator[Any]:
 def test_a_case(living_gpus: World, case: Case) -> None:
     # Overlap is stock's own race: a wrong result would be nobody's.
     patches = (*case.patches, "stream_safety")
-    for one in living_gpus.run(run, case.script, case.options, *patches):
-        assert not one.error, one
-        assert one.difference <= TOLERANCE[case.options.dtype] < one.moved, one
+    for outcome in living_gpus.run(run, case.script, case.options, *patches):
+        assert not outcome.error, outcome
+        assert outcome.difference <= TOLERANCE[case.options.dtype] < outcome.moved, outcome
         # A block that gathers once keeps them until its end.
-        assert case.patches != ("zero3_retain",) or not any(one.available), one
+        assert case.patches != ("zero3_retain",) or not any(outcome.available), outcome

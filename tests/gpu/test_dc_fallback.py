@@ -23,24 +23,24 @@ SKIPPED = {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.we
 
 
 def first(gpus: World, act: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    found = gpus.within(SECONDS).run(act, *args, **more)[0]
+    answer = gpus.within(SECONDS).run(act, *args, **more)[0]
     # To stderr, which pytest-xdist passes on at once with --capture=no.
-    print(act.__name__, args, more, found, file=sys.stderr)
-    return found
+    print(act.__name__, args, more, answer, file=sys.stderr)
+    return answer
 
 
 def held(gpus: World, pattern: str, **case: Any) -> Held:
-    found: Held = first(gpus, hold, pattern, **case)
-    print("wrong", found.wrong, file=sys.stderr)
-    return found
+    result: Held = first(gpus, hold, pattern, **case)
+    print("wrong", result.wrong, file=sys.stderr)
+    return result
 
 
-def assert_like_eager(found: Held) -> None:
-    assert not found.error, found.error
-    assert not found.untrained, f"these did not train: {found.untrained}"
-    assert not found.wrong, f"update norms, eager and DeepCompile: {found.wrong}"
-    assert max(found.apart.values()) < 0.1, found.apart
-    assert not any(found.available), "a parameter stayed gathered"
+def assert_like_eager(result: Held) -> None:
+    assert not result.error, result.error
+    assert not result.untrained, f"these did not train: {result.untrained}"
+    assert not result.wrong, f"update norms, eager and DeepCompile: {result.wrong}"
+    assert max(result.apart.values()) < 0.1, result.apart
+    assert not any(result.available), "a parameter stayed gathered"
 
 
 @pytest.mark.parametrize("pattern", NAMES)
@@ -70,22 +70,22 @@ def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_weights_are_those_of_plain_pytorch(gpus: World, pattern: str, micro_steps: int) -> None:
     scripts = [s for p, s in CASES if p == pattern and s.options.micro_steps == micro_steps]
-    found = first(gpus, in_a_row, pattern, scripts)
-    assert list(found) == [script.name for script in scripts]
-    assert all(one.equal for one in found.values()), found
+    outcomes = first(gpus, in_a_row, pattern, scripts)
+    assert list(outcomes) == [script.name for script in scripts]
+    assert all(outcome.equal for outcome in outcomes.values()), outcomes
 
 
 def test_overflow(gpus: World) -> None:
     scale = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}  # trains from 16 on
-    found = held(gpus, "Mixed", dtype="float32", settings={"fp16": scale})
-    assert found.skipped[0] == found.skipped[1] > 0
-    assert_like_eager(found)
+    result = held(gpus, "Mixed", dtype="float32", settings={"fp16": scale})
+    assert result.skipped[0] == result.skipped[1] > 0
+    assert_like_eager(result)
 
 
 def test_peak_memory_where_all_is_skipped(gpus: World) -> None:
-    found = held(gpus, "Whole", width=2048)
-    assert_like_eager(found)
-    assert found.peaks[1] <= 1.10 * found.peaks[0], found.peaks
+    result = held(gpus, "Whole", width=2048)
+    assert_like_eager(result)
+    assert result.peaks[1] <= 1.10 * result.peaks[0], result.peaks
 
 
 @pytest.mark.parametrize("pattern", ["Whole", "Mixed"])
@@ -97,15 +97,15 @@ def test_stock_runs_once_with_older_parameters(gpus: World) -> None:
     """Right after the step in which DeepCompile compiled again."""
     off = []
     for patch in (False, True):
-        found = held(gpus, "Broken", patch=patch)
-        assert not found.error, found.error
-        eager, compiled = (losses[AGAIN] for losses in found.losses)
+        result = held(gpus, "Broken", patch=patch)
+        assert not result.error, result.error
+        eager, compiled = (losses[AGAIN] for losses in result.losses)
         off.append(abs(compiled - eager))
     assert off[1] < 0.1 * off[0]
 
 
 def checked(patch: bool) -> list[str]:
-    """What `train_check` says of one step."""
+    """Return the error of `train_check` for one step."""
     engine = deep_compiled(patterns.build("Disabled", WIDTH), Options(**BF16).config, patch)
 
     def train(step: int) -> None:
@@ -125,13 +125,13 @@ def checked(patch: bool) -> list[str]:
 @pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
 def test_train_check(gpus: World, patch: bool) -> None:
     try:
-        found = first(gpus, checked, patch)
+        raised = first(gpus, checked, patch)
     except Exception as error:
         if patch or "must be" not in str(error):
             raise
         pytest.skip("stock crashes here before anything could be checked")
     if patch:
-        assert not found
+        assert not raised
     else:
-        assert found[0] == "NotTrained"
-        assert all(name in found[1] for name in SKIPPED)
+        assert raised[0] == "NotTrained"
+        assert all(name in raised[1] for name in SKIPPED)

@@ -26,12 +26,12 @@ LATE: dict[str, dict[str, Any]] = {
 }
 
 
-def unlike(gpus: World, what: str, **given: Any) -> bool:
-    """Whether anything is, in any run, on any rank."""
-    found: list[list[list[str]]] = gpus.within(300).run(delayed.against_no_overlap, **given)
+def unlike(gpus: World, what: str, **options: Any) -> bool:
+    """Return True if any parameter differs, in any run, on any rank."""
+    names: list[list[list[str]]] = gpus.within(300).run(delayed.against_no_overlap, **options)
     # To stderr, which pytest-xdist passes on at once with --capture=no.
-    print(what, given, "unlike", found, file=sys.stderr)
-    return any(any(runs) for runs in found)
+    print(what, options, "unlike", names, file=sys.stderr)
+    return any(any(runs) for runs in names)
 
 
 @pytest.mark.parametrize("part", SHOWN)

@@ -32,27 +32,28 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of a partial, its arguments belong to it."""
+        """The function's name, with the arguments of a partial."""
         function = getattr(self.script, "func", self.script)
-        given = getattr(self.script, "keywords", {}).items()
+        keywords = getattr(self.script, "keywords", {}).items()
         return "-".join(
             [
                 function.__name__,
-                *(f"{name}={getattr(value, '__name__', value)}" for name, value in given),
+                *(f"{name}={getattr(value, '__name__', value)}" for name, value in keywords),
             ]
         )
 
     @property
     def shows(self) -> dict[str, Any]:
-        """What the sampling of quick cases goes by."""
+        """The options by which quick cases are sampled."""
         return {"script": self.name, **self.options.shows, "stage": self.options.stage}
 
     def check(self, world: World, says: Sequence[str] | None = (), **more: Any) -> list[Outcome]:
         """says: words of each warning; None: of whichever."""
         outcomes = check(world, self.script, self.options, *self.patches, quiet=False, **more)
-        for one in outcomes if says is not None else ():
-            assert len(one.said) == len(says), one.said
-            assert all(words in said for words, said in zip(says, one.said, strict=True)), one.said
+        for outcome in outcomes if says is not None else ():
+            assert len(outcome.said) == len(says), outcome.said
+            pairs = zip(says, outcome.said, strict=True)
+            assert all(words in warning for words, warning in pairs), outcome.said
         return outcomes
 
 
@@ -73,8 +74,8 @@ def of(
     for stage in stages:
         case = Case(script, own.at(stage, **{"steps": 3, **options}), tuple(patches.split()))
         name = "-".join([case.name, str(stage), *(str(value) for value in options.values())])
-        kept = [*marks, *([pytest.mark.core_case] if stage in core else [])]
-        made.append(pytest.param(case, id=name, marks=kept))
+        own_marks = [*marks, *([pytest.mark.core_case] if stage in core else [])]
+        made.append(pytest.param(case, id=name, marks=own_marks))
     return made
 
 

@@ -1,4 +1,4 @@
-"""What is sent, in order."""
+"""The collectives that send gradients, in order."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Gradients(TorchDispatchMode):
     ) -> Any:
         if function.namespace == "c10d" and "reduce" in function._schema.name:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            elements = max(one.numel() if one.is_floating_point() else 0 for one in tensors)
+            elements = max(t.numel() if t.is_floating_point() else 0 for t in tensors)
             if elements > 1:
                 self.sent.append((function._schema.name.removeprefix("c10d::"), elements))
         return function(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ DATA, MODEL = ([0, 2], [1, 3]), ([0, 1], [2, 3])
 
 
 class Parallel:
-    """What DeepSpeed asks of an `mpu`. Ranks of a `model` group compute nothing together here.
+    """An `mpu` for DeepSpeed. Ranks of a `model` group compute nothing together here.
 
     Without one each rank is a group of its own. The ranks of `sequence` have parts of one sequence;
     then ZeRO is over all of the world.

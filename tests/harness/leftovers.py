@@ -1,11 +1,11 @@
-"""What a patch may leave behind on an engine: hooks, attributes, parameters that stay gathered.
+"""Hooks, attributes and gathered parameters that a patch may leave behind on an engine.
 
     before = leftovers.of(engine)
     ...  # a window, a step, a failure
     assert not leftovers.since(before, engine)
 
-What lives on an engine as long as a patch is applied has a name in `WHILE_APPLIED`; after
-`unapply` nothing at all may be left: `leftovers.since(before, engine, but=())`.
+What lives on an engine as long as a patch is applied has a name in `WHILE_APPLIED`. `run` asks of
+each training that nothing of a patch is left after `unapply`.
 """
 
 from collections import Counter
@@ -17,8 +17,9 @@ from torch import nn
 
 #: Attributes that a patch sets when it meets an engine, and takes away when it is taken back.
 OF_PATCHES = "accumulation accumulation_division coalesce dc_fallback stream_safety zero3_retain"
-WHILE_APPLIED = frozenset(f"_ds_patches_{one}" for one in [*OF_PATCHES.split(), "zero12_gradients"])
+WHILE_APPLIED = frozenset(f"_ds_patches_{name}" for name in OF_PATCHES.split())
 WHILE_APPLIED |= {
+    "_ds_patches_zero12_gradients",
     "reduce_independent_p_g_buckets_and_remove_grads",  # zero12_gradients', around stock's
     *("pre_bwd_fn", "post_bwd_fn"),  # zero3_retain's, in place of stock's
     *("_parameters", "launch_compile_passes"),  # dc_fallback's, in place of ZeRO-3's
@@ -36,18 +37,23 @@ def of(engine: Any) -> Counter[str]:
 
 
 def since(before: Counter[str], engine: Any, but: Container[str] = WHILE_APPLIED) -> dict[str, int]:
-    """What there is more of than before, and by how much; and hooks that are gone.
+    """Return how many more there are than before, by name, and hooks that are gone.
 
     but: names of attributes that may be there.
     """
     now = of(engine)
-    found = {what: now[what] - before[what] for what in now if now[what] > before[what]}
+    more = {what: now[what] - before[what] for what in now if now[what] > before[what]}
     gone = {what: -left for what, left in (before - now).items() if "hook" in what}
     return {
         what: count
-        for what, count in {**found, **gone}.items()
+        for what, count in {**more, **gone}.items()
         if not (_IS in what and what.partition(_IS)[0].rpartition(".")[2] in but)
     }
+
+
+def of_patches(engine: Any) -> list[str]:
+    """Return what is ours at an engine: nothing, once all patches are unapplied."""
+    return [what for what in _all_of(engine) if _IS in what]
 
 
 _IS = " is ours"
@@ -55,12 +61,12 @@ _IS = " is ours"
 
 def _all_of(engine: Any) -> Iterator[str]:
     module = engine.module
-    for owner, thing in _owners(engine):
+    for owner, attributes in _owners(engine):
         yield from (
-            f"{owner}.{name}{_IS}" for name, value in thing.items() if _is_ours(name, value)
+            f"{owner}.{name}{_IS}" for name, value in attributes.items() if _is_ours(name, value)
         )
-    for name, one in module.named_modules():
-        for registry, hooks in vars(one).items():
+    for name, submodule in module.named_modules():
+        for registry, hooks in vars(submodule).items():
             if registry.endswith("_hooks") and isinstance(hooks, dict):
                 ours = [hook for hook in hooks.values() if _is_ours("", hook)]
                 yield from (f"module {name!r}.{hook.__name__}{_IS}" for hook in ours)

@@ -1,4 +1,4 @@
-"""What an engine is told about a training, and plain PyTorch is to do as well.
+"""Options of a training, for an engine and for plain PyTorch.
 
 A case is a script and its :class:`Options`: `run(script, Options(stage=2, micro_steps=4), ...)`.
 """
@@ -26,6 +26,7 @@ OFFLOADED: Given = {"offload": ("optimizer",)}
 OFFLOADED_ALL: Given = {"offload": ("optimizer", "param")}
 OVERLAP: Given = {"zero": {"overlap_comm": True}}
 ALL_REDUCED: Given = {"zero": {"reduce_scatter": False}}
+SCATTERED: Given = {"zero": {"contiguous_gradients": False}}
 BF16: Given = {"dtype": "bfloat16"}
 BF16_SUMS: Given = {"dtype": "bfloat16", "sums": "fp32"}
 FP16: Given = {"dtype": "float16"}
@@ -38,7 +39,7 @@ SMALL_PREFETCH: Given = {"stage3_prefetch_bucket_size": 600}
 
 @dataclass(frozen=True)
 class Options:
-    """Of one training.
+    """The options of one training.
 
     style: of calling backward: "engine", "scale" or "torch".
     dtype: of the model. sums: of what gradients add up in, where it is another one.
@@ -69,11 +70,11 @@ class Options:
 
     @property
     def shows(self) -> dict[str, Any]:
-        """What is not as it is without being asked for: few cases are chosen to show it all."""
+        """The options that are not default: few quick cases are chosen to show them all."""
         return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if getattr(self, one.name) != getattr(PLAIN, one.name)
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if getattr(self, option.name) != getattr(PLAIN, option.name)
         }
 
     def at(self, stage: int, **changed: Any) -> Options:

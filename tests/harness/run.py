@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import ds_patches
-from tests.harness import models, stock, surroundings
+from tests.harness import leftovers, models, stock, surroundings
 from tests.harness.groups import grid
 from tests.harness.options import Options
 from tests.harness.surroundings import DEEPCOMPILE, EAGER, around, build_engine, compile_engine
@@ -31,7 +31,7 @@ LOOKED_AT = 2
 
 @dataclass
 class Outcome:
-    """What became of an engine, held against plain PyTorch from the same start."""
+    """The result of an engine, compared with plain PyTorch from the same start."""
 
     error: str = ""
     difference: float = float("inf")  # largest, over all parameters
@@ -81,9 +81,9 @@ def check(
     """The script ends where plain PyTorch does on every rank; quiet: and nothing is said."""
     stock.needs_style(options.style)
     outcomes = world.run(run, script, options, *patches, **how)
-    for one in outcomes:
-        assert one.equal, one
-        assert not (quiet and one.said), one.said
+    for outcome in outcomes:
+        assert outcome.equal, outcome
+        assert not (quiet and outcome.said), outcome.said
     return outcomes
 
 
@@ -108,7 +108,7 @@ def measure(
     """
     start = models.build(options.model, options.torch_dtype)
     origin = {name: p.detach().float().clone() for name, p in start.named_parameters()}
-    found = Outcome(tolerance=tolerance or options.tolerance)
+    outcome = Outcome(tolerance=tolerance or options.tolerance)
     with ExitStack() as stack:
         stack.enter_context(_put_back())
         if options.muon:
@@ -116,26 +116,28 @@ def measure(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if "fp16" in options.config:
             stack.enter_context(surroundings.half_precision_allowed())
-        expected = _plainly(script, PlainTrainer(deepcopy(start), options), found, before)
-        found.moved = worst_difference(expected, origin)[0]
+        expected = _plainly(script, PlainTrainer(deepcopy(start), options), outcome, before)
+        outcome.moved = worst_difference(expected, origin)[0]
         inside = stack.enter_context(around(on, **(compiles or {})))
-        found.said = stack.enter_context(listening())
+        outcome.said = stack.enter_context(listening())
         try:
             with around_engine or nullcontext():
                 trainer = make_trainer(start, options, on, strict, folder, engine)
-                found.left, found.available = trainer.left, trainer.available
+                outcome.left, outcome.available = trainer.left, trainer.available
                 if "calls" in looks:
-                    trainer.around_step = _counting(trainer, found)
-                with inside() as found.races:
+                    trainer.around_step = _counting(trainer, outcome)
+                with inside() as outcome.races:
                     trainer.train(script)
                 ends = trainer.parameters()
-                found.difference, found.where = worst_difference(ends, expected)
-                found.untrained = _untrained(ends, expected, origin)
+                outcome.difference, outcome.where = worst_difference(ends, expected)
+                outcome.untrained = _untrained(ends, expected, origin)
                 if "memory" in looks:
-                    _look_at_memory(script, trainer, found)
+                    _look_at_memory(script, trainer, outcome)
+            left = [] if around_engine is None else leftovers.of_patches(trainer.engine)
+            assert not left, f"left after unapply: {left}"
         except Exception as error:
-            found.error = f"{type(error).__name__}: {error}"
-    return found
+            outcome.error = f"{type(error).__name__}: {error}"
+    return outcome
 
 
 def make_trainer(
@@ -160,7 +162,7 @@ def make_trainer(
 
 
 def _plainly(
-    script: Script, trainer: PlainTrainer, found: Outcome, before: Script | None
+    script: Script, trainer: PlainTrainer, outcome: Outcome, before: Script | None
 ) -> Parameters:
     if before is not None:
         before(trainer)
@@ -169,7 +171,7 @@ def _plainly(
     def around_step(step: int) -> Iterator[None]:
         so_far = len(trainer.forwards)
         yield
-        found.forwards = len(trainer.forwards) - so_far
+        outcome.forwards = len(trainer.forwards) - so_far
 
     trainer.around_step = around_step
     trainer.train(script)
@@ -189,12 +191,12 @@ def _untrained(
     ]
 
 
-def _counting(trainer: EngineTrainer, found: Outcome) -> Callable[[int], Any]:
+def _counting(trainer: EngineTrainer, outcome: Outcome) -> Callable[[int], Any]:
     """Count the calls of Python functions in the last step, which is warm."""
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        found.calls += event == "call"
-        found.reductions += event == "call" and frame.f_code.co_name in REDUCE
+        outcome.calls += event == "call"
+        outcome.reductions += event == "call" and frame.f_code.co_name in REDUCE
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:
@@ -208,7 +210,7 @@ def _counting(trainer: EngineTrainer, found: Outcome) -> Callable[[int], Any]:
     return around_step
 
 
-def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> None:
+def _look_at_memory(script: Script, trainer: EngineTrainer, outcome: Outcome) -> None:
     """Go on for some steps, with hooks that see how much is gathered."""
 
     def look(*_: Any) -> None:
@@ -217,7 +219,7 @@ def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> N
             for param in trainer.module.parameters()
             if param.ds_status.name != "NOT_AVAILABLE"
         )
-        found.peaks[-1] = max(found.peaks[-1], elements)
+        outcome.peaks[-1] = max(outcome.peaks[-1], elements)
 
     for module in trainer.module.modules():
         module.register_forward_pre_hook(look)
@@ -225,7 +227,7 @@ def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> N
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:
-        found.peaks.append(0)
+        outcome.peaks.append(0)
         yield
         look()
 
@@ -235,7 +237,7 @@ def _look_at_memory(script: Script, trainer: EngineTrainer, found: Outcome) -> N
 
 @contextmanager
 def _put_back() -> Iterator[None]:
-    """What DeepSpeed leaves in modules, which would count in later scripts, or not."""
+    """Restore what DeepSpeed sets in modules, which would count in later scripts."""
     from deepspeed.utils import groups
 
     places = (

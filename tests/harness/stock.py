@@ -1,4 +1,4 @@
-"""What stock DeepSpeed can do, by release: so that its defects are not taken for ours."""
+"""Abilities of stock DeepSpeed, by release: so that its defects are not taken for ours."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""What an engine trains in: plainly, under DeepCompile's stand-in, or on detected streams."""
+"""Surroundings of an engine: none, DeepCompile's stand-in, or detected streams."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -71,7 +71,7 @@ def build_optimizer(model: nn.Module, options: Options, sharded: bool = False) -
 
 def trained(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     params, count = [p for p in model.parameters() if p.requires_grad], len(options.rates)
-    return [{"params": params[at::count], "lr": rate} for at, rate in enumerate(options.rates)]
+    return [{"params": params[i::count], "lr": rate} for i, rate in enumerate(options.rates)]
 
 
 def build_engine(
@@ -91,11 +91,11 @@ def build_engine(
 
     if leaves := getattr(model, "leaf_classes", None):
         set_z3_leaf_modules(model, list(leaves))
-    given: dict[str, Any] = {"model_parameters": trained(model, options)}
+    arguments: dict[str, Any] = {"model_parameters": trained(model, options)}
     if "optimizer" not in config:
-        given = {"optimizer": optimizer or build_optimizer(model, options, sharded=True)}
+        arguments = {"optimizer": optimizer or build_optimizer(model, options, sharded=True)}
     # DeepSpeed takes what it reads of an optimizer's settings out of the dictionary.
-    engine, *_ = deepspeed.initialize(model=model, config=deepcopy(config), mpu=mpu, **given)
+    engine, *_ = deepspeed.initialize(model=model, config=deepcopy(config), mpu=mpu, **arguments)
     return engine
 
 
@@ -107,7 +107,7 @@ def compile_engine(model: nn.Module, config: dict[str, Any], backend: str = "eag
 
 @contextmanager
 def half_precision_allowed() -> Iterator[None]:
-    """Let DeepSpeed train in fp16 on a CPU that computes it slowly; its own check says no."""
+    """Allow fp16 on a CPU, which computes it slowly, so that DeepSpeed's own check refuses it."""
     from deepspeed.accelerator import get_accelerator
 
     dtypes = [torch.float, torch.bfloat16, torch.float16]
@@ -130,8 +130,8 @@ def parameters(module: nn.Module) -> Parameters:
     """All of a model, which ZeRO-3 may have in parts."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    found = {}
+    whole = {}
     for name, param in module.named_parameters():
         with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            found[name] = param.detach().float().clone()
-    return found
+            whole[name] = param.detach().float().clone()
+    return whole

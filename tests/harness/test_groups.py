@@ -25,11 +25,11 @@ def test_a_train_check_asks_the_ranks_of_its_engine(stage: int) -> None:
     with parallel(ALONE) as mpu:
         model = models.build(train_check.model_of("trains on one rank"))
         engine = build_engine(model, config(stage), mpu)
-        found = train_check.verdict_of(engine, lambda: train_check.step(engine))
+        verdict = train_check.verdict_of(engine, lambda: train_check.step(engine))
     cut_off = not dist.get_rank()
-    assert list(found.untrained) == (["cut.weight", "cut.bias"] if cut_off else [])
-    assert found.error.startswith("NotTrained" if cut_off else "")
-    assert cut_off or found.steps == 1
+    assert list(verdict.untrained) == (["cut.weight", "cut.bias"] if cut_off else [])
+    assert verdict.error.startswith("NotTrained" if cut_off else "")
+    assert cut_off or verdict.steps == 1
 
 
 @on_ranks

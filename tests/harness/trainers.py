@@ -25,7 +25,7 @@ from tests.harness.surroundings import Parameters, build_engine, build_optimizer
 
 
 class Trainer:
-    """What both have in common."""
+    """Base of the engine's and plain PyTorch's trainer."""
 
     is_engine: bool
     module: nn.Module
@@ -41,15 +41,15 @@ class Trainer:
             with self.around_step(step):
                 yield step
 
-    def train(self, script: Callable[..., None], **given: Any) -> None:
+    def train(self, script: Callable[..., None], **arguments: Any) -> None:
         """Run all of a script, or what it does in each step or `micro` step, and take that."""
         wants = signature(script).parameters
         if "step" not in wants:
-            script(self, **given)
+            script(self, **arguments)
             return
         for step in self.steps():
             for micro in range(self.options.micro_steps) if "micro" in wants else [None]:
-                script(self, step, *[micro] * ("micro" in wants), **given)
+                script(self, step, *[micro] * ("micro" in wants), **arguments)
                 self.step()
 
 
@@ -176,7 +176,7 @@ class EngineTrainer(Trainer):
             self.note()
 
     def note(self) -> None:
-        """What is there now may stay."""
+        """Take the hooks and attributes that are there now for those that may stay."""
         self._before = leftovers.of(self.engine)
 
     def leaves_nothing(self) -> None:
@@ -230,8 +230,8 @@ class EngineTrainer(Trainer):
     def window(self) -> Any:
         return self.engine.coalesce_grad_reduction()
 
-    def boundary(self, at: bool | None) -> None:
-        self.engine.set_gradient_accumulation_boundary(at)
+    def boundary(self, is_boundary: bool | None) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -291,9 +291,9 @@ def engine_trainer(
     model: str | nn.Module = "TwoHeads", folder: Path = Path(), **options: Any
 ) -> EngineTrainer:
     """An engine of these :class:`Options` that trains a model, of this name or this one."""
-    given = Options(**options)
-    start = models.build(model, given.torch_dtype) if isinstance(model, str) else model
-    trainer = EngineTrainer(build_engine(start, given.config, options=given), given)
+    wanted = Options(**options)
+    start = models.build(model, wanted.torch_dtype) if isinstance(model, str) else model
+    trainer = EngineTrainer(build_engine(start, wanted.config, options=wanted), wanted)
     trainer.folder = folder
     return trainer
 
@@ -302,15 +302,15 @@ def engine_of(model: str | nn.Module = "TwoHeads", **options: Any) -> Any:
     return engine_trainer(model, **options).engine
 
 
-def worst_difference(found: Parameters, expected: Parameters) -> tuple[float, str]:
+def worst_difference(ends: Parameters, expected: Parameters) -> tuple[float, str]:
     """Largest difference over all parameters, relative to each parameter's update scale of 1.
 
     Where one is NaN or infinite, it is infinite: `max` would pass over a NaN.
     """
-    assert found.keys() == expected.keys()
+    assert ends.keys() == expected.keys()
     largest = {
-        name: (found[name].float() - expected[name].float()).abs().max().item()
-        for name in found
-        if found[name].numel()
+        name: (ends[name].float() - expected[name].float()).abs().max().item()
+        for name in ends
+        if ends[name].numel()
     }
     return max((gap if math.isfinite(gap) else math.inf, name) for name, gap in largest.items())

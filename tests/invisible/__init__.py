@@ -1,1 +1,1 @@
-"""What a script keeps, hooks, copies, pickles and looks at is no business of a patch."""
+"""Scripts keep, hook, copy, pickle and look at objects: patched, with the same answers."""

@@ -72,12 +72,12 @@ class Trained:
         self.forward = lambda: self.engine(batch(0)[0])
         self.step()
 
-    def step(self, look: Callable[[Any], Any] = id, **given: Any) -> list[str]:
+    def step(self, look: Callable[[Any], Any] = id, **arguments: Any) -> list[str]:
         """All of a step; the names of parameters that it moved."""
         before = parameters(self.module)
         for _ in range(self.micro_steps):
             look(outputs := self.forward())
-            self.engine.backward(flat(outputs)[0], **given)
+            self.engine.backward(flat(outputs)[0], **arguments)
             self.engine.step()
         return [name for name, now in parameters(self.module).items() if now.ne(before[name]).any()]
 
@@ -90,44 +90,44 @@ def flat(outputs: Any) -> list[Tensor]:
     return [*chain(*map(flat, items.values() if isinstance(items, dict) else items))]
 
 
-def identity(one: Trained) -> Any:
-    outputs, kept = one.forward(), one.module.kept
-    same = [mine is theirs for mine, theirs in zip(kept["all"], flat(outputs), strict=True)]
-    return same, kept["outputs"] is outputs, [str(type(it)) for it in (outputs, *flat(outputs))]
+def identity(trained: Trained) -> Any:
+    outputs, memo = trained.forward(), trained.module.kept
+    same = [tensor is theirs for tensor, theirs in zip(memo["all"], flat(outputs), strict=True)]
+    return same, memo["outputs"] is outputs, [str(type(it)) for it in (outputs, *flat(outputs))]
 
 
-def changed(one: Trained, of: str, at: str, change: Callable[[Tensor], Any]) -> Any:
+def changed(trained: Trained, of: str, name: str, change: Callable[[Tensor], Any]) -> Any:
     """A tensor that the model has "kept", or "returned" to the script, or has in its "forward"."""
 
     def look(outputs: Any) -> None:
-        change((one.module.kept if of == "kept" else outputs)[at])
+        change((trained.module.kept if of == "kept" else outputs)[name])
 
     if of == "forward":
-        one.module.in_forward = look
-    return one.step(id if of == "forward" else look)
+        trained.module.in_forward = look
+    return trained.step(id if of == "forward" else look)
 
 
-def hooked(one: Trained, of: str, at: str) -> Any:
+def hooked(trained: Trained, of: str, name: str) -> Any:
     """A hook sees a gradient and makes it zero: what lies before does not move."""
     seen = []
     zero = lambda grad: seen.append(bool(grad.any())) or grad * 0  # noqa: E731
-    return changed(one, of, at, lambda tensor: tensor.register_hook(zero)), seen
+    return changed(trained, of, name, lambda tensor: tensor.register_hook(zero)), seen
 
 
-def reached(one: Trained, of: str, retained: bool) -> bool:
-    """Whether a hidden state gets a gradient."""
-    loss = (outputs := one.forward())["loss"]
-    hidden = (one.module.kept if of == "kept" else outputs)["hidden"]
+def reached(trained: Trained, of: str, retained: bool) -> bool:
+    """Return True if a hidden state gets a gradient."""
+    loss = (outputs := trained.forward())["loss"]
+    hidden = (trained.module.kept if of == "kept" else outputs)["hidden"]
     if not retained:
         return bool(torch.autograd.grad(loss, hidden)[0].any())
     hidden.retain_grad()
-    one.engine.backward(loss)
+    trained.engine.backward(loss)
     return hidden.grad is not None and bool(hidden.grad.any())
 
 
 def averaged(module: nn.Module) -> Any:
-    (found := torch.optim.swa_utils.AveragedModel(module)).update_parameters(module)
-    return found.module
+    (average := torch.optim.swa_utils.AveragedModel(module)).update_parameters(module)
+    return average.module
 
 
 def saved(module: nn.Module) -> Any:
@@ -135,72 +135,72 @@ def saved(module: nn.Module) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-def pickled(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
-def copied(one: Trained, how: Callable[[nn.Module], nn.Module], inside: bool) -> Any:
-    """What the copy has, and whether it runs; and the engine trains on."""
+def copied(trained: Trained, how: Callable[[nn.Module], nn.Module], inside: bool) -> Any:
+    """Return the copy's parameters and outputs, and the parameters that the engine then moves."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    one.module.kept, params = None, [*one.module.parameters()]
+    trained.module.kept, params = None, [*trained.module.parameters()]
     with GatheredParameters(params, enabled=inside and hasattr(params[0], "ds_id")):
-        other = how(one.engine.module)
+        other = how(trained.engine.module)
     kinds = [(name, str(type(p)), *p.shape) for name, p in other.named_parameters()]
     try:
         runs = str([output.shape for output in flat(other(batch(0)[0]))])
     except Exception as error:
         runs = type(error).__name__
-    return kinds, runs, one.step()
+    return kinds, runs, trained.step()
 
 
-def attributes(one: Trained) -> Any:
+def attributes(trained: Trained) -> Any:
     # Stock's own functions count in it, in whose place are ours.
-    own = [sorted({*vars(m)} - {"applied_pre_backward_ref_cnt"}) for m in one.module.modules()]
-    kinds = [type(module.forward).__name__ for module in one.module.modules()]
-    return kinds, own, [sorted(vars(param)) for param in one.module.parameters()]
+    own = [sorted({*vars(m)} - {"applied_pre_backward_ref_cnt"}) for m in trained.module.modules()]
+    kinds = [type(module.forward).__name__ for module in trained.module.modules()]
+    return kinds, own, [sorted(vars(param)) for param in trained.module.parameters()]
 
 
-def signatures(one: Trained) -> list[str]:
+def signatures(trained: Trained) -> list[str]:
     import deepspeed
 
-    functions = [getattr(one.engine, name) for name in ("forward", "backward", "step")]
+    functions = [getattr(trained.engine, name) for name in ("forward", "backward", "step")]
     functions += [deepspeed.initialize, deepspeed.checkpointing.checkpoint]
     return [str(inspect.signature(function)) for function in functions]
 
 
-def keeps_checkpoint(one: Trained) -> Any:
+def keeps_checkpoint(trained: Trained) -> Any:
     """A model may keep the function by which it recomputes."""
     import deepspeed
 
-    here = nn.Module()
-    here.recompute = deepspeed.checkpointing.checkpoint
-    copies = copy.deepcopy(here), pickled(here), copy.copy(here)
-    return [other.recompute is here.recompute for other in copies], pickle.dumps(here)
+    module = nn.Module()
+    module.recompute = deepspeed.checkpointing.checkpoint
+    copies = copy.deepcopy(module), pickled(module), copy.copy(module)
+    return [other.recompute is module.recompute for other in copies], pickle.dumps(module)
 
 
 #: What is asked, and how the engine is built.
 EVERY: dict[str, tuple[Any, ...]] = {
     **{f"identity in a {pack}": (identity, pack) for pack in PACKS},
-    "hook in the forward": (partial(hooked, of="forward", at="hidden"),),
+    "hook in the forward": (partial(hooked, of="forward", name="hidden"),),
     "attributes": (attributes,),
     "signatures": (signatures,),
     "checkpoint": (keeps_checkpoint,),
-    "backward(no=)": (lambda one: one.step(no=1),),
-    "step(no=)": (lambda one: one.engine.step(no=1),),
+    "backward(no=)": (lambda trained: trained.step(no=1),),
+    "step(no=)": (lambda trained: trained.engine.step(no=1),),
     "compiled": (Trained.step, "dict", True),
-    "a copy of the engine": (lambda one: str(type(copy.deepcopy(one.engine))),),
-    "a pickle of the engine": (lambda one: str(type(pickled(one.engine))),),
-    "a copy of its optimizer": (lambda one: str(copy.deepcopy(one.engine.optimizer)),),
-    "its state": (lambda one: [*map(str, one.engine.optimizer.state_dict())],),
+    "a copy of the engine": (lambda trained: str(type(copy.deepcopy(trained.engine))),),
+    "a pickle of the engine": (lambda trained: str(type(pickled(trained.engine))),),
+    "a copy of its optimizer": (lambda trained: str(copy.deepcopy(trained.engine.optimizer)),),
+    "its state": (lambda trained: [*map(str, trained.engine.optimizer.state_dict())],),
 }
 for of in ("kept", "returned"):
     EVERY |= {
-        **{f"hook on {at} {of}": (partial(hooked, of=of, at=at),) for at in Named._fields},
+        **{f"hook on {name} {of}": (partial(hooked, of=of, name=name),) for name in Named._fields},
         f"retain_grad {of}": (partial(reached, of=of, retained=True),),
         f"autograd.grad {of}": (partial(reached, of=of, retained=False),),
-        f"in place {of}": (partial(changed, of=of, at="logits", change=lambda it: it.mul_(1)),),
-        f"detach_ {of}": (partial(changed, of=of, at="hidden", change=Tensor.detach_),),
+        f"in place {of}": (partial(changed, of=of, name="logits", change=lambda it: it.mul_(1)),),
+        f"detach_ {of}": (partial(changed, of=of, name="hidden", change=Tensor.detach_),),
     }
 for how, inside in product((copy.deepcopy, copy.copy, averaged, saved, pickled), (False, True)):
     EVERY[f"{how.__name__}{', gathered' * inside}"] = (partial(copied, how=how, inside=inside),)

@@ -11,15 +11,15 @@ from tests.invisible.questions import EVERY, Trained
 
 
 def answers(options: Options, is_patched: bool) -> dict[str, Any]:
-    """Of all questions, each to an engine of its own; an error is its class."""
-    found: dict[str, Any] = {}
-    for name, (ask, *given) in EVERY.items():
+    """Return the answers to all questions, each of an engine of its own; an error is its class."""
+    by_question: dict[str, Any] = {}
+    for name, (ask, *arguments) in EVERY.items():
         with all_patches() if is_patched else nullcontext():
             try:
-                found[name] = ask(Trained(options, *given))
+                by_question[name] = ask(Trained(options, *arguments))
             except Exception as error:
-                found[name] = type(error)
-    return found
+                by_question[name] = type(error)
+    return by_question
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])

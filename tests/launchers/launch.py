@@ -98,7 +98,7 @@ def launched(line: str, folder: Path, environment: Mapping[str, str]) -> Iterato
         yield result
     finally:
         # What is killed may just be starting others.
-        while left := [*filter(lambda one: _is_in(folder, one), psutil.process_iter())]:
+        while left := [*filter(lambda other: _is_in(folder, other), psutil.process_iter())]:
             for other in left:
                 with suppress(psutil.NoSuchProcess):
                     other.kill()
@@ -107,7 +107,7 @@ def launched(line: str, folder: Path, environment: Mapping[str, str]) -> Iterato
 
 
 def _is_in(folder: Path, process: psutil.Process) -> bool:
-    """Whether it works in `folder`, or below it: torchrun's workers have sessions of their own."""
+    """Return True if a process works in or below `folder`: workers have sessions of their own."""
     with suppress(psutil.Error):
         return Path(process.cwd()).is_relative_to(folder)
     return False
@@ -144,7 +144,7 @@ def assert_stock(run: Run) -> None:
 
 def line_with(words: str, *edits: tuple[str, str]) -> str:
     """The one line in the page's shell blocks with these words in it, edited."""
-    (line,) = [one for text in _blocks("bash") for one in text.splitlines() if words in one]
+    (line,) = [row for text in _blocks("bash") for row in text.splitlines() if words in row]
     line = line.partition("  # ")[0]
     for old, new in edits:
         line = fake.edited(line, old, new)
@@ -153,8 +153,8 @@ def line_with(words: str, *edits: tuple[str, str]) -> str:
 
 def block(language: str, words: str) -> str:
     """The one code block in `language` with these words in it."""
-    (found,) = [text for text in _blocks(language) if words in text]
-    return found
+    (block_text,) = [text for text in _blocks(language) if words in text]
+    return block_text
 
 
 def _blocks(language: str) -> list[str]:

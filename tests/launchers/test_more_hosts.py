@@ -56,5 +56,5 @@ def test_a_line_on_each_host(folder: Path, installed: Path) -> None:
     line = line_with("torchrun --nnodes 2", meeting)
     other = f"{line_with('export DS_PATCHES')} && {line.partition('-- ')[2]}"
     first, second = launch.environment(folder), launch.environment_of(installed, folder)
-    with launched(line, folder, first) as here, launched(other, folder, second) as there:
-        assert_patched(here(), there())
+    with launched(line, folder, first) as ended, launched(other, folder, second) as other_ended:
+        assert_patched(ended(), other_ended())

@@ -49,7 +49,7 @@ def test_ray(folder: Path, installed: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_an_environment_that_has_it_installed(folder: Path, installed: Path) -> None:
-    """It needs no `run` and no PYTHONPATH; without the variable it is stock."""
+    """Such an environment needs no `run` and no PYTHONPATH; without the variable it is stock."""
     environment = launch.environment_of(installed, folder)
     line = line_with("DS_PATCHES=all torchrun")
     assert_patched(launch.run(line, folder, environment))

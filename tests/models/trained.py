@@ -1,4 +1,4 @@
-"""What is done with a model, and how far from plain PyTorch its weights end."""
+"""Trainings of a model, and how far from plain PyTorch its weights end."""
 
 from __future__ import annotations
 
@@ -22,55 +22,44 @@ EXACT = 1e-5
 SECONDS = 60.0
 
 
-def batch(name: str, *at: int) -> zoo.Batch:
+def batch(name: str, *indices: int) -> zoo.Batch:
     """A batch of this rank's, another one at each step and micro step."""
-    seed = sum(number * 10**place for place, number in enumerate((dist.get_rank(), *at), 1))
+    seed = sum(number * 10**place for place, number in enumerate((dist.get_rank(), *indices), 1))
     return zoo.batch(name, seed)
 
 
-def forward(trainer: Any, name: str, *at: int) -> Any:
-    return trainer(**batch(name, *at))
+def forward(trainer: Any, name: str, *indices: int) -> Any:
+    return trainer(**batch(name, *indices))
 
 
-def micro_steps(trainer: Any, name: str) -> None:
+def micro_steps(trainer: Any, step: int, micro: int, name: str) -> None:
     """Two steps of two micro steps."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.backward(forward(trainer, name, step, micro).loss)
-            trainer.step()
+    trainer.backward(forward(trainer, name, step, micro).loss)
 
 
-def two_losses(trainer: Any, name: str) -> None:
+def two_losses(trainer: Any, step: int, name: str) -> None:
     """Two backwards over one forward: of the loss, and of what the model returns first."""
-    for step in trainer.steps():
-        outputs = forward(trainer, name, step)
-        trainer.backward(outputs.loss, retain_graph=True)
-        other: Tensor = next(it for what, it in outputs.items() if "loss" not in what)
-        trainer.backward(other.square().mean())
-        trainer.step()
+    outputs = forward(trainer, name, step)
+    trainer.backward(outputs.loss, retain_graph=True)
+    other: Tensor = next(it for what, it in outputs.items() if "loss" not in what)
+    trainer.backward(other.square().mean())
 
 
-def block(trainer: Any, name: str) -> None:
+def block(trainer: Any, step: int, name: str) -> None:
     """Two forwards and backwards, and one reduction."""
-    for step in trainer.steps():
-        with trainer.window():
-            for part in range(2):
-                trainer.backward(forward(trainer, name, step, part).loss)
-        trainer.step()
+    with trainer.window():
+        for part in range(2):
+            trainer.backward(forward(trainer, name, step, part).loss)
 
 
-def two_forwards(trainer: Any, name: str) -> None:
+def two_forwards(trainer: Any, step: int, name: str) -> None:
     """Two forwards of the engine, and one backward of the sum of their losses."""
-    for step in trainer.steps():
-        trainer.backward(sum(forward(trainer, name, step, part).loss for part in range(2)))
-        trainer.step()
+    trainer.backward(sum(forward(trainer, name, step, part).loss for part in range(2)))
 
 
-def two_forwards_inside(trainer: Any, name: str) -> None:
+def two_forwards_inside(trainer: Any, step: int, name: str) -> None:
     """One forward of a module that runs the model twice."""
-    for step in trainer.steps():
-        trainer.backward(trainer(batch(name, step, 0), batch(name, step, 1)))
-        trainer.step()
+    trainer.backward(trainer(batch(name, step, 0), batch(name, step, 1)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class Work:
     model: options of `zoo.build`. more: further `Options`.
     """
 
-    script: Callable[[Any, str], None]
+    script: Callable[..., None]
     stages: tuple[int, ...] = STAGES
     model: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -119,10 +108,10 @@ def far(name: str, work: str, stage: int, patched: bool) -> tuple[float, str]:
     model: Any = partial(zoo.build, name, **task.model)
     options = Options(stage=stage, steps=2, model=model, **task.more)
     # Not strict: transformers leaves hooks of its own at the first forward.
-    found = measure(partial(task.script, name=name), options, strict=False)
-    assert 1e-3 < found.moved < float("inf")
-    said = f"warning: {found.said[0]}" if patched and found.said else ""
-    return found.difference / found.moved, found.error or said
+    outcome = measure(partial(task.script, name=name), options, strict=False)
+    assert 1e-3 < outcome.moved < float("inf")
+    warning = f"warning: {outcome.said[0]}" if patched and outcome.said else ""
+    return outcome.difference / outcome.moved, outcome.error or warning
 
 
 def told(world: World, *case: Any) -> str | float:

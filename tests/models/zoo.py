@@ -131,10 +131,10 @@ def build(name: str, use_reentrant: bool | None = None, wrapped: bool = False) -
     kind, settings, _ = MODELS[name]
     of = getattr(transformers, kind)
     config = of.config_class(**SMALL | settings)
-    for one in (config, *(getattr(config, part) for part in config.sub_configs)):
-        for setting, value in vars(one).items():
+    for sub_config in (config, *(getattr(config, part) for part in config.sub_configs)):
+        for setting, value in vars(sub_config).items():
             if "drop" in setting and isinstance(value, float):
-                setattr(one, setting, 0.0)
+                setattr(sub_config, setting, 0.0)
     model = of(config)
     if use_reentrant is not None and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})

@@ -1,4 +1,4 @@
-"""What plain PyTorch and DeepSpeed's engines have in common, as they go through an order."""
+"""Base of plain PyTorch and DeepSpeed's engines, as they go through an order."""
 
 import gc
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class Small(nn.Module):
 
 @dataclass
 class Trail:
-    """What was seen on the way: after each step the parameters, and other values.
+    """Values seen on the way: after each step the parameters, and others.
 
     patched: of each, whether all patches were applied from its step's beginning on.
     raised_patched: the same of the step that has raised `error`.
@@ -62,7 +62,7 @@ class Left(Exception):
 
 
 class Side:
-    """What both have in common. A word that makes no sense where it is does nothing."""
+    """Base of both sides. A word that makes no sense where it is does nothing."""
 
     def __init__(self, order: Order) -> None:
         self.order, self.options, self.trail = order, order.options, Trail()
@@ -91,8 +91,8 @@ class Side:
             self.do(list(self.order.words))
             self.see_parameters()
         except Exception as error:
-            said = str(error).strip().splitlines() or [""]
-            self.trail.error = f"{type(error).__name__}: {said[0][:160]}"
+            lines = str(error).strip().splitlines() or [""]
+            self.trail.error = f"{type(error).__name__}: {lines[0][:160]}"
             self.trail.is_ours = isinstance(error, DsPatchesError)
             self.trail.raised_patched = self.patched_since
         return self.trail
@@ -292,7 +292,7 @@ class Side:
 
     def see_parameters(self) -> None:
         for module in self.modules:
-            self.see(torch.cat([one.flatten() for one in parameters(module).values()]))
+            self.see(torch.cat([weight.flatten() for weight in parameters(module).values()]))
 
     def see(self, value: Tensor) -> None:
         self.trail.seen.append(value.detach().float().cpu().clone())

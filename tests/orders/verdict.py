@@ -1,4 +1,4 @@
-"""What became of orders, and what of that is harm."""
+"""The trails of orders, and what of them is harm."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ class Worlds:
     of: dict[str, World] = field(default_factory=dict)
 
     def run(self, orders: Sequence[Order], who: str, seconds: int = SECONDS) -> list[list[Trail]]:
-        """Of each order, one trail for each rank."""
+        """Return for each order one trail for each rank."""
         world = self.of.setdefault("patched" if who == "patched" else "stock", World())
-        found: list[list[Trail]] = []
-        while rest := [str(order) for order in orders[len(found) :]]:
+        trails: list[list[Trail]] = []
+        while rest := [str(order) for order in orders[len(trails) :]]:
             with tempfile.TemporaryDirectory() as folder:
-                said = ""
+                failure = ""
                 try:
                     world.within(seconds * len(rest)).run(go, rest, who, folder, seconds)
                 except (RankError, WorldTimeout) as error:  # of the first that has no trail
-                    said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                noted = [_noted(Path(folder, str(at))) for at in range(world.size)]
-                found += map(list, zip(*noted, strict=False))
-            if said and len(found) < len(orders):  # else it ended badly after the last one
-                found.append([Trail(error=said)] * world.size)
-        return found
+                    failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                noted = [_noted(Path(folder, str(rank))) for rank in range(world.size)]
+                trails += map(list, zip(*noted, strict=False))
+            if failure and len(trails) < len(orders):  # else it ended badly after the last one
+                trails.append([Trail(error=failure)] * world.size)
+        return trails
 
     def complaints(self, orders: Sequence[Order]) -> list[str]:
-        """Of each order, what is harm in it, or nothing; also where PyTorch, too, raises."""
-        found = self._complaints(orders, SECONDS)
-        failed = [order for order, said in zip(orders, found, strict=True) if said]
+        """Return the harm in each order, or ""; also where PyTorch, too, raises."""
+        complaints = self._complaints(orders, SECONDS)
+        failed = [order for order, complaint in zip(orders, complaints, strict=True) if complaint]
         again = iter(self._complaints(failed, PATIENCE))
-        return [said and next(again) for said in found]
+        return [complaint and next(again) for complaint in complaints]
 
     def _complaints(self, orders: Sequence[Order], seconds: int) -> list[str]:
         sides = (self.run(orders, who, seconds) for who in ("plain", "stock", "patched"))
@@ -93,9 +93,9 @@ class Worlds:
         tried: list[Order] = [*order.shorter()]
         while tried:
             now, tried = tried[:8], tried[8:]
-            said = zip(now, self._complaints(now, SECONDS), strict=True)
-            if failing := [one for one, what in said if _way(what) == way]:
-                order = min(failing, key=lambda one: len(one.words) + len(one.settings))
+            complaints = zip(now, self._complaints(now, SECONDS), strict=True)
+            if failing := [shorter for shorter, what in complaints if _way(what) == way]:
+                order = min(failing, key=lambda shorter: len(shorter.words) + len(shorter.settings))
                 tried = [*order.shorter()]
         return order
 
@@ -115,13 +115,13 @@ def _noted(path: Path) -> list[Trail]:
     return trails
 
 
-def _way(said: str) -> str:
+def _way(complaint: str) -> str:
     """Without numbers, and what stock came to."""
-    return re.sub(r"[0-9][0-9.e+-]*", "", said.partition(";")[0])
+    return re.sub(r"[0-9][0-9.e+-]*", "", complaint.partition(";")[0])
 
 
-def _first(said: object) -> str:
-    return next(filter(None, said), "")  # type: ignore[call-overload]
+def _first(complaints: object) -> str:
+    return next(filter(None, complaints), "")  # type: ignore[call-overload]
 
 
 #: By what a patch is refused where stock is right: it comes, or goes, in the midst of something.
@@ -138,13 +138,13 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
         return f"plain PyTorch: {plain.error}"
     tolerance = TOLERANCE[order.options.dtype]
     stock_at, off_of_stock = _off(plain, stock, tolerance)
-    at, off = _off(plain, patched, tolerance)
+    index, off = _off(plain, patched, tolerance)
     is_right = stock_at is None and not stock.error
     of_stock = stock.error or ("right" if is_right else f"{off_of_stock:.2g} off")
-    if at is not None:
+    if index is not None:
         lost = len(stock.seen) if stock_at is None else stock_at - 1
         lost -= "coalesce_grad_reduction" in stock.error  # which it does not have
-        if at > lost and not patched.patched[at]:
+        if index > lost and not patched.patched[index]:
             return ""  # in a step that was stock's in part, in an order that stock gets wrong
         return f"{off:.2g} off, silent; stock: {of_stock}"
     same = stock.error.partition(":")[0] == patched.error.partition(":")[0]
@@ -164,10 +164,10 @@ def _harm(order: Order, plain: Trail, stock: Trail, patched: Trail) -> str:
 def _off(plain: Trail, other: Trail, tolerance: float) -> tuple[int | None, float]:
     """Which of the values seen is the first that is off, and by how much of what it moved."""
     origin = plain.seen[0]  # the same for each module
-    for at, (expected, found) in enumerate(zip(plain.seen, other.seen, strict=False)):
+    for index, (expected, actual) in enumerate(zip(plain.seen, other.seen, strict=False)):
         moved = expected - origin if expected.shape == origin.shape else expected
         scale = max(moved.abs().max().item(), 0.05)
-        off = (expected - found).abs().max().item() / scale
+        off = (expected - actual).abs().max().item() / scale
         if not off <= tolerance:
-            return at, off
+            return index, off
     return None, 0.0

@@ -69,8 +69,8 @@ class Order:
 
     @property
     def options(self) -> Options:
-        given: dict[str, Any] = reduce(_merged, (SETTINGS[one] for one in self.settings), {})
-        return Options(rates=(0.5,), **given)
+        merged: dict[str, Any] = reduce(_merged, (SETTINGS[name] for name in self.settings), {})
+        return Options(rates=(0.5,), **merged)
 
     @property
     def only(self) -> list[str] | None:
@@ -78,36 +78,36 @@ class Order:
 
     def shorter(self) -> Iterator[Order]:
         """Its beginning, a step less, a word or block less, no block around, a setting less."""
-        steps = [0, *(at + 1 for at, word in enumerate(self.words) if word == "step")]
+        steps = [0, *(index + 1 for index, word in enumerate(self.words) if word == "step")]
         for begin, end in pairwise(steps):
             yield replace(self, words=self.words[:end])
             yield replace(self, words=self.words[:begin] + self.words[end:])
-        for at, word in enumerate(self.words):
+        for index, word in enumerate(self.words):
             if word == "}":
                 continue
-            end = self._end(at) if word in BLOCKS else at
-            yield replace(self, words=self.words[:at] + self.words[end + 1 :])
-            if end > at:
+            end = self._end(index) if word in BLOCKS else index
+            yield replace(self, words=self.words[:index] + self.words[end + 1 :])
+            if end > index:
                 yield replace(
                     self,
-                    words=(*self.words[:at], *self.words[at + 1 : end], *self.words[end + 1 :]),
+                    words=self.words[:index] + self.words[index + 1 : end] + self.words[end + 1 :],
                 )
-        for one in self.settings:
-            if not one.startswith("zero"):
-                yield replace(self, settings=tuple(s for s in self.settings if s != one))
+        for setting in self.settings:
+            if not setting.startswith("zero"):
+                yield replace(self, settings=tuple(s for s in self.settings if s != setting))
 
-    def _end(self, at: int) -> int:
+    def _end(self, begin: int) -> int:
         depth = 0
-        for here, word in enumerate(self.words[at:], at):
+        for index, word in enumerate(self.words[begin:], begin):
             depth += (word in BLOCKS) - (word == "}")
             if not depth:
-                return here
+                return index
         raise ValueError(f"a block of {self} has no end")
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = one.keys() & other.keys()
-    return {**one, **other, **{name: {**one[name], **other[name]} for name in both}}
+def _merged(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = first.keys() & other.keys()
+    return {**first, **other, **{name: {**first[name], **other[name]} for name in both}}
 
 
 def generated(seed: int) -> Order:
@@ -131,11 +131,11 @@ def generated(seed: int) -> Order:
     if TORCH_STYLE and chance.random() < 0.3:
         words = ["loss.backward" if word == "backward" else word for word in words]
     for _ in range(chance.choice([1, 1, 2, 3])):
-        at, put = chance.randint(0, len(words)), chance.choice(between)
+        index, put = chance.randint(0, len(words)), chance.choice(between)
         put = LEFT_TO_STOCK.get((settings[0], put), put)
         if put in ENGINES:  # where they make sense
-            at = chance.choice([0, *(i + 1 for i, word in enumerate(words) if word == "step")])
-        words[at:at] = put.split()
+            index = chance.choice([0, *(i + 1 for i, word in enumerate(words) if word == "step")])
+        words[index:index] = put.split()
     if settings[0] == "zero1" and count > 1:
         # There a block that raises takes the step's earlier micro steps along, as documented.
         words = ["return{" if word == "raise{" else word for word in words]

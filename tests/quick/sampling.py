@@ -22,12 +22,12 @@ Case = tuple[tuple[str, str], ...]
 
 
 def shown_by(params: Mapping[str, Any]) -> Case:
-    """What the parameters of a case show: each its value, or all that it says that it shows."""
+    """Return the values that the parameters of a case show, or what they say that they show."""
     values: list[tuple[str, str]] = []
     for name, value in params.items():
         shows = getattr(value, "shows", None)
         shown = {name: value} if shows is None else shows
-        values += [(what, repr(one)) for what, one in shown.items()]
+        values += [(what, repr(part)) for what, part in shown.items()]
     return tuple(sorted(values))
 
 
@@ -39,9 +39,9 @@ def mark(items: Iterable[pytest.Item]) -> None:
             cases[_test_of(item)].append(item)
     for test in cases.values():
         values = [shown_by(item.callspec.params) for item in test]
-        core = [at for at, item in enumerate(test) if item.get_closest_marker("core_case")]
-        for at in set(range(len(test))) - set(few_of(values, core)):
-            test[at].add_marker("exhaustive")
+        core = [index for index, item in enumerate(test) if item.get_closest_marker("core_case")]
+        for index in set(range(len(test))) - set(few_of(values, core)):
+            test[index].add_marker("exhaustive")
 
 
 def _is_sampled(item: Any) -> bool:
@@ -57,10 +57,10 @@ def _test_of(item: Any) -> tuple[str, str]:
 
 def few_of(cases: Sequence[Case], core: Sequence[int]) -> list[int]:
     """Indices of the core cases, and of the most telling others until there are few."""
-    kept = [*core]
-    while len(kept) < min(FEW, len(cases)):
-        shown = {value for at in kept for value in cases[at]}
-        left = set(range(len(cases))) - set(kept)
+    chosen = [*core]
+    while len(chosen) < min(FEW, len(cases)):
+        shown = {value for index in chosen for value in cases[index]}
+        left = set(range(len(cases))) - set(chosen)
         # The first of the best: the same choice in every run and on every worker.
-        kept.append(max(left, key=lambda at: (len({*cases[at]} - shown), -at)))
-    return kept
+        chosen.append(max(left, key=lambda index: (len({*cases[index]} - shown), -index)))
+    return chosen

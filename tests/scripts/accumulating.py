@@ -38,7 +38,7 @@ def abandoned_overflow_offloaded(trainer: Any) -> None:
 
 @script({1: RIGHT}, micro_steps=2)
 def zeroed_in_the_middle(trainer: Any, step: int, micro: int) -> None:
-    """Of two micro steps the first is dropped, and the second is halved all the same."""
+    """The first of two micro steps is dropped, and the second is halved all the same."""
     if micro:
         trainer.zero_grad()
     trainer.backward(loss_of(trainer, step, micro))

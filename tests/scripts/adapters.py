@@ -36,18 +36,14 @@ def modules_to_save(trainer: Any) -> None:
 
 
 @script(ALL_RIGHT)
-def unfrozen_later(trainer: Any) -> None:
+def unfrozen_later(trainer: Any, step: int) -> None:
     """The trunk rests in the first steps and trains from the third on."""
-    trunk = list(trainer.module.blocks.parameters())
-    for step in trainer.steps():
-        for param in trunk:
-            param.requires_grad_(step >= 2)
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
+    trainer.module.blocks.requires_grad_(step >= 2)
+    trainer.backward(loss_of(trainer, step))
 
 
 def train_alone(trainer: Any, index: int) -> None:
-    """Let one block train, as PEFT's ``set_adapter`` does."""
+    """Freeze all blocks but one, as PEFT's ``set_adapter`` does."""
     for place, block in enumerate(trainer.module.blocks):
         block.requires_grad_(place == index)
 

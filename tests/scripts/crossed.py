@@ -31,7 +31,7 @@ BF16_ROUNDS, FP16_ROUNDS = 0.025, 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """Of one option: what it gives, and the stages that have it."""
+    """A choice of one option: what it sets, and the stages that have it."""
 
     name: str
     given: Mapping[str, Any] = field(default_factory=dict)  # of Options
@@ -41,33 +41,35 @@ class Choice:
     tolerance: float = 1e-5
 
     def suits(self, script: Script) -> bool:
-        """Whether it leaves alone what the script declares, and what it does by itself."""
+        """Return True if the choice changes nothing that the script declares or does by itself."""
         own = script.options
         usual = Options(steps=STEPS, model="Deep" if own.model == "Deep" else Options.model)
-        kept = {
-            one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name)
+        own_names = {
+            name
+            for name in (option.name for option in fields(own))
+            if getattr(own, name) != getattr(usual, name)
         }
-        found = _called(script)
-        if COUNTING & found and self.given.get("micro_steps") != 1:
-            kept.add("micro_steps")
-        scaled = "fp16" in self.settings and MAKING & found
+        names = _called(script)
+        if COUNTING & names and self.given.get("micro_steps") != 1:
+            own_names.add("micro_steps")
+        scaled = "fp16" in self.settings and MAKING & names
         rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
         settings = scaled or rounds or (self.settings and own.settings)
-        return not (kept & self.given.keys() or own.zero.keys() & self.zero.keys() or settings)
+        return not (own_names & self.given.keys() or own.zero.keys() & self.zero.keys() or settings)
 
 
 def _called(script: Script) -> set[str]:
     """Its name, and those in it and in what it calls of these scripts."""
-    found: set[str] = set()
+    called: set[str] = set()
     functions: list[Any] = [script.train]
     for function in functions:  # which become more
         names = {function.__name__, *function.__code__.co_names}
-        others = [function.__globals__.get(name) for name in names - found]
-        others = [one.train if isinstance(one, Script) else one for one in others]
-        others = [one for one in others if isinstance(one, FunctionType)]
-        functions += [one for one in others if one.__module__.startswith("tests.scripts.")]
-        found |= names
-    return found
+        others = [function.__globals__.get(name) for name in names - called]
+        others = [value.train if isinstance(value, Script) else value for value in others]
+        others = [value for value in others if isinstance(value, FunctionType)]
+        functions += [f for f in others if f.__module__.startswith("tests.scripts.")]
+        called |= names
+    return called
 
 
 #: Also without ZeRO.
@@ -168,13 +170,13 @@ class Crossed:
         Where stock adds gradients of different sizes, gloo may end its process.
         """
         try:
-            found = worlds.run(self.script, self.stage, way, looks=False, **self.options)
+            outcomes = worlds.run(self.script, self.stage, way, looks=False, **self.options)
         except (RankError, WorldTimeout) as error:
-            found = [Outcome(error=f"{type(error).__name__}: {error}")]
+            outcomes = [Outcome(error=f"{type(error).__name__}: {error}")]
         tolerance = max(2 * self.script.tolerance, *(choice.tolerance for choice in self.row))
-        for one in found:
-            one.tolerance = tolerance * max(1.0, 2 * one.moved)
-        return found
+        for outcome in outcomes:
+            outcome.tolerance = tolerance * max(1.0, 2 * outcome.moved)
+        return outcomes
 
     @property
     def options(self) -> dict[str, Any]:
@@ -190,7 +192,8 @@ class Crossed:
 
 
 def cases() -> list[Crossed]:
-    return [Crossed(one, row) for one in scripts() if one.on == EAGER for row in rows(one)]
+    eager = (script for script in scripts() if script.on == EAGER)
+    return [Crossed(script, row) for script in eager for row in rows(script)]
 
 
 def rows(script: Script) -> Iterator[Row]:
@@ -198,27 +201,32 @@ def rows(script: Script) -> Iterator[Row]:
     generator = random.Random(script.name)
     unsharded = (0,) * (script.name in UNSHARDED)
     stages = [_choices(script, stage) for stage in (*script.stock, *unsharded)]
-    left = {(at, one.name) for stage in stages for at, ones in enumerate(stage) for one in ones}
+    left = {
+        (n, choice.name)
+        for stage in stages
+        for n, choices in enumerate(stage)
+        for choice in choices
+    }
     while left:
         missing = [
-            [[one for one in ones if (at, one.name) in left] for at, ones in enumerate(stage)]
+            [[c for c in choices if (n, c.name) in left] for n, choices in enumerate(stage)]
             for stage in stages
         ]
         most = max(range(len(stages)), key=lambda stage: sum(map(len, missing[stage])))
         row = tuple(
-            generator.choice(new or ones)
-            for new, ones in zip(missing[most], stages[most], strict=True)
+            generator.choice(new or choices)
+            for new, choices in zip(missing[most], stages[most], strict=True)
         )
-        left -= {(at, one.name) for at, one in enumerate(row)}
+        left -= {(factor, choice.name) for factor, choice in enumerate(row)}
         yield row
     if row[0].stages[0] and UNMANAGED.suits(script):
-        at = [*FACTORS].index("micro_steps")
-        yield (*row[:at], UNMANAGED, *row[at + 1 :])
+        place = [*FACTORS].index("micro_steps")
+        yield (*row[:place], UNMANAGED, *row[place + 1 :])
 
 
 def _choices(script: Script, stage: int) -> list[list[Choice]]:
-    """Of each option."""
+    """Return the choices of each option that a script may have at a stage."""
     return [
-        [one for one in ones if stage in one.stages and one.suits(script)] or [PLAIN]
-        for ones in FACTORS.values()
+        [choice for choice in choices if stage in choice.stages and choice.suits(script)] or [PLAIN]
+        for choices in FACTORS.values()
     ]

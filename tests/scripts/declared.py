@@ -1,4 +1,4 @@
-"""What a script says of itself: options, what stock comes to, where patches cost more."""
+"""Declarations of a script: options, stock's verdicts, where patches cost more."""
 
 import importlib
 import pkgutil
@@ -42,8 +42,8 @@ class Script:
     at_rest: bool = True  # no patch has a part in what stock gets right
     before: Callable[[Any], None] | None = None  # run the other way, in another process
 
-    def __call__(self, trainer: Any, **given: Any) -> None:
-        trainer.train(self.train, **given)
+    def __call__(self, trainer: Any, **arguments: Any) -> None:
+        trainer.train(self.train, **arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Ranks find it by its name."""
@@ -68,13 +68,14 @@ class Script:
         return replace(self.options, stage=stage, **changed)
 
 
-def script(stock: Mapping[int, str], **said: Any) -> Callable[[Callable[[Any], None]], Script]:
+def script(stock: Mapping[int, str], **more: Any) -> Callable[[Callable[[Any], None]], Script]:
     """Declare the function below it: stock's verdict by stage; more fields of Script, and Options.
 
     Patches have nothing to do in what stock gets right, and cost nothing, but for `at_rest=False`.
     """
-    own = {one.name: said.pop(one.name) for one in fields(Script) if one.name in said}
-    options = Options(**{"steps": STEPS, **said})
+    names = {field.name for field in fields(Script)}
+    own = {name: more.pop(name) for name in names & more.keys()}
+    options = Options(**{"steps": STEPS, **more})
     return lambda train: Script(train, stock, options, **own)
 
 
@@ -82,12 +83,14 @@ def scripts() -> list[Script]:
     """Every script of every file in this folder, in order."""
     import tests.scripts as folder
 
-    found: list[Script] = []
+    declared: list[Script] = []
     for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         if "test_" in module.name or module.name.endswith((".conftest", ".page")):
             continue
         loaded = vars(importlib.import_module(module.name)).values()
-        found += [
-            one for one in loaded if isinstance(one, Script) and one.train.__module__ == module.name
+        declared += [
+            value
+            for value in loaded
+            if isinstance(value, Script) and value.train.__module__ == module.name
         ]
-    return found
+    return declared

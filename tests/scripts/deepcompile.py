@@ -12,9 +12,9 @@ from tests.scripts.declared import RIGHT, WRONG, Script, raises, script
 
 
 def under_deepcompile(
-    stock: str, model: str = "Compiled", **said: Any
+    stock: str, model: str = "Compiled", **options: Any
 ) -> Callable[[Callable[[Any], None]], Script]:
-    settings = {"tolerance": 2e-6, "on": DEEPCOMPILE, "model": f"patterns.{model}", **said}
+    settings = {"tolerance": 2e-6, "on": DEEPCOMPILE, "model": f"patterns.{model}", **options}
     return script({3: stock}, **settings)
 
 

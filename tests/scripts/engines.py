@@ -14,9 +14,9 @@ def two_engines(trainer: Any) -> None:
     """Another engine trains in turns with this one."""
     other = trainer.another()
     for step in trainer.steps():
-        for one in (trainer, other):
-            one.backward(loss_of(one, step))
-            one.step()
+        for engine in (trainer, other):
+            engine.backward(loss_of(engine, step))
+            engine.step()
 
 
 @script(ALL_RIGHT)

@@ -34,27 +34,27 @@ A_REDUCTION = 3
 
 
 def verdict(ranks: list[Outcome]) -> str:
-    """Of all ranks together."""
-    if errors := [one.error for one in ranks if one.error]:
+    """Return the verdict of all ranks together."""
+    if errors := [outcome.error for outcome in ranks if outcome.error]:
         return raises(errors[0])
-    return RIGHT if all(one.equal and not one.races for one in ranks) else WRONG
+    return RIGHT if all(outcome.equal and not outcome.races for outcome in ranks) else WRONG
 
 
-def agrees(declared: str, found: str) -> bool:
-    """Whether stock came to what its script says."""
+def agrees(declared: str, actual: str) -> bool:
+    """Return True if stock's verdict is the declared one."""
     if declared.startswith(RAISES):
-        return found.startswith(RAISES) and declared[len(RAISES) + 2 : -1] in found
-    return declared == found
+        return actual.startswith(RAISES) and declared[len(RAISES) + 2 : -1] in actual
+    return declared == actual
 
 
 def complaints(
     script: Script, stage: int, stock: list[Outcome], patched: list[Outcome]
 ) -> list[str]:
     """Where stock is not as declared; else what does not hold of the law, in words."""
-    declared, found = script.stock[stage], verdict(stock)
-    if not agrees(declared, found):
-        because = f": {why(stock)}" if found == WRONG else ""
-        return [f"stock is said to be {declared}, and is {found}{because}"]
+    declared, actual = script.stock[stage], verdict(stock)
+    if not agrees(declared, actual):
+        because = f": {why(stock)}" if actual == WRONG else ""
+        return [f"stock is said to be {declared}, and is {actual}{because}"]
     broken = {
         "values": harm(script, stock, patched),
         "words": "" if script.warns == RIGHT else _words(patched),
@@ -67,15 +67,15 @@ def complaints(
 def harm(
     script: Script, stock: list[Outcome], patched: list[Outcome], crossed: bool = False
 ) -> str:
-    """What is wrong with patched values; nothing, or in words.
+    """Return in words what is wrong with patched values, or "".
 
     crossed: with options, so that nothing is declared. Where stock raises, patched is right, raises
     the same, or refuses by an error of its own class.
     """
     before, after = verdict(stock), verdict(patched)
     refuses = script.refusal and after.startswith(RAISES) and re.search(script.refusal, after)
-    warns = script.warns == before == after == WRONG and all(one.said for one in patched)
-    errors = [one.error for one in patched if one.error]
+    warns = script.warns == before == after == WRONG and all(outcome.said for outcome in patched)
+    errors = [outcome.error for outcome in patched if outcome.error]
     fails = crossed and before.startswith(RAISES) and errors
     ours = fails and all(error.partition(":")[0] in OURS for error in errors)
     excused = ours or (crossed and same(stock, patched)) or (before != RIGHT and (refuses or warns))
@@ -85,36 +85,37 @@ def harm(
 
 
 def same(stock: list[Outcome], patched: list[Outcome]) -> bool:
-    """Whether both raise, and the same."""
+    """Return True if both raise the same."""
     return bool(_gist(stock)) and _gist(stock) == _gist(patched)
 
 
 def _gist(ranks: list[Outcome]) -> str:
-    """Of the first error: its class and first words, without what it counts."""
-    error = next((one.error for one in ranks if one.error), "")
+    """Return the class and first words of the first error, without numbers."""
+    error = next((outcome.error for outcome in ranks if outcome.error), "")
     return re.sub(r"\d+", "#", error)[:80]
 
 
 def _words(patched: list[Outcome]) -> str:
-    said = [words for one in patched for words in one.said]
-    return f"patched is right, and says: {said[0]}" if said and verdict(patched) == RIGHT else ""
+    warnings = [words for outcome in patched for words in outcome.said]
+    is_right = verdict(patched) == RIGHT
+    return f"patched is right, and says: {warnings[0]}" if warnings and is_right else ""
 
 
 def why(ranks: list[Outcome]) -> str:
     """The worst of a run that did not end well, in a few words."""
-    worst = max(ranks, key=lambda one: one.difference)
-    if races := [race for one in ranks for race in one.races]:
+    worst = max(ranks, key=lambda outcome: outcome.difference)
+    if races := [race for outcome in ranks for race in outcome.races]:
         return f"{len(races)} races, such as {races[0]}"
     return f"off by {worst.difference:.1e} in {worst.where}, of {worst.moved:.1e}"
 
 
 def _memory(stock: list[Outcome], patched: list[Outcome]) -> str:
     right = verdict(stock) == RIGHT
-    for one, other in zip(stock, patched, strict=True):
-        if right and any(more > most for more, most in zip(other.peaks, one.peaks, strict=False)):
-            return f"elements gathered: stock {one.peaks}, patched {other.peaks}"
-        kept = one.left if right else [[] for _ in other.left]
-        for index, (ours, stocks) in enumerate(zip(other.left, kept, strict=False)):
+    for before, after in zip(stock, patched, strict=True):
+        if right and any(ours > its for ours, its in zip(after.peaks, before.peaks, strict=False)):
+            return f"elements gathered: stock {before.peaks}, patched {after.peaks}"
+        allowed = before.left if right else [[] for _ in after.left]
+        for index, (ours, stocks) in enumerate(zip(after.left, allowed, strict=False)):
             if more := {*ours} - {*stocks}:
                 return f"after backward {index} still gathered: {', '.join(sorted(more))}"
     return ""

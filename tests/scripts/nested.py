@@ -16,7 +16,7 @@ TWICE = "already been reduced"
 def cached_loss(
     trainer: Any, step: int, parts: int = 3, failing: int | None = None, hook_of: str = "leaf"
 ) -> Tensor:
-    """Of a batch in `parts`, whose backwards run in a hook: it has no other gradient.
+    """Return a loss over a batch in `parts`, whose backwards run in a hook of the loss.
 
     failing: the part whose backward raises Boom. hook_of: "leaf"; "output", which is made of one;
     or "loss", where it is the leaf.

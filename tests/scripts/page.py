@@ -32,7 +32,7 @@ docstring of `tests/scripts/__init__.py` says how to write a script.
 
 def text() -> str:
     page = _TEXT.format(release=releases.RELEASES[-1], forward=law.A_FORWARD)
-    for theme, some in groupby(scripts(), lambda one: one.theme):
+    for theme, some in groupby(scripts(), lambda script: script.theme):
         page += f"\n## {theme}\n\n{_HEADER}\n" + "".join(map(_row, some))
     return page
 
@@ -41,7 +41,7 @@ def _row(script: Script) -> str:
     alike: dict[str, list[int]] = {}
     for stage, stock in script.stock.items():
         alike.setdefault(stock, []).append(stage)
-    stock = "; ".join(f"{stock} ({', '.join(map(str, at))})" for stock, at in alike.items())
+    stock = "; ".join(f"{stock} ({', '.join(map(str, stages))})" for stock, stages in alike.items())
     patched = {"": RIGHT, RIGHT: "right, with a warning", WRONG: "says so"}[script.warns]
     if script.refusal:
         patched += f", or raises '{script.refusal}'"

@@ -44,7 +44,7 @@ def offloaded_between_micro_steps(trainer: Any, step: int, micro: int) -> None:
 
 @script({2: RIGHT}, micro_steps=2, at_rest=False, **SUMS)
 def boundary_set_late(trainer: Any, step: int) -> None:
-    """That this was the last backward is known after it, as when the data end."""
+    """The program knows after a backward that it was the last, as when the data end."""
     trainer.boundary(False)
     backward(trainer, step, 0)
     backward(trainer, step, 1)

@@ -28,8 +28,8 @@ BROKEN = [
 
 @pytest.mark.parametrize(("patched", "kind"), BROKEN)
 def test_where_stock_is_right_so_is_patched(patched: Outcome, kind: str) -> None:
-    (found,) = law.complaints(SCRIPT, 3, [FINE] * 2, [FINE, patched])
-    assert found.startswith(f"{kind}: ")
+    (complaint,) = law.complaints(SCRIPT, 3, [FINE] * 2, [FINE, patched])
+    assert complaint.startswith(f"{kind}: ")
     assert not law.complaints(SCRIPT, 3, [FINE] * 2, [FINE] * 2)
 
 

@@ -32,17 +32,17 @@ def each(ranks: int) -> Iterator[Any]:
     for script in scripts():
         for stage in script.grouped if ranks == 4 else script.stock:
             mark = [pytest.mark.exhaustive] if ranks == 4 else []
-            one = AtStage(script, stage)
-            yield pytest.param(one, ranks, id=f"{script.name}-zero{stage}-{ranks}", marks=mark)
+            case = AtStage(script, stage)
+            yield pytest.param(case, ranks, id=f"{script.name}-zero{stage}-{ranks}", marks=mark)
 
 
-@pytest.mark.parametrize(("one", "ranks"), [*each(2), *each(4)])
-def test_a_script(worlds: Worlds, one: AtStage, ranks: int) -> None:
+@pytest.mark.parametrize(("case", "ranks"), [*each(2), *each(4)])
+def test_a_script(worlds: Worlds, case: AtStage, ranks: int) -> None:
     """By what its declaration says of stock, and the law. Four ranks are two groups of two."""
-    script, stage = one.script, one.stage
+    script, stage = case.script, case.stage
     stock, patched = (worlds.run(script, stage, way, ranks) for way in (STOCK, PATCHED))
-    if found := law.complaints(script, stage, stock, patched):
-        pytest.fail("\n".join(found), pytrace=False)
+    if complaints := law.complaints(script, stage, stock, patched):
+        pytest.fail("\n".join(complaints), pytrace=False)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -58,9 +58,9 @@ def test_what_patches_add_to_a_step_does_not_grow_with_the_model(
             for way in (STOCK, PATCHED)
         )
         assert stock[0].calls > 1000, "nothing was counted"
-        added.append([more.calls - one.calls for one, more in zip(stock, patched, strict=True)])
+        added.append([ours.calls - its.calls for its, ours in zip(stock, patched, strict=True)])
     small, large = added
-    assert all(more <= one for one, more in zip(small, large, strict=True)), added
+    assert all(more <= before for before, more in zip(small, large, strict=True)), added
 
 
 def test_the_page_is_of_today() -> None:

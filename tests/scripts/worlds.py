@@ -40,7 +40,7 @@ class Worlds:
         looks: bool = True,
         **options: Any,
     ) -> list[Outcome]:
-        """What each rank saw of it.
+        """Return the outcome of each rank.
 
         looks: at more than values, too. options: in place of those that it declares.
         """
@@ -50,8 +50,8 @@ class Worlds:
             if script.before is not None:
                 other = {STOCK: PATCHED, PATCHED: STOCK}[way]
                 self.world(script, other, ranks).run(prepare, script, wanted, other, folder)
-            found = self.world(script, way, ranks).run(train, script, wanted, way, folder, looks)
-            return list(found)
+            outcomes = self.world(script, way, ranks).run(train, script, wanted, way, folder, looks)
+            return list(outcomes)
 
     def close(self) -> None:
         for world in self.of.values():
@@ -60,9 +60,9 @@ class Worlds:
 
 def train(script: Script, options: Options, way: str, folder: str, looks: bool) -> Outcome:
     _be(way)
-    at = ["calls"]
+    aspects = ["calls"]
     if options.stage == 3 and script.on == EAGER and script.before is None:
-        at.append("memory")
+        aspects.append("memory")
     return measure(
         script,
         options,
@@ -71,12 +71,12 @@ def train(script: Script, options: Options, way: str, folder: str, looks: bool) 
         strict=False,
         before=script.before,
         folder=folder,
-        looks=at if looks else [],
+        looks=aspects if looks else [],
     )
 
 
 def prepare(script: Script, options: Options, way: str, folder: str) -> None:
-    """What another process does before a script."""
+    """Run what another process does before a script."""
     _be(way)
     assert script.before is not None
     start = models.build(options.model, options.torch_dtype)
@@ -84,7 +84,7 @@ def prepare(script: Script, options: Options, way: str, folder: str) -> None:
 
 
 def _be(way: str) -> None:
-    """Have every patch applied, or be sure that none is; a process is one or the other."""
+    """Apply every patch, or assert that none is applied; a process is one or the other."""
     if way == PATCHED:
         ds_patches.apply_all()
     live = [name for name in ds_patches.names() if ds_patches.is_applied(name)]

@@ -1,1 +1,1 @@
-"""What makes an interpreter apply patches by itself: hooks, commands, waiting, applying, cost."""
+"""Interpreters that apply patches by themselves: hooks, commands, waiting, applying, cost."""

@@ -98,8 +98,8 @@ class Environment:
 
     def doctor(self, *options: str, **more: Any) -> str:
         """Return what doctor says of the start-up hook."""
-        said = self.start(*options, "-m", "ds_patches", "doctor", **more).stdout
-        return said.partition("\nstart-up\n")[2]
+        printed = self.start(*options, "-m", "ds_patches", "doctor", **more).stdout
+        return printed.partition("\nstart-up\n")[2]
 
 
 def variables(*path: Path) -> dict[str, str]:

@@ -38,9 +38,9 @@ def test_a_call_that_leaves_it_out_has_the_last_word(hooked: fake.Place) -> None
 
 
 @pytest.mark.parametrize(
-    ("here", "there"), [("importer", "apply"), ("apply", "importer"), ("apply", "apply")]
+    ("first", "second"), [("importer", "apply"), ("apply", "importer"), ("apply", "apply")]
 )
-def test_threads_do_not_wait_for_each_other(hooked: fake.Place, here: str, there: str) -> None:
+def test_threads_do_not_wait_for_each_other(hooked: fake.Place, first: str, second: str) -> None:
     """Each case ends in a deadlock if an import waits for the call, or the call for the import."""
     engine = fake.ENGINE + "import sys, time\nsys.started.set(); time.sleep(0.2)\n"
     fake.deepspeed(hooked.deepspeed, engine=engine)
@@ -55,10 +55,10 @@ def test_threads_do_not_wait_for_each_other(hooked: fake.Place, here: str, there
         def apply():
             ds_patches.apply("sample")
 
-        thread = threading.Thread(target={there})
+        thread = threading.Thread(target={second})
         thread.start()
         assert sys.started.wait(10)
-        {here}()
+        {first}()
         thread.join(10)
         assert not thread.is_alive()
         assert fake.states("sample") == ["applied"] and fake.depth()
@@ -86,7 +86,7 @@ for call, most in (("apply_all", 45_000), ("unapply_all", 20_000), ("apply_all",
 
 
 def test_calls_are_bounded() -> None:
-    """It looks for engines and for the release once."""
+    """Applying looks for engines and for the release once."""
     fake.run(COSTS)
 
 
@@ -140,8 +140,8 @@ def test_a_patch_that_is_not_applied(hooked: fake.Place, broken: Break) -> None:
 
 def test_a_flag_that_means_nothing(hooked: fake.Place) -> None:
     lines = ("no patch is named 'smaple'",) * 2
-    said = runs_unpatched(hooked, "UnknownPatch", lines, DS_PATCHES="smaple")
-    assert said.count("\n") == 2
+    stderr = runs_unpatched(hooked, "UnknownPatch", lines, DS_PATCHES="smaple")
+    assert stderr.count("\n") == 2
 
 
 @pytest.mark.parametrize("broken", [too_new, activation_raises])

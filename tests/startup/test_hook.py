@@ -43,8 +43,8 @@ def sitecustomize(folder: Path, text: str = "answer = 42") -> Path:
 def test_the_users_sitecustomize_is_run_as_without_the_hook(
     environment: Environment, tmp_path: Path, text: str
 ) -> None:
-    mine = sitecustomize(tmp_path / "mine", text) if text else tmp_path / "mine"
-    path = (mine, sitecustomize(tmp_path / "hidden", "raise SystemExit('not mine')"))
+    own = sitecustomize(tmp_path / "mine", text) if text else tmp_path / "mine"
+    path = (own, sitecustomize(tmp_path / "hidden", "raise SystemExit('not mine')"))
     path = path if text else path[:1]
     start = {"path": (environment.hook, *path), **WANTED}
     bare = environment.start("-c", ACCOUNT, path=path)
@@ -52,7 +52,7 @@ def test_the_users_sitecustomize_is_run_as_without_the_hook(
     assert hooked.stderr == bare.stderr
     assert json.loads(hooked.stdout) == json.loads(bare.stdout)
     ran = json.loads(bare.stdout)["ran"]
-    assert ran == ([["sitecustomize", str(mine / "sitecustomize.py")]] if text else None)
+    assert ran == ([["sitecustomize", str(own / "sitecustomize.py")]] if text else None)
     assert environment.start("-c", BEFORE_AND_AFTER, **start).stdout == LIVE
 
 
@@ -63,8 +63,8 @@ def test_the_path_is_as_it_was_given(environment: Environment, tmp_path: Path) -
     assert printed.splitlines() == [str(folder) for folder in path]
 
 
-def imported(here: Environment, **more: Any) -> set[str]:
-    rows = here.start("-X", "importtime", "-c", "pass", **more).stderr.splitlines()
+def imported(place: Environment, **more: Any) -> set[str]:
+    rows = place.start("-X", "importtime", "-c", "pass", **more).stderr.splitlines()
     return {row.rpartition("|")[2].strip() for row in rows} - {"sitecustomize"}
 
 
@@ -73,8 +73,8 @@ def test_a_start_loads_nothing_but_the_wait(
     environment: Environment, hooked: Hooked, flags: dict[str, str]
 ) -> None:
     """Not even the package: that is loaded when DeepSpeed is."""
-    here, path = hooked
-    ours = imported(here, path=path, **flags) - imported(environment)
+    place, path = hooked
+    ours = imported(place, path=path, **flags) - imported(environment)
     if path:
         assert ours == {"__future__"}
     else:
@@ -91,11 +91,12 @@ def test_a_start_loads_nothing_but_the_wait(
     ],
 )
 def test_what_is_wanted_is_live(hooked: Hooked, flags: dict[str, str], expected: str) -> None:
-    here, path = hooked
-    assert here.start("-c", BEFORE_AND_AFTER, path=path, **flags).stdout == expected
-    said = here.doctor(path=path, **flags)
-    assert ("this interpreter: armed" in said) is bool(flags.get("DS_PATCHES", "").strip()), said
-    assert "hook: none" not in said
+    place, path = hooked
+    assert place.start("-c", BEFORE_AND_AFTER, path=path, **flags).stdout == expected
+    printed = place.doctor(path=path, **flags)
+    is_armed = "this interpreter: armed" in printed
+    assert is_armed is bool(flags.get("DS_PATCHES", "").strip()), printed
+    assert "hook: none" not in printed
 
 
 CHILDREN = """
@@ -119,8 +120,8 @@ if __name__ == "__main__":
 
 def test_children_stay_patched(hooked: Hooked, tmp_path: Path) -> None:
     script = fake.write(tmp_path / "parent.py", CHILDREN)
-    here, path = hooked
-    printed = here.start(script, BEFORE_AND_AFTER, path=path, **WANTED).stdout
+    place, path = hooked
+    printed = place.start(script, BEFORE_AND_AFTER, path=path, **WANTED).stdout
     assert printed == f"spawn applied\nfork applied\nforkserver applied\n{LIVE}\n"
 
 
@@ -156,7 +157,7 @@ def test_a_sitecustomize_before_the_hook_hides_it_and_doctor_names_it(
     first = sitecustomize(tmp_path)
     start = {"path": (first, environment.hook), "cwd": first, **WANTED}
     assert environment.start("-c", BEFORE_AND_AFTER, **start).stdout == NOT_LIVE
-    said = environment.doctor(**start)
-    assert f"on PYTHONPATH: {environment.hook}" in said
-    assert f"not armed, {first / 'sitecustomize.py'} comes first" in said
+    printed = environment.doctor(**start)
+    assert f"on PYTHONPATH: {environment.hook}" in printed
+    assert f"not armed, {first / 'sitecustomize.py'} comes first" in printed
     assert installed.start("-c", BEFORE_AND_AFTER, **start).stdout == LIVE

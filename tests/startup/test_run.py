@@ -27,14 +27,14 @@ def test_any_other_program(own: Environment, tmp_path: Path, place: str) -> None
 
     They come first: a launcher of another one would start ranks that are left alone.
     """
-    there = tmp_path / "programs"
-    program = fake.write(there / "launch", f"#!{own.python}\n{BEFORE_AND_AFTER}")
+    programs = tmp_path / "programs"
+    program = fake.write(programs / "launch", f"#!{own.python}\n{BEFORE_AND_AFTER}")
     if place == "beside the interpreter":
         program = program.rename(own.root / "bin/launch")
-        fake.write(there / "launch", "#!/bin/sh\necho another").chmod(0o755)
+        fake.write(programs / "launch", "#!/bin/sh\necho another").chmod(0o755)
     program.chmod(0o755)
     name = program if place == "by its path" else program.name
-    assert own.run("--", name, PATH=f"{there}:{os.environ['PATH']}").stdout == LIVE
+    assert own.run("--", name, PATH=f"{programs}:{os.environ['PATH']}").stdout == LIVE
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_cannot_be_run_or_means_nothing(
 
 
 def test_signals_are_the_programs(environment: Environment) -> None:
-    """It takes the place of `run`, and what Python ignores is not ignored."""
+    """The program takes the place of `run`, and what Python ignores is not ignored."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     words = [environment.python, "-m", "ds_patches", "run", "--", environment.python, "-c", code]
     with subprocess.Popen(words, env=variables(), stdout=subprocess.PIPE, text=True) as run:
@@ -77,13 +77,13 @@ def test_signals_are_the_programs(environment: Environment) -> None:
 def test_arguments_variables_and_the_exit_code_are_untouched(
     environment: Environment, code: int
 ) -> None:
-    given = ["a b", "--", "-x", "--y=1", "", "*", "$HOME", "run", '"q"', "\u00e9\n"]
+    given_words = ["a b", "--", "-x", "--y=1", "", "*", "$HOME", "run", '"q"', "\u00e9\n"]
     program = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]));"
-    words = ("--", environment.python, "-c", f"{program} sys.exit({code})", *given)
+    words = ("--", environment.python, "-c", f"{program} sys.exit({code})", *given_words)
     own = {"DS_PATCHES": "none", "DS_PATCHES_STRICT": "1"}
-    arguments, found = json.loads(environment.run(*words, status=code, **own).stdout)
-    assert arguments == given
-    assert found.items() >= {**own, "PYTHONPATH": str(environment.hook)}.items()
+    arguments, variables_of_child = json.loads(environment.run(*words, status=code, **own).stdout)
+    assert arguments == given_words
+    assert variables_of_child.items() >= {**own, "PYTHONPATH": str(environment.hook)}.items()
 
 
 @pytest.mark.parametrize("path", [None, "", ":src", "src:", "src::lib", ":"])
@@ -91,14 +91,14 @@ def test_the_environment_is_handed_on(
     environment: Environment, tmp_path: Path, path: str | None
 ) -> None:
     """Also what an empty entry of PYTHONPATH means, and what Python itself would add."""
-    there = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
-    there |= {} if path is None else {"PYTHONPATH": path}
+    shell_variables = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+    shell_variables |= {} if path is None else {"PYTHONPATH": path}
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     program = ["sh", "-c", 'env >env; "$@"', "sh", str(environment.python), "-c", code]
     ours = [str(environment.python), "-m", "ds_patches", "run", "--"]
     results = []
     for words in (program, ours + program):
-        how = {"env": there, "cwd": tmp_path, "capture_output": True, "text": True}
+        how = {"env": shell_variables, "cwd": tmp_path, "capture_output": True, "text": True}
         modules = json.loads(subprocess.run(words, check=True, **how).stdout)
         lines = {*(tmp_path / "env").read_text().splitlines()}
         results.append(([name for name in modules if name != str(environment.hook)], lines))

@@ -10,21 +10,21 @@ from tests.startup.environment import STRICT, WANTED, Environment
 IMPORTS = "import deepspeed; import deepspeed; print('trained')"
 
 
-def of_another_copy(here: Environment) -> str:
+def of_another_copy(place: Environment) -> str:
     """Make a hook on the path of this kind; return what is to be said of it."""
-    shutil.copytree(here.package, here.root / "other/ds_patches")
-    return f"it is of {here.root / 'other/ds_patches'}, and this Python imports {here.package}"
+    shutil.copytree(place.package, place.root / "other/ds_patches")
+    return f"it is of {place.root / 'other/ds_patches'}, and this Python imports {place.package}"
 
 
-def of_another_environment(here: Environment) -> str:
-    shutil.move(here.package, here.root / "other/ds_patches")
+def of_another_environment(place: Environment) -> str:
+    shutil.move(place.package, place.root / "other/ds_patches")
     return "No module named 'ds_patches'"
 
 
-def of_a_broken_package(here: Environment) -> str:
-    (here.root / "other").mkdir()
-    (here.root / "other/ds_patches").symlink_to(here.package)
-    (here.package / "startup/__init__.py").write_text("def (")
+def of_a_broken_package(place: Environment) -> str:
+    (place.root / "other").mkdir()
+    (place.root / "other/ds_patches").symlink_to(place.package)
+    (place.package / "startup/__init__.py").write_text("def (")
     return "invalid syntax"
 
 

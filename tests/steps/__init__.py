@@ -1,1 +1,1 @@
-"""What a step is made of, as plain PyTorch sees it: the graph task, and what is attached."""
+"""Parts of a step, as plain PyTorch sees it: the graph task, and what is attached."""

@@ -21,7 +21,7 @@ Arrivals = list[int]
 
 
 class Ranks:
-    """What the threads tell each other."""
+    """Values that the threads exchange."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=20)
@@ -129,10 +129,10 @@ def run(sizes: list[int], backwards: list[list[Arrivals]], **options: Any) -> li
             with torch.no_grad():
                 optimizer = Optimizer(ranks, rank, sizes, **options)
                 for come in backwards:
-                    for number, found in optimizer.backward(come[rank]).items():
+                    for number, actual in optimizer.backward(come[rank]).items():
                         counts = [arrivals.count(number) for arrivals in come]
                         wanted = sum(16.0**rank * count for rank, count in enumerate(counts))
-                        assert found == wanted, (number, found, wanted)
+                        assert actual == wanted, (number, actual, wanted)
         except BaseException as error:
             errors[rank] = error
             ranks.barrier.abort()
@@ -151,8 +151,8 @@ def some_of(random: Random, arrivals: Arrivals) -> Arrivals:
 
 def in_turn(random: Random, most: Arrivals) -> Arrivals:
     """Often as it is, else with some missing, or in another order."""
-    kept = [one for one in most if random.random() < 0.8]
-    return random.choice([most, kept, some_of(random, most)])
+    fewer = [number for number in most if random.random() < 0.8]
+    return random.choice([most, fewer, some_of(random, most)])
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (2, True)])

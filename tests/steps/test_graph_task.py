@@ -45,9 +45,9 @@ def ready() -> Tensor:
 
 def test_a_failure_is_told_at_once_and_met_until_it_is_dealt_with() -> None:
     watched = Watched()
-    with pytest.raises(Boom) as kept, armed(True):
+    with pytest.raises(Boom) as raised, armed(True):
         watched.loss().backward()
-    assert kept.tb is not None, "which must not keep the graph task alive"
+    assert raised.tb is not None, "which must not keep the graph task alive"
     assert (watched.watch.raised, watched.watch.running) == (True, False)
     watched.loss().backward()
     assert watched.met == ["begins", "after a failure"]

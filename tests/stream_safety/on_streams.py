@@ -83,13 +83,13 @@ def from_several_streams(device: Device, engine: Any, since: int = 0) -> Any:
     """
     streams = [device.default, Stream(name="second"), Stream(name="third")]
 
-    def hand_over(grad: torch.Tensor, at: int) -> None:
+    def hand_over(grad: torch.Tensor, index: int) -> None:
         if engine.global_steps < since:
             return
-        if streams[at] is not device.default:
-            streams[at].wait_stream(device.default)
-            grad.record_stream(streams[at])
-        device.current = streams[at]
+        if streams[index] is not device.default:
+            streams[index].wait_stream(device.default)
+            grad.record_stream(streams[index])
+        device.current = streams[index]
 
     def back(*grads: Any, number: int) -> None:
         device.current = device.default
@@ -98,7 +98,7 @@ def from_several_streams(device: Device, engine: Any, since: int = 0) -> Any:
 
     nodes = []
     for number, param in enumerate(engine.module.parameters()):
-        param.register_hook(partial(hand_over, at=number % 3))
+        param.register_hook(partial(hand_over, index=number % 3))
         # Behind DeepSpeed's own hook, which is on this node or on what the node calls.
         nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
         nodes[-1].register_hook(partial(back, number=number))
@@ -123,8 +123,8 @@ def in_checkpoints(device: Device, engine: Any) -> Any:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = x.to(layers[0].weight.dtype).requires_grad_()
-        for at in range(0, len(layers), 4):
-            x = checkpoint(nn.Sequential(*layers[at : at + 4]), x, use_reentrant=True)
+        for index in range(0, len(layers), 4):
+            x = checkpoint(nn.Sequential(*layers[index : index + 4]), x, use_reentrant=True)
         return x.float()
 
     engine.module.forward = forward

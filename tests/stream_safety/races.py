@@ -89,7 +89,7 @@ class Detector(TorchDispatchMode):
                 self._watch(tensor)
 
     def _check(self, key: int, now: Access) -> None:
-        kept = []
+        left = []
         for then in self._accesses[key]:
             seen = now.stream.has_seen(then.stream, then.time)
             if then.conflicts(now) and not seen:
@@ -97,9 +97,9 @@ class Detector(TorchDispatchMode):
             # What a write has seen and covers is of no more interest.
             covered = now.writes and now.begin <= then.begin and then.end <= now.end
             if not (covered and seen):
-                kept.append(then)
-        kept.append(now)
-        self._accesses[key] = kept
+                left.append(then)
+        left.append(now)
+        self._accesses[key] = left
 
     def _watch(self, tensor: torch.Tensor) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)
@@ -123,16 +123,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     if func.namespace == "c10d":  # collectives say nothing of it, and write what comes first
         return _tensors(args[0])
-    found = []
-    for at, argument in enumerate(func._schema.arguments):
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += _tensors(given)
-    return found
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written
 
 
 def _is_view(func: Any) -> bool:
-    """Whether it touches no memory."""
+    """Return True if an operator touches no memory."""
     infos = [returned.alias_info for returned in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
 

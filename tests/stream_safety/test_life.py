@@ -19,11 +19,11 @@ ONE_STEP = Options(steps=1)
 def test_nothing_is_left(frozen: bool) -> None:
     """frozen: the program has called ``gc.freeze()``, whose collector tells of no engine then."""
     with engine_on_streams("several") as engine:
-        before, found = {*vars(engine.optimizer)}, []
+        before, attributes = {*vars(engine.optimizer)}, []
 
         def step(strict: bool = True) -> None:
             on_streams.steps(EngineTrainer(engine, ONE_STEP, strict=strict))
-            found.append(sorted({*vars(engine.optimizer)} - before))
+            attributes.append(sorted({*vars(engine.optimizer)} - before))
 
         if frozen:
             gc.freeze()
@@ -31,7 +31,7 @@ def test_nothing_is_left(frozen: bool) -> None:
         step(strict=not frozen)
         ds_patches.unapply("stream_safety")
         step()
-    while_applied, after = found
+    while_applied, after = attributes
     assert {"average_tensor", "_ds_patches_stream_safety"} <= {*while_applied}
     assert not after
 
@@ -77,12 +77,12 @@ def test_a_device_that_keeps_order() -> None:
 @pytest.mark.skipif(not lives("ping_pong"), reason="only 0.17.2 to 0.18.4 turn buckets back")
 def test_the_buffers_of_a_bucket_take_turns() -> None:
     """Where nothing else would show it: 0.17.5 to 0.18.4 wait for every reduction."""
-    found = []
+    states = []
     with engine_on_streams("") as engine:
         (bucket,) = engine.optimizer.ipg_buckets.values()
         for patches in ((), ("stream_safety",), ()):
             bucket.index, bucket.elements = 1, 7
             with applied(*patches):
                 bucket.clear()
-            found.append((bucket.index, bucket.elements))
-    assert found == [(0, 0), (1, 0), (0, 0)]
+            states.append((bucket.index, bucket.elements))
+    assert states == [(0, 0), (1, 0), (0, 0)]

@@ -45,7 +45,7 @@ def lives(part: str) -> bool:
 
 
 def shows(part: str) -> bool:
-    """Whether stock has the defect, and nothing hides it."""
+    """Return True if stock has the defect, and nothing hides it."""
     if part in ("ping_pong", "record_stream", "all_reduced") and WAITS_FOR_ALL:
         return False
     if part == "record_stream":  # from 0.19.0 on with more ranks only, below
@@ -53,18 +53,18 @@ def shows(part: str) -> bool:
     return lives(part)
 
 
-def races(found: list[Outcome], part: str) -> bool:
-    return any(SHOWN[part][1] in race for one in found for race in one.races)
+def races(outcomes: list[Outcome], part: str) -> bool:
+    return any(SHOWN[part][1] in race for outcome in outcomes for race in outcome.races)
 
 
 def clean(world: World, stage: int, **case: Any) -> list[Outcome]:
     """Trained without a race, and in single precision to where plain PyTorch does."""
-    found: list[Outcome] = world.run(on_streams.train, stage, patched=True, **case)
-    for one in found:
-        assert not one.error, one.error
-        assert not one.races, Counter(one.races).most_common(5)
-        assert one.difference <= EXACT or "bf16" in (case.get("settings") or {})
-    return found
+    outcomes: list[Outcome] = world.run(on_streams.train, stage, patched=True, **case)
+    for outcome in outcomes:
+        assert not outcome.error, outcome.error
+        assert not outcome.races, Counter(outcome.races).most_common(5)
+        assert outcome.difference <= EXACT or "bf16" in (case.get("settings") or {})
+    return outcomes
 
 
 stock = living("module")  # to which nothing is ever applied
@@ -75,9 +75,9 @@ stock = living("module")  # to which nothing is ever applied
 def test_stock_races_where_it_lacks_the_fix(stock: World, part: str) -> None:
     if not shows(part):
         pytest.skip("this release has the fix, or hides that it has not")
-    found = stock.run(on_streams.train, **SHOWN[part][0])
-    assert races(found, part)
-    assert all(one.difference <= EXACT for one in found), "the CPU runs in order"
+    outcomes = stock.run(on_streams.train, **SHOWN[part][0])
+    assert races(outcomes, part)
+    assert all(outcome.difference <= EXACT for outcome in outcomes), "the CPU runs in order"
 
 
 @pytest.mark.core_case
@@ -127,7 +127,7 @@ def test_no_race_in(world: World, stage: int, case: dict[str, Any]) -> None:
 def test_no_race_with_what_the_program_does(
     world: World, around: str, stage: int, micro_steps: int
 ) -> None:
-    """What hooks behind DeepSpeed's do to a gradient is reduced, too."""
+    """Changes of a gradient by hooks behind DeepSpeed's are reduced, too."""
     clean(world, stage, around=around, micro_steps=micro_steps)
 
 
@@ -135,7 +135,7 @@ def test_no_race_with_what_the_program_does(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("patch", ["coalesce", "zero3_retain"])
 def test_no_race_beside(world: World, patch: str, stage: int, around: str) -> None:
-    """What the other patches reduce obeys the same rules."""
+    """Reductions of the other patches obey the same rules."""
     if stage == 3 and around == "several":
         pytest.skip("the hooks of this case run no gather on the stream that they set")
     script = on_streams.coalesced if patch == "coalesce" else on_streams.retained
@@ -152,6 +152,6 @@ def test_a_step_that_no_backward_knew_of(world: World) -> None:
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_a_backward_in_parts(world: World, micro_steps: int) -> None:
     """Checkpointing that is reentrant ends a backward in each of them, from 0.18.5 on."""
-    given = {"around": "checkpoints", "settings": FP32_SUMS, "micro_steps": micro_steps}
-    stock, patched = world.run(on_streams.train, 2, **given), clean(world, 2, **given)
-    assert [one.difference for one in patched] == [one.difference for one in stock]
+    options = {"around": "checkpoints", "settings": FP32_SUMS, "micro_steps": micro_steps}
+    stock, patched = world.run(on_streams.train, 2, **options), clean(world, 2, **options)
+    assert [outcome.difference for outcome in patched] == [outcome.difference for outcome in stock]

@@ -1,4 +1,4 @@
-"""What the releases' page claims."""
+"""The pages of releases, and the tools that write them."""
 
 import subprocess
 from pathlib import Path
@@ -30,10 +30,11 @@ def test_a_patch_supports_releases_that_it_passed_on() -> None:
     """Whoever moves a range runs the releases again."""
     rows = record.read()
     for name, patch in registry.patches().items():
-        for one in RELEASES:
-            found = rows[one, "2.13.0"].get(name, "-")
-            expected = "pass" if release.covers(patch.supported, Version(one)) else "out of range"
-            assert found.startswith(expected), (name, one)
+        for version in RELEASES:
+            cell = rows[version, "2.13.0"].get(name, "-")
+            is_covered = release.covers(patch.supported, Version(version))
+            expected = "pass" if is_covered else "out of range"
+            assert cell.startswith(expected), (name, version)
 
 
 def test_a_column_is_written_among_the_others(
@@ -56,7 +57,7 @@ def test_a_column_is_written_among_the_others(
 def test_news_are_fixes_and_what_changes_a_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the bare repository and of its checkout; a release's tag is the beginning."""
+    """News of the bare repository and of its checkout begin at a release's tag."""
     assert news(tmp_path) == 1
     assert "no repository with a tag" in capsys.readouterr().out
 
@@ -84,16 +85,16 @@ def test_news_are_fixes_and_what_changes_a_target(
     commit("Fix the launcher (#5)", "deepspeed/launcher/runner.py")
     commit("Fix with no number", "csrc/adam.cpp")
     git("clone", "--bare", ".", "bare.git")
-    told = []
+    printed = []
     for checkout in (tmp_path, tmp_path / "bare.git"):
         assert news(checkout) == 0
-        told.append(capsys.readouterr().out.splitlines())
-    assert told[0] == told[1]
-    assert [line.split(" ", 2)[2] for line in told[0][:-1]] == [
+        printed.append(capsys.readouterr().out.splitlines())
+    assert printed[0] == printed[1]
+    assert [line.split(" ", 2)[2] for line in printed[0][:-1]] == [
         "NEW: Fix with no number",
         "NEW: Faster steps (#3) | changes DeepSpeedEngine._backward_epilogue "
         "(accumulation, dc_fallback)",
         "NEW: Improve the engine (#2)",
         "in the table: Fix a lost gradient (#8463)",
     ]
-    assert told[0][-1] == "4 since v0.19.7, 3 NEW, 1 in the table; 1 change what patches touch"
+    assert printed[0][-1] == "4 since v0.19.7, 3 NEW, 1 in the table; 1 change what patches touch"

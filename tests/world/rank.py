@@ -61,7 +61,7 @@ def join() -> None:
 
 
 def step_on_cpu() -> None:
-    """Let ZeRO-1/2 step where stock's crashes on CPU, 0.18.7 to 0.18.9: 'Output 0 of Split'.
+    """Avoid a crash of stock's ZeRO-1/2 step on CPU, 0.18.7 to 0.18.9: 'Output 0 of Split'.
 
     Where memory suffices it flattens the parameters in place, with their graph. Told that there is
     none, it goes the way of every other release.
@@ -74,7 +74,7 @@ def step_on_cpu() -> None:
 
 
 def wait_for_gathers() -> None:
-    """Let ZeRO-3 have what it gathers, up to 0.19.7: of several gathers it waits for the last.
+    """Wait for each gather, up to 0.19.7: of several gathers ZeRO-3 waits for the last.
 
     Those of NCCL end in order, gloo's do not: parameters of which a part came late have any value.
     """
@@ -96,7 +96,7 @@ def wait_for_gathers() -> None:
 
 
 def answer(case: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Whether the case returned, and the value; or "Type: message" and the traceback below it."""
+    """Return True and the case's value; or False, "Type: message" and the traceback below it."""
     import torch
     import torch.distributed
 

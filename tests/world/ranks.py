@@ -43,15 +43,10 @@ class RankError(Exception):
 
 
 def environment(world: World, rank: int, port: int) -> dict[str, str]:
-    """pytest's own environment, so that the DeepSpeed first on its path is the ranks' too.
-
-    The world's path comes before all of it, and its variables are in place of pytest's.
-    """
-    inherited = world.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    """Return pytest's environment, with the world's variables: DeepSpeed is the same one."""
     return {
         **os.environ,
         **world.variables,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(world.path or ""), inherited])),
         "DS_ACCELERATOR": world.accelerator,
         # Of a GPU's queues there are 8 by default. Streams that share one wait for each other by
         # accident, and hide a race.
@@ -93,8 +88,8 @@ _served: list[str] = []
 
 
 def may_fork(world: World) -> bool:
-    """Whether ranks are forked: those on what the first are on, with nothing of their own."""
-    if FORK not in os.environ or world.path or world.variables:
+    """Return True if ranks may be forked: on the first ranks' accelerator, without variables."""
+    if FORK not in os.environ or world.variables:
         return False
     if not _served:
         _served.append(world.accelerator)
@@ -130,13 +125,13 @@ class Rank:
         theirs.close()
 
     def send(self, call: tuple[Any, ...] | None) -> None:
-        """Have it run a case ("module:qualname", args, kwargs), or, with None, leave and exit."""
+        """Send a case ("module:qualname", args, kwargs) to run, or None to leave and exit."""
         self.seen = os.fstat(self.output).st_size
         with suppress(ConnectionError):  # the rank is gone, and receive() says how
             self.connection.send_bytes(pickle.dumps(call))
 
     def receive(self) -> tuple[bool, Any]:
-        """Whether the case returned, and the value; or what the rank raised, or how it ended."""
+        """Return True and the case's value; or False and the rank's error, or how it ended."""
         try:
             returned, value = pickle.loads(self.connection.recv_bytes())
             return returned, value
@@ -217,11 +212,11 @@ class Ranks:
 
     def rank_error(self, first: int, answers: dict[int, tuple[bool, Any]]) -> RankError:
         late = [r.rank for r in self.ranks if r.rank not in answers]
-        said = [f"rank {first} failed: {answers.pop(first)[1]}"]
-        said += [f"rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in late]
+        lines = [f"rank {first} failed: {answers.pop(first)[1]}"]
+        lines += [f"rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in late]
         for rank, (returned, value) in answers.items():
-            said.append(f"rank {rank} {'returned' if returned else f'failed as well: {value}'}")
-        return RankError("\n".join(said) + self.tails(late))
+            lines.append(f"rank {rank} {'returned' if returned else f'failed as well: {value}'}")
+        return RankError("\n".join(lines) + self.tails(late))
 
     def tails(self, late: list[int]) -> str:
         """The output of all ranks; those in `late` add the stacks of their threads first."""
@@ -232,7 +227,7 @@ class Ranks:
         return "\n".join(rank.tail() for rank in self.ranks)
 
     def leave(self) -> None:
-        """Let the ranks take their process group down and exit."""
+        """Ask the ranks to destroy their process group and exit."""
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
             for rank in self.ranks:

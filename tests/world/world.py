@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tests.world.ranks import Ranks
@@ -21,13 +20,11 @@ CASE_SECONDS = 120.0
 class World:
     """`size` ranks, started by the first case, replaced after one that failed; a block ends them.
 
-    path: a folder whose packages the ranks have in place of the environment's.
     accelerator: DeepSpeed's name of what they run on; "cuda" takes a GPU for each, or one for all.
     variables: the ranks' interpreters start with these beside pytest's own.
     """
 
     size: int = 2
-    path: Path | None = None
     accelerator: str = "cpu"
     variables: Mapping[str, str] = field(default_factory=dict)
     seconds: float = CASE_SECONDS
@@ -69,13 +66,13 @@ def on_ranks(test: Callable[..., None]) -> Callable[..., None]:
     """The test runs on every rank of `world`: there it is called without one."""
 
     @functools.wraps(test)
-    def run(world: World | None = None, **given: Any) -> None:
+    def run(world: World | None = None, **arguments: Any) -> None:
         if world is None:
-            test(**given)
+            test(**arguments)
         else:
-            world.run(run, **given)
+            world.run(run, **arguments)
 
-    here = inspect.signature(test)
+    signature = inspect.signature(test)
     own = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
-    run.__signature__ = here.replace(parameters=[*here.parameters.values(), own])  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
     return run

@@ -34,7 +34,7 @@ class Model(nn.Module):
             module.register_forward_hook(lambda _, args, out, out_of=out_of: out_of(out))
 
     def take(self) -> str:
-        """What came since the last time, where every call has been closed."""
+        """Return the events since the last call; every call of a module has been closed."""
         assert not any(self.gathers._open_calls.values())
         events, self.events[:] = " ".join(self.events), []
         return events

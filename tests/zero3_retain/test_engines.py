@@ -64,12 +64,12 @@ def test_two_engines(trainer: Any) -> None:
     """Their backwards interleave, as a generator's and a critic's do."""
     both = trainer, trainer.another()
     for step in trainer.steps():
-        losses = [both_losses(one, step) for one in both]
+        losses = [both_losses(trained, step) for trained in both]
         for index in (0, 1):
-            for one, pair in zip(both, losses, strict=True):
-                one.backward(pair[index], retain_graph=index == 0)
-        for one in both:
-            one.step()
+            for trained, pair in zip(both, losses, strict=True):
+                trained.backward(pair[index], retain_graph=index == 0)
+        for trained in both:
+            trained.step()
 
 
 @on_ranks
@@ -87,13 +87,13 @@ def test_scale_accepts_the_argument_of_pull_request_8135() -> None:
 )
 @trains("zero3_retain", at(3))
 def test_hooks_set_again(trainer: Any) -> None:
-    """What libraries do around generation: take ZeRO-3's module hooks off and set them again."""
+    """Libraries remove ZeRO-3's module hooks and set them again, around generation."""
     loss_of(trainer, 0)
     with evaluating.without_hooks(trainer):
         pass
     if trainer.is_engine:
         trainer.note()
-    several_backwards(trainer)
+    trainer.train(several_backwards)
 
 
 # --- A backward that raises half way --------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is gathered when, what the prefetcher makes of it, and that an ordinary step is stock's."""
+"""Gathers, the prefetcher, and that an ordinary step is stock's."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -42,7 +42,7 @@ around = {False: nullcontext, True: patched}
 def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
     world: World, case: Case
 ) -> None:
-    """What the prefetcher fetches for a branch that is not run is let go of, too."""
+    """Parameters that the prefetcher fetches for a branch that is not run are partitioned, too."""
     for outcome in case.check(world):
         assert len(outcome.left) == 15
         assert not any(outcome.left), outcome.left
@@ -69,13 +69,13 @@ def test_several_backwards_peak_as_one_does(settings: dict[str, Any]) -> None:
 @pytest.mark.core_case(settings={})
 @pytest.mark.parametrize("settings", [{}, PREFETCH], ids=str)
 def test_later_steps_keep_the_trace(settings: dict[str, Any]) -> None:
-    """It is never invalidated, and complete after the first step."""
+    """The trace is never invalidated, and complete after the first step."""
     with patched():
         trainer = engine_trainer(steps=1, zero=settings)
         trace = trainer.engine.optimizer.parameter_offload.get_param_coordinator()
         with mock.patch.object(trace, "_invalidate_trace", wraps=trace._invalidate_trace) as spoils:
             for step in range(5):
-                several_backwards(trainer, backwards=3)
+                trainer.train(several_backwards, backwards=3)
                 assert (spoils.call_count, trace.is_complete_trace()) == (0, step > 0)
 
 
@@ -106,9 +106,9 @@ def test_prefetch_serves_the_second_backward_too(settings: dict[str, Any], model
                 super().backward(loss, retain_graph)
                 counts.append(0)
 
-        several_backwards(EngineTrainer(engine))
+        EngineTrainer(engine).train(several_backwards)
         offload.pre_sub_module_backward_function = look
-        several_backwards(Counting(engine, Options(steps=1)))
+        Counting(engine, Options(steps=1)).train(several_backwards)
         assert counts[:-1] == [MODULES_WITH_PARAMETERS] * 2
 
 
@@ -151,10 +151,10 @@ def ordinary_steps(
     with around[patch]():
         trainer = engine_trainer(model, stage=stage, micro_steps=micro_steps)
         trainer.count = 1
-        several_backwards(trainer, backwards=1)
+        trainer.train(several_backwards, backwards=1)
         trainer.count = 3
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            several_backwards(trainer, backwards=1)
+            trainer.train(several_backwards, backwards=1)
         names = (event.name for event in recorded.events())
         collectives = Counter(name for name in names if name.startswith("c10d::"))
         return collectives, trainer.available, trainer.parameters()
@@ -178,10 +178,10 @@ def test_ordinary_steps_are_stocks_to_the_bit(model: str, stage: int, micro_step
     # At stages 1 and 2 each says whether a rank has come to the head that none has used so far.
     asked = 0 if stage == 3 else 3 * micro_steps
     assert after[0] == before[0] + Counter({"c10d::allreduce_": asked})
-    for mine, stocks in zip(after[1], before[1], strict=True):
+    for ours, stocks in zip(after[1], before[1], strict=True):
         # Fewer is fine: up to 0.19.2 stock leaves the first layer gathered after a backward.
-        assert set(mine) <= set(stocks)
-        assert mine == stocks or stock.Version("0.19.3") > stock.RELEASE
+        assert set(ours) <= set(stocks)
+        assert ours == stocks or stock.Version("0.19.3") > stock.RELEASE
     for name, value in before[2].items():
         assert torch.equal(after[2][name], value), name
 
@@ -189,19 +189,19 @@ def test_ordinary_steps_are_stocks_to_the_bit(model: str, stage: int, micro_step
 @on_ranks
 def test_mistakes_raise_what_they_raise_on_stock() -> None:
     """A loss that is no number, and a second backward over a graph that nobody retained."""
-    said = []
+    messages = []
     for patch in (False, True):
         with around[patch]():
             engine = engine_of()
             with pytest.raises(Exception) as caught:  # noqa: PT011
                 engine.backward(engine(batch(0)[0])[0])
-            said.append(f"{caught.type}: {caught.value}")
+            messages.append(f"{caught.type}: {caught.value}")
             loss = both_losses(engine, 0)[0]
             engine.backward(loss)
             words = "backward through the graph a second time" if patch else ""
             with pytest.raises(RuntimeError, match=words):
                 engine.backward(loss)
-    assert said[0] == said[1]
+    assert messages[0] == messages[1]
 
 
 # --- Engines whose modules Dynamo compiles: the boundaries are traced as stock's Functions are ----
@@ -221,8 +221,8 @@ def compiled(patch: bool, backwards: int) -> tuple[int, int]:
     torch._dynamo.reset()
     counters.clear()
     script = partial(several_backwards, backwards=backwards)
-    found = run(script, Options(), *(["zero3_retain"] if patch else []), engine=CompiledBlocks)
-    assert found.equal, found
+    outcome = run(script, Options(), *(["zero3_retain"] if patch else []), engine=CompiledBlocks)
+    assert outcome.equal, outcome
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

@@ -8,33 +8,31 @@ import pytest
 from tests.harness import NO_REUSE, OFFLOADED_ALL, PERSISTENT, SMALL_PREFETCH, Case, World, stock
 from tests.harness.cases import cases, of
 from tests.harness.models import both_losses
-from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP
+from tests.harness.options import ALL_REDUCED, BF16, BF16_SUMS, FP16, OFFLOADED, OVERLAP, SCATTERED
 from tests.harness.run import applied, run
 from tests.scripts import slopes
 
 GRAPHS = ["DictOutput", "SharedBlock", "TiedEmbedding", "FrozenTrunk", "Reentrant", "NonReentrant"]
 GRAPHS += ["NamedArguments", "LeafModule"]
 PREFETCH = SMALL_PREFETCH | NO_REUSE
-SCATTERED = {"zero": {"contiguous_gradients": False}}
 MICRO_STEPS, CLIPPED = {"micro_steps": 2}, {"clip": 0.05}
 QUEUED = pytest.mark.skipif(not stock.QUEUES_EPILOGUE, reason="stock refuses plain backwards there")
 patched = partial(applied, "zero3_retain")
 
 
-def several_backwards(trainer: Any, *, backwards: int = 2, zero: bool = False) -> None:
-    """Of up to four losses over one forward, the first two of which reach one head each.
+def several_backwards(
+    trainer: Any, step: int, micro: int, *, backwards: int = 2, zero: bool = False
+) -> None:
+    """Run backwards of up to four losses over one forward; the first two reach one head each.
 
     zero: call ``zero_grad()`` before every backward but the first.
     """
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            first, second = both_losses(trainer, step, micro)
-            every = [first, second, first * second, 0.1 * (first - second) ** 2]
-            for index, loss in enumerate(every[:backwards]):
-                if zero and index:
-                    trainer.zero_grad()
-                trainer.backward(loss, retain_graph=index < backwards - 1)
-            trainer.step()
+    first, second = both_losses(trainer, step, micro)
+    every = [first, second, first * second, 0.1 * (first - second) ** 2]
+    for index, loss in enumerate(every[:backwards]):
+        if zero and index:
+            trainer.zero_grad()
+        trainer.backward(loss, retain_graph=index < backwards - 1)
 
 
 two, three, four = (
@@ -51,7 +49,7 @@ zeroed = partial(of, "zero3_retain", partial(several_backwards, zero=True))
     *(several(1, 2, 3) for several in (three, four)),
     two(1, 2, 3, core={1, 2, 3}, **MICRO_STEPS),
     two(1, 2, 3, core={1, 2, 3}, **OFFLOADED, **MICRO_STEPS),
-    *(one(1, 2, 3, **OFFLOADED) for one in (two, zeroed)),
+    *(several(1, 2, 3, **OFFLOADED) for several in (two, zeroed)),
     *(two(1, 2, 3, **CLIPPED, **more) for more in ({}, OFFLOADED)),
     *(two(1, 2, 3, **BF16, style=style) for style in ("engine", "torch")),
     *(two(2, 3, **BF16_SUMS, style=style) for style in ("engine", "torch")),
@@ -60,7 +58,7 @@ zeroed = partial(of, "zero3_retain", partial(several_backwards, zero=True))
     *(two(1, 2, 3, **FP16, style=style) for style in ("engine", "scale")),
     *(two(1, 2, 3, **more) for more in (OVERLAP, ALL_REDUCED, SCATTERED)),
     three(3, core={3}, steps=5, zero=PREFETCH),
-    *(one(3, **OFFLOADED_ALL) for one in (two, zeroed)),
+    *(several(3, **OFFLOADED_ALL) for several in (two, zeroed)),
     *(two(3, zero=zero) for zero in (NO_REUSE, SMALL_PREFETCH, PERSISTENT)),
 )
 def test_options(world: World, case: Case) -> None:

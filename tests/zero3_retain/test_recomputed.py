@@ -20,8 +20,8 @@ from tests.scripts.worlds import FRUGAL
 def test_a_recomputation_sees_what_the_forward_saw(world: World, settings: dict[str, Any]) -> None:
     script = adapters.low_rank_recomputed
     options = script.at(3, steps=3, zero=settings)
-    for one in world.run(run, script, options):
-        assert ("Recomputed values for" in one.error) == stock.LOSES_FROZEN, one
+    for outcome in world.run(run, script, options):
+        assert ("Recomputed values for" in outcome.error) == stock.LOSES_FROZEN, outcome
     check(world, script, options, "zero3_retain")
 
 
@@ -41,18 +41,19 @@ def test_one_block_is_gathered_at_a_time(model: str) -> None:
     if model == "DeepReentrantAdapted" and not stock.LOSES_FROZEN:
         # Reentrant recomputation holds all that is frozen.
         assert max(looked_at(model).peaks) > 3 * most, "stock is right"
-    one = looked_at(model, "zero3_retain")
-    assert one.equal, one
-    assert max(one.peaks) <= most
-    assert not any(one.available)
+    outcome = looked_at(model, "zero3_retain")
+    assert outcome.equal, outcome
+    assert max(outcome.peaks) <= most
+    assert not any(outcome.available)
 
 
 @pytest.mark.core_case
 def test_a_module_may_hand_out_what_another_has(world: World) -> None:
     """As PEFT's ``modules_to_save``: stock takes the other's counters for its own."""
     options = adapters.modules_to_save.at(3, steps=3)
-    for one in world.run(run, adapters.modules_to_save, options):
-        assert ("has no attribute 'ds_grads_remaining'" in one.error) == stock.TAKES_COUNTERS, one
+    for outcome in world.run(run, adapters.modules_to_save, options):
+        is_taken = "has no attribute 'ds_grads_remaining'" in outcome.error
+        assert is_taken == stock.TAKES_COUNTERS, outcome
     check(world, adapters.modules_to_save, options, "zero3_retain")
 
 
@@ -68,11 +69,11 @@ def test_which_recomputation_a_hook_finds_itself_in(
 
     if not says:
         monkeypatch.setattr(graph_task, "top_saved_tensors_hooks", None)
-    layer, found = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
+    layer, answers = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
 
     def ran(*_: object) -> None:
         if graph_task.current_task_id() != graph_task.NO_TASK:
-            found.append(graph_task.is_recomputing())
+            answers.append(graph_task.is_recomputing())
 
     layer[0].register_forward_hook(ran)
     x = torch.ones(1, 2, requires_grad=True)
@@ -83,4 +84,4 @@ def test_which_recomputation_a_hook_finds_itself_in(
         else:
             output = checkpoint(layer, x, use_reentrant=reentrant)
         output.sum().backward()
-    assert found == [not reentrant]
+    assert answers == [not reentrant]

@@ -18,62 +18,61 @@ from tests.harness.views import VIEWS
 
 
 def means(weights: list[Tensor]) -> Tensor:
-    """Of which a graph saves nothing."""
-    return torch.stack([one.mean() for one in weights]).sum()
+    """A sum of means, of which a graph saves nothing."""
+    return torch.stack([weight.mean() for weight in weights]).sum()
 
 
 def squares(weights: list[Tensor]) -> Tensor:
     """Weight decay in the loss."""
-    return torch.stack([(one**2).sum() for one in weights]).sum()
+    return torch.stack([(weight**2).sum() for weight in weights]).sum()
 
 
 def norms(weights: list[Tensor]) -> Tensor:
-    return torch.stack([one.norm() + one.abs().mean() for one in weights]).sum()
+    return torch.stack([weight.norm() + weight.abs().mean() for weight in weights]).sum()
 
 
 def orthogonality(weights: list[Tensor]) -> Tensor:
     return torch.stack(
-        [(one.t() @ one - 1).pow(2).mean() for one in weights if one.dim() > 1]
+        [(weight.t() @ weight - 1).pow(2).mean() for weight in weights if weight.dim() > 1]
     ).sum()
 
 
 def spectral(weights: list[Tensor]) -> Tensor:
     return torch.stack(
-        [torch.linalg.matrix_norm(one.float(), 2) for one in weights if one.dim() > 1]
+        [torch.linalg.matrix_norm(weight.float(), 2) for weight in weights if weight.dim() > 1]
     ).sum()
 
 
 def old(weights: list[Tensor]) -> Tensor:
     """Elastic weight consolidation."""
-    return torch.stack([(0.5 * (one - 0.1) * (one - 0.1)).sum() for one in weights]).sum()
+    return torch.stack([(0.5 * (weight - 0.1) * (weight - 0.1)).sum() for weight in weights]).sum()
 
 
-def penalised(trainer: Any, *, function: Any = squares, where: str = "before") -> None:
-    """where: when the block is: before the forward; around that or the backward; around both."""
+def penalised(
+    trainer: Any, step: int, micro: int, *, function: Any = squares, place: str = "before"
+) -> None:
+    """place: when the block is: before the forward; around that or the backward; around both."""
     params = [*trainer.module.parameters()]
-    for step in trainer.steps():
-        for micro in range(trainer.options.micro_steps):
-            if where == "before":
-                with trainer.gathered(params):
-                    penalty = function(params)
-                trainer.backward(loss_of(trainer, step, micro) + 0.1 * penalty)
-            elif where == "after":
-                loss = loss_of(trainer, step, micro)
-                with trainer.gathered(params):
-                    penalty = function(params)
-                trainer.backward(loss, retain_graph=True)
-                trainer.backward(0.1 * penalty)
-            elif where == "forward":
-                with trainer.gathered(params):
-                    loss = loss_of(trainer, step, micro)
-                    penalty = function(params)
-                trainer.backward(loss + 0.1 * penalty)
-            else:
-                with trainer.gathered(params):
-                    loss = loss_of(trainer, step, micro) + 0.1 * function(params)
-                    trainer.backward(loss, retain_graph=True)
-                    trainer.backward(loss)
-            trainer.step()
+    if place == "before":
+        with trainer.gathered(params):
+            penalty = function(params)
+        trainer.backward(loss_of(trainer, step, micro) + 0.1 * penalty)
+    elif place == "after":
+        loss = loss_of(trainer, step, micro)
+        with trainer.gathered(params):
+            penalty = function(params)
+        trainer.backward(loss, retain_graph=True)
+        trainer.backward(0.1 * penalty)
+    elif place == "forward":
+        with trainer.gathered(params):
+            loss = loss_of(trainer, step, micro)
+            penalty = function(params)
+        trainer.backward(loss + 0.1 * penalty)
+    else:
+        with trainer.gathered(params):
+            loss = loss_of(trainer, step, micro) + 0.1 * function(params)
+            trainer.backward(loss, retain_graph=True)
+            trainer.backward(loss)
 
 
 FUNCTIONS = [means, squares, norms, orthogonality, spectral, old]
@@ -82,12 +81,12 @@ PLACES = ["before", "after", "forward", "both"]
 
 def rows(**options: Any) -> Any:
     for function in FUNCTIONS:
-        for where in PLACES:
-            script = partial(penalised, function=function, where=where)
+        for place in PLACES:
+            script = partial(penalised, function=function, place=place)
             yield of("zero3_retain", script, 3, **options)
 
 
-SQUARES = [partial(penalised, where=where) for where in PLACES]
+SQUARES = [partial(penalised, place=place) for place in PLACES]
 
 
 test_penalties = checked(
@@ -109,44 +108,42 @@ test_penalties = checked(
 
 
 @pytest.mark.core_case
-@pytest.mark.parametrize("where", PLACES[:3])
-def test_stock_fails(world: World, where: str) -> None:
-    for one in world.run(run, partial(penalised, where=where), Options(3)):
-        assert one.error
+@pytest.mark.parametrize("place", PLACES[:3])
+def test_stock_fails(world: World, place: str) -> None:
+    for outcome in world.run(run, partial(penalised, place=place), Options(3)):
+        assert outcome.error
 
 
-def of_views(trainer: Any, *, where: str) -> None:
+def of_views(trainer: Any, step: int, *, place: str) -> None:
     """A step for each kind of view; an earlier block of the step has read the weight."""
-    weight = trainer.module.rebuild.weight
-    for _, function in zip(trainer.steps(), VIEWS.values(), strict=True):
-        with trainer.gathered([weight]):
-            weight.sum()
-        with trainer.gathered([weight]):
-            penalty = 0.05 * function(weight).sum()
-            if where != "after":
-                trainer.backward(penalty, retain_graph=where != "within")
-            if where == "within, twice":
-                trainer.backward(penalty)
-        if where == "within and after":
+    weight, function = trainer.module.rebuild.weight, [*VIEWS.values()][step]
+    with trainer.gathered([weight]):
+        weight.sum()
+    with trainer.gathered([weight]):
+        penalty = 0.05 * function(weight).sum()
+        if place != "after":
+            trainer.backward(penalty, retain_graph=place != "within")
+        if place == "within, twice":
             trainer.backward(penalty)
-        elif where == "after":
-            trainer.backward(penalty, retain_graph=True)
-            with trainer.gathered([weight]):
-                trainer.backward(penalty)
-        trainer.step()
+    if place == "within and after":
+        trainer.backward(penalty)
+    elif place == "after":
+        trainer.backward(penalty, retain_graph=True)
+        with trainer.gathered([weight]):
+            trainer.backward(penalty)
 
 
 test_saved_views = checked(
     *(
-        of("zero3_retain", partial(of_views, where=where), 3, core={3}, steps=len(VIEWS))
-        for where in ("within", "within, twice", "within and after", "after")
+        of("zero3_retain", partial(of_views, place=place), 3, core={3}, steps=len(VIEWS))
+        for place in ("within", "within, twice", "within and after", "after")
     )
 )
 
 
 @pytest.mark.core_case
 def test_stock_is_right_within_a_block(world: World) -> None:
-    for outcome in world.run(run, partial(of_views, where="within"), Options(3, steps=len(VIEWS))):
+    for outcome in world.run(run, partial(of_views, place="within"), Options(3, steps=len(VIEWS))):
         assert outcome.equal, outcome
 
 
@@ -226,7 +223,7 @@ def step(trainer: Any) -> None:
 @on_ranks
 @pytest.mark.parametrize("change", [step, halve])
 def test_nor_are_they_between_two_backwards(change: Callable[[Any], None]) -> None:
-    """The first has told the graph where they are."""
+    """The first has told the graph place they are."""
     with applied("zero3_retain"):
         trainer = engine_trainer(stage=3)
         penalty = penalty_of(trainer)

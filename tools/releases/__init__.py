@@ -60,7 +60,7 @@ def this_turn(of: int) -> int:
 
 
 def git(*arguments: str) -> str:
-    """What git says of the checkout; nothing where there is no git, no repository or no answer."""
+    """Return git's answer about the checkout; "" without git, repository or answer."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:

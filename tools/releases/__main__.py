@@ -22,7 +22,7 @@ def main() -> int:
 
     installing = commands.add_parser("install", help="install releases, or name==version")
     installing.add_argument("version", nargs="+", help="of DeepSpeed")
-    installing.set_defaults(work=lambda given: install(given.version))
+    installing.set_defaults(work=lambda options: install(options.version))
 
     running = commands.add_parser("run", help="run the core cases once per release")
     running.add_argument("version", nargs="*", help="of DeepSpeed")
@@ -34,14 +34,14 @@ def main() -> int:
     recording = commands.add_parser("record", help="run them, and write docs/compatibility.md")
     recording.add_argument("version", nargs="*", default=releases.RELEASES, help="default: all")
     recording.add_argument("--only", nargs="+", choices=columns(), help="of the columns")
-    recording.set_defaults(work=lambda given: record(given.version, given.only))
+    recording.set_defaults(work=lambda options: record(options.version, options.only))
 
     measuring = commands.add_parser("measure", help="run `prove`, and write docs/measured.json")
     measuring.add_argument("name", nargs="*", help="of a proof; default: all")
-    measuring.set_defaults(work=lambda given: measure(given.name))
+    measuring.set_defaults(work=lambda options: measure(options.name))
     on_gpus = commands.add_parser("gpus", help="run `prove --all`, and write docs/compatibility.md")
     on_gpus.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
-    on_gpus.set_defaults(work=lambda given: measure_on_gpus(given.version))
+    on_gpus.set_defaults(work=lambda options: measure_on_gpus(options.version))
 
     training = commands.add_parser("models", help="models of transformers, into docs/models.md")
     training.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
@@ -60,28 +60,28 @@ def main() -> int:
 
     telling = commands.add_parser("news", help="fixes that no known release has")
     telling.add_argument("checkout", type=Path, help="of DeepSpeed's repository; it may be bare")
-    telling.set_defaults(work=lambda given: news(given.checkout))
+    telling.set_defaults(work=lambda options: news(options.checkout))
 
     shaping = commands.add_parser("shapes", help="write what the code looks like in each release")
-    shaping.set_defaults(work=lambda given: shapes.record(shapes.installed()))
+    shaping.set_defaults(work=lambda options: shapes.record(shapes.installed()))
 
-    given = parser.parse_args()
-    return int(given.work(given))
-
-
-def _run(given: argparse.Namespace) -> int:
-    """Those that were named, and of the others every Nth, the newest first: some of every era."""
-    wanted = given.version
-    if given.turn_of is not None:
-        older = [one for one in reversed(releases.RELEASES) if one != version("deepspeed")]
-        wanted += older[releases.this_turn(given.turn_of) :: given.turn_of]
-    return run(list(dict.fromkeys(wanted)), given.whole, given.within)
+    options = parser.parse_args()
+    return int(options.work(options))
 
 
-def _models(given: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
+    """Run the named releases, and every Nth of the others, the newest first: some of every era."""
+    wanted = options.version
+    if options.turn_of is not None:
+        older = [name for name in reversed(releases.RELEASES) if name != version("deepspeed")]
+        wanted += older[releases.this_turn(options.turn_of) :: options.turn_of]
+    return run(list(dict.fromkeys(wanted)), options.whole, options.within)
+
+
+def _models(options: argparse.Namespace) -> int:
     from tools.releases.models import models  # imports torch, for which nobody else waits
 
-    return models(given.version)
+    return models(options.version)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ SAMPLE, SALT = int(os.environ["JUDGED_SAMPLE"]), os.environ["JUDGED_SALT"]
 
 
 def _adam(_: int, flag: Any, tensors: Any, *settings: Any) -> None:
-    """What FusedAdam is."""
+    """Compute a step of FusedAdam."""
     lr, beta1, beta2, eps, step, is_decoupled, corrects, decay = settings
-    one, two = (1 - beta1**step, 1 - beta2**step) if corrects else (1, 1)
+    first, two = (1 - beta1**step, 1 - beta2**step) if corrects else (1, 1)
     for grad, param, mean, square in zip(*tensors, strict=True):
         gradient = grad.float() if is_decoupled else grad.float() + decay * param.float()
         mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
         square.lerp_(gradient.square().to(square.dtype), 1 - beta2)
-        update = mean / one / ((square / two).sqrt() + eps)
+        update = mean / first / ((square / two).sqrt() + eps)
         param.sub_(lr * (update + decay * param if is_decoupled else update))
 
 
@@ -39,9 +39,9 @@ def _load(builder: Any, *_: Any) -> Any:
     raise ImportError(f"{type(builder).__name__} is not built")
 
 
-def _wrap(model: Any, *given: Any, device_ids: Any = None, output_device: Any = None) -> None:
-    """What DistributedDataParallel does on a CPU, which has no such devices."""
-    _wrapped(model, *given)
+def _wrap(model: Any, *arguments: Any, device_ids: Any = None, output_device: Any = None) -> None:
+    """Wrap as DistributedDataParallel does on a CPU, which has no such devices."""
+    _wrapped(model, *arguments)
 
 
 _wrapped = DistributedDataParallel.__init__

@@ -36,53 +36,53 @@ def news(checkout: Path) -> int:
 
     checkout: of DeepSpeed's repository, or the repository itself.
     """
-    at = ("-C", str(checkout.resolve()))
-    tags = git(*at, "tag").split()
-    since = next((f"v{one}" for one in reversed(RELEASES) if f"v{one}" in tags), None)
+    folder = ("-C", str(checkout.resolve()))
+    tags = git(*folder, "tag").split()
+    since = next((f"v{version}" for version in reversed(RELEASES) if f"v{version}" in tags), None)
     if since is None:
         say(f"{checkout}: no repository with a tag of DeepSpeed {RELEASES[0]} or later")
         return 1
-    named = {number for one in DEFECTS for number in one.numbers.split()}
+    named = {number for defect in DEFECTS for number in defect.numbers.split()}
     read = {number: f"read: {what}" for _, number, what in COMMITS}
     read |= dict.fromkeys(named, "in the table")
     touched = _touched()
     log = git(
-        *at, "log", "--name-only", "--format=%x01%h%x00%as%x00%s%x00%b%x00",
+        *folder, "log", "--name-only", "--format=%x01%h%x00%as%x00%s%x00%b%x00",
         f"{since}..HEAD", "--", *PATHS,
     )  # fmt: skip
-    told, changing = Counter[str](), 0
+    numbers, changing = Counter[str](), 0
     for entry in log.split("\1")[1:]:
         commit, day, subject, body, files = entry.split("\0")
         number = (re.findall(r"\(#(\d+)\)$", subject) or [""])[0]
         what = read.get(number, "NEW")
-        changed = ", ".join(sorted(_changed(at, commit, files.split(), touched)))
+        changed = ", ".join(sorted(_changed(folder, commit, files.split(), touched)))
         if not changed and not A_FIX.search(f"{subject} {body}"):
             continue
         say(f"{day} {commit} {what}: {subject}{changed and f' | changes {changed}'}")
-        told[what] += 1
+        numbers[what] += 1
         changing += bool(changed)
-    counts = "".join(f", {count} {what}" for what, count in sorted(told.items()))
-    say(f"{told.total()} since {since}{counts}; {changing} change what patches touch")
+    counts = "".join(f", {count} {what}" for what, count in sorted(numbers.items()))
+    say(f"{numbers.total()} since {since}{counts}; {changing} change what patches touch")
     return 0
 
 
 def _touched() -> Touched:
     newest = Version(RELEASES[-1])
-    found: Touched = {}
+    touched: Touched = {}
     for name, patch in registry.patches().items():
         if release.covers(patch.supported, newest):
             for place in gate.places(patch, newest):
-                found.setdefault(place.module, {}).setdefault(place.qualname, []).append(name)
-    return found
+                touched.setdefault(place.module, {}).setdefault(place.qualname, []).append(name)
+    return touched
 
 
-def _changed(at: tuple[str, ...], commit: str, files: list[str], of: Touched) -> Iterator[str]:
+def _changed(folder: tuple[str, ...], commit: str, files: list[str], of: Touched) -> Iterator[str]:
     """Yield the functions whose shape a commit changes, with their patches."""
     for file in files:
         places = of.get(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."), {})
         before, after = (
-            ast.parse(git(*at, "show", f"{one}:{file}")).body if places else []
-            for one in (f"{commit}^", commit)
+            ast.parse(git(*folder, "show", f"{revision}:{file}")).body if places else []
+            for revision in (f"{commit}^", commit)
         )
         for qualname, patches in places.items():
             if _digest(before, qualname) != _digest(after, qualname):

@@ -1,7 +1,6 @@
-"""The table in docs/compatibility.md, which is its own store: a run changes the rows that ran."""
+"""The table of core cases in docs/compatibility.md."""
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -10,11 +9,10 @@ from importlib.metadata import version as version_of
 from packaging.version import Version
 
 import ds_patches
-from tools.releases import ROOT, each, git, install_one, say
+from tools.releases import ROOT, each, git, install_one, page, say
 from tools.releases.run import CORE_TESTS, pytest, python, tests_of
 
 FILE = ROOT / "docs" / "compatibility.md"
-TABLE = re.compile(r"(?<=<!-- recorded -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
 CORE = "core"
 LAST = "recorded"
 #: Of pytest: all passed, some failed, none was there. After any other its report is not whole.
@@ -70,7 +68,7 @@ def measure(version: str, wanted: Sequence[str]) -> Row:
     states = states_of(version)
     folders = [path for column in wanted for path in folders_of(column)]
     code, cases = pytest(version, "-m", "core_case", "--continue-on-collection-errors", *folders)
-    found = {}
+    cells = {}
     for column in wanted:
         # A file that could not be imported is a case without a class, named as the module.
         homes = tuple(f"{path}/".replace("/", ".") for path in folders_of(column))
@@ -79,45 +77,34 @@ def measure(version: str, wanted: Sequence[str]) -> Row:
         failed = any(c.find(end) is not None for c in own for end in BAD)
         state, _ = states.get(column, ("live", ""))
         if state != "live":
-            found[column] = state if state == "out of range" else f"**{state}**"
+            cells[column] = state if state == "out of range" else f"**{state}**"
         elif failed or not passed or code not in WHOLE:
-            found[column] = "**failed**" if failed else "**unknown**"
+            cells[column] = "**failed**" if failed else "**unknown**"
         else:
-            found[column] = f"pass ({passed})"
-    return found
+            cells[column] = f"pass ({passed})"
+    return cells
 
 
 def states_of(version: str) -> dict[str, tuple[str, str]]:
-    """Of each patch on an installed release: "live", or its state after `apply_all()`; and why."""
-    said = python(version, "-c", ASKED).stdout
-    found = re.findall("^states (.+)$", said, re.MULTILINE)
-    assert found, said
-    return {name: (state, reason) for name, (state, reason) in json.loads(found[0]).items()}
+    """Return for each patch on a release "live", or its state after `apply_all()`; and why."""
+    printed = python(version, "-c", ASKED).stdout
+    match = re.findall("^states (.+)$", printed, re.MULTILINE)
+    assert match, printed
+    return {name: (state, reason) for name, (state, reason) in json.loads(match[0]).items()}
 
 
 def read() -> dict[Key, Row]:
-    """The page's rows."""
-    found = TABLE.search(FILE.read_text(encoding="utf-8"))
-    assert found, f"{FILE} has no table between its marks"
-    head, _, *lines = (line[2:-2].split(" | ") for line in found[0].splitlines())
-    return {(line[0], line[1]): dict(zip(head[2:], line[2:], strict=True)) for line in lines}
+    """Return the page's rows."""
+    head, *rows = page.read(FILE, LAST)
+    return {(row[0], row[1]): dict(zip(head[2:], row[2:], strict=True)) for row in rows}
 
 
 def write(rows: Mapping[Key, Row]) -> None:
-    """Wholly or not at all: whoever is interrupted finds the old page."""
-    text = TABLE.sub(lambda _: table(rows), FILE.read_text(encoding="utf-8"))
-    part = FILE.with_name(f".{FILE.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, FILE)
-
-
-def table(rows: Mapping[Key, Row]) -> str:
-    """The newest release first."""
+    """Write the page's rows, the newest release first."""
     order = sorted(rows, key=lambda key: [*map(Version, key)], reverse=True)
     shown = [*columns(), LAST]
     body = [[*key, *(rows[key].get(column, "-") for column in shown)] for key in order]
-    head = ["DeepSpeed", "torch", *shown]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+    page.write(FILE, LAST, ["DeepSpeed", "torch", *shown], body)
 
 
 def stamp() -> str:

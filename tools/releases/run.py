@@ -51,9 +51,9 @@ def pytest(version: str, *arguments: str) -> tuple[int, list[ElementTree.Element
         report = Path(scratch, "report.xml")
         command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--disable-warnings")
         done = python(version, *command, f"--junitxml={report}", *arguments)
-        found = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     say(f"\n=== DeepSpeed {version}, {time.monotonic() - start:.0f} s\n{done.stdout}")
-    return done.returncode, found
+    return done.returncode, cases
 
 
 def python(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What the code that patches touch looks like in each release: ds_patches/core/shapes.json.
+"""Shapes of the code that patches touch, in each release: ds_patches/core/shapes.json.
 
 `make shapes` writes the file; `git diff` says what has changed. Nothing of a release is imported.
 """
@@ -22,7 +22,7 @@ def installed() -> dict[Version, Path]:
     """The package's folder of every release; what is missing is installed."""
     if install(releases.RELEASES):
         raise SystemExit(1)
-    return {Version(one): releases.place(one) / release.PACKAGE for one in releases.RELEASES}
+    return {Version(v): releases.place(v) / release.PACKAGE for v in releases.RELEASES}
 
 
 def record(sources: Mapping[Version, Path]) -> int:
@@ -38,12 +38,12 @@ def record(sources: Mapping[Version, Path]) -> int:
                 hashes.setdefault(shape.file_hash(file), []).append(version)
         touched = {place.key: place for place in _places(version)}
         for key, place in every.items():
-            found = shape.parsed(place, folder)
-            if found == shape.ABSENT:
+            digest = shape.parsed(place, folder)
+            if digest == shape.ABSENT:
                 faults += [f"{key} does not exist in {version}"] * (key in touched)
                 continue
-            here = places.setdefault(place.module, {}).setdefault(place.qualname, {})
-            here.setdefault(found, []).append(version)
+            shapes = places.setdefault(place.module, {}).setdefault(place.qualname, {})
+            shapes.setdefault(digest, []).append(version)
     if faults:
         say("\n".join(faults))
         return 1
@@ -57,14 +57,14 @@ def record(sources: Mapping[Version, Path]) -> int:
 
 
 def _places(version: Version) -> set[Target | Dependency]:
-    """What any patch touches in a release; of several that touch one place, one."""
+    """Return the places that patches touch in a release, each once."""
     patches = (p for p in registry.patches().values() if release.covers(p.supported, version))
-    found = {place.key: place for patch in patches for place in gate.places(patch, version)}
-    return {*found.values()}
+    by_key = {place.key: place for patch in patches for place in gate.places(patch, version)}
+    return {*by_key.values()}
 
 
-def _spans(found: Mapping[str, Found], every: list[Version]) -> dict[str, dict[str, str]]:
+def _spans(shapes: Mapping[str, Found], every: list[Version]) -> dict[str, dict[str, str]]:
     return {
-        name: {what: columns.spans(some, every) for what, some in found[name].items()}
-        for name in sorted(found)
+        name: {what: columns.spans(some, every) for what, some in shapes[name].items()}
+        for name in sorted(shapes)
     }

@@ -64,7 +64,9 @@ def upstream(
     counted = Counter(outcome for outcome, _ in stock.values())
     say(f"DeepSpeed {version}, {device}, {len(stock)} tests on stock: {dict(counted)}")
     unlike = [
-        one for one in sorted({*stock, *patched}) if _outcome(stock, one) != _outcome(patched, one)
+        name
+        for name in sorted({*stock, *patched})
+        if _outcome(stock, name) != _outcome(patched, name)
     ]
     strange = 0
     for name in unlike:
@@ -77,14 +79,14 @@ def upstream(
     return int(bool(strange) or not counted["passed"])
 
 
-def _outcome(found: dict[str, tuple[str, str]], name: str) -> str:
-    return found.get(name, ("not run", ""))[0]
+def _outcome(outcomes: dict[str, tuple[str, str]], name: str) -> str:
+    return outcomes.get(name, ("not run", ""))[0]
 
 
 def _run(
     tests: Path, paths: Sequence[str], side: str, variables: dict[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """What becomes of each test. One that hangs is ended with pytest, which goes on behind it."""
+    """Return the outcome of each test. One that hangs is ended, and pytest starts behind it."""
     log = tests.with_name(side)
     # LOCAL_SIZE: how many devices the CPU is.
     own = variables | {"JUDGED_LOG": str(log), "LOCAL_SIZE": "2"}

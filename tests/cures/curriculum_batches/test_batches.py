@@ -66,8 +66,8 @@ def batches(folder: Path, *patches: str, least: int = 1) -> list[list[int]]:
             training_data=[*range(47)],
             config=settings,
         )
-        given: Any = iter(loader)
-        return [next(given).tolist() for _ in range(BATCHES)]
+        samples: Any = iter(loader)
+        return [next(samples).tolist() for _ in range(BATCHES)]
 
 
 @on_ranks

@@ -56,17 +56,17 @@ class Normed(nn.Module):
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = model.named_buffers(remove_duplicate=False)
-    return {name: buffer.clone() for name, buffer in found}
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: buffer.clone() for name, buffer in named}
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
     """Names of those that differ, in dtype or in value."""
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     return [
         name
-        for name, one in wanted.items()
-        if found[name].dtype != one.dtype or not found[name].equal(one)
+        for name, buffer in wanted.items()
+        if actual[name].dtype != buffer.dtype or not actual[name].equal(buffer)
     ]
 
 
@@ -92,12 +92,12 @@ def differing(options: Options, *patches: str) -> tuple[list[str], list[str]]:
     """Names of the buffers that an engine, after a step, has otherwise; what was said."""
     model = Tables()
     wanted = buffers(model)
-    with applied(*patches), half_precision_allowed(), listening() as said:
+    with applied(*patches), half_precision_allowed(), listening() as warnings:
         trained(model, options)
     if patches:
         assert model.inner.shared is model.bias
         assert model.inner.part.data_ptr() == model.bias[1:].data_ptr()
-    return same(buffers(model), wanted), said
+    return same(buffers(model), wanted), warnings
 
 
 @pytest.mark.core_case(stage=2, offload=())
@@ -115,10 +115,10 @@ def test_buffers_stay(world: World, stage: int, dtype: str, offload: tuple[str, 
     if ENGINE_CASTS:
         for wrong, _ in world.run(differing, options):
             assert {"table", "bias", "exact", "inner.part"} <= {*wrong}
-    (wrong, said), (other, silent) = world.run(differing, options, *FP32)
+    (wrong, warnings), (other, silent) = world.run(differing, options, *FP32)
     assert wrong == other == silent == []
-    assert len(said) == ENGINE_CASTS
-    for line in said:
+    assert len(warnings) == ENGINE_CASTS
+    for line in warnings:
         assert "would cast them: table, bias, exact and " in line
         assert "_SKIP=fp32_buffers" in line
 
@@ -126,16 +126,16 @@ def test_buffers_stay(world: World, stage: int, dtype: str, offload: tuple[str, 
 @on_ranks
 def test_what_the_script_wishes() -> None:
     """No half precision, or half precision of all."""
-    with applied(*FP32), listening() as said:
+    with applied(*FP32), listening() as warnings:
         build_engine(model := Tables(), Options(2).config)
         assert not same(buffers(model), buffers(Tables()))
         engine = build_engine(Tables().bfloat16(), Options(2, dtype=HALF).config)
         assert engine.module.table.dtype == torch.bfloat16
-        assert not said
+        assert not warnings
 
 
 def statistics(stage: int, *patches: str) -> Any:
-    """What became of BatchNorm's, or what PyTorch says."""
+    """Return BatchNorm's buffers after a step, or PyTorch's error."""
     options = Options(stage, dtype=HALF)
     with applied(*patches):
         model = made_in_init(Normed, options)
@@ -151,9 +151,9 @@ def statistics(stage: int, *patches: str) -> Any:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_batch_norm_trains_as_on_stock(stage: int) -> None:
     """PyTorch refuses fp32 statistics beside half weights: from 0.19.2 on so does stock."""
-    found = statistics(stage, *FP32)
-    assert found == statistics(stage)
-    assert ("expected scalar type" in found) == (not ENGINE_CASTS and stage == 2)
+    patched = statistics(stage, *FP32)
+    assert patched == statistics(stage)
+    assert ("expected scalar type" in patched) == (not ENGINE_CASTS and stage == 2)
 
 
 @pytest.mark.core_case(dtype=HALF)
@@ -162,22 +162,22 @@ def test_zero_init_makes_what_the_model_names(world: World, dtype: str) -> None:
     wanted = buffers(Tables())
     cast, before, _ = world.run(in_init, dtype)[0]
     assert cast["table"].dtype == getattr(torch, dtype), "stock casts no more"
-    kept, after, said = world.run(in_init, dtype, *FP32)[0]
-    assert same(kept, wanted) == ["mask"], "what names no dtype is as on stock"
-    assert kept["mask"].dtype == cast["mask"].dtype
+    patched, after, warnings = world.run(in_init, dtype, *FP32)[0]
+    assert same(patched, wanted) == ["mask"], "what names no dtype is as on stock"
+    assert patched["mask"].dtype == cast["mask"].dtype
     assert same(after, before) == [], "before a step"
-    assert len(said) == 1
-    assert "table" in said[0]
+    assert len(warnings) == 1
+    assert "table" in warnings[0]
 
 
 def in_init(dtype: str, *patches: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Buffers after a step, parameters from a seed before it, and what was said."""
     options = Options(3, dtype=dtype)
-    with applied(*patches), half_precision_allowed(), listening() as said:
+    with applied(*patches), half_precision_allowed(), listening() as warnings:
         params = weights(model := made_in_init(Tables, options))
         trained(model, options)
         assert all(param.dtype == options.torch_dtype for param in weights(model).values())
-        return buffers(model), params, said
+        return buffers(model), params, warnings
 
 
 @on_ranks
@@ -192,8 +192,8 @@ def test_checkpoints(tmp_path: Path, stage: int, patches: tuple[str, ...]) -> No
         model = Tables()
         model.bias.zero_()
         build_engine(model, options.config).load_checkpoint(str(tmp_path))
-    found = buffers(model)
-    wrong = same(found, wanted)
+    loaded = buffers(model)
+    wrong = same(loaded, wanted)
     assert ("bias" in wrong) == (not patches and ENGINE_CASTS)
     assert "table" not in wrong
-    assert all(found[name].dtype == one.dtype for name, one in wanted.items())
+    assert all(loaded[name].dtype == buffer.dtype for name, buffer in wanted.items())

@@ -48,9 +48,9 @@ def unlike(name: str, how: str, folder: Path, *patches: str) -> list[str]:
         if how == "from_pretrained":
             from transformers.integrations import HfDeepSpeedConfig
 
-            kept = HfDeepSpeedConfig(options.config)
+            settings = HfDeepSpeedConfig(options.config)
             model = getattr(transformers, f"{name}ForCausalLM").from_pretrained(folder)
-            del kept
+            del settings
         else:
             with deepspeed.zero.Init(config_dict_or_path=options.config):
                 model = biased(make(name))

@@ -35,11 +35,11 @@ def missing_in(folder: Path, engine: Any) -> set[str]:
     return missing(engine, get_fp32_state_dict_from_zero_checkpoint(str(folder), "here"))
 
 
-def missing(engine: Any, found: Any) -> set[str]:
+def missing(engine: Any, saved_weights: Any) -> set[str]:
     expected = engine.module.state_dict()
-    for name in found:
-        torch.testing.assert_close(found[name].float(), expected[name].float(), msg=name)
-    return expected.keys() - found.keys()
+    for name in saved_weights:
+        torch.testing.assert_close(saved_weights[name].float(), expected[name].float(), msg=name)
+    return expected.keys() - saved_weights.keys()
 
 
 @on_ranks

@@ -47,8 +47,8 @@ def test_it_goes_on(tmp_path: Path, options: Given) -> None:
         second.load()
         train(second, range(3, 6))
     assert second.engine.global_steps == 6
-    for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for param, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(param, other)
 
 
 @on_ranks
@@ -69,8 +69,8 @@ def test_what_stock_has_saved(tmp_path: Path, only_module: bool) -> None:
             return
         load(load_module_only=True)
         masters = second.engine.optimizer.fp32_groups[0]
-    for one, other in zip(first.module.parameters(), masters, strict=True):
-        assert torch.equal(one.float(), other)
+    for param, other in zip(first.module.parameters(), masters, strict=True):
+        assert torch.equal(param.float(), other)
 
 
 def resumed(trainer: Any, step: int, folder: Path, stock_saves: bool) -> None:

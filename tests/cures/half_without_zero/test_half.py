@@ -61,7 +61,7 @@ SCALED: list[Any] = [
     ids=str,
 )
 def test_stock_is_wrong(more: Given, is_wrong: bool) -> None:
-    """It divides by a scale that rises, too."""
+    """Stock also divides by a scale that rises."""
     assert run(train, Options(0, **{**OPTIONS, **more})).equal != is_wrong
 
 
@@ -83,7 +83,7 @@ test_patched = checked(
             trained(core=True, **FP16 | RISING | fused, clip=0.5),
             trained(**FP16 | RISING | fused),
             *(trained(**FP16 | fused, micro_steps=4, clip=clip) for clip in (0.0, 0.5)),
-            *(trained(**FP16 | fused | {"model": one}) for one in ("FrozenTrunk", "TiedEmbedding")),
+            *(trained(**FP16 | fused | {"model": m}) for m in ("FrozenTrunk", "TiedEmbedding")),
             trained(**FP16 | fused | {"rates": (0.1, 0.3)}),
         )
     ),
@@ -98,7 +98,7 @@ test_patched = checked(
 @pytest.mark.parametrize("half", [FP16, pytest.param(BF16, marks=IS_FP16S)], ids=str)
 @pytest.mark.parametrize("patched", [False, True])
 def test_the_first_step_is_the_first(half: Given, patched: bool) -> None:
-    """Of Adam with weight decay; stock takes one of zeros before it."""
+    """Adam with weight decay: stock takes a step of zeros before the first."""
     params = ADAMW["params"] | {"weight_decay": 0.5}
     settings = {"optimizer": ADAMW | {"params": params}}
     with half_precision_allowed(), applied(*[PATCH] * patched):
@@ -107,14 +107,14 @@ def test_the_first_step_is_the_first(half: Given, patched: bool) -> None:
             param.grad = torch.ones_like(param)  # of a look at the model before, which stock drops
         trainer = engine_trainer(model, stage=0, rates=(params["lr"],), settings=settings, **half)
         assert all(param.grad is None for param in trainer.module.parameters())
-        weights = [torch.nn.Parameter(one.detach().float()) for one in trainer.module.parameters()]
+        weights = [torch.nn.Parameter(p.detach().float()) for p in trainer.module.parameters()]
         trainer.backward(loss_of(trainer, 0))
         scale = trainer.engine.optimizer.loss_scale if half == FP16 else 1.0
-        for mine, its in zip(weights, trainer.module.parameters(), strict=True):
-            mine.grad = its.grad.float() / scale
+        for weight, its in zip(weights, trainer.module.parameters(), strict=True):
+            weight.grad = its.grad.float() / scale
         trainer.step()
     torch.optim.AdamW(weights, lr=params["lr"], weight_decay=0.5).step()
-    stepped = [one for group in trainer.engine.optimizer.fp32_groups for one in group]
+    stepped = [master for group in trainer.engine.optimizer.fp32_groups for master in group]
     furthest = max((a - b).abs().max() for a, b in zip(weights, stepped, strict=True))
     assert (furthest < params["lr"] / 100) == patched
 
@@ -166,13 +166,13 @@ def test_what_the_engine_tells(fused: bool, more: Given) -> None:
         grads = [p.grad.float() / scale for p in trainer.module.parameters()]
         norm = torch.stack([grad.norm() for grad in grads]).norm().item()
         trainer.step()
-        said = trainer.engine.get_global_grad_norm()
-        assert said == pytest.approx(norm, rel=1e-2)
+        reported = trainer.engine.get_global_grad_norm()
+        assert reported == pytest.approx(norm, rel=1e-2)
         assert UNSCALED is False or float(result) == pytest.approx(float(loss))
         trainer.backward(loss_of(trainer, 1) * 1e30)
         trainer.step()
         assert trainer.engine.optimizer.overflow
-        assert trainer.engine.get_global_grad_norm() in (said, float("inf"))  # since 0.19.8
+        assert trainer.engine.get_global_grad_norm() in (reported, float("inf"))  # since 0.19.8
 
 
 @on_ranks
@@ -205,26 +205,26 @@ PIPELINE = Pipeline(dtype="float16", micro_steps=1)
     ids=str,
 )
 def test_a_pipeline(more: Given) -> None:
-    found = run_pipeline(replace(PIPELINE, **more), *PATCHES)
-    assert found.equal, found
-    assert found.losses == pytest.approx(found.expected, abs=2e-2)
+    outcome = run_pipeline(replace(PIPELINE, **more), *PATCHES)
+    assert outcome.equal, outcome
+    assert outcome.losses == pytest.approx(outcome.expected, abs=2e-2)
 
 
-def one_stage_overflows(one: Pipeline, engine: Any) -> list[float]:
+def one_stage_overflows(options: Pipeline, engine: Any) -> list[float]:
     """In a step between two others; all stages skip it, and lower their scale."""
-    losses = train_pipeline(one, engine, [0])
+    losses = train_pipeline(options, engine, [0])
     params = [*engine.module.parameters()] if engine.is_first_stage() else []
     hooks = [param.register_hook(lambda grad: grad * float("inf")) for param in params]
-    train_pipeline(one, engine, [9])
+    train_pipeline(options, engine, [9])
     assert engine.optimizer.overflow
     assert engine.optimizer.loss_scale == 128
     for hook in hooks:
         hook.remove()
-    return losses + train_pipeline(one, engine, range(1, one.steps))
+    return losses + train_pipeline(options, engine, range(1, options.steps))
 
 
 @on_ranks
 @pytest.mark.core_case
 def test_an_overflow_on_one_stage() -> None:
-    found = run_pipeline(PIPELINE, *PATCHES, script=one_stage_overflows)
-    assert found.equal, found
+    outcome = run_pipeline(PIPELINE, *PATCHES, script=one_stage_overflows)
+    assert outcome.equal, outcome

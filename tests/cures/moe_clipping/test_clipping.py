@@ -69,5 +69,5 @@ def test_in_half_precision_the_experts_count(more: dict[str, Any], ep_size: int)
 
 @on_ranks
 def test_gradients_below_the_limit_stay() -> None:
-    found = {norms(2, PATCH, clip=clip)[0] for clip in (0.0, 1e6)}
-    assert len(found) == 1
+    distinct = {norms(2, PATCH, clip=clip)[0] for clip in (0.0, 1e6)}
+    assert len(distinct) == 1

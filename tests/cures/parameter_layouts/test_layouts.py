@@ -63,8 +63,8 @@ FURTHER = [FP16, OFFLOADED_ALL, {"zero": PERSISTENT}]
 @pytest.mark.parametrize("model", [Scaled, Turned])
 def test_training(world: World, model: Any, stage: int, more: Given) -> None:
     options = Options(stage, model=model, micro_steps=2, **more)
-    for one in world.run(run, micro_steps, options):
-        assert "to view" in one.error
+    for outcome in world.run(run, micro_steps, options):
+        assert "to view" in outcome.error
     others = ["accumulation"] + ["half_without_zero"] * (stage == 0 and more == FP16)
     check(world, micro_steps, options, PATCH, *others)
 
@@ -111,10 +111,10 @@ def test_an_engine_sends_all_and_leaves_each_where_it_lies(alike: bool) -> None:
     for name, param in model.named_parameters():
         assert param is before[name][0]
         assert param.data.is_set_to(before[name][1]), name
-        mine = param.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        theirs = mine.view(torch.uint8).clone()
+        own = param.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        theirs = own.view(torch.uint8).clone()
         dist.broadcast(theirs, 0)
-        assert theirs.equal(mine.view(torch.uint8)), name
+        assert theirs.equal(own.view(torch.uint8)), name
     assert model.around[:, :2].equal(beside)
 
 
@@ -179,8 +179,8 @@ def in_init(kind: Any, options: Options, *patches: str) -> str:
                 model = kind()
             own = nn.Module.apply
             assert {p.numel() for p in model.parameters()} == {0}
-            found = parameters(model)
-            for name, value in found.items():
+            gathered = parameters(model)
+            for name, value in gathered.items():
                 wanted = value.clone()
                 dist.broadcast(wanted, 0)
                 assert wanted.equal(value), name

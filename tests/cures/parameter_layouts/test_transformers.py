@@ -51,24 +51,24 @@ def made_under_zero3(folder: Path, *patches: str) -> Any:
     """The ``logit_scale`` of a CLIP that is loaded, and of one made anew; both take a step."""
     from transformers.integrations import HfDeepSpeedConfig
 
-    options, found = Options(3), []
+    options, scales = Options(3), []
     with applied(*patches):
-        kept = HfDeepSpeedConfig(options.config)
+        settings = HfDeepSpeedConfig(options.config)
         try:
             loaded = transformers.CLIPModel.from_pretrained(folder)
             anew = transformers.CLIPModel._from_config(loaded.config)
             for model in (loaded, anew):
-                found.append(parameters(model)["logit_scale"].item())
+                scales.append(parameters(model)["logit_scale"].item())
                 trainer = EngineTrainer(build_engine(Pairs(model), options.config), options)
                 pairs(trainer, 0)
                 trainer.step()
                 moved = parameters(model)["logit_scale"].item()
-                assert moved != found[-1]
+                assert moved != scales[-1]
         except RuntimeError as error:
             return str(error)
         finally:
-            del kept
-    return found
+            del settings
+    return scales
 
 
 def test_what_transformers_makes_in_zero_init(world: World, tmp_path: Path) -> None:
@@ -77,5 +77,5 @@ def test_what_transformers_makes_in_zero_init(world: World, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     assert all("cannot be 0 to view" in error for error in world.run(made_under_zero3, tmp_path))
     initial = model.config.logit_scale_init_value
-    for found in world.run(made_under_zero3, tmp_path, PATCH):
-        assert found == pytest.approx([1.25, initial])
+    for scales in world.run(made_under_zero3, tmp_path, PATCH):
+        assert scales == pytest.approx([1.25, initial])

@@ -20,12 +20,12 @@ REFUSES = Version("0.18.3") <= RELEASE <= Version("0.18.4")
 PATCHES = ("half_without_zero", *(("pipelines",) if ADDS_UP or DIVIDES_AGAIN else ()))
 
 
-def holds(one: Pipeline, script: Any = train) -> None:
-    found = run(one, *PATCHES, script=script)
-    assert found.equal, found
-    assert found.losses == pytest.approx(found.expected, abs=2e-3)
-    assert not found.said or (ADDS_UP and one.micro_steps > 1)
-    assert all("learning rate" in text for text in found.said)
+def holds(options: Pipeline, script: Any = train) -> None:
+    outcome = run(options, *PATCHES, script=script)
+    assert outcome.equal, outcome
+    assert outcome.losses == pytest.approx(outcome.expected, abs=2e-3)
+    assert not outcome.said or (ADDS_UP and options.micro_steps > 1)
+    assert all("learning rate" in text for text in outcome.said)
 
 
 @on_ranks
@@ -34,13 +34,13 @@ def holds(one: Pipeline, script: Any = train) -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_stock(zero: int) -> None:
     """As it is said to be wrong, so that this does not outlive the reason."""
-    found = run(Pipeline(zero))
+    outcome = run(Pipeline(zero))
     if ADDS_UP:
-        assert min(found.ratios.values()) > 1.5
-    elif DIVIDES_AGAIN and "0.linear.weight" in found.ratios:
-        assert max(found.ratios.values()) < 0.3
+        assert min(outcome.ratios.values()) > 1.5
+    elif DIVIDES_AGAIN and "0.linear.weight" in outcome.ratios:
+        assert max(outcome.ratios.values()) < 0.3
     elif not DIVIDES_AGAIN:
-        assert found.equal, found
+        assert outcome.equal, outcome
 
 
 KINDS: list[dict[str, Any]] = [{}, {"stages": 1}, {"micro_steps": 1}, {"dtype": "bfloat16"}]
@@ -84,5 +84,5 @@ def test_after_unapply() -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_four_ranks(four: World, zero: int, stages: int) -> None:
-    """Of four stages the first was divided three times too often."""
+    """Stock divides the first of four stages three times too often."""
     four.run(holds, Pipeline(zero, stages=stages))

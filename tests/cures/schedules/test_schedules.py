@@ -16,18 +16,18 @@ ONE_RATE = Version("0.17.2") <= RELEASE <= Version("0.19.3")
 pytestmark = [pytest.mark.core_case, up_to("0.19.3")]
 
 
-def rates(name: str, steps: int, *given: Any, **more: Any) -> list[list[float]]:
-    """Of both groups, before each of so many steps."""
+def rates(name: str, steps: int, *arguments: Any, **more: Any) -> list[list[float]]:
+    """Return the rates of both groups before each step."""
     from deepspeed.runtime import lr_schedules
 
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in RATES]
     optimizer = torch.optim.SGD(groups)
-    schedule = getattr(lr_schedules, name)(optimizer, *given, **more)
-    found = []
+    schedule = getattr(lr_schedules, name)(optimizer, *arguments, **more)
+    all_rates = []
     for _ in range(steps):
-        found.append([float(group["lr"]) for group in optimizer.param_groups])
+        all_rates.append([float(group["lr"]) for group in optimizer.param_groups])
         schedule.step()
-    return found
+    return all_rates
 
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"])
@@ -42,16 +42,16 @@ def is_right(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @pytest.mark.skipif(not ONE_RATE, reason="the greatest rate has to be given")
 @pytest.mark.parametrize(
-    ("given", "more"),
+    ("arguments", "more"),
     [((), {}), ((), {"warmup_min_lr": 0.0}), ((0.0,), {}), ((0.0, None, 4), {})],
     ids=str,
 )
-def test_warmup(is_right: bool, given: Any, more: Any) -> None:
-    if len(given) < 3:
+def test_warmup(is_right: bool, arguments: Any, more: Any) -> None:
+    if len(arguments) < 3:
         more = {**more, "warmup_num_steps": 4}
-    found = rates("WarmupLR", 6, *given, **more, warmup_type="linear")
+    actual = rates("WarmupLR", 6, *arguments, **more, warmup_type="linear")
     warmed = [min(1, max(0, step) / 4) for step in range(-1, 5)]
-    assert (found == [pytest.approx([r * part for r in RATES]) for part in warmed]) == is_right
+    assert (actual == [pytest.approx([r * part for r in RATES]) for part in warmed]) == is_right
 
 
 @pytest.mark.skipif(not ONE_RATE, reason="the greatest rate has to be given")
@@ -70,12 +70,12 @@ def test_cosine_begins_at_zero(is_right: bool) -> None:
 @up_to("0.19.2")
 def test_cosine_ends(is_right: bool) -> None:
     total, warm, least = 8, 2, 0.001
-    found = [
+    actual = [
         first for first, _ in rates("WarmupCosineLR", 14, total, 0.0, warm, least, "linear")[3:]
     ]
     reach = [min(1.0, (step - warm + 1) / (total - warm)) for step in range(warm, warm + 11)]
-    wanted = [0.1 * (least + (1 - least) * (1 + math.cos(math.pi * at)) / 2) for at in reach]
-    assert (found == pytest.approx(wanted)) == is_right
+    wanted = [0.1 * (least + (1 - least) * (1 + math.cos(math.pi * part)) / 2) for part in reach]
+    assert (actual == pytest.approx(wanted)) == is_right
 
 
 @up_to("0.19.2")

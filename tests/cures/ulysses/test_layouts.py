@@ -14,7 +14,7 @@ pytestmark = [up_to("0.19.6"), since("0.16.3", "the defect")]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of the sequence in the first dimension, and the batch in the second."""
+    """Attend over the sequence in the first dimension; the batch is the second."""
     each = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
     return functional.scaled_dot_product_attention(*each).permute(2, 0, 1, 3)
 
@@ -42,12 +42,12 @@ def off(batch_dim: int) -> float:
         return tensor.chunk(dist.get_world_size(), dim=1 - batch_dim)[dist.get_rank()]
 
     parts = [own(tensor).detach().clone().requires_grad_() for tensor in whole]
-    found, right = layer(*parts, batch_dim), local(*whole)
+    result, right = layer(*parts, batch_dim), local(*whole)
     right.pow(2).sum().backward()
-    found.pow(2).sum().backward()
-    pairs = [(found, own(right))]
+    result.pow(2).sum().backward()
+    pairs = [(result, own(right))]
     pairs += [(part.grad, own(all_.grad)) for part, all_ in zip(parts, whole, strict=True)]
-    return max((one - other).abs().max().item() for one, other in pairs)
+    return max((tensor - other).abs().max().item() for tensor, other in pairs)
 
 
 @on_ranks

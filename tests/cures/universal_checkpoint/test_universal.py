@@ -22,11 +22,11 @@ def trained(options: Given, folder: Path) -> EngineTrainer:
 
 
 def convert(folder: Path) -> None:
-    """What the program ``ds_to_universal.py`` does, by one rank."""
+    """Convert as the program ``ds_to_universal.py`` does, on one rank."""
     from deepspeed.checkpoint import ds_to_universal
 
     if dist.get_rank() == 0:
-        ds_to_universal._do_parallel_work = lambda do, files, workers: [do(one) for one in files]
+        ds_to_universal._do_parallel_work = lambda do, files, workers: [do(file) for file in files]
         ds_to_universal.main(
             SimpleNamespace(
                 input_folder=str(folder / "here"),
@@ -72,12 +72,12 @@ def test_what_is_read_and_set(tmp_path: Path, options: Given, patch: bool) -> No
     pairs = [*zip(first.module.parameters(), second.module.parameters(), strict=True)]
     reads = [
         torch.equal(*map(utils.safe_get_full_fp32_param, pair))
-        and torch.equal(*(utils.safe_get_full_optimizer_state(one, "exp_avg") for one in pair))
+        and torch.equal(*(utils.safe_get_full_optimizer_state(param, "exp_avg") for param in pair))
         for pair in pairs
     ]
     assert all(reads) == patch
-    for one in pairs:
-        for param in one:
+    for pair in pairs:
+        for param in pair:
             utils.safe_set_full_fp32_param(param, torch.ones_like(param, dtype=torch.float32))
             state = torch.zeros_like(param, dtype=torch.float32)
             utils.safe_set_full_optimizer_state(param, state, "exp_avg")

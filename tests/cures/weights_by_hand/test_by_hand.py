@@ -87,7 +87,7 @@ def loaded(trainer: Any) -> None:
     """All weights, before the first step."""
     with changed(trainer):
         state = trainer.module.state_dict()
-        trainer.module.load_state_dict({name: one * 0.5 for name, one in state.items()})
+        trainer.module.load_state_dict({name: weight * 0.5 for name, weight in state.items()})
     one_backward(trainer)
 
 
@@ -100,9 +100,9 @@ test_loaded = checked(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
 
 @cases(CASES)
 def test_stock_steps_from_what_was_there_before(world: World, case: Case) -> None:
-    for one in world.run(run, case.script, case.options):
-        assert not one.error
-        assert one.difference > 0.1, one
+    for outcome in world.run(run, case.script, case.options):
+        assert not outcome.error
+        assert outcome.difference > 0.1, outcome
 
 
 @trains(
@@ -125,7 +125,7 @@ def copies(trainer: EngineTrainer) -> list[Tensor]:
     """In fp32, which are stepped."""
     if classes.is_fp16_wrapper(optimizer := trainer.engine.optimizer):
         groups = getattr(optimizer, "fp32_groups", None) or [optimizer.fp32_groups_flat]
-        return [one.clone() for group in groups for one in group]
+        return [weight.clone() for group in groups for weight in group]
     return [safe_get_full_fp32_param(param) for param in trainer.module.parameters()]
 
 
@@ -194,7 +194,7 @@ SCRIPTS = (
 @on_ranks
 @cases(*SCRIPTS, OFFLOADS)
 def test_copies_stay_to_the_bit(case: Case, tmp_path: Path) -> None:
-    found = []
+    ends = []
     for patches in [case.patches, (PATCH, *case.patches)]:
         with applied(*patches):
             model = models.build("TwoHeads", case.options.torch_dtype)
@@ -206,5 +206,5 @@ def test_copies_stay_to_the_bit(case: Case, tmp_path: Path) -> None:
                 case.script(trainer)
             trainer.backward(loss_of(trainer, 3))
             trainer.step()
-            found.append(copies(trainer))
-    assert all(map(torch.equal, *found))
+            ends.append(copies(trainer))
+    assert all(map(torch.equal, *ends))

@@ -69,7 +69,7 @@ def test_after_a_backward(trainer: Any, step: int) -> None:
 
 @trains(PATCH, at(1, 2, 3, core={2, 3}), at(1, 2, 3, **BF16), at(2, 3, **OFFLOADED))
 def test_the_last_value_counts(trainer: Any, step: int) -> None:
-    """Of two, one of which is written to the weights themselves."""
+    """Two values are set, one of them in the weights themselves."""
     first, second, *_ = trainer.module.parameters()
     set_copy(trainer, first, value_of(first, 0.1))
     with changed(trainer), torch.no_grad():

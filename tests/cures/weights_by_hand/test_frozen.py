@@ -27,22 +27,22 @@ def told(
     lr: float = 0.1,
     **settings: Any,
 ) -> tuple[list[str], bool]:
-    """What is said in four steps, a head changed before each, and whether the last moved it.
+    """Return the warnings of four steps, a head changed before each, and whether the last moved it.
 
     before: what is done with the head before the engine is built.
     """
-    with applied("weights_by_hand", "half_without_zero", "accumulation"), listening() as said:
+    with applied("weights_by_hand", "half_without_zero", "accumulation"), listening() as heard:
         model = models.build("TwoHeads", options.torch_dtype)
         before(model.rebuild)
         kind = torch.optim.AdamW if "betas" in settings else torch.optim.SGD
         head = [*model.rebuild.parameters()]
-        rest = [param for param in model.parameters() if all(param is not one for one in head)]
+        rest = [param for param in model.parameters() if all(param is not own for own in head)]
         # A group that is frozen as a whole is an error of DeepSpeed's.
         groups = [rest + head] if lr else [rest, head]
-        given = [
+        param_groups = [
             {"params": group, "lr": rate} for group, rate in zip(groups, (0.1, lr), strict=False)
         ]
-        engine = build_engine(model, options.config, optimizer=kind(given, **settings))
+        engine = build_engine(model, options.config, optimizer=kind(param_groups, **settings))
         trainer = EngineTrainer(engine, options, strict=False)
         for step in range(4):
             between(model.rebuild, step)
@@ -52,7 +52,7 @@ def told(
         moved = any(
             not torch.equal(start[name], end) for name, end in parameters(model.rebuild).items()
         )
-        return said, moved
+        return heard, moved
 
 
 def frozen(head: nn.Module, step: int = 2) -> None:
@@ -63,36 +63,36 @@ def unfrozen(head: nn.Module, step: int) -> None:
     head.requires_grad_(step >= 2)
 
 
-def says(said: list[str], *words: str) -> bool:
-    return dist.get_rank() > 0 or (len(said) == 1 and all(word in said[0] for word in words))
+def says(heard: list[str], *words: str) -> bool:
+    return dist.get_rank() > 0 or (len(heard) == 1 and all(word in heard[0] for word in words))
 
 
 @on_ranks
 @pytest.mark.core_case
 @EVERYWHERE
 def test_unfrozen(options: Options) -> None:
-    said, moved = told(options, unfrozen, frozen)
+    heard, moved = told(options, unfrozen, frozen)
     if moved:  # to 0.18 without ZeRO
-        assert not said
+        assert not heard
     else:
-        assert says(said, "rebuild.weight, rebuild.bias", "Call initialize again"), said
+        assert says(heard, "rebuild.weight, rebuild.bias", "Call initialize again"), heard
 
 
 @on_ranks
 @EVERYWHERE
 def test_frozen(options: Options) -> None:
-    said, moved = told(options, frozen, betas=(0.9, 0.99))
+    heard, moved = told(options, frozen, betas=(0.9, 0.99))
     assert moved, "stock does not move it: say nothing"
-    assert says(said, "rebuild.weight, rebuild.bias", "learning rate of their group to 0"), said
+    assert says(heard, "rebuild.weight, rebuild.bias", "learning rate of their group to 0"), heard
 
 
 @on_ranks
 @EVERYWHERE
 @pytest.mark.parametrize("settings", [{}, {"betas": (0.9, 0.99), "lr": 0.0}], ids=["sgd", "lr0"])
 def test_what_stays_where_it_is(options: Options, settings: dict[str, Any]) -> None:
-    said, moved = told(options, frozen, **settings)
+    heard, moved = told(options, frozen, **settings)
     assert not moved
-    assert not said
+    assert not heard
 
 
 def meanwhile(head: nn.Module, step: int) -> None:
@@ -104,16 +104,16 @@ def meanwhile(head: nn.Module, step: int) -> None:
 @on_ranks
 @EVERYWHERE
 def test_between_steps(options: Options) -> None:
-    said, moved = told(options, meanwhile, betas=(0.9, 0.99))
+    heard, moved = told(options, meanwhile, betas=(0.9, 0.99))
     assert moved
-    assert not said
+    assert not heard
 
 
 @on_ranks
 def test_without_copies_it_is_as_in_pytorch() -> None:
-    said, moved = told(Options(0), unfrozen, frozen)
+    heard, moved = told(Options(0), unfrozen, frozen)
     assert moved
-    assert not said
+    assert not heard
 
 
 @up_to("0.19.5")
@@ -121,7 +121,7 @@ def test_without_copies_it_is_as_in_pytorch() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_parameter_of_no_elements_was_frozen_by_nobody(stage: int) -> None:
     """But by the patch without which DeepSpeed raises."""
-    with applied("weights_by_hand", "zero12_gradients", "accumulation"), listening() as said:
+    with applied("weights_by_hand", "zero12_gradients", "accumulation"), listening() as heard:
         model = models.build("TwoHeads")
         model.none = nn.Parameter(torch.empty(0))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -133,4 +133,4 @@ def test_a_parameter_of_no_elements_was_frozen_by_nobody(stage: int) -> None:
         for step in range(2):
             trainer.backward(loss_of(trainer, step))
             trainer.step()
-    assert not said
+    assert not heard

@@ -18,10 +18,10 @@ ERRORS = (IndexError, AssertionError, ValueError, RuntimeError, AttributeError)
 
 def heard(stage: int, model: nn.Module, params: Iterable[nn.Parameter]) -> list[str]:
     """Return the warnings in ``initialize``, which may raise: on rank 0 alone."""
-    with applied("weights_by_hand"), listening() as said, suppress(*ERRORS):
+    with applied("weights_by_hand"), listening() as warnings, suppress(*ERRORS):
         build_engine(model, Options(stage).config, optimizer=torch.optim.SGD(params, lr=0.1))
-    assert not said or dist.get_rank() == 0
-    return said
+    assert not warnings or dist.get_rank() == 0
+    return warnings
 
 
 @on_ranks
@@ -29,10 +29,10 @@ def heard(stage: int, model: nn.Module, params: Iterable[nn.Parameter]) -> list[
 def test_parameters_outside_of_the_model(stage: int) -> None:
     """At ZeRO 1 and 2 the rank that has a part of them raises, and the others go on."""
     model, guide = models.build("TwoHeads"), nn.Linear(3, 2)
-    said = heard(stage, model, [*model.parameters(), *guide.parameters()])
+    warnings = heard(stage, model, [*model.parameters(), *guide.parameters()])
     if dist.get_rank() == 0:
-        assert "2 trainable parameters that are not in the model" in said[0]
-        assert "of shape (2, 3), (2,)." in said[0]
+        assert "2 trainable parameters that are not in the model" in warnings[0]
+        assert "of shape (2, 3), (2,)." in warnings[0]
 
 
 @on_ranks
@@ -46,6 +46,6 @@ def test_frozen_parameters_outside_of_it_are_not_told(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_trains(stage: int) -> None:
     model = models.build("TwoHeads").requires_grad_(False)
-    said = heard(stage, model, model.parameters())
+    warnings = heard(stage, model, model.parameters())
     if dist.get_rank() == 0:
-        assert "No parameter of the optimizer requires a gradient" in said[0]
+        assert "No parameter of the optimizer requires a gradient" in warnings[0]

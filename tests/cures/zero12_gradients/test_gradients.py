@@ -23,7 +23,7 @@ HANGS = Version("0.17.1") <= RELEASE <= Version("0.17.6")
 
 
 class Emptied(TwoHeads):
-    """It has parameters of no elements: first, in the middle and last."""
+    """A model with parameters of no elements: first, in the middle and last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class Tiled(TwoHeads):
 def in_tiles(block: Block, x: Tensor) -> Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
-    found: Tensor = TiledMLP.apply(
+    result: Tensor = TiledMLP.apply(
         lambda block, part: block(part), block, x[None], 3, [*block.parameters()]
     )
-    return found[0]
+    return result[0]
 
 
 def tiled(trainer: Any) -> None:
@@ -82,9 +82,11 @@ def overflows(trainer: Any) -> None:
 class TestTiles:
     @pytest.mark.parametrize("stage", [1, 2])
     def test_stock(self, world: World, stage: int, more: Given) -> None:
-        found = world.run(run, tiled, Options(stage, model=Tiled, **more))
+        outcomes = world.run(run, tiled, Options(stage, model=Tiled, **more))
         # Stage 1 without overlap fills its buckets when all tiles have come.
-        assert all(one.equal for one in found) == (stage == 1 and more != OVERLAP), found
+        assert all(outcome.equal for outcome in outcomes) == (stage == 1 and more != OVERLAP), (
+            outcomes
+        )
 
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("patches", [[PATCH], [PATCH, "accumulation", "coalesce"]], ids=str)
@@ -143,8 +145,8 @@ def set_sums(trainer: Any, step: int) -> None:
 def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> None:
     halves = {"bf16": {"enabled": True, "immediate_grad_update": immediate}}
     options = Options(1, micro_steps=micro_steps, settings=halves, **BF16_SUMS)
-    for one in world.run(run, script, options):
-        assert "read wrong" in one.error or one.difference > 0.1
+    for outcome in world.run(run, script, options):
+        assert "read wrong" in outcome.error or outcome.difference > 0.1
     check(world, script, options, PATCH, *NEEDS)
     check(world, script, options, PATCH, "accumulation", "coalesce")
 
@@ -154,8 +156,8 @@ def test_sums(world: World, script: Any, micro_steps: int, immediate: bool) -> N
 def test_sums_of_another_optimizer(world: World) -> None:
     """Stock trains nothing, or has them read times a loss scale: half_without_zero's."""
     options = Options(1, micro_steps=2, **BF16_SUMS)
-    for one in world.run(run, read_sums, options):
-        assert "read wrong" in one.error
+    for outcome in world.run(run, read_sums, options):
+        assert "read wrong" in outcome.error
     check(world, read_sums, options, "half_without_zero")
 
 
@@ -163,14 +165,14 @@ def test_sums_of_another_optimizer(world: World) -> None:
 def test_calls_of_a_step_in_which_nothing_is_read(world: World) -> None:
     options = Options(1, steps=4, **BF16_SUMS)
     case = run, one_backward, options
-    found = [world.run(*case, *patches, looks=["calls"]) for patches in ([], [PATCH], [])]
-    for before, patched, after in zip(*found, strict=True):
+    runs = [world.run(*case, *patches, looks=["calls"]) for patches in ([], [PATCH], [])]
+    for before, patched, after in zip(*runs, strict=True):
         assert patched.calls <= 1.015 * max(before.calls, after.calls)
 
 
 @pytest.mark.skipif(not READS_ANOTHER, reason="another optimizer has the gradients")
 def test_the_gradient_of_one_rank_stays() -> None:
-    """It is what the step takes, and a script may look at it."""
+    """The step takes this gradient, and a script may look at it."""
     with World(1) as alone:
         alone.run(keeps_its_gradient)
 
@@ -195,7 +197,7 @@ def test_parameters_of_no_elements(world: World, stage: int, more: Given) -> Non
 @up_to("0.19.5")
 def test_stock_fails_for_parameters_of_no_elements(fresh_world: World) -> None:
     try:
-        found = fresh_world.within(15).run(run, micro_steps, Options(2, model=Emptied))
+        outcomes = fresh_world.within(15).run(run, micro_steps, Options(2, model=Emptied))
     except (RankError, WorldTimeout):
         return
-    assert all(one.error for one in found)
+    assert all(outcome.error for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""What ZeRO-3 loads without the optimizer's states is the weights of the tag that was given."""
+"""ZeRO-3 without the optimizer's states loads the weights of the tag that was given."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ def saved(folder: Path) -> None:
         engine_of(model(value), stage=3).save_checkpoint(str(folder), tag=tag)
 
 
-def are(found: Parameters, value: float) -> bool:
-    return all(bool((weight == value).all()) for weight in found.values())
+def are(weights: Parameters, value: float) -> bool:
+    return all(bool((weight == value).all()) for weight in weights.values())
 
 
 def loaded(folder: Path, *patches: str, **options: Any) -> Parameters:
@@ -68,9 +68,9 @@ def test_by_a_function_of_the_scripts_own(tmp_path: Path) -> None:
     def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
         dst.load_state_dict({name: weight * 4 for name, weight in src.items()})
 
-    found = loaded(tmp_path, PATCH, tag="ones", custom_load_fn=load, **MODULE)
-    found.pop(next(iter(found)))  # frozen: DeepSpeed loads it once more, by itself
-    assert are(found, 4.0)
+    weights = loaded(tmp_path, PATCH, tag="ones", custom_load_fn=load, **MODULE)
+    weights.pop(next(iter(weights)))  # frozen: DeepSpeed loads it once more, by itself
+    assert are(weights, 4.0)
 
 
 @on_ranks

@@ -34,7 +34,7 @@ def test_a_script_ends_where_plain_pytorch_does(
     options, folder = script.at(3), str(tmp_path)
     if script.before is not None:
         gathering.run(prepare, script, options, PATCHED, folder)
-    found = gathering.run(train, script, options, PATCHED, folder, False)
-    verdict = law.verdict(found)
+    outcomes = gathering.run(train, script, options, PATCHED, folder, False)
+    verdict = law.verdict(outcomes)
     is_refused = script.refusal and re.search(script.refusal, verdict)
     assert verdict == RIGHT or is_refused, verdict

@@ -15,6 +15,7 @@ from tests.harness.options import BF16, FP16, OFFLOADED, OFFLOADED_ALL, OVERLAP,
 from tests.harness.run import applied, run
 from tests.harness.trainers import engine_trainer
 from tests.scripts import ordinary, windows
+from tests.scripts.evaluating import without_hooks
 from tests.world import on_ranks
 
 NAME = "zero3_gather_once"
@@ -23,7 +24,7 @@ MODELS += ["Adapted", "CheckpointedAdapted", "DeepReentrantAdapted", "HeadFirst"
 
 
 def counts(elements: int, **options: Any) -> list[tuple[set[int], list[str]]]:
-    """Of each step, how often parameters were gathered, and what is left gathered after it."""
+    """Return for each step how often parameters were gathered, and which stay gathered after it."""
     trainer = engine_trainer(stage=3, micro_steps=2, steps=4, **limited(elements), **options)
     gathers, seen = Gathers(trainer), []
     for step in trainer.steps():
@@ -107,21 +108,11 @@ def saves(trainer: Any) -> None:
         trainer.backward(loss)
         trainer.step()
         loss = loss_of(trainer, step, 1)
-        if trainer.is_engine:
-            _without_hooks(trainer.engine.optimizer.parameter_offload)
+        with without_hooks(trainer):
+            pass
         trainer.backward(loss)
         trainer.save()
         trainer.step()
-
-
-def _without_hooks(offload: Any) -> None:
-    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-        hook.remove()
-    offload.forward_hooks, offload.backward_hooks = [], []
-    later = hasattr(offload, "_register_deepspeed_module")
-    getattr(offload, "_register_deepspeed_module" if later else "_register_hooks_recursively")(
-        offload.module
-    )
 
 
 def test_checkpoints_and_hooks_in_mid_step(world: World, tmp_path: Any) -> None:

@@ -37,9 +37,9 @@ def test_training_goes_on(
     world: World, script: Any, zero: dict[str, Any], words: str | None
 ) -> None:
     options = script.at(3, steps=3, zero=zero)
-    for one in world.run(run, script, options) if words is not None else ():
-        assert words in one.error
-        assert words or one.equal, one
+    for outcome in world.run(run, script, options) if words is not None else ():
+        assert words in outcome.error
+        assert words or outcome.equal, outcome
     check(world, script, options, "zero3_hooks")
 
 
@@ -51,7 +51,7 @@ def test_no_parameter_becomes_an_inference_tensor(what: str, threshold: int, pat
     settings = SMALL_PREFETCH | {"stage3_param_persistence_threshold": threshold}
     with applied(*(["zero3_hooks"] if patch else [])):
         trainer = engine_trainer(zero=settings)
-        params, found = [*trainer.module.parameters()], False
+        params, any_inference = [*trainer.module.parameters()], False
         for _ in range(3):
             with torch.inference_mode():
                 if what == "the model":
@@ -61,8 +61,8 @@ def test_no_parameter_becomes_an_inference_tensor(what: str, threshold: int, pat
                 else:
                     with trainer.gathered(params):
                         sum(param.sum() for param in params)
-            found |= any(param.is_inference() for param in params)
-    assert found != patch, "stock is right" if not patch else ""
+            any_inference |= any(param.is_inference() for param in params)
+    assert any_inference != patch, "stock is right" if not patch else ""
 
 
 def test_what_deepspeed_changes_there_has_no_gradient() -> None:
@@ -96,8 +96,8 @@ def are_gathered_together(*patches: str) -> bool:
         engine = build_engine(model, config(3))
         try:
             with GatheredParameters(list(engine.module.parameters())):
-                found = dict(engine.module.named_parameters())
-                return all(found[name].equal(value) for name, value in wanted.items())
+                gathered = dict(engine.module.named_parameters())
+                return all(gathered[name].equal(value) for name, value in wanted.items())
         except Exception:
             return False
 

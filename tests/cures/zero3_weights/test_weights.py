@@ -1,4 +1,4 @@
-"""What ZeRO-3 gathers is what it was given."""
+"""ZeRO-3 gathers the weights that it was given."""
 
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.core_case
 def fetched(params: Any) -> list[torch.Tensor]:
     """As a module's forward has them."""
     params[0].all_gather_coalesced(params).wait()
-    found = [param.detach().clone() for param in params]
+    weights = [param.detach().clone() for param in params]
     params[0].partition(params)
-    return found
+    return weights
 
 
 def resumed_anew(folder: str, *patches: str) -> Outcome:
@@ -47,16 +47,16 @@ def test_weights_that_are_loaded_by_hand(patch: bool) -> None:
         with GatheredParameters(params, modifier_rank=0):
             for param in params:
                 param.data.fill_(0.5)
-        found = all(bool((one == 0.5).all()) for one in fetched(params))
-    assert found == patch
+        is_loaded = all(bool((weight == 0.5).all()) for weight in fetched(params))
+    assert is_loaded == patch
 
 
 @SECOND_COPIES
 def test_a_checkpoint(world: World, tmp_path: Path) -> None:
     stock = world.run(resumed_anew, str(tmp_path))
-    assert not any(one.equal for one in stock), stock
-    for one in world.run(resumed_anew, str(tmp_path), "zero3_weights"):
-        assert one.equal, one
+    assert not any(outcome.equal for outcome in stock), stock
+    for outcome in world.run(resumed_anew, str(tmp_path), "zero3_weights"):
+        assert outcome.equal, outcome
 
 
 class Odd(nn.Sequential):
@@ -67,14 +67,14 @@ class Odd(nn.Sequential):
 
 
 def finds_what_lies_behind(*patches: str) -> bool:
-    """It is whatever was in memory: here a large number."""
+    """Return True if a gather brings the memory behind a parameter: here a large number."""
     with applied(*patches):
         zero = {"stage3_use_all_reduce_for_fetch_params": True}
         params = [*build_engine(Odd(), Options(3, zero=zero).config).module.parameters()]
         wanted = fetched(params)
         for param in params:
-            mine, rank = param.ds_tensor, dist.get_rank()
-            mine.data[max(0, param.ds_numel - rank * mine.numel()) :] = 7777.0
+            partition, rank = param.ds_tensor, dist.get_rank()
+            partition.data[max(0, param.ds_numel - rank * partition.numel()) :] = 7777.0
         return not all(map(torch.equal, fetched(params), wanted))
 
 

@@ -14,11 +14,11 @@ from tests.dc_fallback.patterns.parameters import *
 
 #: Every pattern that the patch promises; the stand-in and real GPUs run them all.
 ALL = [
-    one
-    for one in [*vars().values()]
-    if isinstance(one, type)
-    and issubclass(one, (Compiled, QwenMoe))
-    and one not in (Evaluated, RecomputedMethod, OwnCompile)  # which scripts train
+    kind
+    for kind in [*vars().values()]
+    if isinstance(kind, type)
+    and issubclass(kind, (Compiled, QwenMoe))
+    and kind not in (Evaluated, RecomputedMethod, OwnCompile)  # which scripts train
 ]
 
 

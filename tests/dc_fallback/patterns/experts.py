@@ -17,11 +17,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x.detach().float().sum(-1) * 50).long().remainder(4)
         chosen[..., 0] = 0  # each rank uses some expert
-        found = torch.zeros_like(x)
+        outputs = torch.zeros_like(x)
         for index in chosen.unique().tolist():
-            mine = chosen == index
-            found = found.index_put((mine,), self.experts[index](x[mine]))
-        return found
+            rows = chosen == index
+            outputs = outputs.index_put((rows,), self.experts[index](x[rows]))
+        return outputs
 
 
 class Leaf(Compiled):
@@ -49,11 +49,11 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x.detach().float().sum(-1) * 50).long().remainder(4)
-        found = torch.zeros_like(x)
+        outputs = torch.zeros_like(x)
         for index in chosen.unique().tolist():
-            mine = chosen == index
-            found = found.index_put((mine,), self.act(F.linear(x[mine], self.weight[index])))
-        return found
+            rows = chosen == index
+            outputs = outputs.index_put((rows,), self.act(F.linear(x[rows], self.weight[index])))
+        return outputs
 
 
 class FusedExperts(Compiled):

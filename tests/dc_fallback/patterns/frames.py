@@ -75,9 +75,9 @@ class Built(Compiled):
 
 @torch.compiler.disable
 def called(module: nn.Module, x: Tensor) -> Tensor:
-    """What the module makes of it, by a function that Dynamo skips."""
-    found: Tensor = module(x)
-    return found
+    """Call the module, in a function that Dynamo skips."""
+    output: Tensor = module(x)
+    return output
 
 
 class Loop(Compiled):

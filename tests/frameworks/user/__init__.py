@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Trained(NamedTuple):
-    """What a script comes to.
+    """The result of a script.
 
     model: as the framework wraps it.
     losses: that rank 0 has seen.

@@ -20,7 +20,7 @@ Config = dict[str, Any] | None
 
 
 def settings(output: Path, deepspeed: Config, **own: Any) -> dict[str, Any]:
-    """What all of them are given."""
+    """Return the arguments that all Trainers get."""
     return {
         "output_dir": str(output),
         "deepspeed": deepspeed,
@@ -64,15 +64,15 @@ def language_model(
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """Of other lengths, so that it matters by what a loss is divided."""
+    """Return samples of other lengths, so that it matters by what a loss is divided."""
     made = torch.Generator().manual_seed(3)
-    found = []
+    rows = []
     for index in range(128):
         tokens = torch.randint(VOCABULARY, (LENGTH,), generator=made)
         labels = tokens.clone()
         labels[: index % (LENGTH // 2)] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
 
 
 def pictures(
@@ -123,7 +123,7 @@ def sentences(
     if not is_cached:
         own |= {"gradient_checkpointing": True}
         own |= {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    given = settings(output, deepspeed, gradient_accumulation_steps=micro_steps, **own)
+    arguments = settings(output, deepspeed, gradient_accumulation_steps=micro_steps, **own)
     embedder = library.SentenceTransformer(str(model))
     columns = {
         "anchor": [f"w{n % 29} w{n % 7} w{n % 13}" for n in range(128)],
@@ -133,7 +133,7 @@ def sentences(
         columns["negative"] = [f"w{n % 11} w{n % 3} w{n % 17}" for n in range(128)]
     trainer = library.SentenceTransformerTrainer(
         model=embedder,
-        args=library.SentenceTransformerTrainingArguments(**given),
+        args=library.SentenceTransformerTrainingArguments(**arguments),
         train_dataset=Dataset.from_dict(columns),
         loss=getattr(losses, loss)(embedder, **{"mini_batch_size": 2} if is_cached else {}),
     )
@@ -148,8 +148,8 @@ def dpo(model: Path, output: Path, deepspeed: Config = None, **more: Any) -> Tra
         {"prompt": f"w{n} w{n + 1}", "chosen": f" w{n} w{n}", "rejected": f" w{n + 2} w{n + 3}"}
         for n in range(32)
     ]
-    given = _settings_of_trl(output, deepspeed, **more)
-    return trained(trl.DPOTrainer(args=trl.DPOConfig(**given), **_adapted(model, data)))
+    arguments = _settings_of_trl(output, deepspeed, **more)
+    return trained(trl.DPOTrainer(args=trl.DPOConfig(**arguments), **_adapted(model, data)))
 
 
 def grpo(model: Path, output: Path, deepspeed: Config = None) -> Trained:
@@ -160,9 +160,9 @@ def grpo(model: Path, output: Path, deepspeed: Config = None) -> Trained:
         return [sum(token % 2 == 0 for token in tokens) / 8 for tokens in completion_ids]
 
     own = {"num_generations": 2, "max_completion_length": 8, "gradient_accumulation_steps": 2}
-    given = trl.GRPOConfig(**_settings_of_trl(output, deepspeed, **own))
+    arguments = trl.GRPOConfig(**_settings_of_trl(output, deepspeed, **own))
     data = [{"prompt": f"w{n} w{n + 1}"} for n in range(32)]
-    return trained(trl.GRPOTrainer(reward_funcs=reward, args=given, **_adapted(model, data)))
+    return trained(trl.GRPOTrainer(reward_funcs=reward, args=arguments, **_adapted(model, data)))
 
 
 def _settings_of_trl(output: Path, deepspeed: Config, **own: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.frameworks.user.accelerated import BATCH, ROWS, SEED, WIDTH, TwoHeads
 
 
 class OnCPU(DeepSpeedStrategy):
-    """It asks for GPUs, and needs none."""
+    """Lightning's strategy, which asks for GPUs, and needs none."""
 
     @property
     def root_device(self) -> torch.device:

@@ -27,6 +27,6 @@ def build(model: str | type[nn.Module], dtype: torch.dtype = torch.float32) -> n
 
         return patterns.build(model.removeprefix("patterns."))
     torch.manual_seed(7)
-    found: Any = globals()[model] if isinstance(model, str) else model
-    made: nn.Module = found().to(device(), dtype)
+    kind: Any = globals()[model] if isinstance(model, str) else model
+    made: nn.Module = kind().to(device(), dtype)
     return made

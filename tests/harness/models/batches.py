@@ -47,5 +47,5 @@ def loss_of(trainer: Any, step: int, micro: int = 0, only: slice = slice(None)) 
 def features(step: int) -> Tensor:
     """Continuous inputs `[6, WIDTH]` that want a gradient, for a critic."""
     tokens, _ = batch(step)
-    at = torch.arange(WIDTH, dtype=torch.float32, device=tokens.device)
-    return torch.sin(tokens[:, None] * 0.7 + at).requires_grad_()
+    columns = torch.arange(WIDTH, dtype=torch.float32, device=tokens.device)
+    return torch.sin(tokens[:, None] * 0.7 + columns).requires_grad_()

@@ -9,7 +9,7 @@ from tests.harness.models.shapes import TwoHeads
 
 
 class Boom(RuntimeError):
-    """What they raise."""
+    """The error that these models raise."""
 
 
 class RaiseInBackward(torch.autograd.Function):

@@ -123,7 +123,7 @@ class Named(nn.Module):
 
 
 class NamedArguments(NonReentrant):
-    """What is called by names has no input that DeepSpeed's hooks see."""
+    """A call by names has no input that DeepSpeed's hooks see."""
 
     def __init__(self) -> None:
         super().__init__()

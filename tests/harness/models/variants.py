@@ -76,7 +76,7 @@ class InADataclass(TwoHeads):
 
 
 class SmallLlama(nn.Module):
-    """Of transformers: its outputs are a class of their own, or a tuple."""
+    """A Llama of transformers, whose outputs are a class of their own, or a tuple."""
 
     def __init__(self) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM

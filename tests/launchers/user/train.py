@@ -49,12 +49,12 @@ def main(folder: Path) -> None:
 def report(folder: Path) -> None:
     import ds_patches
 
-    told = {
+    state = {
         "rank": dist.get_rank(),
         "world": dist.get_world_size(),
         "live": [name for name, status in ds_patches.status().items() if status.live],
     }
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told), encoding="utf-8")
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(state), encoding="utf-8")
 
 
 if __name__ == "__main__":
