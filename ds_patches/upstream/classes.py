@@ -55,7 +55,7 @@ def private_name(owner: Class, name: str) -> str:
     return f"_{owner.name}__{name}"
 
 
-def private(instance: Any, owner: Class, name: str) -> Any:
+def private(owner: Class, instance: Any, name: str) -> Any:
     """Return an attribute that a class writes with two underscores."""
     return getattr(instance, private_name(owner, name))
 

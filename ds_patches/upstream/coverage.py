@@ -105,7 +105,7 @@ def why_not_gather_once(engine: Any) -> str | None:
         return "quantized weights"
     # Counted as the coordinator counts live parameters: elements of any dtype, no padding.
     elements = sum(param.ds_numel for param in offload.module.parameters())
-    max_live = int(private(coordinator, COORDINATOR, "max_n_available_params"))
+    max_live = int(private(COORDINATOR, coordinator, "max_n_available_params"))
     if elements > max_live:
         return f"{elements} elements are more than stage3_max_live_parameters, {max_live}"
     return None

@@ -125,7 +125,7 @@ def partition_parameters(optimizer: Any) -> None:
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's flat part of each parameter's gradient, by ``ds_id``."""
-    partitions: dict[int, torch.Tensor] = private(optimizer, ZERO3, "param_id_to_grad_partition")
+    partitions: dict[int, torch.Tensor] = private(ZERO3, optimizer, "param_id_to_grad_partition")
     return partitions
 
 

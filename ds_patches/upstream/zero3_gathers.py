@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,8 +21,10 @@ from ds_patches.upstream.classes import COORDINATOR
 Functions = tuple[Any, Any]
 
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
-_MISSING = object()
 _LEAF_INPUTS = "_leaf_module_inputs_remaining"
+#: Names, and values, of attributes that the coordinator's class writes with two underscores.
+private_name = partial(classes.private_name, COORDINATOR)
+private = partial(classes.private, COORDINATOR)
 #: Stands for a script's block among the modules that use a parameter.
 _BLOCK = "GatheredParameters"
 
@@ -144,15 +147,15 @@ def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
 
 
 def module_functions(module: torch.nn.Module) -> Functions:
-    """Return the Functions that DeepSpeed's forward hooks look up at each call of a module."""
-    before, after = (vars(module).get(name, _MISSING) for name in _FUNCTIONS)
+    """Return the Functions that DeepSpeed's forward hooks look up at each call; None if missing."""
+    before, after = map(vars(module).get, _FUNCTIONS)
     return before, after
 
 
 def set_module_functions(module: torch.nn.Module, functions: Functions) -> None:
     """Replace a module's pre- and post-backward functions."""
     for name, value in zip(_FUNCTIONS, functions, strict=True):
-        if value is _MISSING:
+        if value is None:
             delattr(module, name)
         else:
             setattr(module, name, value)
@@ -242,17 +245,7 @@ def rewind_prefetch(offload: Any) -> None:
     setattr(coordinator, private_name("most_recent_step_id_param_fetched_for"), last_fetched)
 
 
-# --- The coordinator's private attributes ---------------------------------------------------------
-
-
-def private_name(name: str) -> str:
-    """Return the mangled name of an attribute of the coordinator."""
-    return classes.private_name(COORDINATOR, name)
-
-
-def private(coordinator: Any, name: str) -> Any:
-    """Return an attribute that the coordinator's class writes with two underscores."""
-    return getattr(coordinator, private_name(name))
+# --- The coordinator ------------------------------------------------------------------------------
 
 
 def in_flight(coordinator: Any) -> dict[Any, Any]:
