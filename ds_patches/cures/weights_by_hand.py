@@ -85,7 +85,7 @@ class _Weights:
         for param, before, writes in self._changed():
             if (part := slices.get(id(param))) is None:  # another rank's
                 continue
-            weights, fp32 = fragments.weight_pair(param, part)
+            weights, fp32 = fragments.weight_pair(part)
             weights = weights.to(fp32.device)
             rounded = fp32.to(weights.dtype)
             is_changed = ~_is_equal(weights, rounded, writes)
@@ -131,7 +131,7 @@ def _weights() -> Attached[_Weights]:
         if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
             return None
         try:
-            params = [param for param, _ in fragments.slices_with_params(optimizer)]
+            params = [part.param for part in fragments.slices(optimizer).values()]
         except NotChecked:
             return None
         return _Weights([] if class_of(optimizer) == ZERO3 else params)
@@ -245,7 +245,7 @@ def _set_at_stage3(
     from ds_patches.upstream import fragments
     from ds_patches.upstream.zero3 import drop_secondary
 
-    partition, fp32 = fragments.weight_pair(param, fragments.slice_at_stage3(optimizer, param))
+    partition, fp32 = fragments.weight_pair(fragments.slice_at_stage3(optimizer, param))
     partition.copy_(fp32)
     drop_secondary(param)
     return result, param, value
