@@ -21,6 +21,7 @@ from ds_patches.steps import ranks
 from ds_patches.steps.state import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream.accelerator import wait_for_current
 from ds_patches.upstream.deepcompile import Graphs, before_backward
 
 from . import dynamo, modules
@@ -122,13 +123,13 @@ class Fallback:
                 self._recover()
             if self._step.state is not StepState.HELD:
                 # The graphs add to the partitions until a backward at the boundary has ended.
-                zero3.zero_all_gradients(self._optimizer)
+                self._optimizer.grad_partitions_flat_buffer.zero_()
         finally:
             self._exit_stack.close()
 
     def _read_param(self, param: Any) -> Any:
         """Return the tensor that eager code gets for a parameter. Collective."""
-        if not zero3.is_partitioned(param):
+        if not hasattr(param, "ds_id"):
             return param
         if not self.uses.calls:
             if not (self._phase is Phase.BACKWARD and torch.is_grad_enabled()):
@@ -196,7 +197,7 @@ class Fallback:
         if self._step.state is StepState.HELD:
             self._written.update(zero3.gradient_partitions(self._optimizer))
         else:
-            zero3.zero_all_gradients(self._optimizer)
+            self._optimizer.grad_partitions_flat_buffer.zero_()
             self._written.clear()
         self._step = self._step.after_backward(self._engine.micro_steps)
 
@@ -219,9 +220,10 @@ class Fallback:
         """Complete the gradients before the optimizer steps, or skips a step after an overflow."""
         self._reduction.finish()  # after a backward without an epilogue
         if self._step.state is not StepState.HELD:
-            zero3.zero_all_gradients(self._optimizer)
+            self._optimizer.grad_partitions_flat_buffer.zero_()
         self._add_deferred()
-        zero3.make_reduction_wait(self._optimizer)
+        # The optimizer's overflow check reads the partitions on this stream.
+        wait_for_current(self._optimizer.reduce_and_partition_stream)
         result = step(*args, **kwargs)
         self._graphs.after_step()
         self._step = Step()

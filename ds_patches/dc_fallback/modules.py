@@ -72,7 +72,7 @@ def _watched_class() -> type:
 
         def __init__(self, parent_module: torch.nn.Module, read: ReadParam) -> None:
             super().__init__(parent_module)
-            self._read = read
+            self._watched_module, self._read = parent_module, read
 
         def __getitem__(self, key: str) -> Any:
             param = super(stock, self).__getitem__(key)
@@ -81,8 +81,7 @@ def _watched_class() -> type:
             return self._read(param)
 
         def __reduce__(self) -> Any:
-            parent = zero3.module_of(self)
-            return stock, (parent,), None, None, iter(list(self.items()))
+            return stock, (self._watched_module,), None, None, iter(list(self.items()))
 
     dynamo.skip_function(WatchedParameters.__getitem__)
     return WatchedParameters

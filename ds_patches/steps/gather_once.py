@@ -129,8 +129,8 @@ class GatherOnce:
         return bool((ones & zeros).any())
 
     def _reduce_bucket(self, wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-        bucket = zero3.bucket_of(optimizer, zero3.dtype_of_bucket(optimizer, *args, **kwargs))
-        self._reduction_hash = hash((self._reduction_hash, *(param.ds_id for param in bucket)))
+        params = zero3.bucket_of(optimizer, *args, **kwargs).params
+        self._reduction_hash = hash((self._reduction_hash, *(param.ds_id for param in params)))
         return wrapped(*args, **kwargs)
 
     def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

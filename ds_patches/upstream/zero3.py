@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +20,9 @@ IN_CONTEXT = "_ds_patches_in_context"
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-def is_partitioned(param: Any) -> bool:
-    """Return True if ZeRO-3 manages `param`: it is partitioned, or gathered for a while."""
-    return hasattr(param, "ds_id")
-
-
 def partitioned_params(module: torch.nn.Module) -> list[Any]:
-    """Return the parameters of `module` that ZeRO-3 manages."""
-    return [param for param in module.parameters() if is_partitioned(param)]
+    """Return the parameters of `module` that ZeRO-3 manages, also those that are gathered now."""
+    return [param for param in module.parameters() if hasattr(param, "ds_id")]
 
 
 def parameter_dict_class() -> type:
@@ -36,12 +31,6 @@ def parameter_dict_class() -> type:
 
     dict_class: type = ZeROOrderedDict
     return dict_class
-
-
-def module_of(parameters: Any) -> torch.nn.Module:
-    """Return the module that a dict of `parameter_dict_class` belongs to."""
-    module: torch.nn.Module = parameters._parent_module
-    return module
 
 
 def is_available(param: Any) -> bool:
@@ -73,26 +62,6 @@ def full_value(param: Any) -> torch.Tensor:
     padded = torch.empty(ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
     dist.all_gather_into_tensor(padded, shard, group=param.ds_process_group)
     return padded[: param.ds_numel].view(param.ds_shape)
-
-
-def after_module_apply(after_apply: Callable[[torch.nn.Module], None]) -> None:
-    """Call `after_apply` with each module that ``Module.apply`` changed, before a broadcast.
-
-    For the ``zero.Init`` that was just entered, and gathers and partitions around ``apply``.
-    """
-    gathering_apply: Any = torch.nn.Module.apply
-
-    @wraps(gathering_apply)
-    def apply(module: torch.nn.Module, function: Any) -> Any:
-        @wraps(function)
-        def changed(applied_module: torch.nn.Module) -> None:
-            function(applied_module)
-            after_apply(applied_module)
-
-        # DeepSpeed marks functions that it has wrapped already: these contain `changed`.
-        return gathering_apply(module, function if hasattr(function, "wrapped") else changed)
-
-    torch.nn.Module.apply = apply  # type: ignore[method-assign,assignment]
 
 
 def release_persistent(optimizer: Any) -> None:
@@ -127,11 +96,6 @@ def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's flat part of each parameter's gradient, by ``ds_id``."""
     partitions: dict[int, torch.Tensor] = private(ZERO3, optimizer, "param_id_to_grad_partition")
     return partitions
-
-
-def zero_all_gradients(optimizer: Any) -> None:
-    """Zero all gradient partitions."""
-    optimizer.grad_partitions_flat_buffer.zero_()
 
 
 def zero_gradients(optimizer: Any, ids: Collection[int]) -> None:
@@ -206,11 +170,17 @@ def clear_gradients(optimizer: Any) -> None:
             param.grad = None
 
 
+def buckets(optimizer: Any) -> dict[torch.dtype | None, Any]:
+    """Return the reduce buckets: by dtype from 0.17.2 on, one by None before."""
+    if not hasattr(optimizer, "ipg_buckets"):
+        return {None: SimpleNamespace(params=optimizer.params_in_ipg_bucket)}
+    by_dtype: dict[torch.dtype | None, Any] = optimizer.ipg_buckets
+    return by_dtype
+
+
 def params_in_buckets(optimizer: Any) -> list[Any]:
     """Return the parameters whose gradients are in the reduce buckets."""
-    if not hasattr(optimizer, "ipg_buckets"):  # 0.16.0-0.17.1
-        return [*optimizer.params_in_ipg_bucket]
-    return [param for bucket in optimizer.ipg_buckets.values() for param in bucket.params]
+    return [param for bucket in buckets(optimizer).values() for param in bucket.params]
 
 
 #: Names of methods: the first reduces a bucket, the second copies a gradient into one.
@@ -218,49 +188,27 @@ REDUCING_METHOD = private_name(ZERO3, "reduce_and_partition_ipg_grads")
 BUCKETING_METHOD = private_name(ZERO3, "add_grad_to_ipg_bucket")
 
 
-def dtype_of_bucket(
-    optimizer: Any, communication_data_type: torch.dtype | None = None, **_: Any
-) -> torch.dtype | None:
-    """Return the dtype that `REDUCING_METHOD` is called with; None to 0.17.1."""
-    return communication_data_type if hasattr(optimizer, "ipg_buckets") else None
+def bucket_of(optimizer: Any, communication_data_type: torch.dtype | None = None) -> Any:
+    """Return the bucket that a call of `REDUCING_METHOD` with these arguments reduces."""
+    return buckets(optimizer)[communication_data_type]
 
 
-def bucket_of(optimizer: Any, comm_dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the parameters in the bucket of a dtype, or up to 0.17.1 in the only bucket."""
-    params: list[Any]
-    if comm_dtype is None:
-        params = optimizer.params_in_ipg_bucket
-    else:
-        params = optimizer.ipg_buckets[comm_dtype].params
-    return params
-
-
-def deduplicate_bucket(optimizer: Any, comm_dtype: torch.dtype | None = None) -> None:
+def deduplicate_bucket(optimizer: Any, bucket: Any) -> None:
     """Keep one entry for each parameter of a bucket: autograd has summed its gradients."""
-    params = bucket_of(optimizer, comm_dtype)
-    unique_params = list(dict.fromkeys(params))
+    unique_params = list(dict.fromkeys(bucket.params))
     with reduction_stream(optimizer):
         for param in unique_params:  # their gradients are in the bucket's memory
             param.grad.data = param.grad.data.clone()
-    params.clear()
-    if comm_dtype is not None:
-        optimizer.ipg_buckets[comm_dtype].elements = 0
+    bucket.params.clear()
+    bucket.elements = 0
     for param in unique_params:
         getattr(optimizer, BUCKETING_METHOD)(param)
-
-
-def make_reduction_wait(optimizer: Any) -> None:
-    """Make the reduction stream wait for the current stream.
-
-    The optimizer's overflow check reads the gradient partitions on it, too.
-    """
-    wait_for_current(optimizer.reduce_and_partition_stream)
 
 
 @contextmanager
 def reduction_stream(optimizer: Any) -> Iterator[None]:
     """Run work on the reduction stream, behind the current stream."""
-    make_reduction_wait(optimizer)
+    wait_for_current(optimizer.reduce_and_partition_stream)
     if is_single_stream():
         yield
         return
@@ -284,11 +232,7 @@ def wait_for_buckets(optimizer: Any, module: Any = None) -> None:
 
 def empty_buckets(optimizer: Any) -> None:
     """Drop the gradients in the reduce buckets; the buffers stay."""
-    buckets = getattr(optimizer, "ipg_buckets", None)
-    if buckets is None:  # 0.16.0-0.17.1
-        optimizer.params_in_ipg_bucket.clear()
-        return
-    for bucket in buckets.values():
+    for bucket in buckets(optimizer).values():
         bucket.params.clear()
         bucket.elements = 0
         if hasattr(bucket, "process_group"):  # 0.19.3
