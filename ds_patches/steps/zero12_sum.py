@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
@@ -24,7 +25,7 @@ from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import is_muon
-from ds_patches.upstream.zero12_buckets import ReduceBuckets, shares_buckets
+from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 # Muon orthogonalises the gradients of each epilogue, and the sum of two results is not orthogonal.
 _SECOND_WITH_MUON = (
@@ -54,7 +55,9 @@ class Zero12Sum(GradientSum):
             self.layers.append(Layer(engine, "allreduce_gradients", self._allreduce))
             optimizer.overlap_comm = False  # it would reduce in the backward
         self._buckets = ReduceBuckets(optimizer)
-        self._order = BucketOrder(self._buckets) if shares_buckets(optimizer) else None
+        # Experts are reduced over other ranks than the rest of the model.
+        is_shared = dist.get_world_size(self._buckets.group) > 1 and not optimizer.has_moe_layers
+        self._order = BucketOrder(self._buckets) if is_shared else None
         self._reduced_gradients = ReducedGradients(self._buckets, self._order, self)
         self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._reduced_gradients.reduce))
         self._is_muon = is_muon(optimizer)

@@ -6,8 +6,8 @@ from ds_patches.core.patch import Dependency, Patch, upstream
 from ds_patches.upstream.classes import COORDINATOR, ZERO3, ZERO12
 
 _TARGETS = (
-    ZERO12.target("__init__", "around_init"),
-    ZERO12.target("step", "around_step"),
+    ZERO12.target("__init__", "around_use"),
+    ZERO12.target("step", "around_use"),
     ZERO3.target("__add_grad_to_ipg_bucket", "around_stage3_gradient", "<=0.18.7"),
     ZERO3.target("step", "around_stage3_step"),
 )

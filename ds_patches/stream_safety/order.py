@@ -11,13 +11,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
+from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import current_task_id
 from ds_patches.upstream.accelerator import accelerator
-from ds_patches.upstream.zero12_buckets import producers, single_buffered_buckets
+from ds_patches.upstream.zero12_buckets import producers
 
 #: The method to which a parameter's hook passes its gradient, for a bucket.
 GRADIENT_METHOD = "reduce_independent_p_g_buckets_and_remove_grads"
@@ -43,9 +42,11 @@ class StreamOrder:
             Layer(optimizer, "average_tensor", self._around_average_tensor),
             Layer(optimizer, "allreduce_and_copy", self._around_allreduce),
             Layer(optimizer, epilogue, self._around_epilogue),
+            # 0.17.2 to 0.18.4 always start in the first buffer, which may still be reduced.
             *(
                 Layer(bucket, "clear", partial(_keep_buffer_index, bucket))
-                for bucket in single_buffered_buckets(optimizer)
+                for bucket in getattr(optimizer, "ipg_buckets", {}).values()
+                if "index" in live.innermost(type(bucket).clear).__code__.co_names
             ),
         ]
         #: Wraps the method that each gradient passes, until a backward has used one stream only.
@@ -94,7 +95,7 @@ class StreamOrder:
         tensor = args[0] if args else in_order(wrapped, args, kwargs)[0]
         # Larger tensors are gradients; others are in a buffer, which outlives the reduction.
         if tensor.numel() > self._optimizer.reduce_bucket_size:
-            self._record_stream(tensor)
+            tensor.record_stream(self._reduction_stream)
         elif self._waits_for_producers:
             streams = self._streams
             if 1 == len(streams) == len(streams.union(*self._producers)):
@@ -115,7 +116,7 @@ class StreamOrder:
     def _around_allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Record non-contiguous gradients on the reduction stream, before they are reduced."""
         for gradient in in_order(wrapped, args, kwargs)[0]:
-            self._record_stream(gradient)
+            gradient.record_stream(self._reduction_stream)
         return wrapped(*args, **kwargs)
 
     def _around_epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -126,10 +127,6 @@ class StreamOrder:
             # DeepSpeed's own waits suffice for one stream; to 0.19.2 a second would go unnoticed.
             if len(self._streams) == 1 and self._waits_for_producers:
                 self._stop_watching_gradients()
-
-    def _record_stream(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of `tensor` until the reduction stream has read it."""
-        tensor.record_stream(self._reduction_stream)
 
     def _current_stream(self) -> Any:
         return self._accelerator.current_stream(self._device)

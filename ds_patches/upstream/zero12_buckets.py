@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import Layer
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import accelerator, is_single_stream, wait_for_current
-from ds_patches.upstream.classes import ZERO12, class_of
 
 
 def producers(optimizer: Any) -> list[set[Any]]:
@@ -24,25 +22,6 @@ def producers(optimizer: Any) -> list[set[Any]]:
     """
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
     return [bucket.copy_streams for bucket in buckets if hasattr(bucket, "copy_streams")]
-
-
-def single_buffered_buckets(optimizer: Any) -> list[Any]:
-    """Return the buckets that always start in their first buffer, which may still be reduced.
-
-    All of 0.17.2 to 0.18.4.
-    """
-    return [
-        bucket
-        for bucket in getattr(optimizer, "ipg_buckets", {}).values()
-        if "index" in live.innermost(type(bucket).clear).__code__.co_names
-    ]
-
-
-def shares_buckets(optimizer: Any) -> bool:
-    """Return True if several ranks share the optimizer's buckets, and it has no MoE layers."""
-    several = dist.get_world_size(optimizer.dp_process_group) > 1
-    experts = optimizer.has_moe_layers  # which are reduced over other ranks
-    return class_of(optimizer) == ZERO12 and several and not experts
 
 
 class ReduceBuckets:
