@@ -39,7 +39,12 @@ def around_clip(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     from ds_patches.upstream import moe
 
     params = [*engine.module.parameters()]
-    return moe.clip(params, engine.gradient_clipping(), moe.total_norm(params))
+    norm = moe.total_norm(params)
+    factor = (engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)  # as DeepSpeed's
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(factor)
+    return norm
 
 
 def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -40,7 +40,9 @@ def around_topk(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     if not moe.drops_tokens(rest[:1], rest[2:]):
         return wrapped(*args, **kwargs)
     if moe.compares_logits():
-        logits = moe.comparable_logits(logits)
+        # Logits of the same probabilities that compare across tokens, and are positive.
+        log_probs = logits.log_softmax(dim=1)
+        logits = log_probs + (1.0 - log_probs.detach().nan_to_num(neginf=0.0).min())
     capacity = moe.capacity(logits, factor * k, min_capacity)
     if capacity <= len(logits):
         return wrapped(logits, k, factor, min_capacity, *rest)

@@ -51,12 +51,6 @@ def restore_prologue(engine: Any) -> None:
 # --- Dividing by the micro steps ------------------------------------------------------------------
 
 
-def divides_gradients(engine: Any) -> bool:
-    """Return True if the engine's outputs divide gradients by the micro steps: 0.18.3."""
-    trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
-    return has_torch_style_backward(engine) and trains and not engine.pipeline_parallelism
-
-
 def divides_plain_backwards(engine: Any) -> bool:
     """Return True if ``loss.backward()`` has to be divided by the micro steps.
 
@@ -151,14 +145,6 @@ def hook_state(optimizer: Any) -> Any:
     return getattr(optimizer, "_backward_hook_state", None)
 
 
-def reached_no_parameter(engine: Any) -> bool:
-    """Return True if a plain backward ends without having reached a parameter of the engine.
-
-    DeepSpeed's epilogue fails in that case.
-    """
-    return not engine._running_engine_backward and saw_gradients(engine) is False
-
-
 def saw_gradients(engine: Any) -> bool | None:
     """Return True if this backward has reached a parameter, or None if DeepSpeed does not count.
 
@@ -222,17 +208,6 @@ def gradient_method(optimizer: Any) -> str:
     """Return the name of the method to which a parameter's hook passes the gradient."""
     zero12 = "process_gradients"  # 0.16.5, stages 1 and 2
     return zero12 if hasattr(optimizer, zero12) else "reduce_ready_partitions_and_remove_grads"
-
-
-def methods_of_hooks(optimizer: Any) -> list[str]:
-    """Return the names of all methods that a parameter's hook calls."""
-    names = (
-        gradient_method(optimizer),
-        "reenter_backward_if_needed",  # 0.18.5, and the next
-        "update_hook_state_and_maybe_run_epilogue",
-        "run_grad_acc_post_hooks",  # 0.18.3
-    )
-    return [name for name in names if hasattr(optimizer, name)]
 
 
 # --- Methods that the patches add -----------------------------------------------------------------

@@ -27,16 +27,6 @@ def compares_logits() -> bool:
     return "capacity_probs" in names
 
 
-def comparable_logits(logits: Tensor) -> Tensor:
-    """Return logits of the same probabilities that compare across tokens, and are positive.
-
-    logits: tokens by experts.
-    """
-    log_probs = logits.log_softmax(dim=1)
-    lowest = log_probs.detach().nan_to_num(neginf=0.0).min()
-    return log_probs + (1.0 - lowest)
-
-
 def capacity(logits: Tensor, factor: float, min_capacity: int) -> int:
     """Return the number of tokens that each expert takes."""
     from deepspeed.moe import sharded_moe
@@ -69,15 +59,6 @@ def total_norm(params: Sequence[Tensor]) -> Tensor:
 def _group(param: Any) -> str:
     """Return the name of an expert's group of ranks, "" for a parameter that all ranks have."""
     return "" if getattr(param, "allreduce", True) else param.group_name
-
-
-def clip(params: Sequence[Tensor], limit: float, norm: Tensor) -> Tensor:
-    """Scale the gradients if their norm is above the limit, as DeepSpeed does. Return the norm."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for param in params:
-        if param.grad is not None:
-            param.grad.mul_(factor)
-    return norm
 
 
 def set_norm(optimizer: Any, norm: Tensor) -> float:
