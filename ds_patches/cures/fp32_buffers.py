@@ -26,7 +26,6 @@ _DEPENDENCIES = (
 
 PATCH = Patch(
     name="fp32_buffers",
-    hooks=__name__,
     summary="buffers in fp32, such as rotary tables, stay in fp32 under bf16 and fp16",
     remove_when="zero.Init keeps the dtypes that a model names; no release up to 0.19.8 does",
     upstream=upstream("PR 8066"),

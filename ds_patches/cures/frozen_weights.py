@@ -13,7 +13,6 @@ from ds_patches.upstream.classes import ENGINE
 
 PATCH = Patch(
     name="frozen_weights",
-    hooks=__name__,
     summary="zero_to_fp32 finds the frozen weights in a checkpoint of ZeRO 1",
     remove_when="a DeepSpeed release saves frozen weights at stage 1; none up to 0.19.8 does",
     upstream=(),

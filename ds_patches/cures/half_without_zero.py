@@ -50,7 +50,6 @@ _DEPENDENCIES = (
 
 PATCH = Patch(
     name="half_without_zero",
-    hooks=__name__,
     summary="fp16 and bf16 train without ZeRO, and bf16 resumes",
     remove_when="a release scales the loss of fp16 without ZeRO; none up to 0.19.8 does",
     upstream=upstream("issue 8393", "PR 7645", "PR 7786"),

@@ -11,7 +11,6 @@ from ds_patches.upstream.classes import ENGINE, FP16_UNFUSED
 
 PATCH = Patch(
     name="moe_clipping",
-    hooks=__name__,
     summary="without ZeRO, gradients are clipped by a norm that includes the experts of all ranks",
     remove_when="a DeepSpeed release adds up the experts' squared norms; none up to 0.19.8 does",
     upstream=upstream("issue 8475", "PR 8478", "PR 8613"),

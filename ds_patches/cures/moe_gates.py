@@ -12,7 +12,6 @@ _GATES = "deepspeed.moe.sharded_moe"
 
 PATCH = Patch(
     name="moe_gates",
-    hooks=__name__,
     summary="experts of DeepSpeed's MoE layer keep their most probable tokens; small batches train",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 7986", "PR 8155"),

@@ -14,7 +14,6 @@ from ds_patches.upstream.classes import ENGINE, GATHERED, INIT, INIT_BASE
 
 PATCH = Patch(
     name="parameter_layouts",
-    hooks=__name__,
     summary="models with a parameter of no dimensions (CLIP) or in channels_last train",
     remove_when="your release is not 0.19.8",
     supported="==0.19.8",

@@ -14,7 +14,6 @@ from ds_patches.upstream.engine import as_engine_backward
 
 PATCH = Patch(
     name="pipelines",
-    hooks=__name__,
     summary="pipelines average their micro steps on every stage, and run without ZeRO",
     remove_when="your release is 0.19.3 or later",
     upstream=upstream("PR 8154", "issue 8152"),

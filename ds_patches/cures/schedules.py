@@ -13,7 +13,6 @@ _COSINE = Class(_SCHEDULES, "WarmupCosineLR")
 
 PATCH = Patch(
     name="schedules",
-    hooks=__name__,
     summary="warmup schedules keep each group's learning rate, and a cosine stays at its minimum",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 8171", "PR 8142", "PR 7969"),

@@ -12,7 +12,6 @@ _OPTIMIZER = Class("deepspeed.runtime.base_optimizer", "ZeROOptimizer")
 
 PATCH = Patch(
     name="universal_checkpoint",
-    hooks=__name__,
     summary="after a universal checkpoint, scripts read and set fp32 weights, not momentum",
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8474"),

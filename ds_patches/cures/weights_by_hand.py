@@ -24,7 +24,6 @@ _version_of = attrgetter("_version")
 
 PATCH = Patch(
     name="weights_by_hand",
-    hooks=__name__,
     summary="weights that a script changes between steps stay changed: loaded, clamped, averaged",
     remove_when="a release steps from weights that a script changed; none up to 0.19.8 does",
     supported=">=0.16.0,<=0.19.8",

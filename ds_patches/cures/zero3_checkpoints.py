@@ -11,7 +11,6 @@ from ds_patches.upstream.classes import ENGINE
 
 PATCH = Patch(
     name="zero3_checkpoints",
-    hooks=__name__,
     summary="ZeRO-3 loads the weights of the requested tag, also with load_module_only",
     remove_when="a DeepSpeed release reads weights by their tag; none up to 0.19.8 does",
     upstream=(),

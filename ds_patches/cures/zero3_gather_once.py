@@ -16,7 +16,6 @@ from ds_patches.upstream.classes import ENGINE, GATHER_ONCE_DEPENDENCIES, GATHER
 
 PATCH = Patch(
     name="zero3_gather_once",
-    hooks=__name__,
     summary="ZeRO-3 gathers parameters once a step, where all fit into stage3_max_live_parameters",
     remove_when="a release gathers once where memory allows it; none up to 0.19.8 does",
     supported=">=0.16.0,<=0.19.8",
