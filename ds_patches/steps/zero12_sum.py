@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.errors import Refused
@@ -55,9 +54,7 @@ class Zero12Sum(GradientSum):
             self.layers.append(Layer(engine, "allreduce_gradients", self._allreduce))
             optimizer.overlap_comm = False  # it would reduce in the backward
         self._buckets = ReduceBuckets(optimizer)
-        # Experts are reduced over other ranks than the rest of the model.
-        is_shared = dist.get_world_size(self._buckets.group) > 1 and not optimizer.has_moe_layers
-        self._order = BucketOrder(self._buckets) if is_shared else None
+        self._order = BucketOrder(self._buckets) if self._buckets.are_shared else None
         self._reduced_gradients = ReducedGradients(self._buckets, self._order, self)
         self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._reduced_gradients.reduce))
         self._is_muon = is_muon(optimizer)

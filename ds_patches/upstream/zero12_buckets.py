@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
@@ -76,6 +77,8 @@ class ReduceBuckets:
         takes_dtype = "comm_dtype" in code.co_varnames[: code.co_argcount]
         self._are_reduced_apart = not self.is_single and takes_dtype
         self.group = optimizer.dp_process_group
+        #: True if several ranks have these buckets; experts are reduced over other ranks.
+        self.are_shared = dist.get_world_size(self.group) > 1 and not optimizer.has_moe_layers
         self.device = torch.device(accelerator().current_device_name())
         #: The wrapper of `divert`.
         self.diversion: Layer | None = None

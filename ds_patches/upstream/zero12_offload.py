@@ -46,16 +46,6 @@ def keeps_host_sums() -> bool:
     return "micro_step_id" in copy.__code__.co_names
 
 
-def accumulation_overrides(optimizer: Any) -> dict[str, int]:
-    """Return attributes with which a micro step before a boundary set by hand is kept.
-
-    Up to 0.18.9 the optimizer keeps only micro steps that it counts.
-    """
-    if optimizer.gradient_accumulation_steps > 1 or keeps_host_sums():
-        return {}
-    return {"gradient_accumulation_steps": 2}
-
-
 def param_ids_due_at_step(optimizer: Any) -> set[int]:
     """Return the mutable set of parameters whose host sums the step is to copy: 0.19.4."""
     param_ids: set[int] = optimizer._offload_accumulated_param_ids
