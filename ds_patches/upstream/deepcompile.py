@@ -159,7 +159,9 @@ class Graphs:
 
     def _params_by_graph(self) -> dict[int, set[int]]:
         """Return the ids of each graph's parameters, read again after a compilation."""
-        if self._compile_count != (count := _current_compile_count()):
+        backend = _backend()  # which counts compiled forwards and backwards, and graphs
+        count = len(backend.opt_pass_times), len(backend.param_manager)
+        if self._compile_count != count:
             self._compile_count, self._by_graph, self._registered = count, _by_graph(), False
         return self._by_graph
 
@@ -265,12 +267,6 @@ def compiling_graph(gm: Any) -> Iterator[None]:
 def _by_graph() -> dict[int, set[int]]:
     managers = _backend().param_manager
     return {graph: set(params.ds_ids.values()) for graph, params in managers.items()}
-
-
-def _current_compile_count() -> tuple[int, int]:
-    """Return the numbers of compiled forwards and backwards, and of graphs."""
-    backend = _backend()
-    return len(backend.opt_pass_times), len(backend.param_manager)
 
 
 def _backend() -> Any:

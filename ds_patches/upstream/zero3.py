@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_patches.upstream.accelerator import accelerator, is_single_stream, wait_for_current
+from ds_patches.upstream.accelerator import accelerator, wait_for_current
 from ds_patches.upstream.classes import ZERO3, private, private_name
 from ds_patches.upstream.zero3_gathers import in_flight
 
@@ -209,9 +209,6 @@ def deduplicate_bucket(optimizer: Any, bucket: Any) -> None:
 def reduction_stream(optimizer: Any) -> Iterator[None]:
     """Run work on the reduction stream, behind the current stream."""
     wait_for_current(optimizer.reduce_and_partition_stream)
-    if is_single_stream():
-        yield
-        return
     with accelerator().stream(optimizer.reduce_and_partition_stream):
         yield
 
