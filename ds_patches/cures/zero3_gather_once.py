@@ -28,7 +28,7 @@ PATCH = Patch(
         *GATHER_ONCE_DEPENDENCIES,
         ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called for each gradient"),
     ),
-    deactivate="deactivate",
+    deactivate="ds_patches.steps.gather_once:close_all",  # puts DeepSpeed's module hooks back
     requires=("accumulation",),
     by_default=False,
 )
@@ -41,13 +41,6 @@ _DIFFER = (
     "engine.coalesce_grad_reduction(); or skip zero3_gather_once, and make z3 "
     "leaf modules of modules that not all ranks use."
 )
-
-
-def deactivate() -> None:
-    """Put DeepSpeed's module hooks back, which gather and partition, in every engine."""
-    from ds_patches.steps import gather_once
-
-    gather_once.close_all()
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
