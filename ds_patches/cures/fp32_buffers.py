@@ -14,24 +14,20 @@ from ds_patches.upstream.classes import ENGINE, INIT, INIT_BASE
 
 logger = logging.getLogger("ds_patches.fp32_buffers")
 
-_TARGETS = (
-    ENGINE.target("_configure_distributed_model", "around_configure"),
-    INIT.target("_post_init_method", "around_post_init"),
-    INIT_BASE.target("_add_tensor_creation_wrappers", "around_constructors"),
-)
-
-_DEPENDENCIES = (
-    Dependency(INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts new tensors"),
-)
-
 PATCH = Patch(
     name="fp32_buffers",
     summary="buffers in fp32, such as rotary tables, stay in fp32 under bf16 and fp16",
     remove_when="zero.Init keeps the dtypes that a model names; no release up to 0.19.8 does",
     upstream=upstream("PR 8066"),
     supported=">=0.16.0,<=0.19.8",
-    targets=_TARGETS,
-    dependencies=_DEPENDENCIES,
+    targets=(
+        ENGINE.target("_configure_distributed_model", "around_configure"),
+        INIT.target("_post_init_method", "around_post_init"),
+        INIT_BASE.target("_add_tensor_creation_wrappers", "around_constructors"),
+    ),
+    dependencies=(
+        Dependency(INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts new tensors"),
+    ),
 )
 
 apply, unapply, is_applied = api.of(__name__)
