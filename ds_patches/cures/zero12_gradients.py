@@ -47,7 +47,11 @@ def _layers() -> Attached[Layer]:
     """Return each engine's wrapper that keeps tiles out of the reduce buckets."""
     from ds_patches.steps.attached import Attached
 
-    return Attached(PATCH.name, lambda engine: Layer(engine.optimizer, _REDUCE, _around_reduce))
+    def make(engine: Any) -> Layer | None:
+        optimizer = engine.optimizer
+        return Layer(optimizer, _REDUCE, _around_reduce) if class_of(optimizer) == ZERO12 else None
+
+    return Attached(PATCH.name, make)
 
 
 def _around_reduce(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
@@ -75,8 +79,7 @@ def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Keep tiles out of the buckets. They run inside an autograd node, which has no target."""
     outputs = wrapped(*args, **kwargs)
-    # The forward may import the module of tiles.
-    if _TILED_MODULE in sys.modules and class_of(engine.optimizer) == ZERO12:
+    if _TILED_MODULE in sys.modules:  # the forward may import it
         _layers()(engine)
     return outputs
 

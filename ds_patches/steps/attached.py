@@ -180,14 +180,8 @@ def separate_rivals() -> None:
 def _wrap_hook_methods(engine: Any) -> list[Layer]:
     """Wrap the optimizer's methods that the parameters' gradient hooks call."""
     around = partial(_around_hook, ref(engine))
-    methods = (
-        upstream_engine.gradient_method(engine.optimizer),
-        "reenter_backward_if_needed",  # 0.18.5, and the next
-        "update_hook_state_and_maybe_run_epilogue",
-        "run_grad_acc_post_hooks",  # 0.18.3
-    )
-    present = (name for name in methods if hasattr(engine.optimizer, name))
-    return [Layer(engine.optimizer, name, around) for name in present]
+    methods = upstream_engine.methods_of_hooks(engine.optimizer)
+    return [Layer(engine.optimizer, name, around) for name in methods]
 
 
 #: By engine that has rivals: the wrappers of the methods that its parameters' hooks call.

@@ -210,6 +210,17 @@ def gradient_method(optimizer: Any) -> str:
     return zero12 if hasattr(optimizer, zero12) else "reduce_ready_partitions_and_remove_grads"
 
 
+def methods_of_hooks(optimizer: Any) -> list[str]:
+    """Return the names of all methods that a parameter's hook calls."""
+    names = (
+        gradient_method(optimizer),
+        "reenter_backward_if_needed",  # 0.18.5, and the next
+        "update_hook_state_and_maybe_run_epilogue",
+        "run_grad_acc_post_hooks",  # 0.18.3
+    )
+    return [name for name in names if hasattr(optimizer, name)]
+
+
 # --- Methods that the patches add -----------------------------------------------------------------
 
 
