@@ -146,16 +146,6 @@ def reset_buckets(optimizer: Any) -> None:
         optimizer.extra_large_param_to_reduce.clear()
 
 
-def clear_previous_gradients(optimizer: Any) -> None:
-    """Empty the list of gradients that DeepSpeed clears at the next reduction.
-
-    They are other ranks' gradients, with overlap_comm and without contiguous_gradients.
-    """
-    previous = optimizer.previous_reduced_grads
-    for params in previous.values() if isinstance(previous, dict) else [previous or []]:
-        params.clear()
-
-
 def release_buffers(optimizer: Any) -> None:
     """Free the memory of the reduce buckets."""
     optimizer._release_ipg_buffers()
