@@ -39,7 +39,6 @@ _UNCAST = (
     "The results differ from those without this patch. To skip it, for example if a forward now "
     "raises because of dtypes: DS_PATCHES_SKIP=fp32_buffers"
 )
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
 #: Buffers of modules built in `zero.Init` whose dtype is not that of `zero.Init`, by id.
 _made_in_init: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -91,7 +90,7 @@ def around_constructors(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs)
     import torch
 
     by_dtype = {}
-    for dtype in (*(getattr(torch, name) for name in _DTYPES), init.dtype):
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, init.dtype):
         with meanwhile(init, dtype=dtype):
             wrapped(*args, **kwargs)
         by_dtype[dtype] = {name: getattr(torch, name) for name in _CONSTRUCTORS}

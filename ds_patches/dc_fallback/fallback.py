@@ -23,6 +23,7 @@ from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
 from ds_patches.upstream.accelerator import wait_for_current
 from ds_patches.upstream.deepcompile import Graphs, before_backward
+from ds_patches.upstream.zero3_gathers import is_leaf
 
 from . import dynamo, modules
 from .reduction import Reduction
@@ -62,7 +63,7 @@ class Fallback:
             self._reduce_gradient,
             attrgetter("ds_shape"),
             zero3.is_available,
-            [zero3.partitioned_params(leaf) for leaf in deepcompile.leaf_modules(engine)],
+            map(zero3.partitioned_params, filter(is_leaf, engine.module.modules())),
         )
         #: By ds_id, gradients to add to the partitions when the backward's graphs have ended.
         self._deferred: dict[int, torch.Tensor] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ds_patches.upstream import deepcompile, zero3
+from ds_patches.upstream.zero3_gathers import is_leaf
 
 from . import dynamo
 from .uses import Uses
@@ -23,7 +24,7 @@ def call_hooks(engine: Any, uses: Uses) -> tuple[Callable[..., None], Callable[.
     root, open_call = engine.module, dynamo.disabled(uses.calls.open)
     close_call = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
     compiles_submodules = deepcompile.guards_layer_parameters()
-    leaves = set(deepcompile.leaf_modules(engine))
+    leaves = {*filter(is_leaf, root.modules())}
 
     def before_call(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():

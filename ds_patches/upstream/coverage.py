@@ -93,9 +93,7 @@ def why_not_gather_once(engine: Any) -> str | None:
     # ZeRO++ hpZ: a backward gathers from the secondary partition, which a release fills.
     if engine.zero_hpz_partition_size() > 1:
         return "zero_hpz_partition_size"
-    offload_param = engine.zero_offload_param()
-    device = getattr(offload_param, "device", None)
-    if str(getattr(device, "value", device)) == "nvme":
+    if getattr(engine.zero_offload_param(), "device", None) == "nvme":
         return "parameters on NVMe"
     offload = engine.optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()

@@ -98,14 +98,6 @@ def guards_layer_parameters() -> bool:
     return hasattr(patch_fake_tensor, "_zero3_parameter_guard_metadata")
 
 
-def leaf_modules(engine: Any) -> Sequence[Any]:
-    """Return the ZeRO-3 leaf modules, of which ranks may use different parts."""
-    from deepspeed.utils import get_z3_leaf_modules
-
-    modules: list[Any] = get_z3_leaf_modules(engine.module)
-    return modules
-
-
 # --- Graphs ---------------------------------------------------------------------------------------
 
 

@@ -191,11 +191,7 @@ def never_has_params(module: torch.nn.Module) -> bool:
     DeepSpeed attributes recomputed parameters to a container.
     """
     is_torch = type(module).__module__.startswith("torch.nn.modules.")
-    return (
-        is_torch
-        and next(module.children(), None) is None
-        and next(module.parameters(), None) is None
-    )
+    return is_torch and not any(True for _ in chain(module.children(), module.parameters()))
 
 
 def any_frozen(module: torch.nn.Module) -> bool:
@@ -206,7 +202,10 @@ def any_frozen(module: torch.nn.Module) -> bool:
 
 
 def is_leaf(module: torch.nn.Module) -> bool:
-    """Return True if ``set_z3_leaf_modules`` made it a unit: gathered and reduced as a whole."""
+    """Return True if ``set_z3_leaf_modules`` made it a unit: gathered and reduced as a whole.
+
+    Ranks may use different parts of it.
+    """
     from deepspeed.utils import z3_leaf_module
 
     return bool(z3_leaf_module(module))
