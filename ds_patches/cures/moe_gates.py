@@ -36,7 +36,8 @@ def around_topk(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     from ds_patches.upstream import moe
 
     logits, k, factor, min_capacity, *rest = in_order(wrapped, args, kwargs)
-    if not moe.drops_tokens(rest[:1], rest[2:]):
+    # drop_tokens and drop_policy; by default the least probable tokens are dropped.
+    if not all(rest[:1]) or any(policy != "probs" for policy in rest[2:]):
         return wrapped(*args, **kwargs)
     if moe.compares_logits():
         # Logits of the same probabilities that compare across tokens, and are positive.
@@ -57,7 +58,7 @@ def around_top1(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
 
     logits, factor, min_capacity, *rest = in_order(wrapped, args, kwargs)
     capacity = moe.capacity(logits, factor, min_capacity)
-    pads = min_capacity <= len(logits) < capacity and moe.drops_tokens(rest[2:3])
-    if not pads or any(rest[5:]):
+    pads = min_capacity <= len(logits) < capacity
+    if not pads or not all(rest[2:3]) or any(rest[5:]):  # drop_tokens, use_tutel
         return wrapped(*args, **kwargs)
     return moe.pad_to_capacity(wrapped(logits, 0.0, len(logits), *rest), capacity)

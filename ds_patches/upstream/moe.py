@@ -13,11 +13,6 @@ from torch import Tensor
 from ds_patches.core import live
 
 
-def drops_tokens(flags: Sequence[Any], policy: Sequence[Any] = ()) -> bool:
-    """Return True if a gate drops the least probable tokens, as it does by default."""
-    return all(flags) and all(name == "probs" for name in policy)
-
-
 @cache
 def compares_logits() -> bool:
     """Return True if gates drop tokens by their logits, not their probabilities: to 0.18.9."""
