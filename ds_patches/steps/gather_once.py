@@ -94,7 +94,6 @@ class GatherOnce:
         optimizer, arrival = self._engine.optimizer, "reduce_ready_partitions_and_remove_grads"
         self._layers = [
             *gathers.block_releases(offload, self._close_and_run),
-            gathers.freeze_trace(offload),
             Layer(optimizer, zero3.REDUCING_METHOD, self._reduce_bucket),
             *([] if is_single_stream() else [Layer(optimizer, arrival, self._gradient_arrives)]),
         ]

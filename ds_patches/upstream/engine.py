@@ -89,10 +89,7 @@ def as_engine_backward(engine: Any, *, is_scaled: bool = False) -> Iterator[None
 
     is_scaled: its loss was multiplied by the loss scale, as a plain backward in fp16 requires.
     """
-    if engine._running_engine_backward:
-        yield
-        return
-    if is_scaled:
+    if is_scaled and not engine._running_engine_backward:
         engine._manual_backward_expected = True
     with meanwhile(engine, _running_engine_backward=True):
         yield

@@ -58,15 +58,22 @@ def make_gathers_wait(optimizer: Any) -> None:
 def block_releases(offload: Any, wrapper: Around) -> list[Layer]:
     """Stop all releases of parameters until the returned layers are removed.
 
+    The prefetch trace is completed as a forward does, and kept: an unfinished one would be lost if
+    an engine were built on the model meanwhile, since that gives the modules other ids. Collective
+    if modules were recorded.
+
     wrapper: is called around the methods that partition all parameters, or register or remove
         hooks.
     """
     coordinator = offload.get_param_coordinator()
+    if coordinator.is_record_trace() and private(coordinator, "submodule_order"):
+        coordinator.reset_step()
     registering = ("_register_deepspeed_module", "_register_hooks_recursively")  # 0.16.4; before
     return [
         Layer(coordinator, private_name("release_param"), lambda *_: None),
         # This caches its results, which would depend on what is gathered now.
         Layer(coordinator, private_name("params_to_release"), lambda *_: set()),
+        Layer(coordinator, "reset_step", lambda *_: None),
         Layer(coordinator, "release_and_reset_all", wrapper),
         Layer(offload, "_remove_module_hooks", wrapper),
         *(Layer(offload, name, wrapper) for name in registering if hasattr(offload, name)),
@@ -85,18 +92,6 @@ def release_hold(params: Iterable[Any]) -> None:
     """Undo `hold_params`."""
     for param in params:
         param.ds_active_sub_modules.discard(_BLOCK)
-
-
-def freeze_trace(offload: Any) -> Layer:
-    """Complete the prefetch trace as a forward does, and keep it until the layer is removed.
-
-    Collective if modules were recorded. An unfinished trace would be lost if an engine were built
-    on the model meanwhile, since that gives the modules other ids.
-    """
-    coordinator = offload.get_param_coordinator()
-    if coordinator.is_record_trace() and private(coordinator, "submodule_order"):
-        coordinator.reset_step()
-    return Layer(coordinator, "reset_step", lambda *_: None)
 
 
 def release_all(offload: Any) -> None:
