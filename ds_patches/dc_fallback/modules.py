@@ -53,15 +53,15 @@ def watch(module: torch.nn.Module, read: ReadParam) -> Callable[[], None]:
     for name, param in original.items():
         OrderedDict.__setitem__(watched, name, param)
     module._parameters = watched
-    return functools.partial(_put_back, module, original)
 
+    def put_back() -> None:
+        """Restore the module's own dict, with the parameters that the module has now."""
+        current = dict(module._parameters.items())
+        original.clear()
+        original.update(current)
+        module._parameters = original
 
-def _put_back(module: torch.nn.Module, original: Any) -> None:
-    """Restore the module's own dict, with the parameters that the module has now."""
-    current = dict(module._parameters.items())
-    original.clear()
-    original.update(current)
-    module._parameters = original
+    return put_back
 
 
 @functools.cache

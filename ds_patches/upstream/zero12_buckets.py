@@ -208,17 +208,7 @@ class ReduceBuckets:
 
     def divert(self, accepts: Callable[[Any], bool]) -> None:
         """Ask `accepts` for each gradient, by its parameter's key, if it goes into a bucket."""
-        self.stop_diverting()
-        method = "reduce_ready_partitions_and_remove_grads"
-        self.diversion = Layer(self.optimizer, method, self._diverting(accepts))
 
-    def stop_diverting(self) -> None:
-        """Remove the wrapper of `divert`."""
-        if self.diversion is not None:
-            self.diversion.remove()
-            self.diversion = None
-
-    def _diverting(self, accepts: Callable[[Any], bool]) -> Callable[..., None]:
         def divert_gradient(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
             # Runs for every gradient: two positional arguments need no signature lookup.
             positional = len(args) == 2 and not kwargs
@@ -227,4 +217,12 @@ class ReduceBuckets:
             if is_whole and accepts(self.key_of(param)):
                 wrapped(param, group)
 
-        return divert_gradient
+        self.stop_diverting()
+        method = "reduce_ready_partitions_and_remove_grads"
+        self.diversion = Layer(self.optimizer, method, divert_gradient)
+
+    def stop_diverting(self) -> None:
+        """Remove the wrapper of `divert`."""
+        if self.diversion is not None:
+            self.diversion.remove()
+            self.diversion = None
