@@ -1,7 +1,5 @@
 """Full curriculum batches, also from clusters that are smaller than a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

@@ -1,7 +1,5 @@
 """fp32 buffers that stay fp32 beside bf16 or fp16 parameters, as in 0.19.2 and later."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Frozen weights in checkpoints of ZeRO-1, for ``zero_to_fp32``."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

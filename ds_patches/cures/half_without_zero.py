@@ -1,7 +1,5 @@
 """Training in fp16 and bf16 without ZeRO, and resuming in bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

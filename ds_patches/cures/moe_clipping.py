@@ -1,7 +1,5 @@
 """Gradient clipping without ZeRO by a norm that includes the experts of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

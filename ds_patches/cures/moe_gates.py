@@ -1,7 +1,5 @@
 """MoE gates that keep each expert's most probable tokens, and take small batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

@@ -1,7 +1,5 @@
 """Broadcasts of parameters of no dimensions, in channels_last or transposed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps

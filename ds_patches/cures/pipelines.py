@@ -1,7 +1,5 @@
 """Pipelines that average micro steps on every stage, and run without ZeRO."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 from weakref import WeakSet

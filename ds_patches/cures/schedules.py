@@ -1,7 +1,5 @@
 """Warmup schedules with a learning rate for each group, and a cosine that ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

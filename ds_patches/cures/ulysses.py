@@ -1,7 +1,5 @@
 """Ulysses attention whose output has its input's layout, with the sequence first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

@@ -1,7 +1,5 @@
 """Access to fp32 weights, not momentum, after a universal checkpoint was loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

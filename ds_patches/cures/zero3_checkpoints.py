@@ -1,7 +1,5 @@
 """Loading of ZeRO-3 weights by the requested tag, also with ``load_module_only``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

@@ -4,8 +4,6 @@ Not applied by default: it was measured with few settings, and it raises if the 
 parameters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

@@ -1,7 +1,5 @@
 """ZeRO-3 training after inference_mode, after generation without hooks, in mixed dtypes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api

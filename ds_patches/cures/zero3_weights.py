@@ -1,7 +1,5 @@
 """All-gathers of loaded ZeRO-3 weights, with hpZ and with all-reduce for fetching."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

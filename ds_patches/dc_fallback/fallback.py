@@ -1,7 +1,5 @@
 """One engine under DeepCompile, whose frames that run eagerly gather and train."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """The hooks around a module's calls, and the dict through which its parameters are read."""
 
-from __future__ import annotations
-
 import functools
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The wrappers around DeepSpeed's optimizers, and the stream order of each optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ recorded on it; otherwise the allocator would reuse their memory as soon as the 
 queued already, since one of them has read the buffer that is filled next.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

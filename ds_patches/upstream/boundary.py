@@ -1,7 +1,5 @@
 """The gradient accumulation boundary of an engine and of its optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

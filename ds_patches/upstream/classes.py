@@ -3,8 +3,6 @@
 Optimizers are compared by exact class: a subclass, as ZenFlow's, reduces and steps differently.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core.patch import Class

@@ -1,7 +1,5 @@
 """Which engines a patch covers, and the reason for each that it does not."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -17,8 +17,6 @@ the next step. So do parameters that were gathered when DeepCompile chose which 
 by graphs that ran in an evaluation only. So each step marks all of them as stale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

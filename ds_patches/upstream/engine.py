@@ -1,7 +1,5 @@
 """The engine's private methods and the state that its backwards keep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The fp32 weights, states and gradients of DeepSpeed's optimizers, by parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The gates of DeepSpeed's MoE layer, 0.16.0 to 0.19.3, and the capacity of its experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

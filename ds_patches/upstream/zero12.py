@@ -1,7 +1,5 @@
 """Gradients of stages 1 and 2: averaged, pending until the boundary, and in reduce buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

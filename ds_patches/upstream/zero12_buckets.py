@@ -1,7 +1,5 @@
 """The reduce buckets of stages 1 and 2: one for each dtype from 0.17.2, one in all before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

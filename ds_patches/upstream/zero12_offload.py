@@ -1,7 +1,5 @@
 """Gradients of stages 1 and 2 under CPU offload: host sums and fp32 gradients."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """Stage 3: parameters, and the partitions and reduce buckets of their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Stage 3: all-gathers and releases of parameters, module hooks, and the prefetch trace."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
