@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ds_patches.core import api
+from ds_patches.core import api, live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, Target, upstream
 
@@ -37,7 +37,7 @@ def around_topk(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     # drop_tokens and drop_policy; by default the least probable tokens are dropped.
     if not all(rest[:1]) or any(policy != "probs" for policy in rest[2:]):
         return wrapped(*args, **kwargs)
-    if moe.compares_logits():
+    if "capacity_probs" in live.innermost(wrapped).__code__.co_varnames:  # to 0.18.9
         # Logits of the same probabilities that compare across tokens, and are positive.
         log_probs = logits.log_softmax(dim=1)
         logits = log_probs + (1.0 - log_probs.detach().nan_to_num(neginf=0.0).min())

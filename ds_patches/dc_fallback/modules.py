@@ -1,13 +1,15 @@
 """The hooks around a module's calls, and the dict through which its parameters are read."""
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ds_patches.upstream import deepcompile, zero3
+from ds_patches.upstream import deepcompile
+from ds_patches.upstream.classes import OFFLOAD
 from ds_patches.upstream.zero3_gathers import is_leaf
 
 from . import dynamo
@@ -64,7 +66,7 @@ def watch(module: torch.nn.Module, read: ReadParam) -> Callable[[], None]:
 
 @functools.cache
 def _watched_class() -> type:
-    stock: Any = zero3.parameter_dict_class()
+    stock: Any = sys.modules[OFFLOAD.module].ZeROOrderedDict
 
     class WatchedParameters(stock):  # type: ignore[misc]
         """The parameters of one module, through `read`; a copy is an ordinary dict."""

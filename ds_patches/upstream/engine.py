@@ -1,8 +1,8 @@
 """The engine's private methods and the state that its backwards keep."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from ds_patches.core import live
@@ -99,14 +99,6 @@ def restart_micro_steps(engine: Any) -> None:
     engine.micro_steps -= engine.micro_steps % steps
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = steps
-
-
-def reading_weights_by_tag(tag: str) -> AbstractContextManager[None]:
-    """Make DeepSpeed read ZeRO-3 weights by this tag instead of the file `latest`."""
-    from deepspeed.runtime import engine
-
-    read = partial(engine.get_fp32_state_dict_from_zero_checkpoint, tag=tag)
-    return meanwhile(engine, get_fp32_state_dict_from_zero_checkpoint=read)
 
 
 # --- A backward -----------------------------------------------------------------------------------

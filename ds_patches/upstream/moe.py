@@ -1,23 +1,11 @@
 """The gates of DeepSpeed's MoE layer, 0.16.0 to 0.19.3, and the capacity of its experts."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ds_patches.core import live
-
-
-@cache
-def compares_logits() -> bool:
-    """Return True if gates drop tokens by their logits, not their probabilities: to 0.18.9."""
-    from deepspeed.moe import sharded_moe
-
-    names = live.innermost(live.raw(sharded_moe, "topkgating")).__code__.co_varnames
-    return "capacity_probs" in names
 
 
 def capacity(logits: Tensor, factor: float, min_capacity: int) -> int:

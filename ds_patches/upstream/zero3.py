@@ -23,14 +23,6 @@ def partitioned_params(module: torch.nn.Module) -> list[Any]:
     return [param for param in module.parameters() if hasattr(param, "ds_id")]
 
 
-def parameter_dict_class() -> type:
-    """Return the class of the dict in which ZeRO-3 keeps a module's parameters."""
-    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
-
-    dict_class: type = ZeROOrderedDict
-    return dict_class
-
-
 def is_available(param: Any) -> bool:
     """Return True if `param` is gathered, for example by ``GatheredParameters``."""
     return bool(param.ds_status.name == "AVAILABLE")
