@@ -166,9 +166,8 @@ def reset_backward(engine: Any) -> None:
     if reset is not None:
         optimizer._epilogue_ran_this_backward = False
         reset()
-    if not hasattr(
-        engine, "_running_engine_backward_count"
-    ):  # 0.18.3-0.19.5: a flag, not reset on errors
+    # From 0.18.3 to 0.19.5 a flag, which is not reset on errors; later a count.
+    if not hasattr(engine, "_running_engine_backward_count"):
         engine._running_engine_backward = False
     engine._manual_backward_expected = False
 

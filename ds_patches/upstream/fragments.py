@@ -152,10 +152,8 @@ def expose_gradient_sums(optimizer: Any) -> None:
     For bf16 parameters with fp32 gradients. A backward leaves the rank's own last gradient in
     ``param.grad``, which is read first, to 0.19.7; and each rank holds whole sums, not its part.
     """
-    if getattr(
-        optimizer, "graph_harvesting", False
-    ):  # to 0.19.7; CUDA graphs hold the gradients' addresses
-        return
+    if getattr(optimizer, "graph_harvesting", False):
+        return  # to 0.19.7; CUDA graphs hold the gradients' addresses
     gradients, sums = optimizer.fp32_groups_gradient_dict, optimizer.fp32_groups_gradients
     for group, params in enumerate(optimizer.bf16_groups):
         if gradients[group] is sums[group]:  # as DeepSpeed set it

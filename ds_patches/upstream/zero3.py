@@ -45,9 +45,8 @@ def full_value(param: Any) -> torch.Tensor:
 
     Returns a tensor of its shape and dtype, on its device.
     """
-    shard = param.ds_tensor.detach().to(
-        param.device, non_blocking=True
-    )  # may be offloaded to the CPU
+    # The partition may be offloaded to the CPU.
+    shard = param.ds_tensor.detach().to(param.device, non_blocking=True)
     ranks = dist.get_world_size(param.ds_process_group)
     padded = torch.empty(ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
     dist.all_gather_into_tensor(padded, shard, group=param.ds_process_group)
