@@ -72,7 +72,7 @@ def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     """Multiply the loss by the optimizer's scale: DeepSpeed scales for ZeRO and autocast only."""
     if not _scales_losses(engine):
         return wrapped(*args, **kwargs)
-    # In fp32: most scales overflow in fp16.
+    # In place of PyTorch's GradScaler. The loss is in fp32, as most scales overflow in fp16.
     scaler = SimpleNamespace(scale=lambda loss: loss.float() * engine.optimizer.loss_scale)
     with meanwhile(engine, torch_autocast_z0_gradscaler=scaler):
         return wrapped(*args, **kwargs)

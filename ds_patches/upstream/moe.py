@@ -1,4 +1,4 @@
-"""The gates of DeepSpeed's MoE layer, 0.16.0 to 0.19.3, and the capacity of its experts."""
+"""DeepSpeed's MoE layer: the capacity of its experts, and the norm of their gradients."""
 
 from collections.abc import Sequence
 from typing import Any
