@@ -108,10 +108,8 @@ def clear_gradients(optimizer: Any) -> None:
 
 def set_zero_gradient(optimizer: Any, param: Any) -> None:
     """Set a parameter's gradient to zeros, so that it takes part in the reduction."""
-    if optimizer.use_grad_accum_attribute:
-        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
-    else:
-        param.grad = torch.zeros_like(param)
+    dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
+    setattr(param, gradient_attribute(optimizer), torch.zeros_like(param, dtype=dtype))
 
 
 def set_up_buckets(optimizer: Any) -> None:

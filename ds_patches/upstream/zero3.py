@@ -92,22 +92,18 @@ def zero_gradients(optimizer: Any, ids: Collection[int]) -> None:
     partitions = gradient_partitions(optimizer)
     for ds_id in ids:
         partitions[ds_id].zero_()
-    for param, host in _host_gradients(optimizer, ids):
+    for param_id, _, host in _host_gradients(optimizer, ids):
         host.zero_()
         norms = optimizer.norm_for_param_grads
-        param_id = optimizer.get_param_id(param)
         if (norm := norms.get(param_id)) is not None:
             norms[param_id] = torch.zeros_like(norm)
 
 
 def copy_to_host(optimizer: Any, ids: Collection[int]) -> None:
     """Copy gradients to an offloaded optimizer, as a backward at the boundary does."""
-    partitions = gradient_partitions(optimizer)
-    for param, host in _host_gradients(optimizer, ids):
-        partition = partitions[param.ds_id].view(-1).narrow(0, 0, host.numel())
+    for param_id, partition, host in _host_gradients(optimizer, ids):
         host.copy_(partition)
-        norm = partition.float().norm(2)
-        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
+        optimizer.norm_for_param_grads[param_id] = partition.float().norm(2)
 
 
 def set_averages(optimizer: Any, ids: Collection[int]) -> None:
@@ -125,22 +121,25 @@ def set_averages(optimizer: Any, ids: Collection[int]) -> None:
 
 def copy_from_host(optimizer: Any, ids: Collection[int]) -> None:
     """Copy gradients that a script set in an offloaded optimizer to the partitions."""
-    partitions = gradient_partitions(optimizer)
-    for param, host in _host_gradients(optimizer, ids):
-        partitions[param.ds_id].view(-1).narrow(0, 0, host.numel()).copy_(host)
-        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = host.float().norm(2)
+    for param_id, partition, host in _host_gradients(optimizer, ids):
+        partition.copy_(host)
+        optimizer.norm_for_param_grads[param_id] = host.float().norm(2)
 
 
-def _host_gradients(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield parameters with an offloaded optimizer's gradients in host memory."""
+def _host_gradients(
+    optimizer: Any, ids: Collection[int]
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield ids of parameters, their partitions, and an offloaded optimizer's gradients of them."""
     if not optimizer.offload_optimizer or not ids:
         return
     for param in (param for group in optimizer.fp16_groups for param in group):
         if param.ds_id in ids:
-            index, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
+            param_id = optimizer.get_param_id(param)
+            index, offset, numel = optimizer.grad_position[param_id]
             gradient = optimizer.fp32_partitioned_groups_flat[index].grad
             if gradient is not None:
-                yield param, gradient.narrow(0, offset, numel)
+                partition = gradient_partitions(optimizer)[param.ds_id].view(-1)
+                yield param_id, partition[:numel], gradient.narrow(0, offset, numel)
 
 
 def set_zero_gradient(param: Any) -> None:
