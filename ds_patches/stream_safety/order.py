@@ -24,7 +24,7 @@ class StreamOrder:
     """The streams of one optimizer, and the wrappers around its methods until `remove`."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._accelerator = optimizer, accelerator()
+        self._optimizer = optimizer
         self._reduction_stream = optimizer.reduction_stream
         # For each bucket the streams that fill it. From 0.19.3 on the reduction waits for all of
         # them; before, there is no such set, and it waits for one stream.
@@ -32,7 +32,8 @@ class StreamOrder:
         self._waits_for_producers = bool(self._producers)
         # Without a device index, current_stream() makes PyTorch query the driver for every device;
         # and a thread's current device may be another one.
-        self._device = getattr(self._reduction_stream, "device_index", None)
+        device = getattr(self._reduction_stream, "device_index", None)
+        self._current_stream = partial(accelerator().current_stream, device)
         self._streams: set[Any] = set()  # all streams that gradients have come from
         self._task_id: int | None = None  # the graph task of the last gradient
         epilogue = "independent_gradient_partition_epilogue"
@@ -125,9 +126,6 @@ class StreamOrder:
             # DeepSpeed's own waits suffice for one stream; to 0.19.2 a second would go unnoticed.
             if len(self._streams) == 1 and self._waits_for_producers:
                 self._stop_watching_gradients()
-
-    def _current_stream(self) -> Any:
-        return self._accelerator.current_stream(self._device)
 
 
 def _keep_buffer_index(bucket: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
