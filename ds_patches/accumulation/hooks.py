@@ -143,7 +143,10 @@ def _divides_eagerly(engine: Any) -> bool:
 
     Without this, nothing divides the losses of pipelines and of compiled engines.
     """
-    return upstream_engine.divides_gradients(engine) and not coverage.compiles_backward(engine)
+    if engine.pipeline_parallelism or not upstream_engine.has_torch_style_backward(engine):
+        return False
+    trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
+    return trains and not coverage.compiles_backward(engine)
 
 
 def around_scale(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -194,8 +197,9 @@ def around_post_hook(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) 
             return None
         if watch.task_id not in (None, current_task_id()) and watch.running:
             return None  # nested: the outer backward runs it
-        is_plain = engine not in engine_backwards
-        if is_plain and upstream_engine.reached_no_parameter(engine) and steps.end_empty_backward():
+        # DeepSpeed's epilogue fails if a plain backward has reached no parameter of the engine.
+        is_empty = engine not in engine_backwards and upstream_engine.saw_gradients(engine) is False
+        if is_empty and steps.end_empty_backward():
             return None
     return wrapped(*args, **kwargs)
 

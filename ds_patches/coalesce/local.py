@@ -179,7 +179,7 @@ class LocalGradients(Listener):
             for timer in getattr(engine.timers, "timers", {}).values():
                 if timer.started_:  # a running timer cannot be started again
                     timer.stop()
-            upstream_boundary.restore_boundary(engine, boundary)
+            upstream_boundary.set_user_boundary(engine, boundary)
             if had_backward or engine.zero_optimization_partition_weights():  # which are gathered
                 self.sum.drop_local()
                 logger.warning(_RAISED)

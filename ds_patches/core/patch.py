@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -84,9 +85,6 @@ class Patch:
     remove_when, upstream: shown on the patch's page in docs/.
     collectives: True if it changes which collectives run. All ranks of an engine must then apply
         it, and are compared when the engine is constructed.
-    hooks: the module of its wrappers: `__name__` for a cure in one file; "" for `hooks` in the
-        patch's folder, which is imported when the patch is applied. Functions of that module are
-        given by their name, others as "module:function".
     activate: a `() -> Sequence[str]`, run after all wrappers are installed; returns notes for the
         user. If it raises, the wrappers are removed.
     deactivate: a `() -> None`, run before the wrappers are removed.
@@ -104,15 +102,22 @@ class Patch:
     upstream: tuple[Link, ...] = ()
     dependencies: tuple[Dependency, ...] = ()
     collectives: bool = True
-    hooks: str = ""
     activate: str | None = None
     deactivate: str | None = None
     may_unapply: str | None = None
     requires: tuple[str, ...] = ()
     by_default: bool = True
 
+    @property
+    def hooks(self) -> str:
+        """The module of its wrappers: a cure's own file, or `hooks` in the patch's folder."""
+        cure = f"ds_patches.cures.{self.name}"
+        return cure if cure in sys.modules else f"ds_patches.{self.name}.hooks"
+
     def function(self, name: str) -> Any:
-        """Import and return the function that a target, `activate` or `deactivate` names."""
+        """Import and return the function that a target, `activate` or `deactivate` names.
+
+        name: of a function in `hooks`, or "module:function".
+        """
         module, _, function = name.rpartition(":")
-        module = module or self.hooks or f"ds_patches.{self.name}.hooks"
-        return getattr(import_module(module), function)
+        return getattr(import_module(module or self.hooks), function)

@@ -1,7 +1,5 @@
 """Full curriculum batches, also from clusters that are smaller than a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -14,7 +12,6 @@ _SAMPLER = Class(
 
 PATCH = Patch(
     name="curriculum_batches",
-    hooks=__name__,
     summary="curriculum batches are full, also from clusters that are smaller than a batch",
     remove_when="a DeepSpeed release fills curriculum batches; none up to 0.19.8 does",
     upstream=upstream("PR 8520"),

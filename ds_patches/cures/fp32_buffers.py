@@ -1,7 +1,5 @@
 """fp32 buffers that stay fp32 beside bf16 or fp16 parameters, as in 0.19.2 and later."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,25 +12,20 @@ from ds_patches.upstream.classes import ENGINE, INIT, INIT_BASE
 
 logger = logging.getLogger("ds_patches.fp32_buffers")
 
-_TARGETS = (
-    ENGINE.target("_configure_distributed_model", "around_configure"),
-    INIT.target("_post_init_method", "around_post_init"),
-    INIT_BASE.target("_add_tensor_creation_wrappers", "around_constructors"),
-)
-
-_DEPENDENCIES = (
-    Dependency(INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts new tensors"),
-)
-
 PATCH = Patch(
     name="fp32_buffers",
-    hooks=__name__,
     summary="buffers in fp32, such as rotary tables, stay in fp32 under bf16 and fp16",
     remove_when="zero.Init keeps the dtypes that a model names; no release up to 0.19.8 does",
     upstream=upstream("PR 8066"),
     supported=">=0.16.0,<=0.19.8",
-    targets=_TARGETS,
-    dependencies=_DEPENDENCIES,
+    targets=(
+        ENGINE.target("_configure_distributed_model", "around_configure"),
+        INIT.target("_post_init_method", "around_post_init"),
+        INIT_BASE.target("_add_tensor_creation_wrappers", "around_constructors"),
+    ),
+    dependencies=(
+        Dependency(INIT.module, "zero_wrapper_for_fp_tensor_constructor", "casts new tensors"),
+    ),
 )
 
 apply, unapply, is_applied = api.of(__name__)
@@ -44,7 +37,6 @@ _UNCAST = (
     "The results differ from those without this patch. To skip it, for example if a forward now "
     "raises because of dtypes: DS_PATCHES_SKIP=fp32_buffers"
 )
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
 #: Buffers of modules built in `zero.Init` whose dtype is not that of `zero.Init`, by id.
 _made_in_init: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -96,7 +88,7 @@ def around_constructors(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs)
     import torch
 
     by_dtype = {}
-    for dtype in (*(getattr(torch, name) for name in _DTYPES), init.dtype):
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, init.dtype):
         with meanwhile(init, dtype=dtype):
             wrapped(*args, **kwargs)
         by_dtype[dtype] = {name: getattr(torch, name) for name in _CONSTRUCTORS}

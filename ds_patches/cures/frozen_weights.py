@@ -1,7 +1,5 @@
 """Frozen weights in checkpoints of ZeRO-1, for ``zero_to_fp32``."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,6 @@ from ds_patches.upstream.classes import ENGINE
 
 PATCH = Patch(
     name="frozen_weights",
-    hooks=__name__,
     summary="zero_to_fp32 finds the frozen weights in a checkpoint of ZeRO 1",
     remove_when="a DeepSpeed release saves frozen weights at stage 1; none up to 0.19.8 does",
     upstream=(),

@@ -1,9 +1,8 @@
 """Training in fp16 and bf16 without ZeRO, and resuming in bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from ds_patches.core import api
@@ -16,47 +15,39 @@ from ds_patches.upstream.engine import as_engine_backward, unscale_norm
 
 _OVERFLOW = Class("deepspeed.runtime.utils", "CheckOverflow")
 
+_OPTIMIZERS = (FP16, FP16_UNFUSED)
 _ASSUMES_ZERO = ">=0.17.6,<=0.18.4"
 _UNFUSED_BF16 = ">=0.17.6,<=0.18.5"
 
-_TARGETS = (
-    ENGINE.target("backward", "around_loss", TORCH_STYLE),
-    ENGINE.target("scale", "around_loss", TORCH_STYLE),
-    ENGINE.target("_backward_prologue", "around_prologue", ">=0.18.3,<=0.18.4"),
-    FP16.target("step", "around_fused_step", "<=0.17.5"),
-    FP16.target("step", "around_returning_step", ">=0.17.6,<=0.18.1"),
-    FP16.target("step", "around_fused_step", ">=0.18.2"),
-    FP16_UNFUSED.target("step", "around_unfused_step", "<=0.17.5"),
-    FP16_UNFUSED.target("backward", "around_unscaled", _UNFUSED_BF16),
-    FP16_UNFUSED.target("step", "around_either_step", _UNFUSED_BF16),
-    FP16_UNFUSED.target("step", "around_unfused_step", ">=0.18.6"),
-    FP16_UNFUSED.target("state_dict", "around_unscaled", _UNFUSED_BF16),
-    ENGINE.target("_save_checkpoint", "around_checkpoint", _ASSUMES_ZERO),
-    ENGINE.target("load_checkpoint", "around_checkpoint", _ASSUMES_ZERO),
-    FP16.target("initialize_optimizer_states", "around_states"),
-    FP16_UNFUSED.target("initialize_optimizer_states", "around_states"),
-    FP16.target("load_state_dict", "around_load_state", ">=0.17.6"),
-    FP16_UNFUSED.target("load_state_dict", "around_load_state", ">=0.17.6"),
-)
-
-_DEPENDENCIES = (
-    FP16.needs("_update_scale", "raises the scale in the middle of a step"),
-    FP16_UNFUSED.needs("_update_scale", "raises the scale in the middle of a step"),
-    FP16.needs("unscale_and_clip_grads", "divides by the scale"),
-    FP16_UNFUSED.needs("unscale_and_clip_grads", "divides by the scale"),
-    ENGINE.needs("_load_checkpoint", "loads optimizers other than ZeRO's", _ASSUMES_ZERO),
-    _OVERFLOW.needs("has_overflow", "reduces over all stages of a pipeline"),
-)
-
 PATCH = Patch(
     name="half_without_zero",
-    hooks=__name__,
     summary="fp16 and bf16 train without ZeRO, and bf16 resumes",
     remove_when="a release scales the loss of fp16 without ZeRO; none up to 0.19.8 does",
     upstream=upstream("issue 8393", "PR 7645", "PR 7786"),
     supported=">=0.16.0,<=0.19.8",
-    targets=_TARGETS,
-    dependencies=_DEPENDENCIES,
+    targets=(
+        ENGINE.target("backward", "around_loss", TORCH_STYLE),
+        ENGINE.target("scale", "around_loss", TORCH_STYLE),
+        ENGINE.target("_backward_prologue", "around_prologue", ">=0.18.3,<=0.18.4"),
+        FP16.target("step", "around_fused_step", "<=0.17.5"),
+        FP16.target("step", "around_returning_step", ">=0.17.6,<=0.18.1"),
+        FP16.target("step", "around_fused_step", ">=0.18.2"),
+        FP16_UNFUSED.target("step", "around_unfused_step", "<=0.17.5"),
+        FP16_UNFUSED.target("backward", "around_unscaled", _UNFUSED_BF16),
+        FP16_UNFUSED.target("step", "around_either_step", _UNFUSED_BF16),
+        FP16_UNFUSED.target("step", "around_unfused_step", ">=0.18.6"),
+        FP16_UNFUSED.target("state_dict", "around_unscaled", _UNFUSED_BF16),
+        ENGINE.target("_save_checkpoint", "around_checkpoint", _ASSUMES_ZERO),
+        ENGINE.target("load_checkpoint", "around_checkpoint", _ASSUMES_ZERO),
+        *(kind.target("initialize_optimizer_states", "around_states") for kind in _OPTIMIZERS),
+        *(kind.target("load_state_dict", "around_load_state", ">=0.17.6") for kind in _OPTIMIZERS),
+    ),
+    dependencies=(
+        *(kind.needs("_update_scale", "raises the scale in a step") for kind in _OPTIMIZERS),
+        *(kind.needs("unscale_and_clip_grads", "divides by the scale") for kind in _OPTIMIZERS),
+        ENGINE.needs("_load_checkpoint", "loads optimizers other than ZeRO's", _ASSUMES_ZERO),
+        _OVERFLOW.needs("has_overflow", "reduces over all stages of a pipeline"),
+    ),
     requires=("accumulation",),
 )
 
@@ -77,22 +68,13 @@ def _scales_losses(engine: Any) -> bool:
     return is_fp16 and engine.torch_autocast_z0_gradscaler is None
 
 
-class _LossScale:
-    """The loss scale of an fp16 optimizer, with the method `scale` of PyTorch's GradScaler."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def scale(self, loss: Any) -> Any:
-        """Return the loss times the loss scale, in fp32: most scales overflow in fp16."""
-        return loss.float() * self.optimizer.loss_scale
-
-
 def around_loss(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:
     """Multiply the loss by the optimizer's scale: DeepSpeed scales for ZeRO and autocast only."""
     if not _scales_losses(engine):
         return wrapped(*args, **kwargs)
-    with meanwhile(engine, torch_autocast_z0_gradscaler=_LossScale(engine.optimizer)):
+    # In place of PyTorch's GradScaler. The loss is in fp32, as most scales overflow in fp16.
+    scaler = SimpleNamespace(scale=lambda loss: loss.float() * engine.optimizer.loss_scale)
+    with meanwhile(engine, torch_autocast_z0_gradscaler=scaler):
         return wrapped(*args, **kwargs)
 
 
@@ -180,26 +162,20 @@ def _is_bf16(optimizer: Any) -> bool:
     return any(str(param.dtype) == "torch.bfloat16" for param in params)
 
 
-def _unscaled(optimizer: Any) -> AbstractContextManager[None]:
-    """Set the loss scale to 1 for the length of a block, if the parameters are bf16."""
-    if not _is_bf16(optimizer):
-        return nullcontext()
-    return meanwhile(optimizer, dynamic_loss_scale=False, cur_scale=1.0)
-
-
 def around_either_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Step bf16 parameters with a loss scale of 1, as their loss was not scaled."""
     if not _is_bf16(optimizer):
         return around_unfused_step(wrapped, optimizer, args, kwargs)
-    with _unscaled(optimizer):
-        result = wrapped(*args, **kwargs)
+    result = around_unscaled(wrapped, optimizer, args, kwargs)
     optimizer.zero_grad()
     return result
 
 
 def around_unscaled(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Use a loss scale of 1 in bf16; DeepSpeed to 0.18.2 scales the loss and saves the scale."""
-    with _unscaled(optimizer):
+    if not _is_bf16(optimizer):
+        return wrapped(*args, **kwargs)
+    with meanwhile(optimizer, dynamic_loss_scale=False, cur_scale=1.0):
         return wrapped(*args, **kwargs)
 
 

@@ -1,7 +1,5 @@
 """Gradient clipping without ZeRO by a norm that includes the experts of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -11,7 +9,6 @@ from ds_patches.upstream.classes import ENGINE, FP16_UNFUSED
 
 PATCH = Patch(
     name="moe_clipping",
-    hooks=__name__,
     summary="without ZeRO, gradients are clipped by a norm that includes the experts of all ranks",
     remove_when="a DeepSpeed release adds up the experts' squared norms; none up to 0.19.8 does",
     upstream=upstream("issue 8475", "PR 8478", "PR 8613"),
@@ -39,7 +36,12 @@ def around_clip(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
     from ds_patches.upstream import moe
 
     params = [*engine.module.parameters()]
-    return moe.clip(params, engine.gradient_clipping(), moe.total_norm(params))
+    norm = moe.total_norm(params)
+    factor = (engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)  # as DeepSpeed's
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(factor)
+    return norm
 
 
 def around_unscale(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

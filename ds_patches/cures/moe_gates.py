@@ -1,10 +1,8 @@
 """MoE gates that keep each expert's most probable tokens, and take small batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from ds_patches.core import api
+from ds_patches.core import api, live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.patch import Patch, Target, upstream
 
@@ -12,7 +10,6 @@ _GATES = "deepspeed.moe.sharded_moe"
 
 PATCH = Patch(
     name="moe_gates",
-    hooks=__name__,
     summary="experts of DeepSpeed's MoE layer keep their most probable tokens; small batches train",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 7986", "PR 8155"),
@@ -37,10 +34,13 @@ def around_topk(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
     from ds_patches.upstream import moe
 
     logits, k, factor, min_capacity, *rest = in_order(wrapped, args, kwargs)
-    if not moe.drops_tokens(rest[:1], rest[2:]):
+    # drop_tokens and drop_policy; by default the least probable tokens are dropped.
+    if not all(rest[:1]) or any(policy != "probs" for policy in rest[2:]):
         return wrapped(*args, **kwargs)
-    if moe.compares_logits():
-        logits = moe.comparable_logits(logits)
+    if "capacity_probs" in live.innermost(wrapped).__code__.co_varnames:  # to 0.18.9
+        # Logits of the same probabilities that compare across tokens, and are positive.
+        log_probs = logits.log_softmax(dim=1)
+        logits = log_probs + (1.0 - log_probs.detach().nan_to_num(neginf=0.0).min())
     capacity = moe.capacity(logits, factor * k, min_capacity)
     if capacity <= len(logits):
         return wrapped(logits, k, factor, min_capacity, *rest)
@@ -56,7 +56,7 @@ def around_top1(wrapped: Wrapped, _: None, args: Args, kwargs: Kwargs) -> Any:
 
     logits, factor, min_capacity, *rest = in_order(wrapped, args, kwargs)
     capacity = moe.capacity(logits, factor, min_capacity)
-    pads = min_capacity <= len(logits) < capacity and moe.drops_tokens(rest[2:3])
-    if not pads or any(rest[5:]):
+    pads = min_capacity <= len(logits) < capacity
+    if not pads or not all(rest[2:3]) or any(rest[5:]):  # drop_tokens, use_tutel
         return wrapped(*args, **kwargs)
     return moe.pad_to_capacity(wrapped(logits, 0.0, len(logits), *rest), capacity)

@@ -1,9 +1,8 @@
 """Broadcasts of parameters of no dimensions, in channels_last or transposed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from ds_patches.core import api
@@ -13,7 +12,6 @@ from ds_patches.upstream.classes import ENGINE, GATHERED, INIT, INIT_BASE
 
 PATCH = Patch(
     name="parameter_layouts",
-    hooks=__name__,
     summary="models with a parameter without dimensions (CLIP) or in channels_last train",
     remove_when="your release is not 0.19.8",
     supported="==0.19.8",
@@ -55,15 +53,26 @@ def around_convert(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> N
 
 def around_enter(wrapped: Wrapped, init: Any, args: Args, kwargs: Kwargs) -> None:
     """Flatten the parameters that ``Module.apply`` broadcasts in ``zero.Init``."""
-    from ds_patches.upstream.zero3 import after_module_apply, is_partitioned
-
-    def flatten(module: Any) -> None:
-        for param in filter(is_partitioned, module.parameters(recurse=False)):
-            _flatten(param)
+    from torch.nn import Module  # every command reads this file, and few need torch
 
     wrapped(*args, **kwargs)
-    if init.override_module_apply:
-        after_module_apply(flatten)
+    if not init.override_module_apply:
+        return
+    gathering_apply: Any = Module.apply
+
+    @wraps(gathering_apply)
+    def apply(module: Any, function: Any) -> Any:
+        @wraps(function)
+        def applied(applied_module: Any) -> None:
+            function(applied_module)
+            for param in applied_module.parameters(recurse=False):
+                if hasattr(param, "ds_id"):
+                    _flatten(param)
+
+        # DeepSpeed marks functions that it has wrapped already: these contain `applied`.
+        return gathering_apply(module, function if hasattr(function, "wrapped") else applied)
+
+    Module.apply = apply  # type: ignore[method-assign,assignment]
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Pipelines that average micro steps on every stage, and run without ZeRO."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 from weakref import WeakSet
@@ -14,7 +12,6 @@ from ds_patches.upstream.engine import as_engine_backward
 
 PATCH = Patch(
     name="pipelines",
-    hooks=__name__,
     summary="pipelines average their micro steps on every stage, and run without ZeRO",
     remove_when="your release is 0.19.3 or later",
     upstream=upstream("PR 8154", "issue 8152"),

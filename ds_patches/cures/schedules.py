@@ -1,7 +1,5 @@
 """Warmup schedules with a learning rate for each group, and a cosine that ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -13,7 +11,6 @@ _COSINE = Class(_SCHEDULES, "WarmupCosineLR")
 
 PATCH = Patch(
     name="schedules",
-    hooks=__name__,
     summary="warmup schedules keep each group's learning rate, and a cosine stays at its minimum",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 8171", "PR 8142", "PR 7969"),

@@ -1,7 +1,5 @@
 """Ulysses attention whose output has its input's layout, with the sequence first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -12,7 +10,6 @@ _LAYER = "deepspeed.sequence.layer"
 
 PATCH = Patch(
     name="ulysses",
-    hooks=__name__,
     summary="Ulysses returns attention in its input's layout, with the sequence first",
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8317"),

@@ -1,7 +1,5 @@
 """Access to fp32 weights, not momentum, after a universal checkpoint was loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -12,7 +10,6 @@ _OPTIMIZER = Class("deepspeed.runtime.base_optimizer", "ZeROOptimizer")
 
 PATCH = Patch(
     name="universal_checkpoint",
-    hooks=__name__,
     summary="after a universal checkpoint, scripts read and set fp32 weights, not momentum",
     remove_when="your release is 0.19.7 or later",
     upstream=upstream("PR 8474"),

@@ -48,7 +48,6 @@ _version_of = attrgetter("_version")
 
 PATCH = Patch(
     name="weights_by_hand",
-    hooks=__name__,
     summary="weights that a script changes between steps stay changed: loaded, clamped, averaged",
     remove_when="a release steps from weights that a script changed; none up to 0.19.8 does",
     supported=">=0.16.0,<=0.19.8",
@@ -113,7 +112,7 @@ class _Weights:
         for param, before, writes in self._changed():
             if (part := slices.get(id(param))) is None:  # another rank's
                 continue
-            weights, fp32 = fragments.weight_pair(param, part)
+            weights, fp32 = fragments.weight_pair(part)
             weights = weights.to(fp32.device)
             rounded = fp32.to(weights.dtype)
             is_changed = ~_is_equal(weights, rounded, writes)
@@ -163,7 +162,7 @@ def _weights_of(optimizer: Any) -> _Weights | None:
     if getattr(optimizer, "params_in_nvme_and_cpu", False):  # the weights are in files
         return None
     try:
-        params = [param for param, _ in fragments.slices_with_params(optimizer)]
+        params = [part.param for part in fragments.slices(optimizer).values()]
     except NotChecked:
         return None
     return _Weights([] if class_of(optimizer) == ZERO3 else params)
@@ -278,40 +277,27 @@ def _around_setter(param: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwa
     return result
 
 
-def around_set(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Copy fp32 weights set by ``safe_set_full_fp32_param`` into the partition."""
-    result, param, value = _set_at_stage3(wrapped, optimizer, args, kwargs)
-    if param is not None:
-        from ds_patches.upstream.zero3 import is_available
-
-        if is_available(param):  # persistent parameters stay gathered
-            param.data.copy_(value.reshape(param.shape))
-    return result
-
-
 def around_set_part(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy fp32 weights set by ``safe_set_local_fp32_param`` into the partition."""
-    return _set_at_stage3(wrapped, optimizer, args, kwargs)[0]
+    return around_set(wrapped, optimizer, args, kwargs, is_whole=False)
 
 
-def _set_at_stage3(
-    wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs
-) -> tuple[Any, Any, Any]:
-    """Copy set fp32 weights into the partition; return the result, parameter and value.
-
-    The parameter is None if an optimizer state was set, or if the weights are not tracked.
-    """
+def around_set(
+    wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs, is_whole: bool = True
+) -> Any:
+    """Copy fp32 weights set by ``safe_set_full_fp32_param`` into the partition."""
     result = wrapped(*args, **kwargs)
     value, param, *state = in_order(wrapped, args, kwargs)
     if any(state) or not param.requires_grad or _weights.get(optimizer) is None:
-        return result, None, value
-    from ds_patches.upstream import fragments
-    from ds_patches.upstream.zero3 import drop_secondary
+        return result  # the script sets an optimizer state, or the weights are not tracked
+    from ds_patches.upstream import fragments, zero3
 
-    partition, fp32 = fragments.weight_pair(param, fragments.slice_at_stage3(optimizer, param))
+    partition, fp32 = fragments.weight_pair(fragments.slice_at_stage3(optimizer, param))
     partition.copy_(fp32)
-    drop_secondary(param)
-    return result, param, value
+    zero3.drop_secondary(param)
+    if is_whole and zero3.is_available(param):  # persistent parameters stay gathered
+        param.data.copy_(value.reshape(param.shape))
+    return result
 
 
 def around_load_state(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:

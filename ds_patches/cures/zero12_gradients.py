@@ -19,7 +19,6 @@ _REDUCE = "reduce_independent_p_g_buckets_and_remove_grads"
 
 PATCH = Patch(
     name="zero12_gradients",
-    hooks=__name__,
     summary="gradients of ZeRO-1 and ZeRO-2: tiles, fp32 sums, overflow on one rank, no elements",
     remove_when="a release steps with the gradient that a script sets; none up to 0.19.8 does",
     upstream=upstream("PR 7829", "PR 7580", "PR 8280"),

@@ -1,17 +1,16 @@
 """Loading of ZeRO-3 weights by the requested tag, also with ``load_module_only``."""
 
-from __future__ import annotations
-
+import sys
+from functools import partial
 from typing import Any
 
 from ds_patches.core import api
-from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
+from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order, meanwhile
 from ds_patches.core.patch import Dependency, Patch
 from ds_patches.upstream.classes import ENGINE
 
 PATCH = Patch(
     name="zero3_checkpoints",
-    hooks=__name__,
     summary="ZeRO-3 loads the weights of the requested tag, also with load_module_only",
     remove_when="a DeepSpeed release reads weights by their tag; none up to 0.19.8 does",
     upstream=(),
@@ -51,11 +50,11 @@ def around_load(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> An
         or engine.has_moe_layers  # their weights are read from files of their own
     ):
         return wrapped(*args, **kwargs)
-    from ds_patches.upstream.engine import reading_weights_by_tag
-
+    module = sys.modules[ENGINE.module]
+    read = partial(module.get_fp32_state_dict_from_zero_checkpoint, tag=tag)
     # Without this, load_module_only reads the module's own weights, which are empty at ZeRO-3.
     options["load_optimizer_states"] = False
-    with reading_weights_by_tag(tag):
+    with meanwhile(module, get_fp32_state_dict_from_zero_checkpoint=read):
         path, states = wrapped(folder, tag, **options)
     if loads_states and states:
         states.pop("optimizer", None)  # DeepSpeed returns no state that it loads

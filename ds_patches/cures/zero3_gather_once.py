@@ -4,8 +4,6 @@ Not applied by default: it was measured with few settings, and it raises if the 
 parameters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -16,7 +14,6 @@ from ds_patches.upstream.classes import ENGINE, GATHER_ONCE_DEPENDENCIES, GATHER
 
 PATCH = Patch(
     name="zero3_gather_once",
-    hooks=__name__,
     summary="ZeRO-3 gathers parameters once a step, where all fit into stage3_max_live_parameters",
     remove_when="a release gathers once where memory allows it; none up to 0.19.8 does",
     supported=">=0.16.0,<=0.19.8",
@@ -29,7 +26,7 @@ PATCH = Patch(
         *GATHER_ONCE_DEPENDENCIES,
         ZERO3.needs("reduce_ready_partitions_and_remove_grads", "is called for each gradient"),
     ),
-    deactivate="deactivate",
+    deactivate="ds_patches.steps.gather_once:close_all",  # puts DeepSpeed's module hooks back
     requires=("accumulation",),
     by_default=False,
 )
@@ -42,13 +39,6 @@ _DIFFER = (
     "engine.coalesce_grad_reduction(); or skip zero3_gather_once, and make z3 "
     "leaf modules of modules that not all ranks use."
 )
-
-
-def deactivate() -> None:
-    """Put DeepSpeed's module hooks back, which gather and partition, in every engine."""
-    from ds_patches.steps import gather_once
-
-    gather_once.close_all()
 
 
 def around_forward(wrapped: Wrapped, engine: Any, args: Args, kwargs: Kwargs) -> Any:

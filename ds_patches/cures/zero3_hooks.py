@@ -1,7 +1,5 @@
 """ZeRO-3 training after inference_mode, after generation without hooks, in mixed dtypes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import api
@@ -11,7 +9,6 @@ from ds_patches.upstream.classes import COORDINATOR, GATHERED, INIT, OFFLOAD
 
 PATCH = Patch(
     name="zero3_hooks",
-    hooks=__name__,
     summary="ZeRO-3 trains on after inference_mode, generation without hooks, mixed dtypes",
     remove_when="a release assigns no inference tensors to parameters; none up to 0.19.8 does",
     upstream=upstream("PR 8043", "PR 8073", "issue 8072"),

@@ -1,7 +1,5 @@
 """All-gathers of loaded ZeRO-3 weights, with hpZ and with all-reduce for fetching."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -12,7 +10,6 @@ from ds_patches.upstream.classes import GATHERED, INIT, ZERO3
 
 PATCH = Patch(
     name="zero3_weights",
-    hooks=__name__,
     summary="ZeRO-3 gathers loaded weights right, with hpZ and with all-reduce for fetching",
     remove_when="your release is 0.19.4 or later",
     upstream=upstream("PR 7707", "PR 8158", "issue 7606"),

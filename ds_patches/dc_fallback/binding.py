@@ -1,7 +1,5 @@
 """The targets and dependencies of dc_fallback. Data only; `hooks` does the work."""
 
-from __future__ import annotations
-
 from ds_patches.core.patch import Dependency, Patch, upstream
 from ds_patches.upstream.classes import ENGINE, GATHERED, OFFLOAD, ZERO3
 

@@ -6,8 +6,6 @@ of DeepSpeed 0.19.3 to 0.19.8 fails in a loop with a graph break: its getter is 
 that gathers nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One engine under DeepCompile, whose frames that run eagerly gather and train."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -19,7 +17,9 @@ from ds_patches.steps import ranks
 from ds_patches.steps.state import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
+from ds_patches.upstream.accelerator import wait_for_current
 from ds_patches.upstream.deepcompile import Graphs, before_backward
+from ds_patches.upstream.zero3_gathers import is_leaf
 
 from . import dynamo, modules
 from .reduction import Reduction
@@ -59,7 +59,7 @@ class Fallback:
             self._reduce_gradient,
             attrgetter("ds_shape"),
             zero3.is_available,
-            [zero3.partitioned_params(leaf) for leaf in deepcompile.leaf_modules(engine)],
+            map(zero3.partitioned_params, filter(is_leaf, engine.module.modules())),
         )
         #: By ds_id, gradients to add to the partitions when the backward's graphs have ended.
         self._deferred: dict[int, torch.Tensor] = {}
@@ -120,13 +120,13 @@ class Fallback:
                 self._recover()
             if self._step.state is not StepState.HELD:
                 # The graphs add to the partitions until a backward at the boundary has ended.
-                zero3.zero_all_gradients(self._optimizer)
+                self._optimizer.grad_partitions_flat_buffer.zero_()
         finally:
             self._exit_stack.close()
 
     def _read_param(self, param: Any) -> Any:
         """Return the tensor that eager code gets for a parameter. Collective."""
-        if not zero3.is_partitioned(param):
+        if not hasattr(param, "ds_id"):
             return param
         if not self.uses.calls:
             if not (self._phase is Phase.BACKWARD and torch.is_grad_enabled()):
@@ -194,7 +194,7 @@ class Fallback:
         if self._step.state is StepState.HELD:
             self._written.update(zero3.gradient_partitions(self._optimizer))
         else:
-            zero3.zero_all_gradients(self._optimizer)
+            self._optimizer.grad_partitions_flat_buffer.zero_()
             self._written.clear()
         self._step = self._step.after_backward(self._engine.micro_steps)
 
@@ -217,9 +217,10 @@ class Fallback:
         """Complete the gradients before the optimizer steps, or skips a step after an overflow."""
         self._reduction.finish()  # after a backward without an epilogue
         if self._step.state is not StepState.HELD:
-            zero3.zero_all_gradients(self._optimizer)
+            self._optimizer.grad_partitions_flat_buffer.zero_()
         self._add_deferred()
-        zero3.make_reduction_wait(self._optimizer)
+        # The optimizer's overflow check reads the partitions on this stream.
+        wait_for_current(self._optimizer.reduce_and_partition_stream)
         result = step(*args, **kwargs)
         self._graphs.after_step()
         self._step = Step()

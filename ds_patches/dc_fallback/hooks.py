@@ -1,7 +1,5 @@
 """The wrappers around DeepSpeed's functions, and the engines that they cover."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Sequence

@@ -1,15 +1,16 @@
 """The hooks around a module's calls, and the dict through which its parameters are read."""
 
-from __future__ import annotations
-
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ds_patches.upstream import deepcompile, zero3
+from ds_patches.upstream import deepcompile
+from ds_patches.upstream.classes import OFFLOAD
+from ds_patches.upstream.zero3_gathers import is_leaf
 
 from . import dynamo
 from .uses import Uses
@@ -23,7 +24,7 @@ def call_hooks(engine: Any, uses: Uses) -> tuple[Callable[..., None], Callable[.
     root, open_call = engine.module, dynamo.disabled(uses.calls.open)
     close_call = dynamo.disabled(lambda module: uses.close(uses.calls.close(module)))
     compiles_submodules = deepcompile.guards_layer_parameters()
-    leaves = set(deepcompile.leaf_modules(engine))
+    leaves = {*filter(is_leaf, root.modules())}
 
     def before_call(module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -52,27 +53,27 @@ def watch(module: torch.nn.Module, read: ReadParam) -> Callable[[], None]:
     for name, param in original.items():
         OrderedDict.__setitem__(watched, name, param)
     module._parameters = watched
-    return functools.partial(_put_back, module, original)
 
+    def put_back() -> None:
+        """Restore the module's own dict, with the parameters that the module has now."""
+        current = dict(module._parameters.items())
+        original.clear()
+        original.update(current)
+        module._parameters = original
 
-def _put_back(module: torch.nn.Module, original: Any) -> None:
-    """Restore the module's own dict, with the parameters that the module has now."""
-    current = dict(module._parameters.items())
-    original.clear()
-    original.update(current)
-    module._parameters = original
+    return put_back
 
 
 @functools.cache
 def _watched_class() -> type:
-    stock: Any = zero3.parameter_dict_class()
+    stock: Any = sys.modules[OFFLOAD.module].ZeROOrderedDict
 
     class WatchedParameters(stock):  # type: ignore[misc]
         """The parameters of one module, through `read`; a copy is an ordinary dict."""
 
         def __init__(self, parent_module: torch.nn.Module, read: ReadParam) -> None:
             super().__init__(parent_module)
-            self._read = read
+            self._watched_module, self._read = parent_module, read
 
         def __getitem__(self, key: str) -> Any:
             param = super(stock, self).__getitem__(key)
@@ -81,8 +82,7 @@ def _watched_class() -> type:
             return self._read(param)
 
         def __reduce__(self) -> Any:
-            parent = zero3.module_of(self)
-            return stock, (parent,), None, None, iter(list(self.items()))
+            return stock, (self._watched_module,), None, None, iter(list(self.items()))
 
     dynamo.skip_function(WatchedParameters.__getitem__)
     return WatchedParameters

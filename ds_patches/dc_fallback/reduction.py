@@ -1,7 +1,5 @@
 """The reduction of full gradients into ZeRO-3's partitions, in buckets, during the backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -16,8 +16,6 @@ module, a unit, are gathered at the first use of one.
 The idea is that of parametrized data parallelism (SimpleFSDP, arXiv:2411.00284).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any

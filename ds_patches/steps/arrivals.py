@@ -20,7 +20,6 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.layer import layered
 from ds_patches.steps.bucket_order import BucketOrder
 from ds_patches.steps.sums import GradientSum, divide
-from ds_patches.upstream import zero12
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 
@@ -118,10 +117,10 @@ class ReducedGradients:
         Clear DeepSpeed's notes of reduced parameters. Return the gradients that are not kept.
         """
         buckets, reduced_before, not_kept = self._buckets, self._reduced_before, []
-        marks, numbers = buckets.optimizer.params_already_reduced, buckets.param_ids
+        marks = buckets.optimizer.params_already_reduced
         for key, gradient in zip(keys, gradients, strict=True):
             setattr(buckets.parameters[key], buckets.attribute, None)
-            marks[numbers[key]] = False
+            marks[key[-1]] = False
             reduced = gradient.data  # a new object: DeepSpeed may replace the memory of `gradient`
             if divisor > 1:
                 divide([reduced], divisor)
@@ -137,7 +136,9 @@ class ReducedGradients:
                     self._zeros[key] = gradient.new_zeros(()).expand_as(gradient)
                 gradient.data = self._zeros[key]
         if buckets.defers_clearing:
-            zero12.clear_previous_gradients(buckets.optimizer)
+            previous = buckets.optimizer.previous_reduced_grads
+            for params in previous.values() if isinstance(previous, dict) else [previous or []]:
+                params.clear()
         return not_kept
 
     def _restore(self) -> None:

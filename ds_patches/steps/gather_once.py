@@ -94,7 +94,6 @@ class GatherOnce:
         optimizer, arrival = self._engine.optimizer, "reduce_ready_partitions_and_remove_grads"
         self._layers = [
             *gathers.block_releases(offload, self._close_and_run),
-            gathers.freeze_trace(offload),
             Layer(optimizer, zero3.REDUCING_METHOD, self._reduce_bucket),
             *([] if is_single_stream() else [Layer(optimizer, arrival, self._gradient_arrives)]),
         ]
@@ -126,8 +125,8 @@ class GatherOnce:
         return not same_on_all_ranks(order % 2**62, reduction_group(self._engine))
 
     def _reduce_bucket(self, wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-        bucket = zero3.bucket_of(optimizer, zero3.dtype_of_bucket(optimizer, *args, **kwargs))
-        self._reduction_hash = hash((self._reduction_hash, *(param.ds_id for param in bucket)))
+        params = zero3.bucket_of(optimizer, *args, **kwargs).params
+        self._reduction_hash = hash((self._reduction_hash, *(param.ds_id for param in params)))
         return wrapped(*args, **kwargs)
 
     def _gradient_arrives(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

@@ -169,10 +169,13 @@ class HostSum(Zero12Sum):
         param_id = optimizer.get_param_id(param)
         boundary = upstream_boundary.is_at_boundary(optimizer)
         adds = param_id in self._undelivered
-        settings = offload.accumulation_overrides(optimizer) if adds or not boundary else {}
+        micro_steps = optimizer.gradient_accumulation_steps
+        # Up to 0.18.9 a micro step before a boundary set by hand is kept only if it is counted.
+        if (adds or not boundary) and not offload.keeps_host_sums():
+            micro_steps = max(micro_steps, 2)
         arrives_again = boundary and param_id in self._delivered_this_backward
         saved = offload.copy_fp32_gradient(optimizer, param_id) if arrives_again else None
-        with meanwhile(optimizer, micro_step_id=int(adds), **settings):
+        with meanwhile(optimizer, micro_step_id=int(adds), gradient_accumulation_steps=micro_steps):
             result = wrapped(*args, **kwargs)
         if saved is not None:
             offload.add_to_fp32_gradient(optimizer, param_id, saved)

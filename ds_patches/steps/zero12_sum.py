@@ -21,7 +21,7 @@ from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import is_muon
-from ds_patches.upstream.zero12_buckets import ReduceBuckets, shares_buckets
+from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 # Muon orthogonalises the gradients of each epilogue, and the sum of two results is not orthogonal.
 _SECOND_WITH_MUON = (
@@ -46,7 +46,7 @@ class Zero12Sum(GradientSum):
             self.layers.append(Layer(engine, "allreduce_gradients", self._allreduce))
             optimizer.overlap_comm = False  # it would reduce in the backward
         self._buckets = ReduceBuckets(optimizer)
-        self._order = BucketOrder(self._buckets) if shares_buckets(optimizer) else None
+        self._order = BucketOrder(self._buckets) if self._buckets.are_shared else None
         self._reduced_gradients = ReducedGradients(self._buckets, self._order, self)
         self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._reduced_gradients.reduce))
         self._is_muon = is_muon(optimizer)

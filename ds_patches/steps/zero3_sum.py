@@ -67,12 +67,12 @@ class Zero3Sum(GradientSum):
     def _reduce_bucket(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Divide a bucket's gradients and reduce each of its parameters once."""
         optimizer = self._optimizer
-        dtype = zero3.dtype_of_bucket(optimizer, *args, **kwargs)
-        params = zero3.bucket_of(optimizer, dtype)
+        bucket = zero3.bucket_of(optimizer, *args, **kwargs)
+        params = bucket.params
         if not params:
             return
         if len({*map(id, params)}) < len(params):
-            zero3.deduplicate_bucket(optimizer, dtype)
+            zero3.deduplicate_bucket(optimizer, bucket)
         if self.divisor > 1:
             with zero3.reduction_stream(optimizer):
                 divide([param.grad for param in params], self.divisor)

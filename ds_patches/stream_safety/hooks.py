@@ -1,15 +1,13 @@
 """The wrappers around DeepSpeed's optimizers, and the stream order of each optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps.attached import Attached
-from ds_patches.upstream import zero3, zero3_gathers
-from ds_patches.upstream.accelerator import is_single_stream
+from ds_patches.upstream import zero3_gathers
+from ds_patches.upstream.accelerator import is_single_stream, wait_for_current
 from ds_patches.upstream.classes import ZERO12, class_of
 
 from .order import StreamOrder
@@ -18,7 +16,7 @@ from .order import StreamOrder
 def activate() -> Sequence[str]:
     """Wrap the optimizers of engines that exist already."""
     for engine in [*engines.known]:
-        if _overlaps(engine.optimizer):
+        if class_of(engine.optimizer) == ZERO12:
             _orders(engine.optimizer)
     return []
 
@@ -29,28 +27,20 @@ def deactivate() -> None:
         order.remove()
 
 
-def _overlaps(optimizer: Any) -> bool:
-    """Return True if an optimizer of stages 1 and 2 reduces on a stream of its own."""
-    return class_of(optimizer) == ZERO12 and optimizer.overlap_comm and not is_single_stream()
-
-
 def _order_of(optimizer: Any) -> StreamOrder | None:
     """Return the stream order of an optimizer; None if it uses one stream, as most do."""
-    return StreamOrder(optimizer) if _overlaps(optimizer) else None
+    overlaps = class_of(optimizer) == ZERO12 and optimizer.overlap_comm and not is_single_stream()
+    return StreamOrder(optimizer) if overlaps else None
 
 
 _orders: Attached[StreamOrder] = Attached("stream_safety", _order_of)
 
 
-def around_init(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wrap the methods of a new optimizer of stage 1 or 2 that reduces on its own stream."""
-    result = wrapped(*args, **kwargs)
-    _orders(optimizer)
-    return result
+def around_use(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wrap the methods of an optimizer of stage 1 or 2 that reduces on its own stream.
 
-
-def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wrap an optimizer that `activate` has not found, as after ``gc.freeze()``."""
+    As it is built; or as it steps, if `activate` has not found it, as after ``gc.freeze()``.
+    """
     result = wrapped(*args, **kwargs)
     _orders(optimizer)
     return result
@@ -58,7 +48,7 @@ def around_step(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) ->
 
 def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the reduction stream wait for the backward's before it copies a gradient."""
-    zero3.make_reduction_wait(optimizer)
+    wait_for_current(optimizer.reduce_and_partition_stream)
     return wrapped(*args, **kwargs)
 
 

@@ -6,18 +6,15 @@ recorded on it; otherwise the allocator would reuse their memory as soon as the 
 queued already, since one of them has read the buffer that is filled next.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
-import torch
-
+from ds_patches.core import live
 from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import Layer
 from ds_patches.steps.graph_task import current_task_id
 from ds_patches.upstream.accelerator import accelerator
-from ds_patches.upstream.zero12_buckets import producers, single_buffered_buckets
+from ds_patches.upstream.zero12_buckets import producers
 
 #: The method to which a parameter's hook passes its gradient, for a bucket.
 GRADIENT_METHOD = "reduce_independent_p_g_buckets_and_remove_grads"
@@ -27,7 +24,7 @@ class StreamOrder:
     """The streams of one optimizer, and the wrappers around its methods until `remove`."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._accelerator = optimizer, accelerator()
+        self._optimizer = optimizer
         self._reduction_stream = optimizer.reduction_stream
         # For each bucket the streams that fill it. From 0.19.3 on the reduction waits for all of
         # them; before, there is no such set, and it waits for one stream.
@@ -35,7 +32,8 @@ class StreamOrder:
         self._waits_for_producers = bool(self._producers)
         # Without a device index, current_stream() makes PyTorch query the driver for every device;
         # and a thread's current device may be another one.
-        self._device = getattr(self._reduction_stream, "device_index", None)
+        device = getattr(self._reduction_stream, "device_index", None)
+        self._current_stream = partial(accelerator().current_stream, device)
         self._streams: set[Any] = set()  # all streams that gradients have come from
         self._task_id: int | None = None  # the graph task of the last gradient
         epilogue = "independent_gradient_partition_epilogue"
@@ -43,9 +41,11 @@ class StreamOrder:
             Layer(optimizer, "average_tensor", self._around_average_tensor),
             Layer(optimizer, "allreduce_and_copy", self._around_allreduce),
             Layer(optimizer, epilogue, self._around_epilogue),
+            # 0.17.2 to 0.18.4 always start in the first buffer, which may still be reduced.
             *(
                 Layer(bucket, "clear", partial(_keep_buffer_index, bucket))
-                for bucket in single_buffered_buckets(optimizer)
+                for bucket in getattr(optimizer, "ipg_buckets", {}).values()
+                if "index" in live.innermost(type(bucket).clear).__code__.co_names
             ),
         ]
         #: Wraps the method that each gradient passes, until a backward has used one stream only.
@@ -94,7 +94,7 @@ class StreamOrder:
         tensor = args[0] if args else in_order(wrapped, args, kwargs)[0]
         # Larger tensors are gradients; others are in a buffer, which outlives the reduction.
         if tensor.numel() > self._optimizer.reduce_bucket_size:
-            self._record_stream(tensor)
+            tensor.record_stream(self._reduction_stream)
         elif self._waits_for_producers:
             streams = self._streams
             if 1 == len(streams) == len(streams.union(*self._producers)):
@@ -115,7 +115,7 @@ class StreamOrder:
     def _around_allreduce(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
         """Record non-contiguous gradients on the reduction stream, before they are reduced."""
         for gradient in in_order(wrapped, args, kwargs)[0]:
-            self._record_stream(gradient)
+            gradient.record_stream(self._reduction_stream)
         return wrapped(*args, **kwargs)
 
     def _around_epilogue(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -126,13 +126,6 @@ class StreamOrder:
             # DeepSpeed's own waits suffice for one stream; to 0.19.2 a second would go unnoticed.
             if len(self._streams) == 1 and self._waits_for_producers:
                 self._stop_watching_gradients()
-
-    def _record_stream(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of `tensor` until the reduction stream has read it."""
-        tensor.record_stream(self._reduction_stream)
-
-    def _current_stream(self) -> Any:
-        return self._accelerator.current_stream(self._device)
 
 
 def _keep_buffer_index(bucket: Any, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:

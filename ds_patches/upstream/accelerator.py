@@ -1,7 +1,5 @@
 """DeepSpeed's accelerator: its streams, and waits between them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """The gradient accumulation boundary of an engine and of its optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,21 +47,17 @@ def user_boundary(engine: Any) -> bool | None:
 def at_boundary(engine: Any) -> Iterator[None]:
     """Set the boundary of the engine and its optimizer meanwhile, as in a step's last backward."""
     boundary = user_boundary(engine)
-    engine._is_gradient_accumulation_boundary = True
-    _set_optimizer_boundary(engine.optimizer, True)
+    set_user_boundary(engine, True)
     try:
         yield
     finally:
-        restore_boundary(engine, boundary)
+        set_user_boundary(engine, boundary)
 
 
-def restore_boundary(engine: Any, boundary: bool | None) -> None:
-    """Restore the engine's boundary to a value of `user_boundary`."""
+def set_user_boundary(engine: Any, boundary: bool | None) -> None:
+    """Set the engine's boundary to a value of `user_boundary`, and its optimizer's by that."""
     engine._is_gradient_accumulation_boundary = boundary
-    _set_optimizer_boundary(engine.optimizer, engine.is_gradient_accumulation_boundary())
-
-
-def _set_optimizer_boundary(optimizer: Any, boundary: bool) -> None:
+    optimizer, boundary = engine.optimizer, engine.is_gradient_accumulation_boundary()
     if hasattr(optimizer, "set_gradient_accumulation_boundary"):  # 0.19.5
         optimizer.set_gradient_accumulation_boundary(boundary)
     else:

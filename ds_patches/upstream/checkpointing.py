@@ -4,8 +4,6 @@
 variables that its inner functions share. The names are the same in both, and in all releases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Optimizers are compared by exact class: a subclass, as ZenFlow's, reduces and steps differently.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core.patch import Class
@@ -55,7 +53,7 @@ def private_name(owner: Class, name: str) -> str:
     return f"_{owner.name}__{name}"
 
 
-def private(instance: Any, owner: Class, name: str) -> Any:
+def private(owner: Class, instance: Any, name: str) -> Any:
     """Return an attribute that a class writes with two underscores."""
     return getattr(instance, private_name(owner, name))
 

@@ -1,7 +1,5 @@
 """Which engines a patch covers, and the reason for each that it does not."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -93,9 +91,7 @@ def why_not_gather_once(engine: Any) -> str | None:
     # ZeRO++ hpZ: a backward gathers from the secondary partition, which a release fills.
     if engine.zero_hpz_partition_size() > 1:
         return "zero_hpz_partition_size"
-    offload_param = engine.zero_offload_param()
-    device = getattr(offload_param, "device", None)
-    if str(getattr(device, "value", device)) == "nvme":
+    if getattr(engine.zero_offload_param(), "device", None) == "nvme":
         return "parameters on NVMe"
     offload = engine.optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
@@ -105,7 +101,7 @@ def why_not_gather_once(engine: Any) -> str | None:
         return "quantized weights"
     # Counted as the coordinator counts live parameters: elements of any dtype, no padding.
     elements = sum(param.ds_numel for param in offload.module.parameters())
-    max_live = int(private(coordinator, COORDINATOR, "max_n_available_params"))
+    max_live = int(private(COORDINATOR, coordinator, "max_n_available_params"))
     if elements > max_live:
         return f"{elements} elements are more than stage3_max_live_parameters, {max_live}"
     return None

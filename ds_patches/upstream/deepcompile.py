@@ -17,8 +17,6 @@ parameters that were gathered when DeepCompile chose which ones to keep, or by g
 an evaluation only. So each step marks all parameters as stale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -98,14 +96,6 @@ def guards_layer_parameters() -> bool:
     return hasattr(patch_fake_tensor, "_zero3_parameter_guard_metadata")
 
 
-def leaf_modules(engine: Any) -> Sequence[Any]:
-    """Return the ZeRO-3 leaf modules, of which ranks may use different parts."""
-    from deepspeed.utils import get_z3_leaf_modules
-
-    modules: list[Any] = get_z3_leaf_modules(engine.module)
-    return modules
-
-
 # --- Graphs ---------------------------------------------------------------------------------------
 
 
@@ -159,7 +149,9 @@ class Graphs:
 
     def _params_by_graph(self) -> dict[int, set[int]]:
         """Return the ids of each graph's parameters, read again after a compilation."""
-        if self._compile_count != (count := _current_compile_count()):
+        backend = _backend()  # which counts compiled forwards and backwards, and graphs
+        count = len(backend.opt_pass_times), len(backend.param_manager)
+        if self._compile_count != count:
             self._compile_count, self._by_graph, self._registered = count, _by_graph(), False
         return self._by_graph
 
@@ -265,12 +257,6 @@ def compiling_graph(gm: Any) -> Iterator[None]:
 def _by_graph() -> dict[int, set[int]]:
     managers = _backend().param_manager
     return {graph: set(params.ds_ids.values()) for graph, params in managers.items()}
-
-
-def _current_compile_count() -> tuple[int, int]:
-    """Return the numbers of compiled forwards and backwards, and of graphs."""
-    backend = _backend()
-    return len(backend.opt_pass_times), len(backend.param_manager)
 
 
 def _backend() -> Any:

@@ -1,10 +1,8 @@
 """The engine's private methods and the state that its backwards keep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from ds_patches.core import live
@@ -51,12 +49,6 @@ def restore_prologue(engine: Any) -> None:
 # --- Dividing by the micro steps ------------------------------------------------------------------
 
 
-def divides_gradients(engine: Any) -> bool:
-    """Return True if the engine's outputs divide gradients by the micro steps: 0.18.3."""
-    trains = hasattr(engine.optimizer, "step") and not getattr(engine, "zenflow", False)
-    return has_torch_style_backward(engine) and trains and not engine.pipeline_parallelism
-
-
 def divides_plain_backwards(engine: Any) -> bool:
     """Return True if ``loss.backward()`` has to be divided by the micro steps.
 
@@ -95,10 +87,7 @@ def as_engine_backward(engine: Any, *, is_scaled: bool = False) -> Iterator[None
 
     is_scaled: its loss was multiplied by the loss scale, as a plain backward in fp16 requires.
     """
-    if engine._running_engine_backward:
-        yield
-        return
-    if is_scaled:
+    if is_scaled and not engine._running_engine_backward:
         engine._manual_backward_expected = True
     with meanwhile(engine, _running_engine_backward=True):
         yield
@@ -110,14 +99,6 @@ def restart_micro_steps(engine: Any) -> None:
     engine.micro_steps -= engine.micro_steps % steps
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = steps
-
-
-def reading_weights_by_tag(tag: str) -> AbstractContextManager[None]:
-    """Make DeepSpeed read ZeRO-3 weights by this tag instead of the file `latest`."""
-    from deepspeed.runtime import engine
-
-    read = partial(engine.get_fp32_state_dict_from_zero_checkpoint, tag=tag)
-    return meanwhile(engine, get_fp32_state_dict_from_zero_checkpoint=read)
 
 
 # --- A backward -----------------------------------------------------------------------------------
@@ -149,14 +130,6 @@ def end_plain_backward(engine: Any) -> None:
 def hook_state(optimizer: Any) -> Any:
     """Return the object that counts the gradients of a backward; None before 0.18.5."""
     return getattr(optimizer, "_backward_hook_state", None)
-
-
-def reached_no_parameter(engine: Any) -> bool:
-    """Return True if a plain backward ends without having reached a parameter of the engine.
-
-    DeepSpeed's epilogue fails in that case.
-    """
-    return not engine._running_engine_backward and saw_gradients(engine) is False
 
 
 def saw_gradients(engine: Any) -> bool | None:
@@ -193,9 +166,8 @@ def reset_backward(engine: Any) -> None:
     if reset is not None:
         optimizer._epilogue_ran_this_backward = False
         reset()
-    if not hasattr(
-        engine, "_running_engine_backward_count"
-    ):  # 0.18.3-0.19.5: a flag, not reset on errors
+    # From 0.18.3 to 0.19.5 a flag, which is not reset on errors; later a count.
+    if not hasattr(engine, "_running_engine_backward_count"):
         engine._running_engine_backward = False
     engine._manual_backward_expected = False
 

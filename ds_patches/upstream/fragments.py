@@ -1,7 +1,5 @@
 """The fp32 weights, states and gradients of DeepSpeed's optimizers, by parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,13 +19,11 @@ class Slice(NamedTuple):
     skipped: elements of the parameter that precede this part, and belong to other ranks.
     """
 
+    param: Any
     stepped: Tensor
     start: int
     length: int
     skipped: int = 0
-
-
-Slices = Iterator[tuple[Tensor, Slice]]
 
 
 def slices(optimizer: Any) -> dict[int, Slice]:
@@ -35,11 +31,6 @@ def slices(optimizer: Any) -> dict[int, Slice]:
 
     Raises NotChecked for an optimizer of another layout.
     """
-    return {id(param): part for param, part in slices_with_params(optimizer)}
-
-
-def slices_with_params(optimizer: Any) -> Slices:
-    """Yield each parameter of this rank with its slice; raises as `slices` does."""
     kind = class_of(optimizer)
     slices_of = _flat if kind in _FLAT else {ZERO3: _stage3, FP16_UNFUSED: _unfused}.get(kind)
     if slices_of is None and isinstance(optimizer, torch.optim.Optimizer):
@@ -48,15 +39,15 @@ def slices_with_params(optimizer: Any) -> Slices:
     if slices_of is None or settings:
         name = ", ".join([type(optimizer).__name__, *settings])
         raise NotChecked(f"train_check() does not cover {name}")
-    return slices_of(optimizer)
+    return {id(part.param): part for part in slices_of(optimizer)}
 
 
-def weight_pair(param: Any, part: Slice) -> tuple[Tensor, Tensor]:
+def weight_pair(part: Slice) -> tuple[Tensor, Tensor]:
     """Return this rank's part of a parameter in the model, and in the optimizer's weights.
 
     Two views of one shape; their dtypes may differ.
     """
-    weights = getattr(param, "ds_tensor", param).detach().reshape(-1)
+    weights = getattr(part.param, "ds_tensor", part.param).detach().reshape(-1)
     weights, stepped = weights.narrow(0, part.skipped, part.length), part.stepped.detach()
     if stepped.dim() != 1:  # not flattened: one tensor for this parameter
         return weights.view(stepped.shape), stepped
@@ -81,11 +72,6 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [optimizer.optimizer, *([backup] if backup is not None else [])]
 
 
-def reads_parameter_gradients(optimizer: Any) -> bool:
-    """Return True if a step may read ``param.grad``; ZeRO-3's never does."""
-    return class_of(optimizer) != ZERO3
-
-
 def uncleared_gradients(
     optimizer: Any, params: Iterable[Tensor], parts: dict[int, Slice]
 ) -> dict[int, Tensor]:
@@ -93,7 +79,7 @@ def uncleared_gradients(
 
     Nothing clears them. Where no new gradient comes, the next step uses the old one again.
     """
-    if not reads_parameter_gradients(optimizer):
+    if class_of(optimizer) == ZERO3:
         from deepspeed.utils import safe_get_local_grad
 
         return {id(param): safe_get_local_grad(param) for param in params if id(param) in parts}
@@ -106,16 +92,16 @@ def uncleared_gradients(
 def slice_at_stage3(optimizer: Any, param: Any) -> Slice:
     """Return the place of this rank's partition of a parameter in the fp32 weights."""
     index, start, length = optimizer.grad_position[optimizer.get_param_id(param)]
-    return Slice(optimizer.fp32_partitioned_groups_flat[index], start, length)
+    return Slice(param, optimizer.fp32_partitioned_groups_flat[index], start, length)
 
 
-def _stage3(optimizer: Any) -> Slices:
+def _stage3(optimizer: Any) -> Iterator[Slice]:
     for group in optimizer.fp16_groups:
         for param in group:
-            yield param, slice_at_stage3(optimizer, param)
+            yield slice_at_stage3(optimizer, param)
 
 
-def _flat(optimizer: Any) -> Slices:
+def _flat(optimizer: Any) -> Iterator[Slice]:
     """Yield the parameters in this rank's partition of each group; all of them without ZeRO."""
     groups, partitions = (getattr(optimizer, name) for name in _FLAT[class_of(optimizer)])
     aligned = getattr(optimizer, "round_robin_bit16_offsets", None)  # 0.19.7
@@ -128,19 +114,19 @@ def _flat(optimizer: Any) -> Slices:
             start = max(int(offset), begin)
             end = min(int(offset) + param.numel(), begin + partition.numel())
             if start < end:
-                yield param, Slice(partition, start - begin, end - start, start - int(offset))
+                yield Slice(param, partition, start - begin, end - start, start - int(offset))
 
 
-def _unfused(optimizer: Any) -> Slices:
+def _unfused(optimizer: Any) -> Iterator[Slice]:
     for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for param, master in zip(params, masters, strict=True):
-            yield param, Slice(master, 0, master.numel())
+            yield Slice(param, master, 0, master.numel())
 
 
-def _plain(optimizer: Any) -> Slices:
+def _plain(optimizer: Any) -> Iterator[Slice]:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            yield param, Slice(param, 0, param.numel())
+            yield Slice(param, param, 0, param.numel())
 
 
 # --- Stages 1 and 2, and bf16 parameters with fp32 gradients, in all releases ---------------------
@@ -166,10 +152,8 @@ def expose_gradient_sums(optimizer: Any) -> None:
     For bf16 parameters with fp32 gradients. A backward leaves the rank's own last gradient in
     ``param.grad``, which is read first, to 0.19.7; and each rank holds whole sums, not its part.
     """
-    if getattr(
-        optimizer, "graph_harvesting", False
-    ):  # to 0.19.7; CUDA graphs hold the gradients' addresses
-        return
+    if getattr(optimizer, "graph_harvesting", False):
+        return  # to 0.19.7; CUDA graphs hold the gradients' addresses
     gradients, sums = optimizer.fp32_groups_gradient_dict, optimizer.fp32_groups_gradients
     for group, params in enumerate(optimizer.bf16_groups):
         if gradients[group] is sums[group]:  # as DeepSpeed set it

@@ -1,40 +1,11 @@
-"""The gates of DeepSpeed's MoE layer, 0.16.0 to 0.19.3, and the capacity of its experts."""
-
-from __future__ import annotations
+"""DeepSpeed's MoE layer: the capacity of its experts, and the norm of their gradients."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ds_patches.core import live
-
-
-def drops_tokens(flags: Sequence[Any], policy: Sequence[Any] = ()) -> bool:
-    """Return True if a gate drops the least probable tokens, as it does by default."""
-    return all(flags) and all(name == "probs" for name in policy)
-
-
-@cache
-def compares_logits() -> bool:
-    """Return True if gates drop tokens by their logits, not their probabilities: to 0.18.9."""
-    from deepspeed.moe import sharded_moe
-
-    names = live.innermost(live.raw(sharded_moe, "topkgating")).__code__.co_varnames
-    return "capacity_probs" in names
-
-
-def comparable_logits(logits: Tensor) -> Tensor:
-    """Return logits of the same probabilities that compare across tokens, and are positive.
-
-    logits: tokens by experts.
-    """
-    log_probs = logits.log_softmax(dim=1)
-    lowest = log_probs.detach().nan_to_num(neginf=0.0).min()
-    return log_probs + (1.0 - lowest)
 
 
 def capacity(logits: Tensor, factor: float, min_capacity: int) -> int:
@@ -69,15 +40,6 @@ def total_norm(params: Sequence[Tensor]) -> Tensor:
 def _group(param: Any) -> str:
     """Return the name of an expert's group of ranks, "" for a parameter that all ranks have."""
     return "" if getattr(param, "allreduce", True) else param.group_name
-
-
-def clip(params: Sequence[Tensor], limit: float, norm: Tensor) -> Tensor:
-    """Scale the gradients if their norm is above the limit, as DeepSpeed does. Return the norm."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for param in params:
-        if param.grad is not None:
-            param.grad.mul_(factor)
-    return norm
 
 
 def set_norm(optimizer: Any, norm: Tensor) -> float:

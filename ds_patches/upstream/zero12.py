@@ -1,7 +1,5 @@
 """Gradients of stages 1 and 2: averaged, pending until the boundary, and in reduce buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,10 +108,8 @@ def clear_gradients(optimizer: Any) -> None:
 
 def set_zero_gradient(optimizer: Any, param: Any) -> None:
     """Set a parameter's gradient to zeros, so that it takes part in the reduction."""
-    if optimizer.use_grad_accum_attribute:
-        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
-    else:
-        param.grad = torch.zeros_like(param)
+    dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
+    setattr(param, gradient_attribute(optimizer), torch.zeros_like(param, dtype=dtype))
 
 
 def set_up_buckets(optimizer: Any) -> None:
@@ -144,16 +140,6 @@ def reset_buckets(optimizer: Any) -> None:
         for bucket in buckets.values():
             bucket.clear()
         optimizer.extra_large_param_to_reduce.clear()
-
-
-def clear_previous_gradients(optimizer: Any) -> None:
-    """Empty the list of gradients that DeepSpeed clears at the next reduction.
-
-    They are other ranks' gradients, with overlap_comm and without contiguous_gradients.
-    """
-    previous = optimizer.previous_reduced_grads
-    for params in previous.values() if isinstance(previous, dict) else [previous or []]:
-        params.clear()
 
 
 def release_buffers(optimizer: Any) -> None:

@@ -1,7 +1,5 @@
 """The reduce buckets of stages 1 and 2: one for each dtype from 0.17.2, before a single one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +12,6 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped, in_order
 from ds_patches.core.layer import Layer
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import accelerator, is_single_stream, wait_for_current
-from ds_patches.upstream.classes import ZERO12, class_of
 
 
 def producers(optimizer: Any) -> list[set[Any]]:
@@ -26,29 +23,10 @@ def producers(optimizer: Any) -> list[set[Any]]:
     return [bucket.copy_streams for bucket in buckets if hasattr(bucket, "copy_streams")]
 
 
-def single_buffered_buckets(optimizer: Any) -> list[Any]:
-    """Return the buckets that always start in their first buffer, which may still be reduced.
-
-    In 0.17.2 to 0.18.4 these are all buckets, in other releases none.
-    """
-    return [
-        bucket
-        for bucket in getattr(optimizer, "ipg_buckets", {}).values()
-        if "index" in live.innermost(type(bucket).clear).__code__.co_names
-    ]
-
-
-def shares_buckets(optimizer: Any) -> bool:
-    """Return True if several ranks share the optimizer's buckets, and it has no MoE layers."""
-    several = dist.get_world_size(optimizer.dp_process_group) > 1
-    experts = optimizer.has_moe_layers  # which are reduced over other ranks
-    return class_of(optimizer) == ZERO12 and several and not experts
-
-
 class ReduceBuckets:
     """The reduce buckets of one optimizer.
 
-    A parameter's key is its entry in a bucket: group, index and id; up to 0.17.1 its id.
+    A parameter's key is its group, its index in the group, and its id, as in the buckets' entries.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -60,29 +38,24 @@ class ReduceBuckets:
         #: True if there is one bucket, whose gradients are in the order of their arrival.
         self.is_single = self._buckets is None or self.single is not None
         #: Parameters by key.
-        self.parameters: dict[Any, torch.nn.Parameter] = {}
-        self._group_of: dict[Any, int] = {}
-        self._keys: dict[int, Any] = {}
-        for group, params in enumerate(optimizer.bit16_groups):
-            for index, param in enumerate(params):
-                param_id = optimizer.get_param_id(param)
-                key = param_id if self._buckets is None else (group, index, param_id)
-                self._keys[param_id], self._group_of[key] = key, group
-                self.parameters[key] = param
-        self.param_ids = {key: param_id for param_id, key in self._keys.items()}
+        self.parameters: dict[Any, torch.nn.Parameter] = {
+            (group, index, optimizer.get_param_id(param)): param
+            for group, params in enumerate(optimizer.bit16_groups)
+            for index, param in enumerate(params)
+        }
+        self._keys = {key[-1]: key for key in self.parameters}
         #: The attribute of a parameter that holds its gradient until it is reduced.
         self.attribute = zero12.gradient_attribute(optimizer)
-        in_place = {g: zero12.sums_in_place(optimizer, g) for g in {*self._group_of.values()}}
         #: True if the parameters' own gradients are reduced. To 0.19.7, copies of the fp32 sums of
         #: stage 1 are reduced, and the sums stay on the parameters.
-        self.keeps_gradients = self.attribute == "grad" or any(in_place.values())
+        self.keeps_gradients = self.attribute == "grad" or zero12.any_sums_in_place(optimizer)
         #: The keys of this rank's parameters on which DeepSpeed leaves reduced gradients. An
         #: offloaded optimizer moves them to the host; one that sums in place, to its partition.
         self.stays_on_parameter = {
             key
-            for key, group in self._group_of.items()
-            if not (optimizer.cpu_offload or in_place[group])
-            and optimizer.is_param_in_current_partition[self.param_ids[key]]
+            for key in self.parameters
+            if not (optimizer.cpu_offload or zero12.sums_in_place(optimizer, key[0]))
+            and optimizer.is_param_in_current_partition[key[-1]]
         }
         #: True if the streams that fill a bucket are known before it is reduced. If not (up to
         #: 0.19.2), reduced gradients stay on the parameters, except with an offloaded optimizer.
@@ -107,7 +80,8 @@ class ReduceBuckets:
     def contents(self, comm_dtype: torch.dtype | None = None) -> list[Any]:
         """Return the keys in all buckets, or in the bucket of a dtype (0.18.5 and later)."""
         if self._buckets is None:
-            return [entry[-1] for entry in self.optimizer.params_in_ipg_bucket]
+            # Up to 0.16.2 an entry has the parameter in place of its index.
+            return [self._keys[entry[-1]] for entry in self.optimizer.params_in_ipg_bucket]
         buckets = self._buckets.values() if comm_dtype is None else [self._buckets[comm_dtype]]
         return [key for bucket in buckets for key in bucket.params]
 
@@ -155,7 +129,7 @@ class ReduceBuckets:
         zero12.set_up_buckets(optimizer)
         if self.gradient_of(key) is None:
             zero12.set_zero_gradient(optimizer, param)
-        optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, self._group_of[key])
+        optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, key[0])
 
     def reduce_earlier_backwards(self, held: Iterable[Any] = ()) -> None:
         """Reduce the earlier backwards' gradients that stage 1 with overlap_comm leaves out.
@@ -168,12 +142,12 @@ class ReduceBuckets:
             for key, param in self.parameters.items()
             if getattr(param, self.attribute, None) is not None
             and key not in held
-            and not reduced[self.param_ids[key]]
+            and not reduced[key[-1]]
         ]
         for key in unreduced:
             if self.gradient_of(key) is not None:  # else `BucketOrder` has reduced it meanwhile
-                group = self._group_of[key]
-                self.optimizer.reduce_ready_partitions_and_remove_grads(self.parameters[key], group)
+                param = self.parameters[key]
+                self.optimizer.reduce_ready_partitions_and_remove_grads(param, key[0])
 
     def reduce(self, key: Any) -> None:
         """Reduce the bucket that holds `key`, as if the next gradient did not fit into it."""
@@ -220,23 +194,18 @@ class ReduceBuckets:
             yield
 
     @property
+    def are_shared(self) -> bool:
+        """True if all parameters are reduced over the same ranks, of which there are several."""
+        return dist.get_world_size(self.group) > 1 and not self.optimizer.has_moe_layers
+
+    @property
     def reduces_after_backward(self) -> bool:
         """True if all gradients arrive before the first reduction: stage 1 without overlap."""
         return not (self.optimizer.partition_gradients or self.optimizer.overlap_comm)
 
     def divert(self, accepts: Callable[[Any], bool]) -> None:
         """Ask `accepts` for each gradient, by its parameter's key, if it goes into a bucket."""
-        self.stop_diverting()
-        method = "reduce_ready_partitions_and_remove_grads"
-        self.diversion = Layer(self.optimizer, method, self._diverting(accepts))
 
-    def stop_diverting(self) -> None:
-        """Remove the wrapper of `divert`."""
-        if self.diversion is not None:
-            self.diversion.remove()
-            self.diversion = None
-
-    def _diverting(self, accepts: Callable[[Any], bool]) -> Callable[..., None]:
         def divert_gradient(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
             # Runs for every gradient: two positional arguments need no signature lookup.
             positional = len(args) == 2 and not kwargs
@@ -245,4 +214,12 @@ class ReduceBuckets:
             if is_whole and accepts(self.key_of(param)):
                 wrapped(param, group)
 
-        return divert_gradient
+        self.stop_diverting()
+        method = "reduce_ready_partitions_and_remove_grads"
+        self.diversion = Layer(self.optimizer, method, divert_gradient)
+
+    def stop_diverting(self) -> None:
+        """Remove the wrapper of `divert`."""
+        if self.diversion is not None:
+            self.diversion.remove()
+            self.diversion = None

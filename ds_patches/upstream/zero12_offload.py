@@ -1,7 +1,5 @@
 """Gradients of stages 1 and 2 under CPU offload: host sums and fp32 gradients."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -44,16 +42,6 @@ def keeps_host_sums() -> bool:
 
     copy = live.innermost(DeepSpeedZeroOptimizer.copy_grads_in_partition)
     return "micro_step_id" in copy.__code__.co_names
-
-
-def accumulation_overrides(optimizer: Any) -> dict[str, int]:
-    """Return attributes with which a micro step before a boundary set by hand is kept.
-
-    Up to 0.18.9 the optimizer keeps only micro steps that it counts.
-    """
-    if optimizer.gradient_accumulation_steps > 1 or keeps_host_sums():
-        return {}
-    return {"gradient_accumulation_steps": 2}
 
 
 def param_ids_due_at_step(optimizer: Any) -> set[int]:

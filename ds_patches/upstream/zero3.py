@@ -1,16 +1,14 @@
 """Stage 3: parameters, and the partitions and reduce buckets of their gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_patches.upstream.accelerator import accelerator, is_single_stream, wait_for_current
+from ds_patches.upstream.accelerator import accelerator, wait_for_current
 from ds_patches.upstream.classes import ZERO3, private, private_name
 from ds_patches.upstream.zero3_gathers import in_flight
 
@@ -20,28 +18,9 @@ IN_CONTEXT = "_ds_patches_in_context"
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-def is_partitioned(param: Any) -> bool:
-    """Return True if ZeRO-3 manages `param`: it is partitioned, or gathered for a while."""
-    return hasattr(param, "ds_id")
-
-
 def partitioned_params(module: torch.nn.Module) -> list[Any]:
-    """Return the parameters of `module` that ZeRO-3 manages."""
-    return [param for param in module.parameters() if is_partitioned(param)]
-
-
-def parameter_dict_class() -> type:
-    """Return the class of the dict in which ZeRO-3 keeps a module's parameters."""
-    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
-
-    dict_class: type = ZeROOrderedDict
-    return dict_class
-
-
-def module_of(parameters: Any) -> torch.nn.Module:
-    """Return the module that a dict of `parameter_dict_class` belongs to."""
-    module: torch.nn.Module = parameters._parent_module
-    return module
+    """Return the parameters of `module` that ZeRO-3 manages, also those that are gathered now."""
+    return [param for param in module.parameters() if hasattr(param, "ds_id")]
 
 
 def is_available(param: Any) -> bool:
@@ -71,33 +50,12 @@ def full_value(param: Any) -> torch.Tensor:
 
     Returns a tensor of its shape and dtype, on its device.
     """
-    shard = param.ds_tensor.detach().to(
-        param.device, non_blocking=True
-    )  # may be offloaded to the CPU
+    # The partition may be offloaded to the CPU.
+    shard = param.ds_tensor.detach().to(param.device, non_blocking=True)
     ranks = dist.get_world_size(param.ds_process_group)
     padded = torch.empty(ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
     dist.all_gather_into_tensor(padded, shard, group=param.ds_process_group)
     return padded[: param.ds_numel].view(param.ds_shape)
-
-
-def after_module_apply(after_apply: Callable[[torch.nn.Module], None]) -> None:
-    """Call `after_apply` with each module that ``Module.apply`` changed, before a broadcast.
-
-    For the ``zero.Init`` that was just entered, and gathers and partitions around ``apply``.
-    """
-    gathering_apply: Any = torch.nn.Module.apply
-
-    @wraps(gathering_apply)
-    def apply(module: torch.nn.Module, function: Any) -> Any:
-        @wraps(function)
-        def changed(applied_module: torch.nn.Module) -> None:
-            function(applied_module)
-            after_apply(applied_module)
-
-        # DeepSpeed marks functions that it has wrapped already: these contain `changed`.
-        return gathering_apply(module, function if hasattr(function, "wrapped") else changed)
-
-    torch.nn.Module.apply = apply  # type: ignore[method-assign,assignment]
 
 
 def release_persistent(optimizer: Any) -> None:
@@ -130,13 +88,8 @@ def partition_parameters(optimizer: Any) -> None:
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
     """Return this rank's flat part of each parameter's gradient, by ``ds_id``."""
-    partitions: dict[int, torch.Tensor] = private(optimizer, ZERO3, "param_id_to_grad_partition")
+    partitions: dict[int, torch.Tensor] = private(ZERO3, optimizer, "param_id_to_grad_partition")
     return partitions
-
-
-def zero_all_gradients(optimizer: Any) -> None:
-    """Zero all gradient partitions."""
-    optimizer.grad_partitions_flat_buffer.zero_()
 
 
 def zero_gradients(optimizer: Any, ids: Collection[int]) -> None:
@@ -144,22 +97,18 @@ def zero_gradients(optimizer: Any, ids: Collection[int]) -> None:
     partitions = gradient_partitions(optimizer)
     for ds_id in ids:
         partitions[ds_id].zero_()
-    for param, host in _host_gradients(optimizer, ids):
+    for param_id, _, host in _host_gradients(optimizer, ids):
         host.zero_()
         norms = optimizer.norm_for_param_grads
-        param_id = optimizer.get_param_id(param)
         if (norm := norms.get(param_id)) is not None:
             norms[param_id] = torch.zeros_like(norm)
 
 
 def copy_to_host(optimizer: Any, ids: Collection[int]) -> None:
     """Copy gradients to an offloaded optimizer, as a backward at the boundary does."""
-    partitions = gradient_partitions(optimizer)
-    for param, host in _host_gradients(optimizer, ids):
-        partition = partitions[param.ds_id].view(-1).narrow(0, 0, host.numel())
+    for param_id, partition, host in _host_gradients(optimizer, ids):
         host.copy_(partition)
-        norm = partition.float().norm(2)
-        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = norm
+        optimizer.norm_for_param_grads[param_id] = partition.float().norm(2)
 
 
 def set_averages(optimizer: Any, ids: Collection[int]) -> None:
@@ -177,22 +126,25 @@ def set_averages(optimizer: Any, ids: Collection[int]) -> None:
 
 def copy_from_host(optimizer: Any, ids: Collection[int]) -> None:
     """Copy gradients that a script set in an offloaded optimizer to the partitions."""
-    partitions = gradient_partitions(optimizer)
-    for param, host in _host_gradients(optimizer, ids):
-        partitions[param.ds_id].view(-1).narrow(0, 0, host.numel()).copy_(host)
-        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = host.float().norm(2)
+    for param_id, partition, host in _host_gradients(optimizer, ids):
+        partition.copy_(host)
+        optimizer.norm_for_param_grads[param_id] = host.float().norm(2)
 
 
-def _host_gradients(optimizer: Any, ids: Collection[int]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield parameters with an offloaded optimizer's gradients in host memory."""
+def _host_gradients(
+    optimizer: Any, ids: Collection[int]
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield ids of parameters, their partitions, and an offloaded optimizer's gradients of them."""
     if not optimizer.offload_optimizer or not ids:
         return
     for param in (param for group in optimizer.fp16_groups for param in group):
         if param.ds_id in ids:
-            index, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
+            param_id = optimizer.get_param_id(param)
+            index, offset, numel = optimizer.grad_position[param_id]
             gradient = optimizer.fp32_partitioned_groups_flat[index].grad
             if gradient is not None:
-                yield param, gradient.narrow(0, offset, numel)
+                partition = gradient_partitions(optimizer)[param.ds_id].view(-1)
+                yield param_id, partition[:numel], gradient.narrow(0, offset, numel)
 
 
 def set_zero_gradient(param: Any) -> None:
@@ -211,11 +163,17 @@ def clear_gradients(optimizer: Any) -> None:
             param.grad = None
 
 
+def buckets(optimizer: Any) -> dict[torch.dtype | None, Any]:
+    """Return the reduce buckets: by dtype from 0.17.2 on, one by None before."""
+    if not hasattr(optimizer, "ipg_buckets"):
+        return {None: SimpleNamespace(params=optimizer.params_in_ipg_bucket)}
+    by_dtype: dict[torch.dtype | None, Any] = optimizer.ipg_buckets
+    return by_dtype
+
+
 def params_in_buckets(optimizer: Any) -> list[Any]:
     """Return the parameters whose gradients are in the reduce buckets."""
-    if not hasattr(optimizer, "ipg_buckets"):  # 0.16.0-0.17.1
-        return [*optimizer.params_in_ipg_bucket]
-    return [param for bucket in optimizer.ipg_buckets.values() for param in bucket.params]
+    return [param for bucket in buckets(optimizer).values() for param in bucket.params]
 
 
 #: Names of methods: the first reduces a bucket, the second copies a gradient into one.
@@ -223,52 +181,27 @@ REDUCING_METHOD = private_name(ZERO3, "reduce_and_partition_ipg_grads")
 BUCKETING_METHOD = private_name(ZERO3, "add_grad_to_ipg_bucket")
 
 
-def dtype_of_bucket(
-    optimizer: Any, communication_data_type: torch.dtype | None = None, **_: Any
-) -> torch.dtype | None:
-    """Return the dtype that `REDUCING_METHOD` is called with; None to 0.17.1."""
-    return communication_data_type if hasattr(optimizer, "ipg_buckets") else None
+def bucket_of(optimizer: Any, communication_data_type: torch.dtype | None = None) -> Any:
+    """Return the bucket that a call of `REDUCING_METHOD` with these arguments reduces."""
+    return buckets(optimizer)[communication_data_type]
 
 
-def bucket_of(optimizer: Any, comm_dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the parameters in the bucket of a dtype, or up to 0.17.1 in the only bucket."""
-    params: list[Any]
-    if comm_dtype is None:
-        params = optimizer.params_in_ipg_bucket
-    else:
-        params = optimizer.ipg_buckets[comm_dtype].params
-    return params
-
-
-def deduplicate_bucket(optimizer: Any, comm_dtype: torch.dtype | None = None) -> None:
+def deduplicate_bucket(optimizer: Any, bucket: Any) -> None:
     """Keep one entry for each parameter of a bucket: autograd has summed its gradients."""
-    params = bucket_of(optimizer, comm_dtype)
-    unique_params = list(dict.fromkeys(params))
+    unique_params = list(dict.fromkeys(bucket.params))
     with reduction_stream(optimizer):
         for param in unique_params:  # their gradients are in the bucket's memory
             param.grad.data = param.grad.data.clone()
-    params.clear()
-    if comm_dtype is not None:
-        optimizer.ipg_buckets[comm_dtype].elements = 0
+    bucket.params.clear()
+    bucket.elements = 0
     for param in unique_params:
         getattr(optimizer, BUCKETING_METHOD)(param)
-
-
-def make_reduction_wait(optimizer: Any) -> None:
-    """Make the reduction stream wait for the current stream.
-
-    The optimizer's overflow check reads the gradient partitions on it, too.
-    """
-    wait_for_current(optimizer.reduce_and_partition_stream)
 
 
 @contextmanager
 def reduction_stream(optimizer: Any) -> Iterator[None]:
     """Run work on the reduction stream, behind the current stream."""
-    make_reduction_wait(optimizer)
-    if is_single_stream():
-        yield
-        return
+    wait_for_current(optimizer.reduce_and_partition_stream)
     with accelerator().stream(optimizer.reduce_and_partition_stream):
         yield
 
@@ -289,11 +222,7 @@ def wait_for_buckets(optimizer: Any, module: Any = None) -> None:
 
 def empty_buckets(optimizer: Any) -> None:
     """Drop the gradients in the reduce buckets; the buffers stay."""
-    buckets = getattr(optimizer, "ipg_buckets", None)
-    if buckets is None:  # 0.16.0-0.17.1
-        optimizer.params_in_ipg_bucket.clear()
-        return
-    for bucket in buckets.values():
+    for bucket in buckets(optimizer).values():
         bucket.params.clear()
         bucket.elements = 0
         if hasattr(bucket, "process_group"):  # 0.19.3

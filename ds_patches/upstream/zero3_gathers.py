@@ -1,10 +1,9 @@
 """Stage 3: all-gathers and releases of parameters, module hooks, and the prefetch trace."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,8 +19,10 @@ from ds_patches.upstream.classes import COORDINATOR
 Functions = tuple[Any, Any]
 
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
-_MISSING = object()
 _LEAF_INPUTS = "_leaf_module_inputs_remaining"
+#: Names, and values, of attributes that the coordinator's class writes with two underscores.
+private_name = partial(classes.private_name, COORDINATOR)
+private = partial(classes.private, COORDINATOR)
 #: Stands for a script's block among the modules that use a parameter.
 _BLOCK = "GatheredParameters"
 
@@ -55,15 +56,22 @@ def make_gathers_wait(optimizer: Any) -> None:
 def block_releases(offload: Any, wrapper: Around) -> list[Layer]:
     """Stop all releases of parameters until the returned layers are removed.
 
+    The prefetch trace is completed as a forward does, and kept: an unfinished one would be lost if
+    an engine were built on the model meanwhile, since that gives the modules other ids. Collective
+    if modules were recorded.
+
     wrapper: is called around the methods that partition all parameters, or register or remove
         hooks.
     """
     coordinator = offload.get_param_coordinator()
+    if coordinator.is_record_trace() and private(coordinator, "submodule_order"):
+        coordinator.reset_step()
     registering = ("_register_deepspeed_module", "_register_hooks_recursively")  # 0.16.4; before
     return [
         Layer(coordinator, private_name("release_param"), lambda *_: None),
         # This caches its results, which would depend on what is gathered now.
         Layer(coordinator, private_name("params_to_release"), lambda *_: set()),
+        Layer(coordinator, "reset_step", lambda *_: None),
         Layer(coordinator, "release_and_reset_all", wrapper),
         Layer(offload, "_remove_module_hooks", wrapper),
         *(Layer(offload, name, wrapper) for name in registering if hasattr(offload, name)),
@@ -82,18 +90,6 @@ def release_hold(params: Iterable[Any]) -> None:
     """Undo `hold_params`."""
     for param in params:
         param.ds_active_sub_modules.discard(_BLOCK)
-
-
-def freeze_trace(offload: Any) -> Layer:
-    """Complete the prefetch trace as a forward does, and keep it until the layer is removed.
-
-    Collective if modules were recorded. An unfinished trace would be lost if an engine were built
-    on the model meanwhile, since that gives the modules other ids.
-    """
-    coordinator = offload.get_param_coordinator()
-    if coordinator.is_record_trace() and private(coordinator, "submodule_order"):
-        coordinator.reset_step()
-    return Layer(coordinator, "reset_step", lambda *_: None)
 
 
 def release_all(offload: Any) -> None:
@@ -144,15 +140,15 @@ def _chunks(params: Iterable[Any], numel: int) -> Iterator[list[Any]]:
 
 
 def module_functions(module: torch.nn.Module) -> Functions:
-    """Return the Functions that DeepSpeed's forward hooks look up at each call of a module."""
-    before, after = (vars(module).get(name, _MISSING) for name in _FUNCTIONS)
+    """Return the Functions that DeepSpeed's forward hooks look up at each call; None if missing."""
+    before, after = map(vars(module).get, _FUNCTIONS)
     return before, after
 
 
 def set_module_functions(module: torch.nn.Module, functions: Functions) -> None:
     """Replace a module's pre- and post-backward functions."""
     for name, value in zip(_FUNCTIONS, functions, strict=True):
-        if value is _MISSING:
+        if value is None:
             delattr(module, name)
         else:
             setattr(module, name, value)
@@ -188,11 +184,7 @@ def never_has_params(module: torch.nn.Module) -> bool:
     DeepSpeed attributes recomputed parameters to a container.
     """
     is_torch = type(module).__module__.startswith("torch.nn.modules.")
-    return (
-        is_torch
-        and next(module.children(), None) is None
-        and next(module.parameters(), None) is None
-    )
+    return is_torch and not any(True for _ in chain(module.children(), module.parameters()))
 
 
 def any_frozen(module: torch.nn.Module) -> bool:
@@ -203,7 +195,10 @@ def any_frozen(module: torch.nn.Module) -> bool:
 
 
 def is_leaf(module: torch.nn.Module) -> bool:
-    """Return True if ``set_z3_leaf_modules`` made it a unit: gathered and reduced as a whole."""
+    """Return True if ``set_z3_leaf_modules`` made it a unit: gathered and reduced as a whole.
+
+    Ranks may use different parts of it.
+    """
     from deepspeed.utils import z3_leaf_module
 
     return bool(z3_leaf_module(module))
@@ -242,17 +237,7 @@ def rewind_prefetch(offload: Any) -> None:
     setattr(coordinator, private_name("most_recent_step_id_param_fetched_for"), last_fetched)
 
 
-# --- The coordinator's private attributes ---------------------------------------------------------
-
-
-def private_name(name: str) -> str:
-    """Return the mangled name of an attribute of the coordinator."""
-    return classes.private_name(COORDINATOR, name)
-
-
-def private(coordinator: Any, name: str) -> Any:
-    """Return an attribute that the coordinator's class writes with two underscores."""
-    return getattr(coordinator, private_name(name))
+# --- The coordinator ------------------------------------------------------------------------------
 
 
 def in_flight(coordinator: Any) -> dict[Any, Any]:

@@ -93,7 +93,6 @@ from ds_patches.core.patch import Class, Patch
 
 PATCH = Patch(
     name="cure",
-    hooks=__name__,
     summary="Marks a forward",
     supported=">=0.16.0,<=0.19.8",
     targets=(Class("deepspeed.runtime.engine", "Engine").target("forward", "mark"),),

@@ -68,7 +68,7 @@ def test_every_patch_is_whole(name: str) -> None:
     patch = registry.patch(name)
     assert patch.name == name
     assert set(patch.requires) <= {n for n, p in registry.patches().items() if not p.requires}
-    page = import_module(patch.hooks or f"ds_patches.{name}")
+    page = import_module(patch.hooks.removesuffix(".hooks"))
     assert page.is_applied() is ds_patches.is_applied(name)
     assert all((patch.summary, patch.remove_when))
     begins = [str(patch.function(target.wrapper).__doc__).split()[0] for target in patch.targets]

@@ -18,6 +18,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.layer import Layer
 from ds_patches.diagnostics.traincheck.trainable import Trainable
 from ds_patches.upstream import fragments
+from ds_patches.upstream.classes import ZERO3, class_of
 
 
 class Steps:
@@ -48,7 +49,7 @@ class Steps:
             self._before = self._fingerprints()
             yield
         is_partial = self._is_partial or not any(param.has_gradient for param in params)
-        is_read = fragments.reads_parameter_gradients(self._optimizer)
+        is_read = class_of(self._optimizer) != ZERO3  # else a step never reads `param.grad`
         for key, param in self._params.items():
             param.in_optimizer = key in self._slices
             has_gradient = param.has_gradient or is_partial
