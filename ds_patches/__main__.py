@@ -1,7 +1,5 @@
 """The command line: `ds-patches COMMAND`, which is `python -m ds_patches COMMAND`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Targets and dependencies of accumulation. Data only; the code is in `hooks`."""
 
-from __future__ import annotations
-
 from ds_patches.core.patch import Dependency, Patch, Target, upstream
 from ds_patches.upstream.classes import (
     BF16,

@@ -3,8 +3,6 @@
 An engine is tracked from its first forward on, also if it was built before the patch was applied.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import partial

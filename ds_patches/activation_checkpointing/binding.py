@@ -1,7 +1,5 @@
 """The targets and dependencies of activation_checkpointing. Data only."""
 
-from __future__ import annotations
-
 from ds_patches.core.patch import Class, Dependency, Patch, Target, upstream
 
 _MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"

@@ -1,7 +1,5 @@
 """The wrappers around DeepSpeed's two checkpointing functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

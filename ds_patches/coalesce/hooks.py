@@ -1,7 +1,5 @@
 """The wrappers around ``coalesce_grad_reduction()`` and ``no_sync()``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

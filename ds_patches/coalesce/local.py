@@ -1,7 +1,5 @@
 """The gradients of an engine that stay on their parameters: in a block, or in ``no_sync()``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -6,8 +6,6 @@ of an engine, and reads those of the engine's other ranks after it. No collectiv
 without any patch would not take part, and the others would hang.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

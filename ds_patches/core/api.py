@@ -1,7 +1,5 @@
 """The public functions, which `ds_patches` re-exports."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The arguments of a wrapped call, and attributes that are set for the length of a block."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

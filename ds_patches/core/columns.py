@@ -1,7 +1,5 @@
 """Rows of text in aligned columns, and lists of numbers written as spans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any

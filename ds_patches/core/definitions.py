@@ -1,7 +1,5 @@
 """The definitions in a source file, found in its syntax tree, and their digests."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import warnings

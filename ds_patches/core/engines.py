@@ -1,7 +1,5 @@
 """The engines of this process, while any patch is applied."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Any

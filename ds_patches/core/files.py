@@ -1,7 +1,5 @@
 """Files of this package, which may be installed as a folder or as a zip."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The flags: arguments of a call override variables, and variables override defaults."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence

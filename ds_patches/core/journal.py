@@ -1,7 +1,5 @@
 """The wrappers that one patch has installed: how they are installed, inspected and removed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType

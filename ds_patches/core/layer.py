@@ -1,7 +1,5 @@
 """A wrapper around one function: installs it, finds it in a chain of wrappers, removes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The lifecycle of a patch in this process: check, apply, take back, status."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Live objects: the owner of a place, its chain of wrappers, and the origin of a value."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from types import FunctionType, MethodType, ModuleType

@@ -1,7 +1,5 @@
 """The package's logger, and its level in a program that has not configured logging."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A patch as data: `PATCH = Patch(...)` in a cure's file, or in `binding.py` of a folder."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Finds them in a folder or a zip, with sources or compiled files alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The installed DeepSpeed, found without importing it."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

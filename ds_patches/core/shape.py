@@ -5,8 +5,6 @@ of each place in it. A file with a recorded hash is not parsed: its places have 
 Once a module is imported, its live objects are compared, which another library may have replaced.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import os

@@ -1,7 +1,5 @@
 """The states of patches and of their wrappers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

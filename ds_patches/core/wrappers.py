@@ -5,8 +5,6 @@ as `torch.compiler.disable` marks a function, the wrapper is a graph break and r
 2.6 to 2.15). What Dynamo and libraries need besides is in `_Bound.__func__` and `Method`.
 """
 
-from __future__ import annotations
-
 import copy
 from types import ModuleType
 from typing import Any

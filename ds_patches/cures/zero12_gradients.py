@@ -1,7 +1,5 @@
 """ZeRO-1 and ZeRO-2 gradients: in tiles, in fp32 sums, with an overflow on one rank."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

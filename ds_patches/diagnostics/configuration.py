@@ -1,7 +1,5 @@
 """The configuration of a training: which settings decide that a defect can occur."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ are no defects and have no stages, then each further fix that a release after 0.
 first. A defect has one row for each span of releases.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

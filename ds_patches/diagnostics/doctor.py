@@ -1,7 +1,5 @@
 """`doctor`: known defects of a configuration, a log or this environment, and their cures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

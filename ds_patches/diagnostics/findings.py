@@ -1,7 +1,5 @@
 """A finding: a defect that a training has, its evidence, and its cure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

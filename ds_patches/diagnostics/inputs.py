@@ -1,7 +1,5 @@
 """Reads the files and streams that `doctor` is given, whatever they contain."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

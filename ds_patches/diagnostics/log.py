@@ -3,8 +3,6 @@
 Errors that led to the last one count too. Training went on after all earlier ones.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Finds the defects that raise an error, by its message and its traceback."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache, lru_cache

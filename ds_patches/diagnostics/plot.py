@@ -1,7 +1,5 @@
 """`prove --svg`: plots the losses of all sides with matplotlib."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`prove`: trains a defect's script by plain PyTorch, stock and patched DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

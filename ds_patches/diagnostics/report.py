@@ -1,7 +1,5 @@
 """The report of `doctor`, as JSON and as text."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`status NAME`: all details of one patch."""
 
-from __future__ import annotations
-
 from ds_patches.core import columns, registry
 from ds_patches.core.state import PatchStatus, State
 

@@ -1,7 +1,5 @@
 """The training that `doctor` diagnoses: a configuration, and logs."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

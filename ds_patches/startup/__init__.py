@@ -9,8 +9,6 @@ DeepSpeed, and calls `apply` at its end. Python runs that file at its start in t
 If a patch fails, the program continues unpatched, with a warning; in strict mode it ends.
 """
 
-from __future__ import annotations
-
 
 def apply() -> None:
     """Apply the patches that the environment wants; a failure raises only in strict mode."""

@@ -1,7 +1,5 @@
 """`ds-patches run -- COMMAND`: run a command, and all processes that it starts, with patches."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

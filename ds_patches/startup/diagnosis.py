@@ -1,7 +1,5 @@
 """The start-up hook in `doctor`'s report."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

@@ -9,8 +9,6 @@ those that were reduced before in this backward, and restored when the epilogue 
 gradients. Nothing is copied unless a parameter gets another gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """State of a patch for an engine, an optimizer or their parts, kept in the object's `__dict__`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet

@@ -1,7 +1,5 @@
 """Stage 1 with bf16 parameters and fp32 gradients: ``BF16_Optimizer`` adds up by itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ Parameters that no rank has used so far are not in the order. While there are an
 collective at the end of each backward checks whether a rank has used one.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@ passes one reduce bucket, so the step's `GradientSum` divides there, by `divisor
 Gradients that leave the engine by its inputs pass no bucket: the leaves that they reach divide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ micro steps is lost, a parameter that a later micro step reaches first starts fr
 older step, and one that no backward at the boundary reaches is stepped with an older gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Flags and numbers that ranks compare by a collective, and a rendezvous in the store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

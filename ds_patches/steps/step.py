@@ -1,7 +1,5 @@
 """The steps of an engine: which backwards belong to a step, and where its gradients go."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The sum of a step's gradients: the base class of `zero12_sum`, `zero3_sum` and `bf16_sum`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

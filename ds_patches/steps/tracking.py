@@ -3,8 +3,6 @@
 `accumulation` tracks the steps of every engine. Patches that use them require `accumulation`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

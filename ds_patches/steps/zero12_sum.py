@@ -6,8 +6,6 @@ to them in 0.16.0-0.17.5, crashes in 0.17.6-0.18.2, and replaces them later. Her
 gradients are removed before the epilogue and added after it, in every release.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ If a parameter gets several gradients in one backward, autograd adds them to the
 bucket, which then lists the parameter twice: it is reduced once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_patches.core import live

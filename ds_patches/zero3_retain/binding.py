@@ -1,7 +1,5 @@
 """The targets and dependencies of zero3_retain. Data only; `hooks` does the work."""
 
-from __future__ import annotations
-
 from ds_patches.core.patch import Patch, Target, upstream
 from ds_patches.upstream.classes import COORDINATOR, GATHERED, OFFLOAD
 

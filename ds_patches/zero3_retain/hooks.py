@@ -1,7 +1,5 @@
 """The wrappers of zero3_retain; every ZeRO-3 engine that `accumulation` covers is covered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ parameter's shape, so the parameter is expanded while its gradient is accumulate
 output of a module are skipped, since the module's parameters are gathered for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts that show defects of DeepSpeed on two ranks, for `ds-patches prove`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

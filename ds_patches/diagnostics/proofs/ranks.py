@@ -6,8 +6,6 @@ beside the script. All ranks are killed when the standard input closes: it is a 
 which may be killed itself.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

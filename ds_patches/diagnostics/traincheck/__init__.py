@@ -11,8 +11,6 @@ which modules ran (trainable.py), combines the ranks' results and reports the ot
 works at every ZeRO stage, for any cause, with and without patches.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

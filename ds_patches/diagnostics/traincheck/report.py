@@ -1,7 +1,5 @@
 """The report of `train_check`, and its messages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -6,8 +6,6 @@ for overflow. Comparing parameters before and after a step would need a copy of 
 decay changes them without a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainable parameters of a model, and what a train check records of each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
