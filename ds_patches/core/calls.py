@@ -41,7 +41,7 @@ def in_order(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> Args:
         last = max((index for index, name in enumerate(names) if name in values), default=0)
         values = defaults | values
         if values.keys() >= {*names}:
-            return tuple(values[name] for name in names[: last + 1])
+            return tuple(map(values.__getitem__, names[: last + 1]))
     try:
         inspect.signature(function).bind(*[None] * bound, *args, **kwargs)
     except TypeError as error:

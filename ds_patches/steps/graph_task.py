@@ -108,8 +108,9 @@ class TaskWatch:
     __slots__ = ("_end_callback", "task_id")
 
     def __init__(self) -> None:
-        #: Id of the graph task of the backward that began last; None after its end. A hook is
-        #: in that backward, and in none nested in it, if `current_task_id()` is the same.
+        #: Id of the graph task of the backward that began last; None after its end, and not if it
+        #: raised. A hook is in that backward, and in none nested in it, if `current_task_id()` is
+        #: the same.
         self.task_id: int | None = None
         self._end_callback: ref[Callable[[], None]] | None = None
 
@@ -138,7 +139,7 @@ class TaskWatch:
 
     def clear_failure(self) -> None:
         """Forget that the last backward raised."""
-        self._end_callback = None
+        self._end_callback = self.task_id = None
 
 
 def graph_tensors(outputs: Any, leaves: bool = False) -> list[torch.Tensor]:

@@ -117,11 +117,11 @@ class EngineSteps:
         watch = self.watch
         if watch.task_id == current_task_id() or not (is_backward or accumulates()):
             return
-        if watch.running:
-            for listener in self.listeners:
-                listener.backward_nested()
-            return
-        if watch.raised:
+        if watch.task_id is not None:  # the last backward has not ended, or raised
+            if watch.running:
+                for listener in self.listeners:
+                    listener.backward_nested()
+                return
             self.drop_failed_backward()
         watch.begin()
         self.backwards_begun += 1
@@ -207,7 +207,8 @@ class EngineSteps:
         A device thread of autograd may keep the raised task alive, as if it ran. But a call outside
         of all graph tasks comes after its end.
         """
-        if self.watch.raised or (self.watch.running and current_task_id() == NO_TASK):
+        watch = self.watch
+        if watch.task_id is not None and (watch.raised or current_task_id() == NO_TASK):
             self.drop_failed_backward()
 
     def drop_failed_backward(self) -> None:

@@ -144,8 +144,9 @@ def _rivals_of(engine: Any) -> list[Any]:
     """Return the other known engines that train a parameter of this one."""
     if checked_engine_count != engines.count:
         separate_rivals()
-    refs = _rivals.get(engine, [])
-    return [rival for rival_ref in refs if (rival := rival_ref()) is not None]
+    if refs := _rivals.get(engine):
+        return [rival for rival_ref in refs if (rival := rival_ref()) is not None]
+    return []
 
 
 def note_step(engine: Any) -> None:

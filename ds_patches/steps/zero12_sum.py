@@ -19,6 +19,7 @@ from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import is_muon
+from ds_patches.upstream.engine import has_exit_backward
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 # Muon orthogonalises the gradients of each epilogue, and the sum of two results is not orthogonal.
@@ -67,7 +68,7 @@ class Zero12Sum(GradientSum):
         self._reduced_gradients.begin_backward()
 
     def end_empty_backward(self, failed: bool = False) -> bool:
-        if hasattr(self._optimizer, "exit_backward"):  # 0.18.3
+        if has_exit_backward(self._optimizer):
             self._optimizer.exit_backward()
         return True
 
@@ -123,8 +124,8 @@ class Zero12Sum(GradientSum):
         for gradients in (optimizer.averaged_gradients, zero12.pending_gradients(optimizer)):
             for group in gradients:
                 gradients[group] = None
-        # Up to 0.18.2 no epilogue empties them after a backward of another engine.
-        zero12.empty_buckets(optimizer)
+        if not has_exit_backward(optimizer):  # no epilogue has followed another engine's backward
+            zero12.empty_buckets(optimizer)
         zero12.clear_gradients(optimizer)
         optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
         self.step_taken()
@@ -132,6 +133,7 @@ class Zero12Sum(GradientSum):
 
     def drop_failed_backward(self) -> None:
         self._reduced_gradients.begin_backward()
+        zero12.empty_buckets(self._optimizer)
         self.drop()
 
     def step_taken(self) -> None:

@@ -22,6 +22,7 @@ from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
 from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import makes_muon_updates_in_backward
+from ds_patches.upstream.engine import has_exit_backward
 
 _SECOND_WITH_MUON = (
     "a second backward of one step, with Muon at ZeRO 3: this DeepSpeed orthogonalises each by "
@@ -162,8 +163,8 @@ class Zero3Sum(GradientSum):
 
     def drop(self) -> None:
         zero3.zero_gradients(self._optimizer, self._written)
-        # Up to 0.18.2 no epilogue empties them after a backward of another engine.
-        zero3.empty_buckets(self._optimizer)
+        if not has_exit_backward(self._optimizer):  # no epilogue of another engine's backward
+            zero3.empty_buckets(self._optimizer)
         zero3.clear_gradients(self._optimizer)
         self.step_taken()
 
@@ -173,6 +174,7 @@ class Zero3Sum(GradientSum):
         return False
 
     def drop_failed_backward(self) -> None:
+        zero3.empty_buckets(self._optimizer)
         zero3.partition_parameters(self._optimizer)
         self._optimizer.averaged_gradients = {}
         self._optimizer.micro_step_id = 0

@@ -17,6 +17,11 @@ def has_torch_style_backward(engine: Any) -> bool:
     return hasattr(engine, "_backward_post_hook")
 
 
+def has_exit_backward(optimizer: Any) -> bool:
+    """Return True if the optimizer ends each backward that reaches it: 0.18.3 and later."""
+    return hasattr(optimizer, "exit_backward")
+
+
 def trained_ids(engine: Any) -> set[int]:
     """Return the ids of the parameters of which the ZeRO optimizer steps a copy."""
     for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # stages 1 and 2; 3; BF16_Optimizer

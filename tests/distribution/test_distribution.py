@@ -80,7 +80,7 @@ def test_it_runs_beside_deepspeed_alone(wheel: Path, tmp_path: Path) -> None:
     assert "this interpreter: armed" in printed
     page = run("-m", "ds_patches", "--help", cwd=tmp_path, python=python).split()[-1]
     assert Path(page).is_relative_to(site)
-    assert "A parameter is in flight at ZeRO-3" in Path(page).read_text("utf-8")
+    assert "At ZeRO-3 a parameter is in flight" in Path(page).read_text("utf-8")
 
 
 def zipped(package: Path) -> Path:
