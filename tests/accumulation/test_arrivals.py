@@ -171,17 +171,30 @@ test_what_was_written_in_this_step_is_stepped = checked(
     retained(adapters.trained_by_turns, 3, core={3}, marks=[SINCE_0_16_6]),
 )
 
+SINCE_0_18_3 = stock.since("0.18.3", "an epilogue after another engine's backward")
+
 test_gradients_of_another_engines_backward_are_kept = checked(
-    retained(engines.encoder_of_two_heads, 1, 2, 3),
-    retained(engines.encoder_of_two_heads, 1, 2, 3, **OFFLOADED),
+    retained(engines.encoder_of_two_heads, 1, 2, 3, core={2, 3}, marks=[SINCE_0_18_3]),
+    retained(engines.encoder_of_two_heads, 1, 2, 3, marks=[SINCE_0_18_3], **OFFLOADED),
 )
+
+
+@on_ranks
+@pytest.mark.core_case
+@pytest.mark.skipif(stock.TORCH_STYLE, reason="they are kept")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_or_refused(stage: int) -> None:
+    options = Options(stage, model="Linears")
+    outcome = run(engines.encoder_of_two_heads, options, "zero3_retain", "coalesce")
+    assert outcome.error.startswith("Refused"), outcome
 
 
 test_or_dropped_as_a_backward_of_its_own_begins = checked(
-    retained(engines.gan_whose_zero_grad_is_swallowed, 1, 2, 3),
+    retained(engines.gan_whose_zero_grad_is_swallowed, 1, 2, 3, core={2, 3}),
     retained(engines.gan_whose_zero_grad_is_swallowed, 1, 2, 3, **OFFLOADED),
     says=["another engine's backward"],
 )
+test_or_by_the_script = checked(retained(engines.gan, 2, 3, core={3}))
 
 
 @on_ranks
