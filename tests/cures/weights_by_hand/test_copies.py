@@ -15,6 +15,7 @@ from tests.cures.weights_by_hand.test_by_hand import PATCH, beside_others, chang
 from tests.harness import Case, World, applied, at, cases, checked, run, trains
 from tests.harness.models import loss_of
 from tests.harness.options import ADAM, BF16, BF16_SUMS, OFFLOADED, OFFLOADED_ALL, PERSISTENT
+from tests.harness.stock import RELEASE
 from tests.harness.trainers import engine_trainer
 from tests.world import on_ranks
 
@@ -55,6 +56,8 @@ test_before_each_forward = checked(*(row(PATCH, all_set) for row in ROWS))
 
 @cases(*(row(PATCH, all_set) for row in ROWS))
 def test_stock_goes_on_with_what_was_there_before(world: World, case: Case) -> None:
+    if str(RELEASE) == "0.18.2" and case.options.stage == 3 and case.options.dtype == "float32":
+        pytest.skip("in fp32 this release steps the partitions themselves, and has no copies")
     for outcome in world.run(run, case.script, case.options):
         assert not outcome.error
         assert outcome.difference > 1e-3, outcome
