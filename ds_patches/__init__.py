@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from ds_patches.diagnostics.traincheck import NotChecked, NotTrained, TrainReport, train_check
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "DsPatchesError",

@@ -87,7 +87,7 @@ class Before(nn.Module):
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, model="Linears", at_rest=False, **PLAIN)
 def behind_a_layer_of_its_own(trainer: Any) -> None:
     """A layer in front of the engine is trained by hand, also by a leaf of its output."""
-    before = Before()
+    before = Before().to(next(trainer.module.parameters()).device)
     for step in trainer.steps():
         for micro in range(trainer.options.micro_steps):
             hidden = before(features(step).detach() + micro)
