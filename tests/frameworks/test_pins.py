@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from tools.releases import ROOT
 
 _PAGE = (ROOT / "docs" / "frameworks.md").read_text("utf-8")
-_TABLE = re.search(r"^\| pinned by .*?(?=\n\n)", _PAGE, re.M | re.S)
+_TABLE = re.search(r"^\| project \| DeepSpeed .*?(?=\n\n)", _PAGE, re.M | re.S)
 assert _TABLE is not None
 _TITLES, _, *ROWS = (
     [cell.strip() for cell in line.strip("|").split("|")] for line in _TABLE[0].splitlines()

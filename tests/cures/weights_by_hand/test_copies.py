@@ -19,10 +19,12 @@ from tests.harness.stock import RELEASE
 from tests.harness.trainers import engine_trainer
 from tests.world import on_ranks
 
+#: From 0.17.6 to 0.18.4 this is half precision without ZeRO, whose copies nothing sets.
+IS_ZERO = not "0.17.6" <= str(RELEASE) <= "0.18.4"
 ROWS = (
     at(1, 2, 3, core={2, 3}),
     at(1, 2, 3, **BF16),
-    beside_others(1, **BF16_SUMS),
+    *[beside_others(1, **BF16_SUMS)] * IS_ZERO,
     at(2, 3, **OFFLOADED),
     at(3, **OFFLOADED_ALL),
     at(3, zero=PERSISTENT, core={3}),
