@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Proof:
-    """An entry of proofs.json: a function of scripts.py, and a configuration.
+    """An entry of proofs.json: a function of scripts.py or weights.py, and a configuration.
 
     options: arguments of the function. zero: settings of `zero_optimization`. settings: all others.
     why: the reason for settings whose purpose is not obvious. stage: the ZeRO stage, by default
@@ -52,7 +52,8 @@ def compose(name: str, stage: int, title: str) -> str:
         **proof.settings,
     }
     frame = files.text(_FOLDER / "frame.py").replace("  # noqa: F401", "")
-    tree = ast.parse(source := files.text(_FOLDER / "scripts.py"))
+    source = "\n".join(files.text(_FOLDER / file) for file in ("scripts.py", "weights.py"))
+    tree = ast.parse(source)
     definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     used = dict.fromkeys(_used(definitions[proof.script], definitions))
     body = "\n\n".join(ast.get_source_segment(source, node) or "" for node in used)
@@ -62,7 +63,7 @@ def compose(name: str, stage: int, title: str) -> str:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             node.names = [name for name in node.names if name.name in words]
             line = ast.unparse(node) if node.names else "ds_patches"
-            if "ds_patches" not in line and line not in frame:
+            if "ds_patches" not in line and line not in frame + imports:
                 imports += f"{line}\n"
     settings = "\n    ".join(wrap(f"CONFIG = {config}", 95))
     settings += f"\nOPTIONS = {proof.options}" if proof.options else ""
