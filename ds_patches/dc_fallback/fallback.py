@@ -17,7 +17,6 @@ from ds_patches.steps import ranks
 from ds_patches.steps.state import Step, StepState
 from ds_patches.upstream import deepcompile, zero3
 from ds_patches.upstream import engine as upstream_engine
-from ds_patches.upstream.accelerator import wait_for_current
 from ds_patches.upstream.deepcompile import Graphs, before_backward
 from ds_patches.upstream.zero3_gathers import is_leaf
 
@@ -120,7 +119,7 @@ class Fallback:
                 self._recover()
             if self._step.state is not StepState.HELD:
                 # The graphs add to the partitions until a backward at the boundary has ended.
-                self._optimizer.grad_partitions_flat_buffer.zero_()
+                zero3.zero_all_gradients(self._optimizer)
         finally:
             self._exit_stack.close()
 
@@ -194,7 +193,7 @@ class Fallback:
         if self._step.state is StepState.HELD:
             self._written.update(zero3.gradient_partitions(self._optimizer))
         else:
-            self._optimizer.grad_partitions_flat_buffer.zero_()
+            zero3.zero_all_gradients(self._optimizer)
             self._written.clear()
         self._step = self._step.after_backward(self._engine.micro_steps)
 
@@ -217,10 +216,9 @@ class Fallback:
         """Complete the gradients before the optimizer steps, or skips a step after an overflow."""
         self._reduction.finish()  # after a backward without an epilogue
         if self._step.state is not StepState.HELD:
-            self._optimizer.grad_partitions_flat_buffer.zero_()
+            zero3.zero_all_gradients(self._optimizer)
         self._add_deferred()
-        # The optimizer's overflow check reads the partitions on this stream.
-        wait_for_current(self._optimizer.reduce_and_partition_stream)
+        zero3.make_reduction_wait(self._optimizer)
         result = step(*args, **kwargs)
         self._graphs.after_step()
         self._step = Step()

@@ -18,6 +18,7 @@ from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.layer import layered
 from ds_patches.steps.bucket_order import BucketOrder
 from ds_patches.steps.sums import GradientSum, divide
+from ds_patches.upstream import zero12
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 
@@ -134,9 +135,7 @@ class ReducedGradients:
                     self._zeros[key] = gradient.new_zeros(()).expand_as(gradient)
                 gradient.data = self._zeros[key]
         if buckets.defers_clearing:
-            previous = buckets.optimizer.previous_reduced_grads
-            for params in previous.values() if isinstance(previous, dict) else [previous or []]:
-                params.clear()
+            zero12.clear_previous_gradients(buckets.optimizer)
         return not_kept
 
     def _restore(self) -> None:

@@ -133,10 +133,12 @@ class EngineSteps:
             self._warn_once(_FOREIGN)
         self._previous_step = self.current_step
         is_foreign = caller is not None and not is_own
-        if is_foreign and self.current_step.is_foreign and self._needs_own_epilogue():
-            raise Refused(_SECOND_FOREIGN)
-        if is_foreign and self.current_step.is_foreign and _NOT_STEPPED not in self._warned:
-            self._warn_of_no_step()
+        if is_foreign and self.current_step.is_foreign:
+            # Up to 0.18.2, only an epilogue of this engine makes room for more gradients.
+            if not self.is_torch_style and self.engine.zero_optimization_stage() == 2:
+                raise Refused(_SECOND_FOREIGN)
+            if _NOT_STEPPED not in self._warned:
+                self._warn_of_no_step()
         self.current_step = self.current_step.after_backward(self.engine.micro_steps, is_foreign)
         same_forward, self._has_new_forward = not self._has_new_forward, False
         if self.defers_epilogue:
@@ -158,11 +160,6 @@ class EngineSteps:
         """Run the epilogue of a plain backward, if DeepSpeed has asked for it."""
         if self.engine is not None and self.epilogue_is_due:
             upstream_engine.end_plain_backward(self.engine)
-
-    def _needs_own_epilogue(self) -> bool:
-        """Return True if only an epilogue of this engine makes room for gradients: up to 0.18.2."""
-        is_torch_style = upstream_engine.has_torch_style_backward(self.engine)
-        return self.engine.zero_optimization_stage() == 2 and not is_torch_style
 
     def _warn_of_no_step(self) -> None:
         """Warn once if only other engines bring gradients, and step() was never called."""

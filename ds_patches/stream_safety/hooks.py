@@ -6,8 +6,8 @@ from typing import Any
 from ds_patches.core import engines
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.steps.attached import Attached
-from ds_patches.upstream import zero3_gathers
-from ds_patches.upstream.accelerator import is_single_stream, wait_for_current
+from ds_patches.upstream import zero3, zero3_gathers
+from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import ZERO12, class_of
 
 from .order import StreamOrder
@@ -48,7 +48,7 @@ def around_use(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> 
 
 def around_stage3_gradient(wrapped: Wrapped, optimizer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the reduction stream wait for the backward's before it copies a gradient."""
-    wait_for_current(optimizer.reduce_and_partition_stream)
+    zero3.make_reduction_wait(optimizer)
     return wrapped(*args, **kwargs)
 
 

@@ -112,6 +112,16 @@ def set_zero_gradient(optimizer: Any, param: Any) -> None:
     setattr(param, gradient_attribute(optimizer), torch.zeros_like(param, dtype=dtype))
 
 
+def clear_previous_gradients(optimizer: Any) -> None:
+    """Empty the list of gradients that DeepSpeed clears at the next reduction.
+
+    They are other ranks' gradients, with overlap_comm and without contiguous_gradients.
+    """
+    previous = optimizer.previous_reduced_grads
+    for params in previous.values() if isinstance(previous, dict) else [previous or []]:
+        params.clear()
+
+
 def set_up_buckets(optimizer: Any) -> None:
     """Allocate the reduce buffers, unless they are allocated."""
     if hasattr(optimizer, "setup_buckets"):  # 0.18.3

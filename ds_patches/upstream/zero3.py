@@ -124,6 +124,11 @@ def set_averages(optimizer: Any, ids: Collection[int]) -> None:
                 averages[index] = partitions[param.ds_id]
 
 
+def zero_all_gradients(optimizer: Any) -> None:
+    """Zero all gradient partitions."""
+    optimizer.grad_partitions_flat_buffer.zero_()
+
+
 def copy_from_host(optimizer: Any, ids: Collection[int]) -> None:
     """Copy gradients that a script set in an offloaded optimizer to the partitions."""
     for param_id, partition, host in _host_gradients(optimizer, ids):
@@ -198,10 +203,18 @@ def deduplicate_bucket(optimizer: Any, bucket: Any) -> None:
         getattr(optimizer, BUCKETING_METHOD)(param)
 
 
+def make_reduction_wait(optimizer: Any) -> None:
+    """Make the reduction stream wait for the current stream.
+
+    The optimizer's overflow check reads the gradient partitions on it, too.
+    """
+    wait_for_current(optimizer.reduce_and_partition_stream)
+
+
 @contextmanager
 def reduction_stream(optimizer: Any) -> Iterator[None]:
     """Run work on the reduction stream, behind the current stream."""
-    wait_for_current(optimizer.reduce_and_partition_stream)
+    make_reduction_wait(optimizer)
     with accelerator().stream(optimizer.reduce_and_partition_stream):
         yield
 
