@@ -47,10 +47,14 @@ class Step:
 
 
 def refuse_unseen_backward(engine: Any) -> None:
-    """Raise Refused if parameters got gradients, and DeepSpeed saw no backward begin."""
+    """Raise Refused if parameters got gradients, and no epilogue of DeepSpeed reduced them.
+
+    Scripts may run the epilogue themselves, as DeepSpeed's own tests of several models do.
+    """
     state = upstream_engine.hook_state(engine.optimizer)
     # DeepSpeed's parameter hooks begin a backward only if the forward has had another before.
-    if state and state.hooks_fired_this_backward and not state.backward_seen_this_step:
+    is_unseen = state and state.hooks_fired_this_backward and not state.backward_seen_this_step
+    if is_unseen and not state.epilogue_ran_this_backward:
         raise Refused(
             "engine.step() without a reduced gradient, after a backward() of a tensor that is no "
             "output of the engine, which DeepSpeed does not see: call engine.backward(tensor) "

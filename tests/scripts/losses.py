@@ -74,6 +74,14 @@ def always_around_the_engine(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer.around_the_engine, step))
 
 
+@script(ALL_RIGHT, style="torch")
+def epilogue_by_hand(trainer: Any, step: int) -> None:
+    """``engine.module`` alone is called, and DeepSpeed's epilogue, as for a loss of two engines."""
+    trainer.backward(loss_of(trainer.around_the_engine, step))
+    if trainer.is_engine:
+        trainer.engine._backward_epilogue()
+
+
 @script(ALL_RIGHT, micro_steps=2)
 def around_the_engine_first(trainer: Any, step: int, micro: int) -> None:
     """One micro step calls ``engine.module``, the next one the engine."""
