@@ -19,7 +19,7 @@ from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero12
 from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import is_muon
-from ds_patches.upstream.engine import has_exit_backward
+from ds_patches.upstream.engine import has_torch_style_backward
 from ds_patches.upstream.zero12_buckets import ReduceBuckets
 
 # Muon orthogonalises the gradients of each epilogue, and the sum of two results is not orthogonal.
@@ -49,6 +49,7 @@ class Zero12Sum(GradientSum):
         self._reduced_gradients = ReducedGradients(self._buckets, self._order, self)
         self.layers.append(Layer(optimizer, "reduce_ipg_grads", self._reduced_gradients.reduce))
         self._is_muon = is_muon(optimizer)
+        self._is_torch_style = has_torch_style_backward(engine)
         # Stage 1 without fp32 sums keeps earlier micro steps in ``grad``, which zero_grad() drops.
         sums = optimizer.use_grad_accum_attribute
         self.keeps_earlier_micro_steps = bool(optimizer.partition_gradients or sums)
@@ -68,7 +69,7 @@ class Zero12Sum(GradientSum):
         self._reduced_gradients.begin_backward()
 
     def end_empty_backward(self, failed: bool = False) -> bool:
-        if has_exit_backward(self._optimizer):
+        if self._is_torch_style:
             self._optimizer.exit_backward()
         return True
 
@@ -124,7 +125,7 @@ class Zero12Sum(GradientSum):
         for gradients in (optimizer.averaged_gradients, zero12.pending_gradients(optimizer)):
             for group in gradients:
                 gradients[group] = None
-        if not has_exit_backward(optimizer):  # no epilogue has followed another engine's backward
+        if not self._is_torch_style:  # no epilogue has followed another engine's backward
             zero12.empty_buckets(optimizer)
         zero12.clear_gradients(optimizer)
         optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID

@@ -22,7 +22,7 @@ from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import zero3, zero3_gathers
 from ds_patches.upstream.accelerator import is_single_stream
 from ds_patches.upstream.classes import makes_muon_updates_in_backward
-from ds_patches.upstream.engine import has_exit_backward
+from ds_patches.upstream.engine import has_torch_style_backward
 
 _SECOND_WITH_MUON = (
     "a second backward of one step, with Muon at ZeRO 3: this DeepSpeed orthogonalises each by "
@@ -45,6 +45,7 @@ class Zero3Sum(GradientSum):
     def __init__(self, engine: Any) -> None:
         super().__init__()
         self._optimizer = optimizer = engine.optimizer
+        self._is_torch_style = has_torch_style_backward(engine)
         self.layers.append(Layer(optimizer, zero3.REDUCING_METHOD, self._reduce_bucket))
         self._outer_task = NO_TASK
         self._has_nested_task = False  # a graph task ran inside a backward's
@@ -163,7 +164,7 @@ class Zero3Sum(GradientSum):
 
     def drop(self) -> None:
         zero3.zero_gradients(self._optimizer, self._written)
-        if not has_exit_backward(self._optimizer):  # no epilogue of another engine's backward
+        if not self._is_torch_style:  # no epilogue of another engine's backward
             zero3.empty_buckets(self._optimizer)
         zero3.clear_gradients(self._optimizer)
         self.step_taken()

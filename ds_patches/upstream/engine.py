@@ -13,13 +13,11 @@ from ds_patches.upstream.coverage import is_deep_compiled
 
 
 def has_torch_style_backward(engine: Any) -> bool:
-    """Return True if ``loss.backward()`` without the engine works: 0.18.3 and later."""
+    """Return True if ``loss.backward()`` without the engine works: 0.18.3 and later.
+
+    From there on the optimizer also ends each backward that reaches it, by ``exit_backward()``.
+    """
     return hasattr(engine, "_backward_post_hook")
-
-
-def has_exit_backward(optimizer: Any) -> bool:
-    """Return True if the optimizer ends each backward that reaches it: 0.18.3 and later."""
-    return hasattr(optimizer, "exit_backward")
 
 
 def trained_ids(engine: Any) -> set[int]:
