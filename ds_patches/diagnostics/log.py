@@ -55,8 +55,9 @@ OMITTED = "…"
 #: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it.
 _PRINTED_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
 _RELEASE = re.compile(
-    r"(?<![\w/-])(?<!install )deepspeed(?:\[\w+\])?"
+    r"(?<![\w/-])(?<!install )(?<!fixed in )deepspeed(?:\[\w+\])?"
     r"(?:[\s:=@,|(*`\"'.-]|version|info|release|installed|v(?=\d)){1,60}?(0\.\d+\.\d+)\b"
+    r"(?!\W{1,4}(?:correct|works|is fine|has fixed|fixed|fixes)\b)"
     r"(?:[\s,/>→*`-]{1,9}(?:and|or|to|vs\.?|v)?[\s*`]{0,9}(0\.1\d\.\d+)\b)?",
     re.IGNORECASE,
 )
