@@ -52,7 +52,8 @@ _MAX_POST = 60
 _OWN_MESSAGE = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
 #: Stands for omitted text.
 OMITTED = "…"
-#: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it.
+#: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it, with a
+#: second one, as in "0.16.4 to 0.18.3". A release that a post calls right is not that of its error.
 _PRINTED_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
 _RELEASE = re.compile(
     r"(?<![\w/-])(?<!install )(?<!fixed in )deepspeed(?:\[\w+\])?"
