@@ -47,7 +47,8 @@ class Defect:
     section: the anchor of its section in docs/troubleshooting.md.
     proof: the name with which `prove` trains the script, at the last of `stages`. unproved: why
         there is no proof of what a patch fixes.
-    messages: messages raised besides those in `outcome`; "..." matches any text.
+    messages: messages raised besides those in `outcome`, and words of posts that have no error;
+        "..." matches any text. Short words need `shown`.
     shown: regular expressions with "|" between them, one of which matches the traceback, if other
         defects raise the same message. With "!" before them, a message without a match is not this
         defect's; with "?" neither, and a match only may be, as one of an expression after "|?".

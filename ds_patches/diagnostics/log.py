@@ -12,8 +12,11 @@ from typing import Any
 
 from packaging.version import Version
 
-#: Matches a log of DeepCompile; then `Error.evidence` begins with `_IS_COMPILED`.
-_COMPILED = re.compile('deepcompile=True|"deepcompile": ?true|deepspeed/compile/')
+#: Matches a log or post of DeepCompile; then `Error.evidence` begins with `_IS_COMPILED`.
+_COMPILED = re.compile(
+    'deepcompile=True|"deepcompile": ?true|deepspeed/compile/'
+    r"|\b[Dd]eep[Cc]ompile\b(?![\"':=]| is enabled but)"
+)
 _IS_COMPILED = "DeepCompile is on"
 #: Characters at a log's end that are searched for errors, and at its start for settings.
 _SEARCHED = 1 << 22
@@ -49,11 +52,14 @@ _MAX_POST = 60
 _OWN_MESSAGE = re.compile(r"ds_patches[\w.]{0,99}:(?! ?\d+\.\d) ?(\S.+)")
 #: Stands for omitted text.
 OMITTED = "…"
-#: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it.
+#: The release as DeepSpeed prints it; and as ds_report, pip and issue templates write it, with a
+#: second one, as in "0.16.4 to 0.18.3". A release that a post calls right is not that of its error.
 _PRINTED_RELEASE = re.compile(r"DeepSpeed info: version=(\d+\.\d+\.\d+)")
 _RELEASE = re.compile(
-    r"(?<![\w/-])(?<!install )deepspeed(?:\[\w+\])?"
-    r"(?:[\s:=@,|(*`\"'.-]|version|info|release|installed|v(?=\d)){1,60}?(0\.\d+\.\d+)\b",
+    r"(?<![\w/-])(?<!install )(?<!fixed in )deepspeed(?:\[\w+\])?"
+    r"(?:[\s:=@,|(*`\"'.-]|version|info|release|installed|v(?=\d)){1,60}?(0\.\d+\.\d+)\b"
+    r"(?!\W{1,4}(?:correct|works|is fine|has fixed|fixed|fixes)\b)"
+    r"(?:[\s,/>→*`-]{1,9}(?:and|or|to|vs\.?|v)?[\s*`]{0,9}(0\.1\d\.\d+)\b)?",
     re.IGNORECASE,
 )
 #: DeepSpeed's printed configuration, with the first key; and its printed single settings.
@@ -141,7 +147,8 @@ def read(text: str) -> Log:
             errors = [Error(line, _DIFFER, _DIFFER)]
     full_text = Error(text.strip().partition("\n")[0], end, f"{context}\n{end}")
     printed = {*_PRINTED_RELEASE.findall(text)}
-    releases = sorted(map(Version, printed or {*_RELEASE.findall(text)}))
+    named = {release for releases in _RELEASE.findall(text) for release in releases if release}
+    releases = sorted(map(Version, printed or named))
     own_messages = tuple(dict.fromkeys(_OWN_MESSAGE.findall(text)))
     config = _config(_COLOUR.sub("", text[:_SEARCHED]))
     return Log(tuple(errors or [full_text]), bool(errors), tuple(releases), config, own_messages)

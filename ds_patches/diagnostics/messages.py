@@ -20,7 +20,15 @@ def match(error: Error) -> Iterator[tuple[Defect, bool]]:
     """Yield the defects that may raise an error, each with True if the traceback confirms it."""
     text = log.normalized(error.message)
     complete = {message for message in _messages() if _contains(text, message)}
-    messages = complete or _truncated_messages(error.message.lstrip())
+    if confirmed := _confirmed(error, complete):
+        yield from confirmed.items()
+    else:
+        truncated = _truncated_messages(error.message.lstrip())
+        yield from ((defect, False) for defect in _confirmed(error, truncated))
+
+
+def _confirmed(error: Error, messages: set[str]) -> dict[Defect, bool]:
+    """Return the defects of messages that the evidence allows, each with True if it is sure."""
     allowed = {}
     for defect, raised in _raised().items():
         if messages & raised:
@@ -30,11 +38,11 @@ def match(error: Error) -> Iterator[tuple[Defect, bool]]:
             is_short = all(len(message) < _SHORT for message in messages & raised)
             is_excluded = error.has_traceback or (is_short and error.has_frames)
             if is_shown or (mark not in ("?", "!") and not is_excluded):
-                allowed[defect] = bool(complete) and is_sure
+                allowed[defect] = is_sure
     messages &= set().union(*(_raised()[defect] for defect in allowed))
     # If one message contains another, the longer one counts.
     messages = {m for m in messages if not any(m in longer for longer in messages - {m})}
-    yield from ((defect, sure) for defect, sure in allowed.items() if messages & _raised()[defect])
+    return {defect: sure for defect, sure in allowed.items() if messages & _raised()[defect]}
 
 
 @cache
