@@ -48,7 +48,7 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
     if named and named > Version(TESTED):
         refused = [name for name, reason in refusals.items() if reason and not disabled[name]]
     is_broken = any(not verdict.release for verdict in wanted.values())
-    is_diagnosed = (is_tested and not is_broken) or bool(case.logs)
+    is_diagnosed = (is_tested and not is_broken) or (case.logs and not case.is_foreign) or reported
     is_wrong = refused or case.config.warnings or any(
         finding.counts for finding in reported if finding.is_logged or case.is_configured
     )  # fmt: skip

@@ -21,6 +21,7 @@ from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.diagnostics import findings, plot, proofs
 from ds_patches.diagnostics.defects import Defect, plain, wrong_in
 from ds_patches.diagnostics.proofs import ranks
+from ds_patches.diagnostics.report import wrapped
 
 SIDES = ("PyTorch", "stock", "patched")
 #: Exit statuses: patched is right; it is not.
@@ -83,8 +84,10 @@ def print_proofs(*, as_json: bool = False) -> int:
         results = [{"name": name, "row": row, "needs": need or None} for name, row, need in rows]
         return _print_json(RIGHT, results)
     print(f"defects of DeepSpeed {installed} that `ds-patches prove NAME` shows:")
-    cells = [(name, f"{row} ({need})" if need else row) for name, row, need in rows]
-    print(*(f"  {line}" for line in columns.aligned(cells)), sep="\n")
+    width = max(map(len, defects), default=0)
+    for name, row, need in rows:
+        text = f"{row} ({need})" if need else row
+        print("\n".join(wrapped(f"  {name:<{width}}  ", text)))
     return RIGHT
 
 

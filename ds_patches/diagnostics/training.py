@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches.core.errors import FlagError
-from ds_patches.diagnostics import configuration, inputs, log
+from ds_patches.diagnostics import configuration, inputs, log, messages
 from ds_patches.diagnostics.configuration import Configuration
 
 #: Bytes at a log's end that are read.
@@ -60,6 +60,11 @@ class Training:
             self.config = replace(self.config, facts={**self.config.facts, "lightning": True})
 
     @property
+    def is_foreign(self) -> bool:
+        """True if the logs have neither an error nor a line of DeepSpeed."""
+        return not any(log.has_error or log.names_deepspeed for log in self.logs)
+
+    @property
     def own_messages(self) -> list[str]:
         """The messages of ds_patches in the logs."""
         return [line for log in self.logs for line in log.own_messages]
@@ -79,11 +84,16 @@ def read(words: Sequence[str], config: Path | None = None) -> Training:
             case.add("the standard input", inputs.end_of_stream(sys.stdin.buffer), Path())
         elif _PATH.fullmatch(word) or os.path.lexists(word):
             case.add(word, inputs.content(path, _MAX_LOG, end=True), path.parent)
-        elif len(words) > 1 or config:
-            raise FlagError(f"{word!r} is no file; {USAGE}")
-        elif any(map(str.isalpha, word)):
-            case.logs.append(log.read(word))
-        else:
+        elif not any(map(str.isalpha, word)):
             raise FlagError(f"there is no word in {word!r}; {USAGE}")
+        elif len(words) > 1 or config or not (word.split()[1:] or _is_known(word)):
+            raise FlagError(f"{word!r}: no file of that name; {USAGE}")
+        else:
+            case.logs.append(log.read(word))
     case.use_printed_settings()
     return case
+
+
+def _is_known(word: str) -> bool:
+    """Return True if a word without white space is the message of a defect."""
+    return any(True for error in log.read(word).errors for _ in messages.match(error))
