@@ -79,10 +79,10 @@ def is_configuration(name: str, text: str) -> bool:
     return name.endswith((".json", ".yaml", ".yml")) or is_json or bool(is_yaml)
 
 
-def read(name: str, text: str, folder: Path) -> Configuration:
+def read(name: str, text: str) -> Configuration:
     """Read DeepSpeed's JSON, or a framework's YAML that contains or names it.
 
-    folder: the folder for relative paths in the file. Raises FlagError for any other file.
+    name: the file, beside which a file that it names is looked for. Raises FlagError for any other.
     """
     warnings: list[str] = []
     outer = inputs.settings(name, text, warnings)
@@ -93,7 +93,7 @@ def read(name: str, text: str, folder: Path) -> Configuration:
     if isinstance(inner, Mapping):
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
-        inner = _referenced(name, inner, folder, warnings)
+        inner = _referenced(name, inner, warnings)
     if not isinstance(inner, Mapping) or {*inner}.isdisjoint((*_DEEPSPEED, *_ACCELERATE)):
         similar = [_similar(key, "") for key in inner] if isinstance(inner, Mapping) else []
         hint = "".join(f"; did you mean {key!r}?" for key in filter(None, similar))
@@ -232,12 +232,12 @@ def _similar(key: Any, section: str) -> str:
     return "" if is_known else next(iter(get_close_matches(key, known, 1, 0.85)), "")
 
 
-def _referenced(name: str, inner: str, folder: Path, warnings: list[str]) -> Settings:
+def _referenced(name: str, inner: str, warnings: list[str]) -> Settings:
     """Return the configuration whose file a framework's file names."""
+    folder = Path(name).parent
     candidates = (folder / inner, Path(inner), folder / Path(inner).name)
     if file := next(filter(os.path.exists, candidates), None):
-        text = inputs.content(Path(file), inputs.MAX_CONFIG + 1).decode(errors="replace")
-        return inputs.settings(str(file), text, warnings)
+        return inputs.settings(str(file), inputs.text(str(file)), warnings)
     if swift := _SWIFT.fullmatch(inner):
         offload = {"offload_optimizer": {"device": "cpu"}} if swift[2] else {}
         return {**_SWIFT_SETTINGS, "zero_optimization": {"stage": int(swift[1]), **offload}}

@@ -3,49 +3,35 @@
 import json
 import os
 import re
-import stat
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ds_patches.core.errors import FlagError
 
-#: The largest configuration in bytes, and the largest mapping after YAML merges.
-MAX_CONFIG, _MAX_KEYS = 1 << 16, 1000
-#: Bytes of a chunk of a stream, and how many chunks are read.
-_CHUNK, _MAX_CHUNKS = 1 << 25, 16
+#: The largest configuration in bytes.
+MAX_CONFIG = 1 << 16
+#: Bytes of a chunk of a file, of which the last two are kept, and how many chunks are read.
+_CHUNK, _MAX_CHUNKS = 1 << 27, 4
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*"?)|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*"?)|,(?=\s*[}\]])')
 
 
-def content(file: Path, limit: int, *, end: bool = False) -> bytes:
-    """Return the first, or with `end` the last, `limit` bytes of a file or named pipe.
+def text(file: str) -> str:
+    """Return the end of a file, or of the standard input for "-"; raises FlagError.
 
-    Raises FlagError if it cannot be read. A pipe without a writer is empty.
+    A stream may be endless: reading stops after 512 MiB.
     """
     try:
-        # O_NONBLOCK: opening a named pipe would wait for a writer.
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            status = os.fstat(opened.fileno())
-            if stat.S_ISREG(status.st_mode):
-                opened.seek(max(0, status.st_size - limit) if end else 0)
-            elif not stat.S_ISFIFO(status.st_mode):
-                raise FlagError(f"{file} cannot be read: it is neither a file nor a pipe")
-            os.set_blocking(opened.fileno(), True)
-            return opened.read(limit)
+        with open(0 if file == "-" else file, "rb", closefd=file != "-") as opened:
+            if opened.seekable():
+                opened.seek(max(0, opened.seek(0, os.SEEK_END) - 2 * _CHUNK))
+            chunks = islice(iter(partial(opened.read, _CHUNK), b""), _MAX_CHUNKS)
+            return b"".join(deque(chunks, maxlen=2)).decode(errors="replace")
     except OSError as error:
         raise FlagError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # an invalid file name
-        raise FlagError(f"{str(file)!r} cannot be read: {error}") from error
-
-
-def end_of_stream(stream: BinaryIO) -> bytes:
-    """Return the end of a stream, which may be endless: reading stops after 512 MiB."""
-    chunks = islice(iter(partial(stream.read, _CHUNK), b""), _MAX_CHUNKS)
-    return b"".join(deque(chunks, maxlen=2))
 
 
 def settings(name: str, text: str, warnings: list[str]) -> Mapping[str, Any]:
@@ -67,31 +53,21 @@ def settings(name: str, text: str, warnings: list[str]) -> Mapping[str, Any]:
     plain = _TRAILING_COMMA.sub(r"\1", _COMMENT.sub(r"\1", text))
     try:
         config = json.loads(plain, object_pairs_hook=unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         config = _yaml(name, text, error)
-    except RecursionError as error:
-        raise FlagError(f"{name} is nested too deeply") from error
     if not isinstance(config, Mapping):
         raise FlagError(f"{name} has no DeepSpeed configuration")
     return config
 
 
-def _yaml(name: str, text: str, json_error: ValueError) -> Any:
+def _yaml(name: str, text: str, json_error: Exception) -> Any:
     try:
         import yaml
     except ImportError as error:
         message = f"{name} is no JSON ({json_error}); to read YAML: pip install pyyaml"
         raise FlagError(message) from error
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def flatten_mapping(self, node: Any) -> None:
-            """Limit merged mappings: each may be an alias, merged again, and grow exponentially."""
-            super().flatten_mapping(node)
-            if len(node.value) > _MAX_KEYS:
-                raise ValueError(f"a mapping of more than {_MAX_KEYS} keys")
-
     try:
-        return yaml.load(text, Loader)
+        return yaml.safe_load(text)
     except Exception as error:  # PyYAML raises its own exceptions and Python's
         message = f"{name} is neither JSON ({json_error}) nor YAML ({str(error)[:300]})"
         raise FlagError(message) from error

@@ -4,13 +4,13 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ RIGHT, WRONG = 0, 1
 ROUNDING = 1e-3
 #: Seconds until a proof counts as hanging.
 _TIMEOUT = 300
-#: Process groups of the proofs that run.
-_running: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,10 @@ class Run:
 
         Infinite for an error or a loss that is not finite, which `max` would ignore.
         """
-        if self.error:
-            return math.inf
-        gaps = [abs(a - b) for a, b in zip(self.losses, self.expected, strict=True)]
-        if not all(map(math.isfinite, gaps)):
-            return math.inf
-        return max(gaps) / (max(self.expected) - min(self.expected))
+        pairs = [] if self.error else zip(self.losses, self.expected, strict=True)
+        gaps = [abs(loss - expected) for loss, expected in pairs] or [math.inf]
+        largest = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+        return largest / (max(self.expected) - min(self.expected))
 
     @property
     def is_right(self) -> bool:
@@ -77,16 +73,17 @@ class Run:
 
 def print_proofs(*, as_json: bool = False) -> int:
     """Print the proofs of the installed release's defects."""
-    installed = _installed()
-    defects = shown(installed)
-    rows = [(name, _title(name, d), _device_needed(name, "")) for name, d in defects.items()]
+    defects = shown(installed := _installed())
+    results = [
+        {"name": name, "row": _title(name, defect), "needs": _device_needed(name, "") or None}
+        for name, defect in defects.items()
+    ]
     if as_json:
-        results = [{"name": name, "row": row, "needs": need or None} for name, row, need in rows]
         return _print_json(RIGHT, results)
     print(f"defects of DeepSpeed {installed} that `ds-patches prove NAME` shows:")
     width = max(map(len, defects), default=0)
-    for name, row, need in rows:
-        text = f"{row} ({need})" if need else row
+    for name, row, needs in map(dict.values, results):
+        text = f"{row} ({needs})" if needs else str(row)
         print("\n".join(wrapped(f"  {name:<{width}}  ", text)))
     return RIGHT
 
@@ -98,9 +95,6 @@ def shown(version: Version) -> dict[str, Defect]:
         is_cured = version >= Version(findings.floor(defect) or defect.first)
         if defect.proof and is_cured:
             by_proof.setdefault(defect.proof, defect)
-    for name, proof in proofs.PROOFS.items():
-        if proof.row in by_proof:
-            by_proof[name] = by_proof[proof.row]
     return by_proof
 
 
@@ -120,22 +114,14 @@ def prove(
         raise FlagError(f"{name} {device_needed}")
     if not as_json:
         print(f"{title}\n", flush=True)
-    runs = _train(text, device)
+    runs = train(text, device)
     if svg:
         plot.draw(title, {side: run.losses for side, run in runs.items()}, svg)
     status = RIGHT if runs["patched"].is_right else WRONG
     if as_json:
         sides = {side: run.as_json() for side, run in runs.items()}
         return _print_json(status, {"title": title, "device": device, **sides})
-    trained = {side: run.losses for side, run in runs.items() if run.losses}
-    steps = enumerate(zip(*trained.values(), strict=True), 1)
-    rows = [(str(step), *(f"{loss:.4f}" for loss in losses)) for step, losses in steps]
-    print("\n".join(columns.aligned([("step", *trained), *rows])), end="\n\n")
-    for side in SIDES[1:]:
-        result = runs[side].error or f"{runs[side].brief} of what PyTorch learns"
-        print(f"{side + ':':<8} {result}")
-    verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
-    print(f"verdict: {', '.join(verdicts)}")
+    print(*table(runs), sep="\n")
     return status
 
 
@@ -144,11 +130,24 @@ def composed(name: str) -> tuple[str, str]:
     if name not in proofs.PROOFS:
         guess = nearest(name, proofs.PROOFS)
         raise FlagError(f"no proof is named {name!r}{guess}; `ds-patches prove` lists them")
-    installed, row_name = _installed(), proofs.PROOFS[name].row or name
-    older = [defect for defect in wrong_in() if defect.proof == row_name]
-    title = _title(name, defect := shown(installed).get(name, older[-1]))
-    title = f"DeepSpeed {installed}, {title}"
+    installed = _installed()
+    older = [defect for defect in wrong_in() if defect.proof == name]
+    defect = shown(installed).get(name, older[-1])
+    title = f"DeepSpeed {installed}, {_title(name, defect)}"
     return title, proofs.compose(name, _stage(name, defect), title)
+
+
+def table(runs: dict[str, Run]) -> Iterator[str]:
+    """Yield the lines of the losses by step, of how far off each side is, and of the verdict."""
+    trained = {side: run.losses for side, run in runs.items() if run.losses}
+    steps = enumerate(zip(*trained.values(), strict=True), 1)
+    rows = [(str(step), *(f"{loss:.4f}" for loss in losses)) for step, losses in steps]
+    yield from (*columns.aligned([("step", *trained), *rows]), "")
+    for side in SIDES[1:]:
+        result = runs[side].error or f"{runs[side].brief} of what PyTorch learns"
+        yield f"{side + ':':<8} {result}"
+    verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
+    yield f"verdict: {', '.join(verdicts)}"
 
 
 def _print_json(status: int, results: Any) -> int:
@@ -165,21 +164,14 @@ def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
         print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
         print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
     results = []
-    # Each proof runs six processes.
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
-        try:
-            outcomes = pool.map(lambda name: _brief(name, device), names)
-            for name, (is_shown, sides) in zip(names, outcomes, strict=True):
-                if not as_json:
-                    cells = (f"{cell:<22}" for cell in sides)
-                    print("  ".join([f"{name:<{width}}", *cells]).rstrip(), flush=True)
-                results.append({"name": name, "shown": is_shown, "sides": sides})
-        except (
-            BaseException
-        ):  # an interruption: without this, the pool waits for the running proofs
-            pool.shutdown(wait=False, cancel_futures=True)
-            _kill(*_running)
-            raise
+    # Each proof runs six processes. After an interruption nothing waits for the pool's threads.
+    with ThreadPool(max(1, (os.cpu_count() or 1) // 6)) as pool:
+        outcomes = pool.imap(lambda name: _brief(name, device), names)
+        for name, (is_shown, sides) in zip(names, outcomes, strict=True):
+            if not as_json:
+                cells = "  ".join(f"{cell:<22}" for cell in sides)
+                print(f"{name:<{width}}  {cells}".rstrip(), flush=True)
+            results.append({"name": name, "shown": is_shown, "sides": sides})
     status = RIGHT if all(result["shown"] for result in results) else WRONG
     return _print_json(status, results) if as_json else status
 
@@ -189,7 +181,7 @@ def _brief(name: str, device: str) -> tuple[bool, list[str]]:
     if device_needed := _device_needed(name, device):
         return True, [device_needed]
     try:
-        runs = _train(composed(name)[1], device)
+        runs = train(composed(name)[1], device)
     except DsPatchesError as error:
         return False, [str(error)]
     is_shown = not runs["stock"].is_right and runs["patched"].is_right
@@ -238,35 +230,24 @@ def _title(name: str, defect: Defect) -> str:
     return f"ZeRO {_stage(name, defect)}: {plain(defect.script)}: {plain(defect.outcome)}"
 
 
-def _train(text: str, device: str) -> dict[str, Run]:
+def train(text: str, device: str) -> dict[str, Run]:
     """Train on all sides at once, each in its own processes. Raises if PyTorch's side fails."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
     environment |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         script = Path(folder, "proof.py")
         script.write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", ranks.__name__, str(script), *SIDES]
-        with Path(folder, "log").open("wb") as log, subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                _running.add(process.pid)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_TIMEOUT)
-            finally:  # also after an interruption
-                _running.remove(process.pid)
-                _kill(process.pid)
+        # At the end of the block, also after an interruption, the pipe closes: this ends all ranks.
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        ) as process, suppress(subprocess.TimeoutExpired):  # fmt: skip
+            process.wait(_TIMEOUT)
         runs = {side: _outcome(script, side) for side in SIDES}
     if error := runs["PyTorch"].error:
         raise DsPatchesError(f"plain PyTorch does not train: {error}")
     return {side: replace(run, expected=runs["PyTorch"].losses) for side, run in runs.items()}
-
-
-def _kill(*groups: int) -> None:
-    for group in groups:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
 
 
 def _outcome(script: Path, side: str) -> Run:

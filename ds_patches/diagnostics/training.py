@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,6 @@ from ds_patches.core.errors import FlagError
 from ds_patches.diagnostics import configuration, inputs, log, messages
 from ds_patches.diagnostics.configuration import Configuration
 
-#: Bytes at a log's end that are read.
-_MAX_LOG = 1 << 28
 #: Matches a path, and no line of a log.
 _PATH = re.compile(r"\S*/\S*|\S+\.[A-Za-z]\w{1,4}")
 #: What Lightning's strategy for DeepSpeed logs, and its modules in tracebacks.
@@ -35,14 +32,13 @@ class Training:
     logs: list[log.Log] = field(default_factory=list)
     is_lightning: bool = False
 
-    def add(self, name: str, content: bytes, folder: Path) -> None:
+    def add(self, name: str, text: str) -> None:
         """Add a file: a configuration or a log, by its content."""
-        text = content.decode(errors="replace")
         self.names.append(name)
         if configuration.is_configuration(name, text):
             if self.is_configured:
                 raise FlagError(f"{name} is a second configuration: run doctor once for each")
-            self.config, self.is_configured = configuration.read(name, text, folder), True
+            self.config, self.is_configured = configuration.read(name, text), True
         elif any(map(str.isalpha, text)):
             self.logs.append(log.read(text))
             self.is_lightning |= bool(_LIGHTNING.search(text))
@@ -79,11 +75,8 @@ def read(words: Sequence[str], config: Path | None = None) -> Training:
     """Read the arguments of `doctor`: files, "-" for the standard input, or one line of a log."""
     case = Training()
     for word in [*([str(config)] if config else []), *words]:
-        path = Path(word)
-        if word == "-":
-            case.add("the standard input", inputs.end_of_stream(sys.stdin.buffer), Path())
-        elif _PATH.fullmatch(word) or os.path.lexists(word):
-            case.add(word, inputs.content(path, _MAX_LOG, end=True), path.parent)
+        if word == "-" or _PATH.fullmatch(word) or os.path.lexists(word):
+            case.add("the standard input" if word == "-" else word, inputs.text(word))
         elif not any(map(str.isalpha, word)):
             raise FlagError(f"there is no word in {word!r}; {USAGE}")
         elif len(words) > 1 or config or not (word.split()[1:] or _is_known(word)):

@@ -4,10 +4,10 @@ import math
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
@@ -108,10 +108,6 @@ def decayed(start, net, data):
     settings = {"betas": (0.0, 0.0), "eps": 0.1, "weight_decay": 2.0}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **settings)
     return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data])
-
-
-def cpu_adam(start, net, data):
-    return by_adam(start, net, data, DeepSpeedCPUAdam, gradient_accumulation_steps=4)
 
 
 def fused_adam(start, net, data):

@@ -22,9 +22,8 @@ from ds_patches.core.agreement import reduction_group
 from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport, Untrained
 from ds_patches.diagnostics.traincheck.steps import Steps
-from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
+from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, trainables
 from ds_patches.steps.ranks import any_rank
-from ds_patches.upstream.coverage import compiles_backward
 
 __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"]
 
@@ -52,12 +51,8 @@ def train_check(engine: Any, *, action: Action = "raise") -> Iterator[TrainRepor
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
     report = TrainReport()
     params = trainables(engine.module)
-    # Hooks do not run in compiled backwards, and did not in those before the block.
-    is_partial = (
-        compiles_backward(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
-    )
-    steps = Steps(engine.optimizer, params, is_partial)
-    with recorded(engine.module, params), steps.recorded():
+    steps = Steps(engine, params)
+    with steps.recorded():
         yield report
     no_steps = [not steps.taken + steps.skipped, not steps.taken]
     no_step, no_inner_step = _any_rank(engine, params, no_steps)

@@ -11,24 +11,27 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_patches.core.calls import Args, Kwargs, Wrapped
 from ds_patches.core.layer import Layer
 from ds_patches.diagnostics.traincheck.trainable import Trainable
 from ds_patches.upstream import fragments
 from ds_patches.upstream.classes import ZERO3, class_of
+from ds_patches.upstream.coverage import compiles_backward
 
 
 class Steps:
-    """The steps of one DeepSpeed optimizer inside the block of `recorded`.
+    """The steps of an engine inside the block of `recorded`: how many, and of which parameters."""
 
-    is_partial: parameter hooks do not see all backwards of the steps.
-    """
-
-    def __init__(self, optimizer: Any, params: Sequence[Trainable], is_partial: bool) -> None:
-        self._optimizer = optimizer
-        self._is_partial = is_partial
-        self._slices = fragments.slices(optimizer)
+    def __init__(self, engine: Any, params: Sequence[Trainable]) -> None:
+        self._module, self._optimizer = engine.module, engine.optimizer
+        # Hooks do not run in compiled backwards, and did not in those before the block.
+        self._is_partial = (
+            compiles_backward(engine)
+            or engine.micro_steps % engine.gradient_accumulation_steps() != 0
+        )
+        self._slices = fragments.slices(self._optimizer)
         self._params = {id(param.param): param for param in params}
         self._before: dict[int, list[float]] = {}
         self._unchanged: set[int] = set()
@@ -38,7 +41,16 @@ class Steps:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         params = self._params.values()
+        ran: set[nn.Module] = set()
+
+        def record(module: nn.Module, _: Any) -> None:
+            # Without this condition, Dynamo would trace the side effect, or break the graph.
+            if not torch.compiler.is_compiling():
+                ran.add(module)
+
         with ExitStack() as block:
+            for module in self._module.modules():
+                block.callback(module.register_forward_pre_hook(record).remove)
             for inner in fragments.torch_optimizers(self._optimizer):
                 block.callback(inner.register_step_pre_hook(self._read).remove)
             block.callback(Layer(self._optimizer, "step", self._step).remove)
@@ -49,6 +61,7 @@ class Steps:
         is_partial = self._is_partial or not any(param.has_gradient for param in params)
         is_read = class_of(self._optimizer) != ZERO3  # else a step never reads `param.grad`
         for key, param in self._params.items():
+            param.record_runs(ran)
             param.in_optimizer = key in self._slices
             has_gradient = param.has_gradient or is_partial
             param.has_gradient = has_gradient and (is_read or not param.keeps_grad)
