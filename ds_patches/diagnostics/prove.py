@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def print_proofs(*, as_json: bool = False) -> int:
     """Print the proofs of the installed release's defects."""
     defects = shown(installed := _installed())
     results = [
-        {"name": name, "row": _title(name, defect), "needs": _device_needed(name, "") or None}
+        {"name": name, "row": _title(name, defect), "needs": _device_needed(name) or None}
         for name, defect in defects.items()
     ]
     if as_json:
@@ -98,18 +97,16 @@ def shown(version: Version) -> dict[str, Defect]:
     return by_proof
 
 
-def prove(
-    name: str, svg: Path | None = None, *, device: str | None = None, as_json: bool = False
-) -> int:
+def prove(name: str, svg: Path | None = None, *, as_json: bool = False) -> int:
     """Train a proof's script on all sides and print the losses; return the exit status.
 
-    svg: the file to plot the losses into. device: "cpu" or "cuda"; by default DeepSpeed's choice.
-    Raises FlagError if the proof does not exist or cannot run on the device.
+    svg: the file to plot the losses into.
+    Raises FlagError if the proof does not exist or cannot run on this machine.
     """
     title, text = composed(name)
     if svg:
         plot.check(svg)
-    device = _device(device or ("cpu" if "cpu" in proofs.PROOFS[name].only else None))
+    device = "cpu" if "cpu" in proofs.PROOFS[name].only else _device()
     if device_needed := _device_needed(name, device):
         raise FlagError(f"{name} {device_needed}")
     if not as_json:
@@ -155,39 +152,6 @@ def _print_json(status: int, results: Any) -> int:
     return status
 
 
-def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
-    """Run all proofs of the installed release and print a line for each; return the exit status."""
-    installed, device = _installed(), _device(device)
-    names = [*shown(installed)]
-    width = max(map(len, names), default=0)
-    if not as_json:
-        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
-        print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
-    results = []
-    # Each proof runs six processes. After an interruption nothing waits for the pool's threads.
-    with ThreadPool(max(1, (os.cpu_count() or 1) // 6)) as pool:
-        outcomes = pool.imap(lambda name: _brief(name, device), names)
-        for name, (is_shown, sides) in zip(names, outcomes, strict=True):
-            if not as_json:
-                cells = "  ".join(f"{cell:<22}" for cell in sides)
-                print(f"{name:<{width}}  {cells}".rstrip(), flush=True)
-            results.append({"name": name, "shown": is_shown, "sides": sides})
-    status = RIGHT if all(result["shown"] for result in results) else WRONG
-    return _print_json(status, results) if as_json else status
-
-
-def _brief(name: str, device: str) -> tuple[bool, list[str]]:
-    """Run a proof; return False if it does not show the defect, and the cells of its line."""
-    if device_needed := _device_needed(name, device):
-        return True, [device_needed]
-    try:
-        runs = train(composed(name)[1], device)
-    except DsPatchesError as error:
-        return False, [str(error)]
-    is_shown = not runs["stock"].is_right and runs["patched"].is_right
-    return is_shown, [*(runs[side].brief for side in SIDES[1:]), *["not shown"] * (not is_shown)]
-
-
 def _installed() -> Version:
     installed = release.installed()
     if not installed or not installed.version:
@@ -195,30 +159,19 @@ def _installed() -> Version:
     return installed.version
 
 
-def _device(option: str | None) -> str:
-    """Return "cuda" or "cpu": the option, or the one that DeepSpeed would choose."""
+def _device() -> str:
+    """Return "cuda" or "cpu", as DeepSpeed would choose."""
     import torch
 
-    device = option or os.environ.get("DS_ACCELERATOR", "cuda")
-    has_gpu = torch.cuda.is_available()
-    if option == "cuda" and not has_gpu:
-        raise FlagError("--device cuda: torch finds no GPU")
-    return "cuda" if device == "cuda" and has_gpu else "cpu"
+    is_wanted = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+    return "cuda" if is_wanted and torch.cuda.is_available() else "cpu"
 
 
-def _device_needed(name: str, device: str) -> str:
+def _device_needed(name: str, device: str = "") -> str:
     """Return why a proof needs another device; "" if it does not."""
     if not (only := proofs.PROOFS[name].only) or device in only:
         return ""
     return f"needs a {'CPU' if 'cpu' in only else 'GPU'}: {only[1]}"
-
-
-def _hardware(device: str) -> str:
-    import torch
-
-    count = min(torch.cuda.device_count(), ranks.RANKS)
-    gpus = f"{count} x {torch.cuda.get_device_name()}" if device == "cuda" else "two CPU ranks"
-    return f"{gpus}, torch {torch.__version__}"
 
 
 def _stage(name: str, defect: Defect) -> int:

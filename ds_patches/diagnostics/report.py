@@ -64,7 +64,10 @@ class Report:
 
     def lines(self, *, verbose: bool = False) -> Iterator[str]:
         """Yield the lines of the text, worst findings first."""
-        yield from wrapped("", f"{self._subject()}: {self._verdict()}")
+        subject = f"DeepSpeed {self.release or '(release not known)'}"
+        subject += " (installed)" * bool(self.release and not self.is_named)
+        subject += f" with {', '.join(self.case.names)}" * bool(self.case.names)
+        yield from wrapped("", f"{subject}: {self._verdict()}")
         for warning in self.warnings:
             yield from wrapped("warning: ", warning)
         decided = [finding for finding in self.findings if not finding.is_open]
@@ -89,43 +92,33 @@ class Report:
             facts = ", ".join(f"{name} {value}" for name, value in _environment().items())
             yield from ("environment", *wrapped("  ", facts))
 
-    def _subject(self) -> str:
-        subject = f"DeepSpeed {self.release}" if self.release else "DeepSpeed (release not known)"
-        subject += " (installed)" * bool(self.release and not self.is_named)
-        return subject + f" with {', '.join(self.case.names)}" * bool(self.case.names)
-
     def _verdict(self) -> str:
-        parts = []
-        if self.status == UNKNOWN and not self.case.logs:
-            is_old = self.release and self.release < Version(OLDEST)
+        case, release = self.case, self.release
+        if self.status == UNKNOWN and not case.logs:
+            is_old = release and release < Version(OLDEST)
             why = f"only {OLDEST} to {TESTED} are known" if is_old else "it is missing or broken"
             return f"no diagnosis, {why}; --release X.Y.Z names another release"
-        if not self.release and self.case.releases:
-            releases = ", ".join(map(str, self.case.releases))
-            parts.append(f"the log names {releases}: choose one with --release")
-        if self.release and self.release > Version(TESTED):
-            parts.append(f"newer than {TESTED}, the newest that is known")
-        if self.refused:
-            is_all = len(self.refused) == len(self.patches)
-            parts.append(f"refused: {'every patch' if is_all else ', '.join(self.refused)}")
         logged = [finding for finding in self.findings if finding.is_logged]
-        if self.case.logs and not logged:
-            nothing = "nothing to judge here: no line of DeepSpeed's"
-            parts.append(nothing if self.case.is_foreign else "no known defect in this log")
-        elif any(finding.is_sure for finding in logged):
-            parts.append("its error is known")
-        elif logged:
-            parts.append(f"known defects that raise this: {len(logged)}")
+        is_all = len(self.refused) == len(self.patches)
+        is_sure = any(finding.is_sure for finding in logged)
         harms = [f.defect.harm for f in self.findings if not f.is_logged and not f.is_open]
-        counts = ", ".join(
-            f"{title}: {harms.count(harm)}" for harm, title in HARMS.items() if harm in harms
-        )
-        if self.case.is_configured:
-            parts.append(counts or "no known defect from these settings alone")
-        elif not self.case.logs:
-            parts += [] if self.refused else ["no patch is refused"]
-            parts.append("doctor FILE diagnoses your settings or your log")
-        return "; ".join(parts)
+        counts = [f"{HARMS[harm]}: {harms.count(harm)}" for harm in HARMS if harm in harms]
+        is_bare = not case.logs and not case.is_configured
+        parts = {
+            f"the log names {', '.join(map(str, case.releases))}: choose one with --release":
+                not release and case.releases,
+            f"newer than {TESTED}, the newest that is known": release and release > Version(TESTED),
+            f"refused: {'every patch' if is_all else ', '.join(self.refused)}": self.refused,
+            "its error is known": is_sure,
+            f"known defects that raise this: {len(logged)}": logged and not is_sure,
+            "nothing to judge here: no line of DeepSpeed's":
+                case.logs and not logged and case.is_foreign,
+            "no known defect in this log": case.logs and not logged and not case.is_foreign,
+            ", ".join(counts) or "no known defect from these settings alone": case.is_configured,
+            "no patch is refused": is_bare and not self.refused,
+            "doctor FILE diagnoses your settings or your log": is_bare,
+        }  # fmt: skip
+        return "; ".join(text for text, is_said in parts.items() if is_said)
 
 
 def _blocks(findings: Sequence[Finding]) -> Iterator[str]:
