@@ -20,7 +20,9 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
     installed = release.installed()
     # A log that names no release may be of any release.
     judged = named or (installed.version if installed and not case.logs else None)
-    refusals, refused, drift = _refusals(named, installed)
+    refusals, drift = _refusals(named, installed)
+    unknown_code = "for " if named and named > Version(TESTED) else State.REFUSED.value
+    refused = [name for name, reason in refusals.items() if reason.startswith(unknown_code)]
     refused = refused if named or not case.logs else []
     cure_of = partial(
         findings.cure,
@@ -59,31 +61,26 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
 
 def _refusals(
     named: Version | None, installed: release.Release | None
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return why each patch would not be applied, or ""; to which the code is unknown; its drift.
+) -> tuple[dict[str, str], list[str]]:
+    """Return why each patch would not be applied, or ""; and where the installed code differs.
 
     named: the release to judge by its number alone, instead of the installed code.
     """
     patches = registry.patches()
     reasons: dict[str, str] = {}
-    refused: list[str] = []
     drift: list[str] = []
     for name, request in flags.read(patches).by_name.items():
         supported = patches[name].supported
-        if named:
-            reasons[name] = "" if release.covers(supported, named) else f"for {supported}"
-            is_unknown = bool(reasons[name]) and named > Version(TESTED)
-        else:
-            verdict = gate.check(patches[name], request.force, installed)
-            reasons[name] = "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"
-            reasons[name] = findings.FIXED if verdict.is_fixed else reasons[name]
-            is_unknown = verdict.state is State.REFUSED
-            drift += verdict.drift if verdict.state is not State.OUT_OF_RANGE else ()
         if not request.wanted:
             reasons[name] = f"disabled ({request.why})"
-        elif is_unknown:
-            refused.append(name)
-    return reasons, refused, drift
+        elif named:
+            reasons[name] = "" if release.covers(supported, named) else f"for {supported}"
+        else:
+            verdict = gate.check(patches[name], request.force, installed)
+            reason = "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"
+            reasons[name] = findings.FIXED if verdict.is_fixed else reason
+            drift += verdict.drift if verdict.state is not State.OUT_OF_RANGE else ()
+    return reasons, drift
 
 
 def _logged(

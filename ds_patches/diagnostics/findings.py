@@ -62,14 +62,11 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         defect, cure = self.defect, self.cure
+        names = ("harm", "stages", "first", "patch", "proof")
         return {
             "script": plain(defect.script),
             "outcome": plain(defect.outcome),
-            "harm": defect.harm,
-            "stages": defect.stages,
-            "first": defect.first,
-            "patch": defect.patch,
-            "proof": defect.proof,
+            **{name: getattr(defect, name) for name in names},
             "right": defect.right or None,
             "section": defect.anchor,
             "evidence": self.evidence,
@@ -97,7 +94,7 @@ def cure(
         return Cure("applied", f"{patch} fixes this, and is applied", do)
     if patch and not refusal:
         return Cure(
-            "patch", f"{patch} fixes this; not applied", f"{APPLY}; and {do}" if do else APPLY
+            "patch", f"{patch} fixes this; not applied", f"{APPLY}; and {do}".removesuffix("; and ")
         )
     cured_from = [first for first in (defect.right, floor(defect)) if first]
     newer = [first for first in cured_from if not version or Version(first) > version]

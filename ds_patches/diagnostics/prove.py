@@ -57,12 +57,6 @@ class Run:
     def is_right(self) -> bool:
         return self.off <= ROUNDING
 
-    @property
-    def brief(self) -> str:
-        """The exception's name, or `off` as text."""
-        name = re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", self.error, flags=re.S)
-        return name or f"off by {self.off:.2g}"
-
     def as_json(self) -> dict[str, Any]:
         """Return the run with losses as texts, since JSON has no NaN."""
         off = None if self.error else str(self.off)
@@ -106,7 +100,11 @@ def prove(name: str, svg: Path | None = None, *, as_json: bool = False) -> int:
     title, text = composed(name)
     if svg:
         plot.check(svg)
-    device = "cpu" if "cpu" in proofs.PROOFS[name].only else _device()
+    import torch
+
+    is_gpu_wanted = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"  # as DeepSpeed chooses
+    is_gpu_wanted &= "cpu" not in proofs.PROOFS[name].only
+    device = "cuda" if is_gpu_wanted and torch.cuda.is_available() else "cpu"
     if device_needed := _device_needed(name, device):
         raise FlagError(f"{name} {device_needed}")
     if not as_json:
@@ -141,7 +139,7 @@ def table(runs: dict[str, Run]) -> Iterator[str]:
     rows = [(str(step), *(f"{loss:.4f}" for loss in losses)) for step, losses in steps]
     yield from (*columns.aligned([("step", *trained), *rows]), "")
     for side in SIDES[1:]:
-        result = runs[side].error or f"{runs[side].brief} of what PyTorch learns"
+        result = runs[side].error or f"off by {runs[side].off:.2g} of what PyTorch learns"
         yield f"{side + ':':<8} {result}"
     verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
     yield f"verdict: {', '.join(verdicts)}"
@@ -157,14 +155,6 @@ def _installed() -> Version:
     if not installed or not installed.version:
         raise DsPatchesError("prove needs DeepSpeed: install it for this Python")
     return installed.version
-
-
-def _device() -> str:
-    """Return "cuda" or "cpu", as DeepSpeed would choose."""
-    import torch
-
-    is_wanted = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    return "cuda" if is_wanted and torch.cuda.is_available() else "cpu"
 
 
 def _device_needed(name: str, device: str = "") -> str:
@@ -204,9 +194,10 @@ def train(text: str, device: str) -> dict[str, Run]:
 
 
 def _outcome(script: Path, side: str) -> Run:
-    files = [ranks.log(script, side, rank) for rank in range(ranks.RANKS)]
-    logs = [file.read_text("utf-8", errors="replace") for file in files if file.exists()]
-    if losses := re.search(r"^(?:PyTorch|DeepSpeed)((?: [-+.\w]+)+)$", "\n".join(logs), re.M):
+    files = sorted(script.parent.glob(f"{side}.[0-9]"))
+    logs = [file.read_text("utf-8", errors="replace") for file in files]
+    number = r"-?(?:[\d.]+(?:e[-+]\d+)?|nan|inf)"
+    if losses := re.search(rf"^(?:PyTorch|DeepSpeed)((?: {number})+)$", "\n".join(logs), re.M):
         return Run(tuple(map(float, losses[1].split())))
     # A rank that fails because another one failed logs that its connection was closed: last.
     for text in sorted(logs, key=lambda text: "Connection closed by peer" in text):

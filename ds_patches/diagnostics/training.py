@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches.core.errors import FlagError
-from ds_patches.diagnostics import configuration, inputs, log, messages
+from ds_patches.diagnostics import configuration, log, messages
 from ds_patches.diagnostics.configuration import Configuration
 
 #: Matches a path, and no line of a log.
@@ -39,11 +39,9 @@ class Training:
             if self.is_configured:
                 raise FlagError(f"{name} is a second configuration: run doctor once for each")
             self.config, self.is_configured = configuration.read(name, text), True
-        elif any(map(str.isalpha, text)):
+        else:
             self.logs.append(log.read(text))
             self.is_lightning |= bool(_LIGHTNING.search(text))
-        else:
-            raise FlagError(f"{name} has no word: it is neither a configuration nor a log")
 
     def use_printed_settings(self) -> None:
         """Use the settings that a log prints, if there is no configuration file."""
@@ -75,10 +73,12 @@ def read(words: Sequence[str], config: Path | None = None) -> Training:
     """Read the arguments of `doctor`: files, "-" for the standard input, or one line of a log."""
     case = Training()
     for word in [*([str(config)] if config else []), *words]:
-        if word == "-" or _PATH.fullmatch(word) or os.path.lexists(word):
-            case.add("the standard input" if word == "-" else word, inputs.text(word))
-        elif not any(map(str.isalpha, word)):
+        is_file = word == "-" or _PATH.fullmatch(word) or os.path.lexists(word)
+        text = configuration.text_of(word) if is_file else word
+        if not any(map(str.isalpha, text)):
             raise FlagError(f"there is no word in {word!r}; {USAGE}")
+        if is_file:
+            case.add("the standard input" if word == "-" else word, text)
         elif len(words) > 1 or config or not (word.split()[1:] or _is_known(word)):
             raise FlagError(f"{word!r}: no file of that name; {USAGE}")
         else:

@@ -21,10 +21,6 @@ from ds_patches.core import api
 RANKS = 2
 
 
-def log(script: Path, side: str, rank: int) -> Path:
-    return script.with_name(f"{side}.{rank}")
-
-
 def main(script: Path, sides: list[str]) -> None:
     if not os.fork():
         os.read(0, 1)
@@ -58,7 +54,7 @@ def _prepare() -> None:
 
 def _run_rank(rank: int, script: Path, side: str) -> None:
     """Run the script as one rank of a side's process group."""
-    with log(script, side, rank).open("wb") as file:
+    with script.with_name(f"{side}.{rank}").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:

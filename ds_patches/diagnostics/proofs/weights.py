@@ -94,24 +94,19 @@ def tiled(start, net, data):
     return train(start(net if start is PyTorch else Around(net, in_tiles)), data[:1])
 
 
-def by_adam(start, net, data, kind, **more):
-    if start is PyTorch:
-        kind = torch.optim.Adam
+def fused_adam(start, net, data):
+    kind = torch.optim.Adam if start is PyTorch else FusedAdam
     # DeepSpeed's FP16_Optimizer takes a step of zeros first, which these betas forget; this eps is
     # so large that rounding stays small.
     optimizer = kind(net.parameters(), lr=0.1, betas=(0.0, 0.0), eps=0.1)
-    return train(start(net, optimizer, **more), [(x.to(net[0].weight.dtype), y) for x, y in data])
+    return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data[:1]])
 
 
 def decayed(start, net, data):
-    # As in `by_adam`: rounding stays small.
+    # As in `fused_adam`: rounding stays small.
     settings = {"betas": (0.0, 0.0), "eps": 0.1, "weight_decay": 2.0}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **settings)
     return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data])
-
-
-def fused_adam(start, net, data):
-    return by_adam(start, net, data[:1], FusedAdam)
 
 
 def late_step(start, net, data):

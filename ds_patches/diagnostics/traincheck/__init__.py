@@ -7,7 +7,7 @@
 
 A gradient that is lost on its way to the optimizer raises no error: the loss still falls, by the
 other parameters. The check reads the gradients that the optimizer steps with (steps.py), records
-which modules ran (trainable.py), combines the ranks' results and reports the other parameters. It
+which modules ran, combines the ranks' results and reports the other parameters. It
 works at every ZeRO stage, for any cause, with and without patches.
 """
 
@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ds_patches.core.agreement import reduction_group
 from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport, Untrained
-from ds_patches.diagnostics.traincheck.steps import Steps
-from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, trainables
+from ds_patches.diagnostics.traincheck.steps import FLAGS, Steps, Trainable, trainables
 from ds_patches.steps.ranks import any_rank
 
 __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"]
@@ -70,8 +69,7 @@ def train_check(engine: Any, *, action: Action = "raise") -> Iterator[TrainRepor
             )
         return
     report.steps = steps.taken
-    # Equal fingerprints alone are no evidence: a gradient may be the same in each step.
-    without = [p for p in params if not p.trained and not (p.is_stale and p.has_gradient)]
+    without = [param for param in params if not param.trained]
     report.untrained = tuple(param.untrained() for param in without if param.should_train)
     report.idle = tuple(param.untrained() for param in without if not param.should_train)
     if report.idle and may_warn:
