@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -63,9 +63,12 @@ def _prove(key: str) -> dict[str, str]:
 
 def cells(version: str, name: str, device: str = "cpu") -> tuple[list[str], bool]:
     """Run a proof; return the cells of stock and patched, and True if it shows the defect."""
+    only = PROOFS[name].only
+    if only and device not in only:
+        return [f"needs a {'CPU' if 'cpu' in only else 'GPU'}"], True
     results = results_of(version, name, device=device)
     if isinstance(results, str):
-        return [results], " needs a " in results
+        return [results], False
     sides = [results[side] for side in ("stock", "patched")]
     errors = (re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", side["error"], flags=re.S) for side in sides)
     texts = [
@@ -90,15 +93,21 @@ def measure_on_gpus(versions: Sequence[str]) -> int:
         names = [row["name"] for row in results_of(version, device="cuda")]
         # Each proof runs six processes.
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
-            shown = pool.map(lambda name, of=version: cells(of, name, "cuda"), names)
-            column = {}
-            for name, (texts, is_shown) in zip(names, shown, strict=True):
-                say(f"{version} {name}: {texts}")
-                is_bad |= not is_shown
-                text = "; ".join(texts).partition(":")[0].removeprefix(f"{name} ")
-                column[name] = text if is_shown else f"**{text}**"
-        page.write_column(PAGE, "gpus", version, {**column, page.ON: f"{_hardware()}; {stamp()}"})
+            results = pool.map(lambda name, of=version: cells(of, name, "cuda"), names)
+            shown = dict(zip(names, results, strict=True))
+        say(f"{version}: {shown}")
+        is_bad |= not all(is_shown for _, is_shown in shown.values())
+        write_column(version, shown, f"{_hardware()}; {stamp()}")
     return int(is_bad)
+
+
+def write_column(version: str, shown: Mapping[str, tuple[list[str], bool]], ran: str) -> None:
+    """Write a release's cells into the page's table. shown: by proof, as `cells` returns them."""
+    column = {}
+    for name, (texts, is_shown) in shown.items():
+        text = "; ".join(texts).partition(":")[0]
+        column[name] = text if is_shown else f"**{text}**"
+    page.write_column(PAGE, "gpus", version, {**column, page.ON: ran})
 
 
 def _hardware() -> str:
