@@ -1,5 +1,6 @@
 """`doctor`: known defects of a configuration, a log or this environment, and their cures."""
 
+from collections.abc import Callable
 from functools import partial
 
 from packaging.version import Version
@@ -8,7 +9,7 @@ from ds_patches.core import flags, gate, registry, release
 from ds_patches.core.state import State
 from ds_patches.diagnostics import findings, messages
 from ds_patches.diagnostics.defects import OLDEST, TESTED, Defect, wrong_in
-from ds_patches.diagnostics.findings import Finding
+from ds_patches.diagnostics.findings import Cure, Finding
 from ds_patches.diagnostics.report import SOUND, UNKNOWN, WRONG, Report
 from ds_patches.diagnostics.training import Training
 from ds_patches.startup import diagnosis
@@ -30,10 +31,8 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
         refusals=refusals if judged else dict.fromkeys(refusals, ""),
         is_live=not named and diagnosis.is_armed(),
     )
-    logged, unknown = _logged(case, judged)
-    reported = [
-        Finding(d, cure_of(d), (line,), (), True, sure) for d, (line, sure) in logged.items()
-    ]
+    logged, unknown = _logged(case, judged, cure_of)
+    reported = [*logged.values()]
     is_tested = bool(judged and judged >= Version(OLDEST))
     if is_tested and (case.is_configured or not case.logs):
         for defect in wrong_in(judged):
@@ -84,13 +83,10 @@ def _refusals(
 
 
 def _logged(
-    case: Training, version: Version | None
-) -> tuple[dict[Defect, tuple[str, bool]], list[str]]:
-    """Return the defects that raise the logs' errors, and the first lines of unknown errors.
-
-    Each defect with the line, and True if no other defect may have raised it.
-    """
-    known: dict[Defect, tuple[str, bool]] = {}
+    case: Training, version: Version | None, cure_of: Callable[[Defect], Cure]
+) -> tuple[dict[Defect, Finding], list[str]]:
+    """Return the findings of the errors in the logs, and the first lines of unknown errors."""
+    known: dict[Defect, Finding] = {}
     unknown: dict[str, None] = {}
     has_error = any(logged.has_error for logged in case.logs)
     is_known = not version or Version(OLDEST) <= version <= Version(TESTED)
@@ -116,5 +112,6 @@ def _logged(
         for defect in wrong:
             is_sure = matches[defect] and has_one_cure
             if is_sure or defect not in known:
-                known[defect] = error.line, is_sure
+                evidence = (error.line,)
+                known[defect] = Finding(defect, cure_of(defect), evidence, (), True, is_sure)
     return known, [*unknown]
