@@ -24,11 +24,9 @@ def python(*words: str, variables: dict[str, str] | None = None, **more: Any) ->
 
 
 def is_made_odd(path: Path, kind: str) -> bool:
-    """Make a "folder", "pipe" or "device" there, where a file is expected; else do nothing."""
+    """Make a "folder" or "device" there, where a file is expected; else do nothing."""
     if kind == "folder":
         path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")
-    return kind in ("folder", "pipe", "device")
+    return kind in ("folder", "device")

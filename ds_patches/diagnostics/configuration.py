@@ -1,15 +1,18 @@
-"""The configuration of a training: which settings decide that a defect can occur."""
+"""Reads the configuration of a training: which settings decide that a defect can occur."""
 
+import json
 import os
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ds_patches.core.errors import FlagError
-from ds_patches.diagnostics import inputs
 from ds_patches.diagnostics.defects import DEFAULT_TEXTS, KEYS, SETTINGS, Defect
 from ds_patches.diagnostics.findings import SCRIPT
 
@@ -25,6 +28,13 @@ _ACCELERATE = ("zero_stage", "offload_optimizer_device", "offload_param_device",
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
 _PROSE = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
 STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
+#: The largest configuration in bytes.
+_MAX_CONFIG = 1 << 16
+#: Bytes of a chunk of a file, of which the last two are kept, and how many chunks are read.
+_CHUNK, _MAX_CHUNKS = 1 << 27, 4
+_COMMENT = re.compile(r'("(?:\\.|[^"\\])*"?)|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*"?)|,(?=\s*[}\]])')
+
 #: The half precision dtypes, each with the other one.
 _HALF_DTYPES = {"bf16": "fp16", "fp16": "bf16"}
 #: Values that mean off.
@@ -66,38 +76,50 @@ class Configuration:
         for setting in reversed(SETTINGS.get(name, [])):
             key = setting.partition("=")[0]
             value = _value(self.settings, key)
-            # Not a container: with YAML aliases, its text may be larger than memory.
             if isinstance(value, (bool, int, float, str)):
                 return f'"{key}": {str(value).lower()[:40]}'
         return DEFAULT_TEXTS.get(name, name.replace("_", " "))
 
 
+def text_of(file: str) -> str:
+    """Return the end of a file, or of the standard input for "-"; raises FlagError.
+
+    A stream may be endless: reading stops after 512 MiB.
+    """
+    try:
+        with open(0 if file == "-" else file, "rb", closefd=file != "-") as opened:
+            if opened.seekable():
+                opened.seek(max(0, opened.seek(0, os.SEEK_END) - 2 * _CHUNK))
+            chunks = islice(iter(partial(opened.read, _CHUNK), b""), _MAX_CHUNKS)
+            return b"".join(deque(chunks, maxlen=2)).decode(errors="replace")
+    except OSError as error:
+        raise FlagError(f"{file} cannot be read: {error.strerror}") from error
+
+
 def is_configuration(name: str, text: str) -> bool:
     """Return True if a file is to be read as a configuration, by its name or content."""
     is_json = text.lstrip()[:1] == "{" and not re.match(r"\s*\{[^\n]*\}\s*\n\s*\{", text)
-    is_yaml = len(text) <= inputs.MAX_CONFIG and _YAML.search(text) and not _PROSE.search(text)
+    is_yaml = len(text) <= _MAX_CONFIG and _YAML.search(text) and not _PROSE.search(text)
     return name.endswith((".json", ".yaml", ".yml")) or is_json or bool(is_yaml)
 
 
-def read(name: str, text: str, folder: Path) -> Configuration:
+def read(name: str, text: str) -> Configuration:
     """Read DeepSpeed's JSON, or a framework's YAML that contains or names it.
 
-    folder: the folder for relative paths in the file. Raises FlagError for any other file.
+    name: the file, beside which a file that it names is looked for. Raises FlagError for any other.
     """
     warnings: list[str] = []
-    outer = inputs.settings(name, text, warnings)
+    outer = _parsed(name, text, warnings)
     if (kind := outer.get("distributed_type", "DEEPSPEED")) != "DEEPSPEED":
-        kind = kind if isinstance(kind, str) else type(kind).__name__
         raise FlagError(f"{name} has no DeepSpeed configuration: its distributed_type is {kind}")
     inner = outer.get("deepspeed_config", outer.get("deepspeed", outer))
     if isinstance(inner, Mapping):
         inner = inner.get("deepspeed_config_file", inner)
     if isinstance(inner, str):
-        inner = _referenced(name, inner, folder, warnings)
+        inner = _referenced(name, inner, warnings)
     if not isinstance(inner, Mapping) or {*inner}.isdisjoint((*_DEEPSPEED, *_ACCELERATE)):
-        similar = [_similar(key, "") for key in inner] if isinstance(inner, Mapping) else []
-        hint = "".join(f"; did you mean {key!r}?" for key in filter(None, similar))
-        raise FlagError(f"{name} has no DeepSpeed configuration{hint}")
+        hints = _misspelt(inner) if isinstance(inner, Mapping) else ()
+        raise FlagError("; ".join([f"{name} has no DeepSpeed configuration", *hints]))
     return from_settings(name, inner, outer if inner is not outer else None, warnings)
 
 
@@ -177,9 +199,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _is_on(config: Any, key: str, pattern: str = "") -> bool | None:
-    setting = _value(config, key)
-    # With YAML aliases, the text of a container may be larger than memory.
-    value = "..." if isinstance(setting, (Mapping, list)) else str(setting).lower()
+    value = str(_value(config, key)).lower()
     if value == "auto":
         return None
     return bool(re.fullmatch(pattern, value)) if pattern else value not in _OFF
@@ -207,38 +227,69 @@ def _half(name: str, inner: Settings, outer: Settings | None) -> bool | str:
 
 
 def _switch(value: Any, name: str) -> bool | str:
-    if isinstance(value, str):
-        return name if value == "auto" else value.lower() not in _OFF
-    return bool(value)
+    return name if value == "auto" else str(value).lower() not in _OFF
 
 
 def _misspelt(config: Settings) -> list[str]:
     """Return a warning for each key that DeepSpeed does not know and that resembles another."""
     warnings = []
-    for section in KEYS:
+    for section, known in KEYS.items():
         keys = config.get(section) if section else config
-        for key in keys if isinstance(keys, Mapping) else ():
-            if similar := _similar(key, section):
-                place = f" in {section!r}" * bool(section)
-                warnings.append(
-                    f"DeepSpeed does not know {key!r}{place}: did you mean {similar!r}?"
-                )
+        place = f" in {section!r}" * bool(section)
+        keys = keys if isinstance(keys, Mapping) else ()
+        for key in (key for key in keys if key not in (*known, *_ACCELERATE)):
+            for similar in get_close_matches(str(key), known, 1, 0.85):
+                hint = f"did you mean {similar!r}?"
+                warnings.append(f"DeepSpeed does not know {key!r}{place}: {hint}")
     return warnings
 
 
-def _similar(key: Any, section: str) -> str:
-    known = KEYS[section]
-    is_known = not isinstance(key, str) or key in known or key in _ACCELERATE
-    return "" if is_known else next(iter(get_close_matches(key, known, 1, 0.85)), "")
-
-
-def _referenced(name: str, inner: str, folder: Path, warnings: list[str]) -> Settings:
+def _referenced(name: str, inner: str, warnings: list[str]) -> Settings:
     """Return the configuration whose file a framework's file names."""
+    folder = Path(name).parent
     candidates = (folder / inner, Path(inner), folder / Path(inner).name)
     if file := next(filter(os.path.exists, candidates), None):
-        text = inputs.content(Path(file), inputs.MAX_CONFIG + 1).decode(errors="replace")
-        return inputs.settings(str(file), text, warnings)
+        return _parsed(str(file), text_of(str(file)), warnings)
     if swift := _SWIFT.fullmatch(inner):
         offload = {"offload_optimizer": {"device": "cpu"}} if swift[2] else {}
         return {**_SWIFT_SETTINGS, "zero_optimization": {"stage": int(swift[1]), **offload}}
     raise FlagError(f"{name} names {inner!r}, which does not exist")
+
+
+def _parsed(name: str, text: str, warnings: list[str]) -> Settings:
+    """Read JSON, or else YAML, whatever the file is called; collect warnings."""
+    if "\ufffd" in text:
+        raise FlagError(f"{name} cannot be read: it is not text")
+    if len(text) > _MAX_CONFIG:
+        raise FlagError(
+            f"{name} has more than {_MAX_CONFIG} bytes, which no DeepSpeed configuration has"
+        )
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        duplicates = dict.fromkeys(key for key in keys if keys.count(key) > 1)
+        warnings.extend(f"{key!r} is there twice: DeepSpeed refuses that" for key in duplicates)
+        return dict(pairs)
+
+    # DeepSpeed also accepts comments and trailing commas.
+    plain = _TRAILING_COMMA.sub(r"\1", _COMMENT.sub(r"\1", text))
+    try:
+        config = json.loads(plain, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        config = _yaml(name, text, error)
+    if not isinstance(config, Mapping):
+        raise FlagError(f"{name} has no DeepSpeed configuration")
+    return config
+
+
+def _yaml(name: str, text: str, json_error: Exception) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        message = f"{name} is no JSON ({json_error}); to read YAML: pip install pyyaml"
+        raise FlagError(message) from error
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # PyYAML raises its own exceptions and Python's
+        message = f"{name} is neither JSON ({json_error}) nor YAML ({str(error)[:300]})"
+        raise FlagError(message) from error

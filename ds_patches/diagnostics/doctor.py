@@ -6,7 +6,6 @@ from functools import partial
 from packaging.version import Version
 
 from ds_patches.core import flags, gate, registry, release
-from ds_patches.core.gate import Verdict
 from ds_patches.core.state import State
 from ds_patches.diagnostics import findings, messages
 from ds_patches.diagnostics.defects import OLDEST, TESTED, Defect, wrong_in
@@ -19,36 +18,30 @@ from ds_patches.startup import diagnosis
 def diagnose(case: Training, release_option: Version | None) -> Report:
     """Return the report on a training, by default with the log's or the installed release."""
     named = release_option or (case.releases[0] if len(case.releases) == 1 else None)
-    verdicts, disabled = _verdicts(ask_gate=not named)
-    installed = next((verdict.release for verdict in verdicts.values() if verdict.release), None)
+    installed = release.installed()
     # A log that names no release may be of any release.
-    judged = named or (None if case.logs else installed)
-    refusals = {name: findings.refusal(verdict) for name, verdict in verdicts.items()}
-    refusals = findings.out_of_range(named) if named else refusals
-    refusals = {name: disabled[name] or reason for name, reason in refusals.items()}
+    judged = named or (installed.version if installed and not case.logs else None)
+    refusals, drift = _refusals(named, installed)
+    unknown_code = "for " if named and named > Version(TESTED) else State.REFUSED.value
+    refused = [name for name, reason in refusals.items() if reason.startswith(unknown_code)]
+    refused = refused if named or not case.logs else []
     cure_of = partial(
         findings.cure,
         version=judged,
         refusals=refusals if judged else dict.fromkeys(refusals, ""),
         is_live=not named and diagnosis.is_armed(),
     )
-    reported, unknown = _logged(case, judged, cure_of)
+    logged, unknown = _logged(case, judged, cure_of)
+    reported = [*logged.values()]
     is_tested = bool(judged and judged >= Version(OLDEST))
     if is_tested and (case.is_configured or not case.logs):
-        known = {finding.defect for finding in reported}
         for defect in wrong_in(judged):
             depends = case.config.conditions(defect)
             is_fixed = refusals.get(defect.patch) == findings.FIXED
-            if depends is not None and not is_fixed and defect not in known:
+            if depends is not None and not is_fixed and defect not in logged:
                 evidence = case.config.evidence(defect)
                 reported.append(Finding(defect, cure_of(defect), evidence, depends))
-    wanted = {name: verdict for name, verdict in verdicts.items() if not disabled[name]}
-    refused = [name for name, verdict in wanted.items() if verdict.state is State.REFUSED]
-    refused = [] if case.logs else refused
-    if named and named > Version(TESTED):
-        refused = [name for name, reason in refusals.items() if reason and not disabled[name]]
-    is_broken = any(not verdict.release for verdict in wanted.values())
-    is_diagnosed = (is_tested and not is_broken) or bool(case.logs)
+    is_diagnosed = is_tested or reported or (case.logs and not case.is_foreign)
     is_wrong = refused or case.config.warnings or any(
         finding.counts for finding in reported if finding.is_logged or case.is_configured
     )  # fmt: skip
@@ -61,26 +54,39 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
         unknown=unknown,
         patches={name: reason or "would apply" for name, reason in refusals.items()},
         refused=refused,
-        drift=[text for verdict in verdicts.values() if verdict.state is not State.OUT_OF_RANGE
-               for text in verdict.drift],
-    )  # fmt: skip
+        drift=drift,
+    )
 
 
-def _verdicts(*, ask_gate: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """Return the gate's verdict on each patch, and by patch the flag that disables it, or ""."""
+def _refusals(
+    named: Version | None, installed: release.Release | None
+) -> tuple[dict[str, str], list[str]]:
+    """Return why each patch would not be applied, or ""; and where the installed code differs.
+
+    named: the release to judge by its number alone, instead of the installed code.
+    """
     patches = registry.patches()
-    requests = flags.read(patches).by_name
-    disabled = {n: "" if r.wanted else f"disabled ({r.why})" for n, r in requests.items()}
-    installed, judged = release.installed(), patches if ask_gate else {}
-    verdicts = {n: gate.check(patch, requests[n].force, installed) for n, patch in judged.items()}
-    return verdicts, disabled
+    reasons: dict[str, str] = {}
+    drift: list[str] = []
+    for name, request in flags.read(patches).by_name.items():
+        supported = patches[name].supported
+        if not request.wanted:
+            reasons[name] = f"disabled ({request.why})"
+        elif named:
+            reasons[name] = "" if release.covers(supported, named) else f"for {supported}"
+        else:
+            verdict = gate.check(patches[name], request.force, installed)
+            reason = "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"
+            reasons[name] = findings.FIXED if verdict.is_fixed else reason
+            drift += verdict.drift if verdict.state is not State.OUT_OF_RANGE else ()
+    return reasons, drift
 
 
 def _logged(
     case: Training, version: Version | None, cure_of: Callable[[Defect], Cure]
-) -> tuple[list[Finding], list[str]]:
+) -> tuple[dict[Defect, Finding], list[str]]:
     """Return the findings of the errors in the logs, and the first lines of unknown errors."""
-    by_defect: dict[Defect, Finding] = {}
+    known: dict[Defect, Finding] = {}
     unknown: dict[str, None] = {}
     has_error = any(logged.has_error for logged in case.logs)
     is_known = not version or Version(OLDEST) <= version <= Version(TESTED)
@@ -96,17 +102,16 @@ def _logged(
             defect for defect in likely if not defect.stages
             or (is_known and (not version or defect.is_wrong(version)))
         ]  # fmt: skip
-        if not wrong:
+        if not wrong and has_error:
             # In a release without the defect, or an untested one, the cause is another.
             spans = {f"{defect.first} until {defect.right or TESTED}" for defect in likely}
-            known = f" (known from {', '.join(sorted(spans))})" * bool(likely)
-            if error.line not in unknown and has_error:
-                unknown[f"{error.line}{known}"] = None
+            unknown.setdefault(
+                error.line + f" (known from {', '.join(sorted(spans))})" * bool(spans)
+            )
         has_one_cure = len({(defect.patch, defect.do, defect.right) for defect in wrong}) == 1
         for defect in wrong:
             is_sure = matches[defect] and has_one_cure
-            if is_sure or defect not in by_defect:
-                by_defect[defect] = Finding(
-                    defect, cure_of(defect), (error.line,), (), True, is_sure
-                )
-    return [*by_defect.values()], [*unknown]
+            if is_sure or defect not in known:
+                evidence = (error.line,)
+                known[defect] = Finding(defect, cure_of(defect), evidence, (), True, is_sure)
+    return known, [*unknown]

@@ -7,7 +7,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_patches.core import gate, registry, release
+from ds_patches.core import registry
 from ds_patches.diagnostics.defects import HARMS, TESTED, Defect, plain
 
 #: The command that applies the patches to a training.
@@ -62,14 +62,11 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         defect, cure = self.defect, self.cure
+        names = ("harm", "stages", "first", "patch", "proof")
         return {
             "script": plain(defect.script),
             "outcome": plain(defect.outcome),
-            "harm": defect.harm,
-            "stages": defect.stages,
-            "first": defect.first,
-            "patch": defect.patch,
-            "proof": defect.proof,
+            **{name: getattr(defect, name) for name in names},
             "right": defect.right or None,
             "section": defect.anchor,
             "evidence": self.evidence,
@@ -89,14 +86,16 @@ def cure(
     refusals: by patch, the reason why it would not be applied; "" if it would.
     is_live: the start-up hook applies patches in this environment.
     """
+    patch, do = defect.patch, defect.do
+    refusal = refusals.get(patch, "not installed") if patch else ""
     if not defect.stages:
-        return Cure("setting", "no defect of DeepSpeed", defect.do)
-    refusal = refusals.get(defect.patch, "not installed") if defect.patch else ""
-    if defect.patch and not refusal and is_live:
-        return Cure("applied", f"{defect.patch} fixes this, and is applied", defect.do)
-    if defect.patch and not refusal:
-        command = f"{APPLY}; and {defect.do}" if defect.do else APPLY
-        return Cure("patch", f"{defect.patch} fixes this; not applied", command)
+        return Cure("setting", "no defect of DeepSpeed", do)
+    if patch and not refusal and is_live:
+        return Cure("applied", f"{patch} fixes this, and is applied", do)
+    if patch and not refusal:
+        return Cure(
+            "patch", f"{patch} fixes this; not applied", f"{APPLY}; and {do}".removesuffix("; and ")
+        )
     cured_from = [first for first in (defect.right, floor(defect)) if first]
     newer = [first for first in cured_from if not version or Version(first) > version]
     better = min(newer, key=Version, default="")
@@ -120,16 +119,3 @@ def floor(defect: Defect) -> str:
     supported = SpecifierSet(patch.supported)
     first = next((spec.version for spec in supported if spec.operator == ">="), defect.first)
     return first if Version(first) > Version(defect.first) else ""
-
-
-def out_of_range(version: Version) -> dict[str, str]:
-    """Return for each patch why it does not support a release; "" if it does."""
-    ranges = {name: patch.supported for name, patch in registry.patches().items()}
-    return {n: "" if release.covers(r, version) else f"for {r}" for n, r in ranges.items()}
-
-
-def refusal(verdict: gate.Verdict) -> str:
-    """Return why a patch would not be applied to the installed DeepSpeed; "" if it would."""
-    if verdict.is_fixed:
-        return FIXED
-    return "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"

@@ -108,12 +108,14 @@ class Log:
     """The content of a log.
 
     has_error: False if the log has no error, and `errors` has the whole text.
+    names_deepspeed: a line is DeepSpeed's, or names it.
     releases: DeepSpeed's releases in it. config: DeepSpeed's configuration.
     own_messages: the messages of ds_patches.
     """
 
     errors: tuple[Error, ...]
     has_error: bool
+    names_deepspeed: bool
     releases: tuple[Version, ...]
     config: Mapping[str, Any] | None
     own_messages: tuple[str, ...]
@@ -151,7 +153,9 @@ def read(text: str) -> Log:
     releases = sorted(map(Version, printed or named))
     own_messages = tuple(dict.fromkeys(_OWN_MESSAGE.findall(text)))
     config = _config(_COLOUR.sub("", text[:_SEARCHED]))
-    return Log(tuple(errors or [full_text]), bool(errors), tuple(releases), config, own_messages)
+    is_about_deepspeed = bool(config or re.search("deepspeed|ds_patches", text, re.IGNORECASE))
+    kept = tuple(errors or [full_text])
+    return Log(kept, bool(errors), is_about_deepspeed, tuple(releases), config, own_messages)
 
 
 def normalized(text: str) -> str:

@@ -4,11 +4,10 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from ds_patches.core.errors import DsPatchesError, FlagError, nearest
 from ds_patches.diagnostics import findings, plot, proofs
 from ds_patches.diagnostics.defects import Defect, plain, wrong_in
 from ds_patches.diagnostics.proofs import ranks
+from ds_patches.diagnostics.report import wrapped
 
 SIDES = ("PyTorch", "stock", "patched")
 #: Exit statuses: patched is right; it is not.
@@ -29,8 +29,6 @@ RIGHT, WRONG = 0, 1
 ROUNDING = 1e-3
 #: Seconds until a proof counts as hanging.
 _TIMEOUT = 300
-#: Process groups of the proofs that run.
-_running: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -50,22 +48,14 @@ class Run:
 
         Infinite for an error or a loss that is not finite, which `max` would ignore.
         """
-        if self.error:
-            return math.inf
-        gaps = [abs(a - b) for a, b in zip(self.losses, self.expected, strict=True)]
-        if not all(map(math.isfinite, gaps)):
-            return math.inf
-        return max(gaps) / (max(self.expected) - min(self.expected))
+        pairs = [] if self.error else zip(self.losses, self.expected, strict=True)
+        gaps = [abs(loss - expected) for loss, expected in pairs] or [math.inf]
+        largest = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+        return largest / (max(self.expected) - min(self.expected))
 
     @property
     def is_right(self) -> bool:
         return self.off <= ROUNDING
-
-    @property
-    def brief(self) -> str:
-        """The exception's name, or `off` as text."""
-        name = re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", self.error, flags=re.S)
-        return name or f"off by {self.off:.2g}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the run with losses as texts, since JSON has no NaN."""
@@ -76,15 +66,18 @@ class Run:
 
 def print_proofs(*, as_json: bool = False) -> int:
     """Print the proofs of the installed release's defects."""
-    installed = _installed()
-    defects = shown(installed)
-    rows = [(name, _title(name, d), _device_needed(name, "")) for name, d in defects.items()]
+    defects = shown(installed := _installed())
+    results = [
+        {"name": name, "row": _title(name, defect), "needs": _device_needed(name) or None}
+        for name, defect in defects.items()
+    ]
     if as_json:
-        results = [{"name": name, "row": row, "needs": need or None} for name, row, need in rows]
         return _print_json(RIGHT, results)
     print(f"defects of DeepSpeed {installed} that `ds-patches prove NAME` shows:")
-    cells = [(name, f"{row} ({need})" if need else row) for name, row, need in rows]
-    print(*(f"  {line}" for line in columns.aligned(cells)), sep="\n")
+    width = max(map(len, defects), default=0)
+    for name, row, needs in map(dict.values, results):
+        text = f"{row} ({needs})" if needs else str(row)
+        print("\n".join(wrapped(f"  {name:<{width}}  ", text)))
     return RIGHT
 
 
@@ -95,44 +88,35 @@ def shown(version: Version) -> dict[str, Defect]:
         is_cured = version >= Version(findings.floor(defect) or defect.first)
         if defect.proof and is_cured:
             by_proof.setdefault(defect.proof, defect)
-    for name, proof in proofs.PROOFS.items():
-        if proof.row in by_proof:
-            by_proof[name] = by_proof[proof.row]
     return by_proof
 
 
-def prove(
-    name: str, svg: Path | None = None, *, device: str | None = None, as_json: bool = False
-) -> int:
+def prove(name: str, svg: Path | None = None, *, as_json: bool = False) -> int:
     """Train a proof's script on all sides and print the losses; return the exit status.
 
-    svg: the file to plot the losses into. device: "cpu" or "cuda"; by default DeepSpeed's choice.
-    Raises FlagError if the proof does not exist or cannot run on the device.
+    svg: the file to plot the losses into.
+    Raises FlagError if the proof does not exist or cannot run on this machine.
     """
     title, text = composed(name)
     if svg:
         plot.check(svg)
-    device = _device(device or ("cpu" if "cpu" in proofs.PROOFS[name].only else None))
+    import torch
+
+    is_gpu_wanted = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"  # as DeepSpeed chooses
+    is_gpu_wanted &= "cpu" not in proofs.PROOFS[name].only
+    device = "cuda" if is_gpu_wanted and torch.cuda.is_available() else "cpu"
     if device_needed := _device_needed(name, device):
         raise FlagError(f"{name} {device_needed}")
     if not as_json:
         print(f"{title}\n", flush=True)
-    runs = _train(text, device)
+    runs = train(text, device)
     if svg:
         plot.draw(title, {side: run.losses for side, run in runs.items()}, svg)
     status = RIGHT if runs["patched"].is_right else WRONG
     if as_json:
         sides = {side: run.as_json() for side, run in runs.items()}
         return _print_json(status, {"title": title, "device": device, **sides})
-    trained = {side: run.losses for side, run in runs.items() if run.losses}
-    steps = enumerate(zip(*trained.values(), strict=True), 1)
-    rows = [(str(step), *(f"{loss:.4f}" for loss in losses)) for step, losses in steps]
-    print("\n".join(columns.aligned([("step", *trained), *rows])), end="\n\n")
-    for side in SIDES[1:]:
-        result = runs[side].error or f"{runs[side].brief} of what PyTorch learns"
-        print(f"{side + ':':<8} {result}")
-    verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
-    print(f"verdict: {', '.join(verdicts)}")
+    print(*table(runs), sep="\n")
     return status
 
 
@@ -141,56 +125,29 @@ def composed(name: str) -> tuple[str, str]:
     if name not in proofs.PROOFS:
         guess = nearest(name, proofs.PROOFS)
         raise FlagError(f"no proof is named {name!r}{guess}; `ds-patches prove` lists them")
-    installed, row_name = _installed(), proofs.PROOFS[name].row or name
-    older = [defect for defect in wrong_in() if defect.proof == row_name]
-    title = _title(name, defect := shown(installed).get(name, older[-1]))
-    title = f"DeepSpeed {installed}, {title}"
+    installed = _installed()
+    older = [defect for defect in wrong_in() if defect.proof == name]
+    defect = shown(installed).get(name, older[-1])
+    title = f"DeepSpeed {installed}, {_title(name, defect)}"
     return title, proofs.compose(name, _stage(name, defect), title)
+
+
+def table(runs: dict[str, Run]) -> Iterator[str]:
+    """Yield the lines of the losses by step, of how far off each side is, and of the verdict."""
+    trained = {side: run.losses for side, run in runs.items() if run.losses}
+    steps = enumerate(zip(*trained.values(), strict=True), 1)
+    rows = [(str(step), *(f"{loss:.4f}" for loss in losses)) for step, losses in steps]
+    yield from (*columns.aligned([("step", *trained), *rows]), "")
+    for side in SIDES[1:]:
+        result = runs[side].error or f"off by {runs[side].off:.2g} of what PyTorch learns"
+        yield f"{side + ':':<8} {result}"
+    verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
+    yield f"verdict: {', '.join(verdicts)}"
 
 
 def _print_json(status: int, results: Any) -> int:
     print(json.dumps({"status": status, "results": results}, indent=2))
     return status
-
-
-def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
-    """Run all proofs of the installed release and print a line for each; return the exit status."""
-    installed, device = _installed(), _device(device)
-    names = [*shown(installed)]
-    width = max(map(len, names), default=0)
-    if not as_json:
-        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
-        print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
-    results = []
-    # Each proof runs six processes.
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
-        try:
-            outcomes = pool.map(lambda name: _brief(name, device), names)
-            for name, (is_shown, sides) in zip(names, outcomes, strict=True):
-                if not as_json:
-                    cells = (f"{cell:<22}" for cell in sides)
-                    print("  ".join([f"{name:<{width}}", *cells]).rstrip(), flush=True)
-                results.append({"name": name, "shown": is_shown, "sides": sides})
-        except (
-            BaseException
-        ):  # an interruption: without this, the pool waits for the running proofs
-            pool.shutdown(wait=False, cancel_futures=True)
-            _kill(*_running)
-            raise
-    status = RIGHT if all(result["shown"] for result in results) else WRONG
-    return _print_json(status, results) if as_json else status
-
-
-def _brief(name: str, device: str) -> tuple[bool, list[str]]:
-    """Run a proof; return False if it does not show the defect, and the cells of its line."""
-    if device_needed := _device_needed(name, device):
-        return True, [device_needed]
-    try:
-        runs = _train(composed(name)[1], device)
-    except DsPatchesError as error:
-        return False, [str(error)]
-    is_shown = not runs["stock"].is_right and runs["patched"].is_right
-    return is_shown, [*(runs[side].brief for side in SIDES[1:]), *["not shown"] * (not is_shown)]
 
 
 def _installed() -> Version:
@@ -200,30 +157,11 @@ def _installed() -> Version:
     return installed.version
 
 
-def _device(option: str | None) -> str:
-    """Return "cuda" or "cpu": the option, or the one that DeepSpeed would choose."""
-    import torch
-
-    device = option or os.environ.get("DS_ACCELERATOR", "cuda")
-    has_gpu = torch.cuda.is_available()
-    if option == "cuda" and not has_gpu:
-        raise FlagError("--device cuda: torch finds no GPU")
-    return "cuda" if device == "cuda" and has_gpu else "cpu"
-
-
-def _device_needed(name: str, device: str) -> str:
+def _device_needed(name: str, device: str = "") -> str:
     """Return why a proof needs another device; "" if it does not."""
     if not (only := proofs.PROOFS[name].only) or device in only:
         return ""
     return f"needs a {'CPU' if 'cpu' in only else 'GPU'}: {only[1]}"
-
-
-def _hardware(device: str) -> str:
-    import torch
-
-    count = min(torch.cuda.device_count(), ranks.RANKS)
-    gpus = f"{count} x {torch.cuda.get_device_name()}" if device == "cuda" else "two CPU ranks"
-    return f"{gpus}, torch {torch.__version__}"
 
 
 def _stage(name: str, defect: Defect) -> int:
@@ -235,41 +173,31 @@ def _title(name: str, defect: Defect) -> str:
     return f"ZeRO {_stage(name, defect)}: {plain(defect.script)}: {plain(defect.outcome)}"
 
 
-def _train(text: str, device: str) -> dict[str, Run]:
+def train(text: str, device: str) -> dict[str, Run]:
     """Train on all sides at once, each in its own processes. Raises if PyTorch's side fails."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(flags.PREFIX)}
     environment |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         script = Path(folder, "proof.py")
         script.write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", ranks.__name__, str(script), *SIDES]
-        with Path(folder, "log").open("wb") as log, subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                _running.add(process.pid)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_TIMEOUT)
-            finally:  # also after an interruption
-                _running.remove(process.pid)
-                _kill(process.pid)
+        # At the end of the block, also after an interruption, the pipe closes: this ends all ranks.
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        ) as process, suppress(subprocess.TimeoutExpired):  # fmt: skip
+            process.wait(_TIMEOUT)
         runs = {side: _outcome(script, side) for side in SIDES}
     if error := runs["PyTorch"].error:
         raise DsPatchesError(f"plain PyTorch does not train: {error}")
     return {side: replace(run, expected=runs["PyTorch"].losses) for side, run in runs.items()}
 
 
-def _kill(*groups: int) -> None:
-    for group in groups:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-
-
 def _outcome(script: Path, side: str) -> Run:
-    files = [ranks.log(script, side, rank) for rank in range(ranks.RANKS)]
-    logs = [file.read_text("utf-8", errors="replace") for file in files if file.exists()]
-    if losses := re.search(r"^(?:PyTorch|DeepSpeed)((?: [-+.\w]+)+)$", "\n".join(logs), re.M):
+    files = sorted(script.parent.glob(f"{side}.[0-9]"))
+    logs = [file.read_text("utf-8", errors="replace") for file in files]
+    number = r"-?(?:[\d.]+(?:e[-+]\d+)?|nan|inf)"
+    if losses := re.search(rf"^(?:PyTorch|DeepSpeed)((?: {number})+)$", "\n".join(logs), re.M):
         return Run(tuple(map(float, losses[1].split())))
     # A rank that fails because another one failed logs that its connection was closed: last.
     for text in sorted(logs, key=lambda text: "Connection closed by peer" in text):

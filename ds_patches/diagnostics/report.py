@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import zip_longest
 from textwrap import wrap
 from typing import Any
 
@@ -65,16 +64,19 @@ class Report:
 
     def lines(self, *, verbose: bool = False) -> Iterator[str]:
         """Yield the lines of the text, worst findings first."""
-        yield from _wrapped("", f"{self._subject()}: {self._verdict()}")
+        subject = f"DeepSpeed {self.release or '(release not known)'}"
+        subject += " (installed)" * bool(self.release and not self.is_named)
+        subject += f" with {', '.join(self.case.names)}" * bool(self.case.names)
+        yield from wrapped("", f"{subject}: {self._verdict()}")
         for warning in self.warnings:
-            yield from _wrapped("warning: ", warning)
+            yield from wrapped("warning: ", warning)
         decided = [finding for finding in self.findings if not finding.is_open]
         open_findings = [finding for finding in self.findings if finding.is_open]
         yield from _blocks(decided)
         for line in self.unknown[:_FEW]:
-            yield from _wrapped("not known: ", line[:_QUOTE])
+            yield from wrapped("not known: ", line[:_QUOTE])
         for line in self.case.own_messages[:_FEW]:
-            yield from _wrapped("ds_patches says: ", line)
+            yield from wrapped("ds_patches says: ", line)
         few = _FEW - min(len(decided), _FEW - 1) if self.case.is_configured else 0
         yield from _depending(open_findings, len(open_findings) if verbose else few)
         has_environment = verbose or not (self.case.names or self.case.logs)
@@ -82,86 +84,68 @@ class Report:
             yield "patches"
             for answer in dict.fromkeys(self.patches.values()):
                 names = (name for name, text in self.patches.items() if text == answer)
-                yield from _wrapped("  ", f"{answer}: {', '.join(names)}")
+                yield from wrapped("  ", f"{answer}: {', '.join(names)}")
         if verbose:
             yield from ("drift", *(f"  {text}" for text in self.drift))
         if has_environment:
             yield from ("start-up", *(f"  {text}" for text in diagnosis.lines()))
             facts = ", ".join(f"{name} {value}" for name, value in _environment().items())
-            yield from ("environment", *_wrapped("  ", facts))
-
-    def _subject(self) -> str:
-        subject = f"DeepSpeed {self.release}" if self.release else "DeepSpeed (release not known)"
-        subject += " (installed)" * bool(self.release and not self.is_named)
-        return subject + f" with {', '.join(self.case.names)}" * bool(self.case.names)
+            yield from ("environment", *wrapped("  ", facts))
 
     def _verdict(self) -> str:
-        parts = []
-        if self.status == UNKNOWN:
-            is_old = self.release and self.release < Version(OLDEST)
+        case, release = self.case, self.release
+        if self.status == UNKNOWN and not case.logs:
+            is_old = release and release < Version(OLDEST)
             why = f"only {OLDEST} to {TESTED} are known" if is_old else "it is missing or broken"
             return f"no diagnosis, {why}; --release X.Y.Z names another release"
-        if not self.release and self.case.releases:
-            releases = ", ".join(map(str, self.case.releases))
-            parts.append(f"the log names {releases}: choose one with --release")
-        if self.release and self.release > Version(TESTED):
-            parts.append(f"newer than {TESTED}, the newest that is known")
-        if self.refused:
-            is_all = len(self.refused) == len(self.patches)
-            parts.append(f"refused: {'every patch' if is_all else ', '.join(self.refused)}")
         logged = [finding for finding in self.findings if finding.is_logged]
-        if self.case.logs and not logged:
-            parts.append("no known defect in this log")
-        elif any(finding.is_sure for finding in logged):
-            parts.append("its error is known")
-        elif logged:
-            parts.append(f"known defects that raise this: {len(logged)}")
+        is_all = len(self.refused) == len(self.patches)
+        is_sure = any(finding.is_sure for finding in logged)
         harms = [f.defect.harm for f in self.findings if not f.is_logged and not f.is_open]
-        counts = ", ".join(
-            f"{title}: {harms.count(harm)}" for harm, title in HARMS.items() if harm in harms
-        )
-        if self.case.is_configured:
-            parts.append(counts or "no known defect from these settings alone")
-        elif not self.case.logs:
-            parts += [] if self.refused else ["no patch is refused"]
-            parts.append("doctor FILE diagnoses your settings or your log")
-        return "; ".join(parts)
+        counts = [f"{HARMS[harm]}: {harms.count(harm)}" for harm in HARMS if harm in harms]
+        is_bare = not case.logs and not case.is_configured
+        parts = {
+            f"the log names {', '.join(map(str, case.releases))}: choose one with --release":
+                not release and case.releases,
+            f"newer than {TESTED}, the newest that is known": release and release > Version(TESTED),
+            f"refused: {'every patch' if is_all else ', '.join(self.refused)}": self.refused,
+            "its error is known": is_sure,
+            f"known defects that raise this: {len(logged)}": logged and not is_sure,
+            "nothing to judge here: no line of DeepSpeed's":
+                case.logs and not logged and case.is_foreign,
+            "no known defect in this log": case.logs and not logged and not case.is_foreign,
+            ", ".join(counts) or "no known defect from these settings alone": case.is_configured,
+            "no patch is refused": is_bare and not self.refused,
+            "doctor FILE diagnoses your settings or your log": is_bare,
+        }  # fmt: skip
+        return "; ".join(text for text, is_said in parts.items() if is_said)
 
 
 def _blocks(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield findings under the title of their harm; a cure follows the findings that it cures."""
-    title, quote = "", ""
-    for finding, below in zip_longest(findings, findings[1:]):
-        harm = HARMS[finding.defect.harm] if finding.defect.stages else "no defect"
-        if finding.is_logged and finding.evidence[0] != quote:
-            quote = finding.evidence[0]
-            yield from _wrapped("", f"error: {quote[:_QUOTE]}")
-        elif not finding.is_logged and harm != title:
-            title = harm
-            yield title.upper()
-        yield from _block(finding)
-        if not below or (below.cure, below.is_logged) != (finding.cure, finding.is_logged):
-            yield from _wrapped(
-                "    do:    ", f"{plain(finding.cure.do) or 'nothing'} ({finding.cure.why})"
-            )
-
-
-def _block(finding: Finding) -> Iterator[str]:
-    defect = finding.defect
-    if finding.is_logged:
-        label = "it is:  " if finding.is_sure else "may be: "
-        yield from _wrapped(f"  {label}", _script(defect))
-    else:
-        yield from _wrapped("  ", f"{plain(defect.outcome)}: {plain(defect.script)}")
-        because = "; ".join(finding.evidence)
-        if finding.depends:
+    """Yield findings under the line of the log, or under the title of their harm."""
+    title = ""
+    for finding in findings:
+        defect, above = finding.defect, title
+        if finding.is_logged:
+            title = f"error: {finding.evidence[0][:_QUOTE]}"
+        else:
+            title = HARMS[defect.harm].upper()
+        if title != above:
+            yield from wrapped("", title)
+        if finding.is_logged:
+            label = "it is:  " if finding.is_sure else "may be: "
+            yield from wrapped(f"  {label}", _script(defect))
+        else:
+            yield from wrapped("  ", f"{plain(defect.outcome)}: {plain(defect.script)}")
             values = ((name, "above 1" if name == STEPS else "on") for name in finding.depends)
-            because += f"; if {' and '.join(map(' is '.join, values))}"
-        yield from _wrapped("    because: ", because)
-    right = f"{defect.right} and later" if defect.right else f"no release up to {TESTED}"
-    notes = [f"right in {right}"] * bool(defect.stages)
-    notes += [f"to see it: ds-patches prove {defect.proof}"] * bool(defect.proof)
-    yield from _wrapped("    ", "; ".join(notes))
+            condition = f"; if {' and '.join(map(' is '.join, values))}" * bool(finding.depends)
+            yield from wrapped("    because: ", "; ".join(finding.evidence) + condition)
+        right = f"{defect.right} and later" if defect.right else f"no release up to {TESTED}"
+        notes = [f"right in {right}"] * bool(defect.stages)
+        notes += [f"to see it: ds-patches prove {defect.proof}"] * bool(defect.proof)
+        yield from wrapped("    ", "; ".join(notes))
+        cure = finding.cure
+        yield from wrapped("    do:    ", f"{plain(cure.do) or 'nothing'} ({cure.why})")
 
 
 def _depending(findings: Sequence[Finding], limit: int) -> Iterator[str]:
@@ -172,7 +156,7 @@ def _depending(findings: Sequence[Finding], limit: int) -> Iterator[str]:
     for finding in listed:
         defect = finding.defect
         cure = defect.patch or plain(finding.cure.do)
-        yield from _wrapped("  ", f"{_script(defect)}: {plain(defect.outcome)} -> {cure}")
+        yield from wrapped("  ", f"{_script(defect)}: {plain(defect.outcome)} -> {cure}")
     if rest := len(findings) - len(listed):
         yield f"{rest} more depend on what the script does: -v lists them"
 
@@ -182,15 +166,11 @@ def _script(defect: Defect) -> str:
     return f"{plain(defect.script) or plain(defect.outcome)}{stages}"
 
 
-def _wrapped(indent: str, text: str) -> list[str]:
-    return wrap(
-        text,
-        width=100,
-        initial_indent=indent,
-        subsequent_indent=" " * len(indent),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+def wrapped(indent: str, text: str) -> list[str]:
+    """Return the lines of a text, of at most 100 characters where its words allow that."""
+    below = f"\n{' ' * len(indent)}"
+    lines = wrap(text, 100 - len(indent), break_on_hyphens=False, break_long_words=False)
+    return f"{indent}{below.join(lines)}".split("\n") if lines else []
 
 
 def _environment() -> dict[str, str]:

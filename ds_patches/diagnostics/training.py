@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from ds_patches.core.errors import FlagError
-from ds_patches.diagnostics import configuration, inputs, log
+from ds_patches.diagnostics import configuration, log, messages
 from ds_patches.diagnostics.configuration import Configuration
 
-#: Bytes at a log's end that are read.
-_MAX_LOG = 1 << 28
 #: Matches a path, and no line of a log.
 _PATH = re.compile(r"\S*/\S*|\S+\.[A-Za-z]\w{1,4}")
 #: What Lightning's strategy for DeepSpeed logs, and its modules in tracebacks.
@@ -35,19 +32,16 @@ class Training:
     logs: list[log.Log] = field(default_factory=list)
     is_lightning: bool = False
 
-    def add(self, name: str, content: bytes, folder: Path) -> None:
+    def add(self, name: str, text: str) -> None:
         """Add a file: a configuration or a log, by its content."""
-        text = content.decode(errors="replace")
         self.names.append(name)
         if configuration.is_configuration(name, text):
             if self.is_configured:
                 raise FlagError(f"{name} is a second configuration: run doctor once for each")
-            self.config, self.is_configured = configuration.read(name, text, folder), True
-        elif any(map(str.isalpha, text)):
+            self.config, self.is_configured = configuration.read(name, text), True
+        else:
             self.logs.append(log.read(text))
             self.is_lightning |= bool(_LIGHTNING.search(text))
-        else:
-            raise FlagError(f"{name} has no word: it is neither a configuration nor a log")
 
     def use_printed_settings(self) -> None:
         """Use the settings that a log prints, if there is no configuration file."""
@@ -58,6 +52,11 @@ class Training:
                 self.is_configured = True
         if self.is_lightning:
             self.config = replace(self.config, facts={**self.config.facts, "lightning": True})
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if the logs have neither an error nor a line of DeepSpeed."""
+        return not any(log.has_error or log.names_deepspeed for log in self.logs)
 
     @property
     def own_messages(self) -> list[str]:
@@ -74,16 +73,20 @@ def read(words: Sequence[str], config: Path | None = None) -> Training:
     """Read the arguments of `doctor`: files, "-" for the standard input, or one line of a log."""
     case = Training()
     for word in [*([str(config)] if config else []), *words]:
-        path = Path(word)
-        if word == "-":
-            case.add("the standard input", inputs.end_of_stream(sys.stdin.buffer), Path())
-        elif _PATH.fullmatch(word) or os.path.lexists(word):
-            case.add(word, inputs.content(path, _MAX_LOG, end=True), path.parent)
-        elif len(words) > 1 or config:
-            raise FlagError(f"{word!r} is no file; {USAGE}")
-        elif any(map(str.isalpha, word)):
-            case.logs.append(log.read(word))
-        else:
+        is_file = word == "-" or _PATH.fullmatch(word) or os.path.lexists(word)
+        text = configuration.text_of(word) if is_file else word
+        if not any(map(str.isalpha, text)):
             raise FlagError(f"there is no word in {word!r}; {USAGE}")
+        if is_file:
+            case.add("the standard input" if word == "-" else word, text)
+        elif len(words) > 1 or config or not (word.split()[1:] or _is_known(word)):
+            raise FlagError(f"{word!r}: no file of that name; {USAGE}")
+        else:
+            case.logs.append(log.read(word))
     case.use_printed_settings()
     return case
+
+
+def _is_known(word: str) -> bool:
+    """Return True if a word without white space is the message of a defect."""
+    return any(True for error in log.read(word).errors for _ in messages.match(error))

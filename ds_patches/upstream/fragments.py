@@ -1,6 +1,6 @@
 """The fp32 weights, states and gradients of DeepSpeed's optimizers, by parameter."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -72,21 +72,9 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [optimizer.optimizer, *([backup] if backup is not None else [])]
 
 
-def uncleared_gradients(
-    optimizer: Any, params: Iterable[Tensor], parts: dict[int, Slice]
-) -> dict[int, Tensor]:
-    """Return the gradients, by the id of the parameter, that stay in place after a step.
-
-    Nothing clears them. Where no new gradient comes, the next step uses the old one again.
-    """
-    if class_of(optimizer) == ZERO3:
-        from deepspeed.utils import safe_get_local_grad
-
-        return {id(param): safe_get_local_grad(param) for param in params if id(param) in parts}
-    if getattr(optimizer, "cpu_offload", False):
-        grads = ((key, s.stepped.grad, s) for key, s in parts.items())
-        return {k: grad.narrow(0, s.start, s.length) for k, grad, s in grads if grad is not None}
-    return {}
+def keeps_gradients(optimizer: Any) -> bool:
+    """Return True if gradients stay in place after a step, and the next step may use them again."""
+    return class_of(optimizer) == ZERO3 or bool(getattr(optimizer, "cpu_offload", False))
 
 
 def slice_at_stage3(optimizer: Any, param: Any) -> Slice:

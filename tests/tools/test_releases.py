@@ -10,13 +10,12 @@ from ds_patches.core import registry, release
 from tools.releases import RELEASES, measure, record
 from tools.releases.news import news
 
-PRINTED = """\
-DeepSpeed 0.19.5 on 2 x H100, torch 2.11.0
-          stock            patched
-fp16      off by 0.96      off by 3.2e-05
-muon      off by 0         off by 0         not shown
-retained  RuntimeError     off by 0
-"""
+SHOWN = {
+    "fp16": (["0.96", "3.2e-05"], True),
+    "muon": (["0", "0"], False),
+    "retained": (["RuntimeError", "0"], True),
+    "scattered": (["needs a CPU"], True),
+}
 PAGE = """\
 | proof | 0.18.4 | 0.19.5 |
 | --- | --- | --- |
@@ -43,13 +42,14 @@ def test_a_column_is_written_among_the_others(
     page = tmp_path / "page.md"
     monkeypatch.setattr(measure, "PAGE", page)
     page.write_text(f"<!-- gpus -->\n\n{PAGE}\n<!-- end gpus -->\n")
-    measure.write_column("0.19.5", PRINTED, "now")
+    measure.write_column("0.19.5", SHOWN, "2 x H100, torch 2.11.0; now")
     assert [line for line in page.read_text().splitlines() if line[:2] == "| "] == [
         "| proof | 0.18.4 | 0.19.5 |",
         "| --- | --- | --- |",
         "| fp16 | 1; 0 | 0.96; 3.2e-05 |",
         "| muon | - | **0; 0** |",
         "| retained | - | RuntimeError; 0 |",
+        "| scattered | - | needs a CPU |",
         "| on | a GPU; then | 2 x H100, torch 2.11.0; now |",
     ]
 

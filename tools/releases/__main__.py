@@ -39,7 +39,7 @@ def main() -> int:
     measuring = commands.add_parser("measure", help="run `prove`, and write docs/measured.json")
     measuring.add_argument("name", nargs="*", help="of a proof; default: all")
     measuring.set_defaults(work=lambda options: measure(options.name))
-    on_gpus = commands.add_parser("gpus", help="run `prove --all`, and write docs/compatibility.md")
+    on_gpus = commands.add_parser("gpus", help="run all proofs, and write docs/compatibility.md")
     on_gpus.add_argument("version", nargs="*", default=ON_GPUS, help="of DeepSpeed")
     on_gpus.set_defaults(work=lambda options: measure_on_gpus(options.version))
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import torch
 from packaging.version import Version
 
 from ds_patches.diagnostics import findings
 from ds_patches.diagnostics.defects import DEFECTS, Defect
 from ds_patches.diagnostics.proofs import PROOFS
+from ds_patches.diagnostics.proofs.ranks import RANKS
 from tools.releases import RELEASES, ROOT, each, install_one, page, say
 from tools.releases.record import stamp
 from tools.releases.run import python
@@ -19,7 +24,6 @@ FILE = ROOT / "docs" / "measured.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 #: Those that frameworks pin, and the newest.
 ON_GPUS = ("0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", "0.19.8")
-_TOLD = re.compile(r"^(stock|patched): +(?!no answer)(?:off by (\S+) of|(?:\w+\.)*(\w+))", re.M)
 
 
 def measure(names: Sequence[str]) -> int:
@@ -52,11 +56,32 @@ def _prove(key: str) -> dict[str, str]:
     name, version = key.split()
     if not install_one(version):
         return {}
-    done = python(version, "-m", "ds_patches", "prove", name)
-    sides = {side: off or error for side, off, error in _TOLD.findall(done.stdout)}
-    is_shown = "stock is wrong, patched is right" in done.stdout
-    say(f"{key}: {sides}" if is_shown else f"{key}: not shown\n{done.stdout}")
-    return sides if is_shown else {}
+    sides, is_shown = cells(version, name)
+    say(f"{key}: {sides if is_shown else f'not shown, {sides}'}")
+    return dict(zip(("stock", "patched"), sides, strict=True)) if is_shown else {}
+
+
+def cells(version: str, name: str, device: str = "cpu") -> tuple[list[str], bool]:
+    """Run a proof; return the cells of stock and patched, and True if it shows the defect."""
+    only = PROOFS[name].only
+    if only and device not in only:
+        return [f"needs a {'CPU' if 'cpu' in only else 'GPU'}"], True
+    results = results_of(version, name, device=device)
+    if isinstance(results, str):
+        return [results], False
+    sides = [results[side] for side in ("stock", "patched")]
+    errors = (re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", side["error"], flags=re.S) for side in sides)
+    texts = [
+        error or f"{float(side['off']):.2g}" for error, side in zip(errors, sides, strict=True)
+    ]
+    return texts, [side["right"] for side in sides] == [False, True]
+
+
+def results_of(version: str, *words: str, device: str = "cpu") -> Any:
+    """Return the results of `prove` in a release, or the text of its error."""
+    printed = python(version, "-m", "ds_patches", "prove", *words, "--json", device=device).stdout
+    answer, _ = json.JSONDecoder().raw_decode(printed, max(0, printed.find("{")))
+    return answer.get("results") or answer["error"]
 
 
 def measure_on_gpus(versions: Sequence[str]) -> int:
@@ -65,20 +90,26 @@ def measure_on_gpus(versions: Sequence[str]) -> int:
     for version in versions:
         if not install_one(version):
             return 1
-        done = python(version, "-m", "ds_patches", "prove", "--all", "--device", "cuda")
-        say(done.stdout)
-        is_bad |= done.returncode != 0
-        write_column(version, done.stdout, stamp())
+        names = [row["name"] for row in results_of(version, device="cuda")]
+        # Each proof runs six processes.
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
+            results = pool.map(lambda name, of=version: cells(of, name, "cuda"), names)
+            shown = dict(zip(names, results, strict=True))
+        say(f"{version}: {shown}")
+        is_bad |= not all(is_shown for _, is_shown in shown.values())
+        write_column(version, shown, f"{_hardware()}; {stamp()}")
     return int(is_bad)
 
 
-def write_column(version: str, printed: str, when: str) -> None:
-    """Write what `prove --all` printed on a release into the page's table."""
-    cells = {}
-    for line in re.findall(r"^[a-z0-9-]+  +\S.*$", printed, re.M):
-        name, *parts = re.split("  +", line.replace("off by ", ""))
-        cell = "; ".join(parts[:2]).partition(":")[0]
-        is_bad = "not shown" in parts or "not train" in cell
-        cells[name] = f"**{cell}**" if is_bad else cell
-    hardware = re.findall(f"^DeepSpeed {re.escape(version)} on (.*)$", printed, re.M)
-    page.write_column(PAGE, "gpus", version, {**cells, page.ON: f"{hardware[0]}; {when}"})
+def write_column(version: str, shown: Mapping[str, tuple[list[str], bool]], ran: str) -> None:
+    """Write a release's cells into the page's table. shown: by proof, as `cells` returns them."""
+    column = {}
+    for name, (texts, is_shown) in shown.items():
+        text = "; ".join(texts).partition(":")[0]
+        column[name] = text if is_shown else f"**{text}**"
+    page.write_column(PAGE, "gpus", version, {**column, page.ON: ran})
+
+
+def _hardware() -> str:
+    gpus = min(torch.cuda.device_count(), RANKS)
+    return f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}"

@@ -21,7 +21,6 @@ class Proof:
     options: arguments of the function. zero: settings of `zero_optimization`. settings: all others.
     why: the reason for settings whose purpose is not obvious. stage: the ZeRO stage, by default
     that of the defect. only: the device that shows the defect, and why the other one does not.
-    row: the proof named in the row of the defect, if it is another one.
     """
 
     script: str
@@ -31,7 +30,6 @@ class Proof:
     why: str = ""
     stage: int | None = None
     only: Sequence[str] = ()
-    row: str = ""
 
 
 _ENTRIES = json.loads(files.text(_FOLDER / "proofs.json"))
@@ -39,7 +37,7 @@ PROOFS = {name: Proof(**entry) for name, entry in _ENTRIES.items()}
 
 
 def compose(name: str, stage: int, title: str) -> str:
-    """Return the text of a reproducer: frame.py with a proof's configuration and functions."""
+    """Return the text of a reproducer, which needs only DeepSpeed and torch."""
     proof = PROOFS[name]
     zero = {"stage": stage, **proof.zero}
     if stage == 3:
@@ -51,33 +49,41 @@ def compose(name: str, stage: int, title: str) -> str:
         "zero_optimization": zero,
         **proof.settings,
     }
-    frame = files.text(_FOLDER / "frame.py").replace("  # noqa: F401", "")
     source = "\n".join(files.text(_FOLDER / file) for file in ("scripts.py", "weights.py"))
-    tree = ast.parse(source)
-    definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    nodes = ast.parse(source).body
+    definitions = {n.name: n for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     used = dict.fromkeys(_used(definitions[proof.script], definitions))
     body = "\n\n".join(ast.get_source_segment(source, node) or "" for node in used)
-    words = {*re.findall(r"\w+", body)}
-    imports = ""
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            node.names = [name for name in node.names if name.name in words]
-            line = ast.unparse(node) if node.names else "ds_patches"
-            if "ds_patches" not in line and line not in frame + imports:
-                imports += f"{line}\n"
+    return framed(title, config, body, proof.script, proof.options, _imports(source, body))
+
+
+def framed(
+    title: str, config: Any, body: str, script: str, options: Any = None, imports: str = ""
+) -> str:
+    """Return frame.py with the function `script`, which `body` defines, and its configuration."""
     settings = "\n    ".join(wrap(f"CONFIG = {config}", 95))
-    settings += f"\nOPTIONS = {proof.options}" if proof.options else ""
-    call = f"in {proof.script}(start, net, data" + ", **OPTIONS" * bool(proof.options)
+    settings += f"\nOPTIONS = {options}" * bool(options)
+    call = f"in {script}(start, net, data" + ", **OPTIONS" * bool(options)
     parts = {
         "TITLE": "\n".join(wrap(title, 99)),
-        "import os\nimport sys\n\n": f"{imports}import os\nimport sys\n",
+        "import os\n": f"{imports}import os\n",
+        "  # noqa: F401": "",
         "CONFIG = {}": settings.replace("'", '"'),
         'def script(start, net, data):\n    """Replaced by the function of a proof."""': body,
         "in script(start, net, data": call,
     }
+    frame = files.text(_FOLDER / "frame.py")
     for placeholder, text in parts.items():
         frame = frame.replace(placeholder, text, 1)
     return re.sub(r"\n\n+(    def )", r"\n\1", frame.replace("\n\n\n", "\n\n"))
+
+
+def _imports(source: str, body: str) -> str:
+    """Return the imports of a source whose names a text uses, but those that frame.py has."""
+    frame, words = files.text(_FOLDER / "frame.py"), {*re.findall(r"\w+", body)}
+    imports = re.findall(r"^(?:from (?!ds_patches).+ )?import .+\n", source, re.MULTILINE)
+    used = (line for line in dict.fromkeys(imports) if line.split()[-1] in words)
+    return "".join(line for line in used if line.strip() not in frame)
 
 
 def _used(node: ast.AST, definitions: Mapping[str, ast.AST]) -> Iterator[ast.AST]:

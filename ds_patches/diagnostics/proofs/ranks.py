@@ -6,24 +6,19 @@ beside the script. All ranks are killed when the standard input closes: it is a 
 which may be killed itself.
 """
 
-import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import traceback
-from multiprocessing import connection
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_patches.core import api
 
-HOST = "127.0.0.1"
 RANKS = 2
-
-
-def log(script: Path, side: str, rank: int) -> Path:
-    return script.with_name(f"{side}.{rank}")
 
 
 def main(script: Path, sides: list[str]) -> None:
@@ -33,31 +28,16 @@ def main(script: Path, sides: list[str]) -> None:
     is_cpu = os.environ["DS_ACCELERATOR"] == "cpu"
     if is_cpu:
         _prepare()
-    import torch.distributed
+    from torch.multiprocessing.spawn import ProcessException, start_processes
 
-    context: Any = multiprocessing.get_context("fork" if is_cpu else "spawn")
-    # Opened here, not in rank 0: a port that is only probed may be taken before rank 0 opens it.
-    dist: Any = torch.distributed
-    stores = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in sides]
-    # Ranks connect to the stores after all forks: a fork would inherit the open connections of
-    # earlier ranks, and the store would mistake their end for that of a later connection.
-    all_started = context.Event()
-    ranks = {}
-    for side, store in zip(sides, stores, strict=True):
-        for rank in range(RANKS):
-            args = (script, side, rank, store.port, all_started)
-            process = context.Process(target=_run_rank, args=args)
-            process.start()
-            ranks[process] = side
-    all_started.set()
-    while ranks:
-        connection.wait([process.sentinel for process in ranks])
-        for process in [process for process in ranks if process.exitcode is not None]:
-            side = ranks.pop(process)
-            for peer in [
-                p for p, its_side in ranks.items() if process.exitcode and its_side == side
-            ]:
-                peer.kill()  # it would wait for the rank that failed
+    start: Any = partial(start_processes, nprocs=RANKS, join=False)
+    method = "fork" if is_cpu else "spawn"
+    contexts = [start(_run_rank, (script, side), start_method=method) for side in sides]
+    for context in contexts:
+        # After an error of one rank this also ends the other, which would wait for it.
+        with suppress(ProcessException):
+            while not context.join():
+                pass
 
 
 def _prepare() -> None:
@@ -72,42 +52,32 @@ def _prepare() -> None:
     get_accelerator().available_memory = lambda device_index=None: 0
 
 
-def _run_rank(script: Path, side: str, rank: int, port: int, all_started: Any) -> None:
-    """Run the script as one rank, and exit the process."""
-    status = 1
+def _run_rank(rank: int, script: Path, side: str) -> None:
+    """Run the script as one rank of a side's process group."""
+    with script.with_name(f"{side}.{rank}").open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     try:
-        all_started.wait()
-        with log(script, side, rank).open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        world = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": RANKS}
-        world |= {"RANK": rank, "LOCAL_RANK": rank, **_sharing(rank)}
-        # As torchrun sets them: rank 0 uses the open store and opens none itself.
-        world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-        os.environ.update({name: str(value) for name, value in world.items()})
+        import torch
+
+        is_cpu = os.environ["DS_ACCELERATOR"] == "cpu"
+        is_shared = not is_cpu and torch.cuda.device_count() == 1
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(0 if is_shared else rank)}
+        if is_shared:  # NCCL refuses a GPU to a second rank of a host: each has its own host id
+            alone = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            os.environ |= {**alone, "NCCL_IB_DISABLE": "1"}
+        store = f"file://{script.with_name(f'{side}.store')}"
+        backend = "gloo" if is_cpu else "nccl"
+        torch.distributed.init_process_group(backend, store, rank=rank, world_size=RANKS)
         if side == "patched":
             api.apply_all()
         sys.argv = [str(script), "PyTorch" if side == "PyTorch" else "DeepSpeed"]
         runpy.run_path(str(script), run_name="__main__")
-        status = 0
     except BaseException:
         traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
-        os._exit(status)
-
-
-def _sharing(rank: int) -> dict[str, Any]:
-    """Return the variables with which ranks share the only GPU; {} if there is not exactly one.
-
-    NCCL refuses a GPU to a second rank of the same host, so each rank has its own host id.
-    """
-    import torch
-
-    if os.environ["DS_ACCELERATOR"] == "cpu" or torch.cuda.device_count() != 1:
-        return {}
-    alone = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
-    return {"LOCAL_RANK": 0, **alone}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import itertools
 
 import deepspeed
 import torch
-import torch.distributed as dist
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint

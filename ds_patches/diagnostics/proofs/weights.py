@@ -4,10 +4,10 @@ import math
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
@@ -94,28 +94,19 @@ def tiled(start, net, data):
     return train(start(net if start is PyTorch else Around(net, in_tiles)), data[:1])
 
 
-def by_adam(start, net, data, kind, **more):
-    if start is PyTorch:
-        kind = torch.optim.Adam
+def fused_adam(start, net, data):
+    kind = torch.optim.Adam if start is PyTorch else FusedAdam
     # DeepSpeed's FP16_Optimizer takes a step of zeros first, which these betas forget; this eps is
     # so large that rounding stays small.
     optimizer = kind(net.parameters(), lr=0.1, betas=(0.0, 0.0), eps=0.1)
-    return train(start(net, optimizer, **more), [(x.to(net[0].weight.dtype), y) for x, y in data])
+    return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data[:1]])
 
 
 def decayed(start, net, data):
-    # As in `by_adam`: rounding stays small.
+    # As in `fused_adam`: rounding stays small.
     settings = {"betas": (0.0, 0.0), "eps": 0.1, "weight_decay": 2.0}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **settings)
     return train(start(net, optimizer), [(x.to(net[0].weight.dtype), y) for x, y in data])
-
-
-def cpu_adam(start, net, data):
-    return by_adam(start, net, data, DeepSpeedCPUAdam, gradient_accumulation_steps=4)
-
-
-def fused_adam(start, net, data):
-    return by_adam(start, net, data[:1], FusedAdam)
 
 
 def late_step(start, net, data):

@@ -7,7 +7,7 @@
 
 A gradient that is lost on its way to the optimizer raises no error: the loss still falls, by the
 other parameters. The check reads the gradients that the optimizer steps with (steps.py), records
-which modules ran (trainable.py), combines the ranks' results and reports the other parameters. It
+which modules ran, combines the ranks' results and reports the other parameters. It
 works at every ZeRO stage, for any cause, with and without patches.
 """
 
@@ -21,10 +21,8 @@ import torch.distributed as dist
 from ds_patches.core.agreement import reduction_group
 from ds_patches.core.errors import NotChecked
 from ds_patches.diagnostics.traincheck.report import Action, NotTrained, TrainReport, Untrained
-from ds_patches.diagnostics.traincheck.steps import Steps
-from ds_patches.diagnostics.traincheck.trainable import FLAGS, Trainable, recorded, trainables
+from ds_patches.diagnostics.traincheck.steps import FLAGS, Steps, Trainable, trainables
 from ds_patches.steps.ranks import any_rank
-from ds_patches.upstream.coverage import compiles_backward
 
 __all__ = ["NotChecked", "NotTrained", "TrainReport", "Untrained", "train_check"]
 
@@ -52,12 +50,8 @@ def train_check(engine: Any, *, action: Action = "raise") -> Iterator[TrainRepor
         raise ValueError(f"train_check(): action is {action!r}, not one of {', '.join(ACTIONS)}")
     report = TrainReport()
     params = trainables(engine.module)
-    # Hooks do not run in compiled backwards, and did not in those before the block.
-    is_partial = (
-        compiles_backward(engine) or engine.micro_steps % engine.gradient_accumulation_steps() != 0
-    )
-    steps = Steps(engine.optimizer, params, is_partial)
-    with recorded(engine.module, params), steps.recorded():
+    steps = Steps(engine, params)
+    with steps.recorded():
         yield report
     no_steps = [not steps.taken + steps.skipped, not steps.taken]
     no_step, no_inner_step = _any_rank(engine, params, no_steps)
@@ -75,8 +69,7 @@ def train_check(engine: Any, *, action: Action = "raise") -> Iterator[TrainRepor
             )
         return
     report.steps = steps.taken
-    # Equal fingerprints alone are no evidence: a gradient may be the same in each step.
-    without = [p for p in params if not p.trained and not (p.is_stale and p.has_gradient)]
+    without = [param for param in params if not param.trained]
     report.untrained = tuple(param.untrained() for param in without if param.should_train)
     report.idle = tuple(param.untrained() for param in without if not param.should_train)
     if report.idle and may_warn:

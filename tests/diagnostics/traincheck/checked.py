@@ -131,9 +131,10 @@ def check(
     micro_steps: int = 1,
     action: str = "raise",
     patches: bool = False,
+    block: Callable[[Any], object] | None = None,
     **options: Any,
 ) -> Verdict:
-    """Some steps before the check and some in it. change: the engine, between them."""
+    """Some steps before the check and some in it, or a block. change: the engine, between them."""
     if patches:
         ds_patches.apply_all()
     try:
@@ -145,6 +146,8 @@ def check(
 
         train(*range(before))
         change(engine)
+        if block:
+            return verdict_of(engine, lambda: block(engine), action)
         return verdict_of(engine, lambda: train(*range(before, before + steps)), action)
     finally:
         ds_patches.unapply_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,29 +130,37 @@ def test_every_parameter_whose_gradient_is_not_reduced_is_named(
 LAYOUTS = [*((stage, {}) for stage in STAGES), *((stage, OFFLOADED) for stage in (1, 2, 3))]
 
 
+def at_rate_0(engine: Any, micro_steps: int = 1) -> None:
+    """Take a step that changes no weight, so that the next gradient is the same."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    checked.step(engine, micro_steps=micro_steps)
+
+
+def begin(engine: Any) -> None:
+    at_rate_0(engine, micro_steps=2)
+    checked.step(engine)
+
+
+#: Models and options of `check`, in which a gradient is that of the step before.
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "constant": ("constant", {"steps": 2, "patches": True}),
+    "the same batch at a rate of 0":
+        ("TwoHeads", {"before": 0, "change": at_rate_0, "block": checked.step}),
+    # What the rest of the accumulation does not use got its gradient before the block.
+    "begun outside": ("TwoHeads", {"before": 0, "micro_steps": 2, "change": begin,
+                                   "block": partial(checked.step, only=slice(1))}),
+}  # fmt: skip
+
+
 @pytest.mark.core_case(stage=3)
-@pytest.mark.parametrize("how", ["constant", "the same batch at a rate of 0", "begun outside"])
+@pytest.mark.parametrize("how", SAME)
 @pytest.mark.parametrize(("stage", "more"), LAYOUTS)
 def test_the_same_gradient_again_is_a_new_one(
     world: World, stage: int, more: dict[str, Any], how: str
 ) -> None:
-    found = agreed(world.run(repeated, stage, how, **more))
-    assert found == Verdict(steps=2 if how == "constant" else 1)
-
-
-def repeated(stage: int, how: str, **more: Any) -> Verdict:
-    if how == "constant":
-        return checked.check(how, stage, steps=2, patches=True, **more)
-    micro_steps = 1 + (how == "begun outside")
-    engine = checked.engine_of("TwoHeads", stage, micro_steps=micro_steps, **more)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0
-    checked.step(engine, micro_steps=micro_steps)
-    if how == "begun outside":
-        checked.step(engine)
-        # What the rest of the accumulation does not use got its gradient before the block.
-        return checked.verdict_of(engine, lambda: checked.step(engine, only=slice(1)))
-    return checked.verdict_of(engine, lambda: checked.step(engine))
+    model, options = SAME[how]
+    assert check(world, model, stage, **options, **more) == Verdict(steps=options.get("steps", 1))
 
 
 @pytest.mark.parametrize(
