@@ -86,14 +86,16 @@ def _doctor(chosen: Namespace) -> int:
 def _prove(chosen: Namespace) -> int:
     from ds_patches.diagnostics import prove
 
-    if chosen.name is None:
+    if chosen.name is None and not chosen.all:
         return prove.print_proofs(as_json=chosen.json)
     # Ends the processes of running proofs, as an interruption does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if chosen.all:
+        return prove.prove_all(chosen.device, as_json=chosen.json)
     if chosen.script:
         print(prove.composed(chosen.name)[1], end="")
         return prove.RIGHT
-    return prove.prove(chosen.name, chosen.svg, as_json=chosen.json)
+    return prove.prove(chosen.name, chosen.svg, device=chosen.device, as_json=chosen.json)
 
 
 def _run(chosen: Namespace) -> None:
@@ -171,9 +173,12 @@ def _parser() -> ArgumentParser:
         _prove,
         "reproduce a defect on two ranks: plain PyTorch, stock and patched DeepSpeed",
         as_json,
-        end="0, patched is right; 1, it is wrong; 2, no result",
+        end="0, patched is right; 1, it is wrong, or --all does not show a defect; 2, no result",
     )
-    prove.add_argument("name", nargs="?", metavar="NAME", help="a proof; by default, list all")
+    what = prove.add_mutually_exclusive_group()
+    what.add_argument("name", nargs="?", metavar="NAME", help="a proof; by default, list all")
+    what.add_argument("--all", action="store_true", help="run all proofs for this release")
+    prove.add_argument("--device", choices=("cpu", "cuda"), help="default: as DeepSpeed chooses")
     prove.add_argument("--script", action="store_true", help="print the reproducer, for an issue")
     prove.add_argument("--svg", type=Path, metavar="FILE", help="plot the losses, with matplotlib")
     run = add(

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ class Run:
     def is_right(self) -> bool:
         return self.off <= ROUNDING
 
+    @property
+    def brief(self) -> str:
+        """The exception's name, or `off` as text."""
+        name = re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", self.error, flags=re.S)
+        return name or f"off by {self.off:.2g}"
+
     def as_json(self) -> dict[str, Any]:
         """Return the run with losses as texts, since JSON has no NaN."""
         off = None if self.error else str(self.off)
@@ -91,20 +98,18 @@ def shown(version: Version) -> dict[str, Defect]:
     return by_proof
 
 
-def prove(name: str, svg: Path | None = None, *, as_json: bool = False) -> int:
+def prove(
+    name: str, svg: Path | None = None, *, device: str | None = None, as_json: bool = False
+) -> int:
     """Train a proof's script on all sides and print the losses; return the exit status.
 
-    svg: the file to plot the losses into.
-    Raises FlagError if the proof does not exist or cannot run on this machine.
+    svg: the file to plot the losses into. device: "cpu" or "cuda"; by default DeepSpeed's choice.
+    Raises FlagError if the proof does not exist or cannot run on the device.
     """
     title, text = composed(name)
     if svg:
         plot.check(svg)
-    import torch
-
-    is_gpu_wanted = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"  # as DeepSpeed chooses
-    is_gpu_wanted &= "cpu" not in proofs.PROOFS[name].only
-    device = "cuda" if is_gpu_wanted and torch.cuda.is_available() else "cpu"
+    device = _device(device or ("cpu" if "cpu" in proofs.PROOFS[name].only else None))
     if device_needed := _device_needed(name, device):
         raise FlagError(f"{name} {device_needed}")
     if not as_json:
@@ -118,6 +123,42 @@ def prove(name: str, svg: Path | None = None, *, as_json: bool = False) -> int:
         return _print_json(status, {"title": title, "device": device, **sides})
     print(*table(runs), sep="\n")
     return status
+
+
+def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
+    """Run all proofs of the installed release and print a line for each; return the exit status.
+
+    device: as for `prove`. A proof that needs another one is not run.
+    """
+    names, device = [*shown(installed := _installed())], _device(device)
+    width = max(map(len, names), default=0)
+    if not as_json:
+        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
+        print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
+    results = []
+    # Each proof runs six processes. After an interruption nothing waits for the pool's threads.
+    with ThreadPool(max(1, (os.cpu_count() or 1) // 6)) as pool:
+        outcomes = pool.imap(lambda name: _brief(name, device), names)
+        for name, (is_shown, sides) in zip(names, outcomes, strict=True):
+            if not as_json:
+                notes = [] if is_shown else ["not shown"]
+                cells = "  ".join(f"{cell:<22}" for cell in [*sides, *notes])
+                print(f"{name:<{width}}  {cells}".rstrip(), flush=True)
+            results.append({"name": name, "shown": is_shown, "sides": sides})
+    status = RIGHT if all(result["shown"] for result in results) else WRONG
+    return _print_json(status, results) if as_json else status
+
+
+def _brief(name: str, device: str) -> tuple[bool, list[str]]:
+    """Run a proof; return True unless it fails to show the defect, and the cells of its line."""
+    if device_needed := _device_needed(name, device):
+        return True, [device_needed]
+    try:
+        runs = train(composed(name)[1], device)
+    except DsPatchesError as error:
+        return False, [str(error)]
+    is_shown = runs["patched"].is_right and not runs["stock"].is_right
+    return is_shown, [runs[side].brief for side in SIDES[1:]]
 
 
 def composed(name: str) -> tuple[str, str]:
@@ -139,7 +180,7 @@ def table(runs: dict[str, Run]) -> Iterator[str]:
     rows = [(str(step), *(f"{loss:.4f}" for loss in losses)) for step, losses in steps]
     yield from (*columns.aligned([("step", *trained), *rows]), "")
     for side in SIDES[1:]:
-        result = runs[side].error or f"off by {runs[side].off:.2g} of what PyTorch learns"
+        result = runs[side].error or f"{runs[side].brief} of what PyTorch learns"
         yield f"{side + ':':<8} {result}"
     verdicts = [f"{side} is {'right' if runs[side].is_right else 'wrong'}" for side in SIDES[1:]]
     yield f"verdict: {', '.join(verdicts)}"
@@ -155,6 +196,25 @@ def _installed() -> Version:
     if not installed or not installed.version:
         raise DsPatchesError("prove needs DeepSpeed: install it for this Python")
     return installed.version
+
+
+def _device(option: str | None) -> str:
+    """Return "cuda" or "cpu": the option, or the one that DeepSpeed would choose."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if option == "cuda" and not has_gpu:
+        raise FlagError("--device cuda: torch finds no GPU")
+    wanted = option or os.environ.get("DS_ACCELERATOR", "cuda")
+    return "cuda" if wanted == "cuda" and has_gpu else "cpu"
+
+
+def _hardware(device: str) -> str:
+    import torch
+
+    count = min(torch.cuda.device_count(), ranks.RANKS)
+    gpus = f"{count} x {torch.cuda.get_device_name()}" if device == "cuda" else "two CPU ranks"
+    return f"{gpus}, torch {torch.__version__}"
 
 
 def _device_needed(name: str, device: str = "") -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -56,30 +54,22 @@ def _prove(key: str) -> dict[str, str]:
     name, version = key.split()
     if not install_one(version):
         return {}
-    sides, is_shown = cells(version, name)
+    sides = results_of(version, name)
+    is_shown = [sides[side]["right"] for side in ("stock", "patched")] == [False, True]
     say(f"{key}: {sides if is_shown else f'not shown, {sides}'}")
-    return dict(zip(("stock", "patched"), sides, strict=True)) if is_shown else {}
+    return {side: brief(sides[side]) for side in ("stock", "patched")} if is_shown else {}
 
 
-def cells(version: str, name: str, device: str = "cpu") -> tuple[list[str], bool]:
-    """Run a proof; return the cells of stock and patched, and True if it shows the defect."""
-    only = PROOFS[name].only
-    if only and device not in only:
-        return [f"needs a {'CPU' if 'cpu' in only else 'GPU'}"], True
-    results = results_of(version, name, device=device)
-    if isinstance(results, str):
-        return [results], False
-    sides = [results[side] for side in ("stock", "patched")]
-    errors = (re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", side["error"], flags=re.S) for side in sides)
-    texts = [
-        error or f"{float(side['off']):.2g}" for error, side in zip(errors, sides, strict=True)
-    ]
-    return texts, [side["right"] for side in sides] == [False, True]
+def brief(side: Mapping[str, str]) -> str:
+    """Return the name of a side's error, or how far off it is."""
+    return re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", side["error"], flags=re.S) or (
+        f"{float(side['off']):.2g}"
+    )
 
 
-def results_of(version: str, *words: str, device: str = "cpu") -> Any:
+def results_of(version: str, *words: str) -> Any:
     """Return the results of `prove` in a release, or the text of its error."""
-    printed = python(version, "-m", "ds_patches", "prove", *words, "--json", device=device).stdout
+    printed = python(version, "-m", "ds_patches", "prove", *words, "--json").stdout
     answer, _ = json.JSONDecoder().raw_decode(printed, max(0, printed.find("{")))
     return answer.get("results") or answer["error"]
 
@@ -90,23 +80,19 @@ def measure_on_gpus(versions: Sequence[str]) -> int:
     for version in versions:
         if not install_one(version):
             return 1
-        names = [row["name"] for row in results_of(version, device="cuda")]
-        # Each proof runs six processes.
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 6)) as pool:
-            results = pool.map(lambda name, of=version: cells(of, name, "cuda"), names)
-            shown = dict(zip(names, results, strict=True))
-        say(f"{version}: {shown}")
-        is_bad |= not all(is_shown for _, is_shown in shown.values())
-        write_column(version, shown, f"{_hardware()}; {stamp()}")
+        rows = results_of(version, "--all", "--device", "cuda")
+        say(f"{version}: {rows}")
+        is_bad |= not all(row["shown"] for row in rows)
+        write_column(version, rows, f"{_hardware()}; {stamp()}")
     return int(is_bad)
 
 
-def write_column(version: str, shown: Mapping[str, tuple[list[str], bool]], ran: str) -> None:
-    """Write a release's cells into the page's table. shown: by proof, as `cells` returns them."""
+def write_column(version: str, rows: Sequence[Mapping[str, Any]], ran: str) -> None:
+    """Write a release's cells into the page's table. rows: the results of `prove --all --json`."""
     column = {}
-    for name, (texts, is_shown) in shown.items():
-        text = "; ".join(texts).partition(":")[0]
-        column[name] = text if is_shown else f"**{text}**"
+    for row in rows:
+        text = "; ".join(row["sides"]).replace("off by ", "").partition(":")[0]
+        column[row["name"]] = text if row["shown"] else f"**{text}**"
     page.write_column(PAGE, "gpus", version, {**column, page.ON: ran})
 
 

@@ -56,12 +56,12 @@ def pytest(version: str, *arguments: str) -> tuple[int, list[ElementTree.Element
     return done.returncode, cases
 
 
-def python(version: str, *arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+def python(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python with that release, what it prints in one piece."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=releases.ROOT,
-        env=environment(version) | {"DS_ACCELERATOR": device},
+        env=environment(version),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

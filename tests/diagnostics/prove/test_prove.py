@@ -61,10 +61,20 @@ def alive(marked: str) -> list[int]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_no_rank_is_left_of_a_proof_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("retained", signal.SIGTERM),
+        ("retained", signal.SIGINT),
+        ("retained", signal.SIGKILL),
+        ("--all", signal.SIGTERM),
+    ],
+)
+def test_no_rank_is_left_of_a_proof_that_is_ended(
+    what: str, how: signal.Signals, tmp_path: Path
+) -> None:
     mark = str(tmp_path)
-    words = [sys.executable, "-m", "ds_patches", "prove", "retained"]
+    words = [sys.executable, "-m", "ds_patches", "prove", what]
     own = shell.environment(TMPDIR=mark)
     with subprocess.Popen(words, env=own, cwd=shell.REPOSITORY, stderr=subprocess.DEVNULL) as proof:
         wait_for(lambda: len(alive(mark)) >= 2 + ranks.RANKS)
@@ -134,6 +144,19 @@ def test_one_in_json() -> None:
     assert (sides["patched"]["right"], sides["stock"]["right"]) == (True, False)
 
 
+@pytest.mark.exhaustive
+def test_all_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_gpus = "needs a GPU: DeepSpeed refuses fp16 on a CPU"
+    monkeypatch.setattr(prove, "shown", lambda _: {n: HERE[n] for n in ("retained", "fp16")})
+    first, _, *lines = run("prove", "--all", "--device", "cpu").out.splitlines()
+    assert first.startswith(f"DeepSpeed {RELEASE} on two CPU ranks")
+    assert re.fullmatch(r"retained  RuntimeError +off by \S+", lines[0])
+    assert lines[1:] == [f"fp16      {only_gpus}"]
+    monkeypatch.setattr(prove, "shown", lambda _: {"fp16": HERE["fp16"]})
+    rows = in_json("--all", "--device", "cpu")
+    assert rows == [{"name": "fp16", "shown": True, "sides": [only_gpus]}]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -141,7 +164,7 @@ def test_one_in_json() -> None:
         ([""], "no proof is named ''"),
         (["../retained\n"], "did you mean 'retained'"),
         (["retained", "--svg", "/"], "/ cannot be written"),
-        (["fp16"], "fp16 needs a GPU: DeepSpeed refuses fp16 on a CPU"),
+        (["fp16", "--device", "cpu"], "fp16 needs a GPU: DeepSpeed refuses fp16 on a CPU"),
         (["retained", "--svg", "/none/of/it.svg"], "/none/of/it.svg cannot be written"),
     ],
 )
