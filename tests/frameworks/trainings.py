@@ -117,28 +117,6 @@ def embedder(folder: Path) -> Parameters:
     return saved.save_embedder(folder / "embedder")
 
 
-def clip(folder: Path) -> Parameters:
-    return saved.save_clip(folder / "clip")
-
-
-def without_head(folder: Path) -> Parameters:
-    """A language model's parameters but those of its head."""
-    return {name: param for name, param in causal(folder).items() if name != "lm_head.weight"}
-
-
-def decoder(folder: Path) -> Parameters:
-    return {f"lm.{name}": param for name, param in causal(folder).items()}
-
-
-def tower(folder: Path) -> Parameters:
-    """A CLIP's vision tower, as a `CLIPVisionModel` names its parameters."""
-    from transformers import CLIPVisionModel
-
-    clip(folder)
-    start = CLIPVisionModel.from_pretrained(folder / "clip").named_parameters()
-    return {f"tower.{name}": param.detach() for name, param in start}
-
-
 def heads(_: Path, prefix: str = "") -> Parameters:
     torch.manual_seed(accelerated.SEED)
     start = accelerated.TwoHeads().named_parameters()
@@ -153,9 +131,6 @@ def steps(micro_steps: int, **more: Any) -> dict[str, Any]:
 
 LM = ("hf:language_model", (Path("lm"), Path("out")), causal)
 SENTENCES = ("hf:sentences", (Path("embedder"), Path("out")), embedder, TWICE)
-CLIP = ("hf:pictures", (Path("clip"), Path("out")), clip)
-NO_DIMENSIONS = "self.dim() cannot be 0 to view Float as Byte"
-UNBORN = {2: NO_DIMENSIONS, 3: NO_DIMENSIONS}
 CHECKPOINTED = "Recomputed values for the following tensors have different metadata"
 APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
 LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
@@ -167,8 +142,6 @@ HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
 OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
-#: One loss over several forwards, with reentrant checkpointing: folder, and start.
-REPEATED = {"rewards": ("lm", without_head), "crops": ("clip", tower), "shared": ("lm", decoder)}
 LOSSES = ("TripletLoss", "MultipleNegativesRankingLoss")
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES | DIVIDES, **FOUR, **steps(4))
@@ -178,7 +151,6 @@ ACCUMULATED = Training(
 TRAININGS = [
     TRAINER,
     replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}),
-    Training("Trainer, CLIP", *CLIP, UNBORN, {"0.18.2": BOTH_RIGHT}, **steps(1)),
     Training(
         "sentence-transformers, cached loss", *SENTENCES, {"0.18.2": TWICE}, **ONCE, **steps(1)
     ),
@@ -197,17 +169,4 @@ TRAININGS += [
         **steps(1, loss=loss),
     )
     for loss in LOSSES
-]
-TRAININGS += [
-    Training(
-        f"Trainer, {name}",
-        f"repeated:{name}",
-        (Path(folder), Path(name)),
-        start,
-        TWICE,
-        {"0.18.2": TWICE},
-        **ONCE,
-        **steps(1),
-    )
-    for name, (folder, start) in REPEATED.items()
 ]
