@@ -94,7 +94,7 @@ def test_older_releases_of_accelerate(
 @pytest.mark.exhaustive
 @needs("trl")
 def test_grpo_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path) -> None:
-    """It generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
+    """GRPO generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
     start = causal(folder)
     arguments = ("hf:grpo", folder / "lm", folder / "grpo", automatic(3))
     stock, patched = (on_two(world, *arguments) for world in ranks[:2])

@@ -54,10 +54,8 @@ def test_a_column_is_written_among_the_others(
     ]
 
 
-def test_news_are_fixes_and_what_changes_a_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """News of the bare repository and of its checkout begin at a release's tag."""
+def test_news_are_fixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """News begin at the tag of a known release."""
     assert news(tmp_path) == 1
     assert "no repository with a tag" in capsys.readouterr().out
 
@@ -65,10 +63,10 @@ def test_news_are_fixes_and_what_changes_a_target(
         own = ("-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x")
         subprocess.run(["git", *own, *arguments], check=True, capture_output=True)
 
-    def commit(subject: str, file: str, text: str = "", body: str = "") -> None:
+    def commit(subject: str, file: str, body: str = "") -> None:
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{path.read_text() if path.exists() else ''}{text or repr(subject)}\n")
+        path.write_text(subject)
         git("add", ".")
         git("commit", "-m", subject, "-m", body)
 
@@ -79,22 +77,14 @@ def test_news_are_fixes_and_what_changes_a_target(
     git("tag", "v9.9.9")
     commit("Fix a lost gradient (#8463)", "deepspeed/runtime/zero/stage3.py")
     commit("Improve the engine (#2)", engine, body="It hung.")
-    epilogue = "class DeepSpeedEngine:\n    def _backward_epilogue(self):\n        pass"
-    commit("Faster steps (#3)", engine, epilogue)
-    commit("A comment (#4)", engine, "        # of it")
+    commit("Faster steps (#3)", engine)
     commit("Fix the launcher (#5)", "deepspeed/launcher/runner.py")
     commit("Fix with no number", "csrc/adam.cpp")
-    git("clone", "--bare", ".", "bare.git")
-    printed = []
-    for checkout in (tmp_path, tmp_path / "bare.git"):
-        assert news(checkout) == 0
-        printed.append(capsys.readouterr().out.splitlines())
-    assert printed[0] == printed[1]
-    assert [line.split(" ", 2)[2] for line in printed[0][:-1]] == [
+    assert news(tmp_path) == 0
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert [line.split(" ", 2)[2] for line in printed] == [
         "NEW: Fix with no number",
-        "NEW: Faster steps (#3) | changes DeepSpeedEngine._backward_epilogue "
-        "(accumulation, dc_fallback)",
         "NEW: Improve the engine (#2)",
         "in the table: Fix a lost gradient (#8463)",
     ]
-    assert printed[0][-1] == "4 since v0.19.7, 3 NEW, 1 in the table; 1 change what patches touch"
+    assert last == "3 since v0.19.7, 2 NEW, 1 in the table"
