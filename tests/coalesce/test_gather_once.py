@@ -7,7 +7,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from ds_patches.steps.gather_once import suspend
 from tests.harness import applied, models, on_ranks
 from tests.harness.models import loss_of
 from tests.harness.options import NO_REUSE, PERSISTENT, SMALL_PREFETCH, Options
@@ -108,3 +110,24 @@ def test_steps_after_a_block_gather_and_hold_as_ever() -> None:
     options = Options(steps=8, zero=NO_REUSE)
     ours, without = (seen(True, 1, options, blocks) for blocks in ((2, 3), ()))
     assert ours[-3:] == without[-3:]
+
+
+def test_suspended_hooks_come_back_to_their_places() -> None:
+    """Hooks that were removed meanwhile stay removed."""
+    calls: list[str] = []
+    module = torch.nn.Linear(1, 1)
+
+    def say(word: str) -> Any:
+        return module.register_forward_pre_hook(lambda *_: calls.append(word))
+
+    first, _, third, fourth, removed = map(say, "abcdx")
+    removed.remove()
+    orphan = torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    restore = suspend([first, third, removed, orphan])
+    module(torch.ones(1))
+    fourth.remove()
+    say("e")
+    module(torch.ones(1))
+    restore()
+    module(torch.ones(1))
+    assert "".join(calls) == "bd" + "be" + "abce"

@@ -1,4 +1,4 @@
-"""What a block and no_sync() refuse."""
+"""What a block and no_sync() refuse, and what they leave when the patch goes."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ds_patches.core.errors import Misused, NotCovered, Refused
-from tests.harness import BF16, BF16_SUMS, STAGES, applied, engine_of, on_ranks, stock
+from tests.harness import BF16, BF16_SUMS, STAGES, applied, engine_of, leftovers, on_ranks, stock
 from tests.harness.models import loss_of
 
 
@@ -72,3 +72,14 @@ def test_engines_that_are_not_covered(
         stocks = pytest.raises(AssertionError, match="incompatible") if kind else nullcontext()
         with stocks:
             enter(engine.no_sync())
+
+
+@on_ranks
+@pytest.mark.core_case(stage=2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_taken_back_while_gradients_wait_it_leaves_nothing(stage: int) -> None:
+    engine = engine_of(stage=stage)  # before the patch is applied
+    with applied("coalesce"), engine.no_sync():
+        engine.backward(loss_of(engine, 0))
+        assert leftovers.of_patches(engine)
+    assert not leftovers.of_patches(engine)

@@ -145,9 +145,6 @@ OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "packag
 LOSSES = ("TripletLoss", "MultipleNegativesRankingLoss")
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES | DIVIDES, **FOUR, **steps(4))
-ACCUMULATED = Training(
-    "Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}
-)
 TRAININGS = [
     TRAINER,
     replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}),
@@ -155,7 +152,7 @@ TRAININGS = [
         "sentence-transformers, cached loss", *SENTENCES, {"0.18.2": TWICE}, **ONCE, **steps(1)
     ),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2)),
-    ACCUMULATED,
+    Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
     Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT),
