@@ -77,5 +77,3 @@ def test_grpo_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path) -> Non
     assert len(adapters) == 4
     assert all(param.abs().max() > 0 for param in adapters), "they begin with zeros"
     assert len(patched.parameters) == len(start) + 2 * len(adapters)
-    assert set(stock.gathers) == {"deepspeed"}
-    assert patched.gathers == {"ds_patches": stock.gathers.total()}

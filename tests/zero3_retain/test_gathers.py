@@ -12,39 +12,14 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from tests.harness import NO_REUSE, SMALL_PREFETCH, Case, Options, cases, of, run, stock
+from tests.harness import NO_REUSE, SMALL_PREFETCH, Options, run, stock
 from tests.harness.models import both_losses
 from tests.harness.trainers import EngineTrainer, Parameters, engine_of, engine_trainer
-from tests.scripts import losses
 from tests.world import World, on_ranks
 from tests.zero3_retain.test_gradients import PREFETCH, patched, several_backwards
 
-retained = partial(of, "zero3_retain")
 #: Stock, or patched.
 around = {False: nullcontext, True: patched}
-
-
-@cases(
-    *(
-        retained(
-            losses.three_backwards,
-            3,
-            core={3} if style == "engine" and settings is SMALL_PREFETCH else (),
-            style=style,
-            steps=5,
-            zero=settings,
-        )
-        for style in ("engine", "torch")
-        for settings in ({}, SMALL_PREFETCH, PREFETCH)
-    )
-)
-def test_nothing_is_on_its_way_after_a_backward_that_leaves_a_branch_out(
-    world: World, case: Case
-) -> None:
-    """Parameters that the prefetcher fetches for a branch that is not run are partitioned, too."""
-    for outcome in case.check(world):
-        assert len(outcome.left) == 15
-        assert not any(outcome.left), outcome.left
 
 
 @on_ranks
