@@ -216,3 +216,12 @@ def test_of_a_unit_all_are_delivered_and_those_gathered_that_are_not_here() -> N
     params = Partitioned(frozen=["bias"], unit=["c", "b", "a", "bias"], whole=["b"])
     params.hold(transposed, c=torch.zeros_like(params.values["c"]))
     assert params.gathered() == "c+a+bias c+b+a+bias", "forward and backward"
+
+
+def test_param_of() -> None:
+    params = Partitioned()
+    with params.call():
+        seen = params.see("a")
+        for tensor, param in ((seen[1].t(), params.params["a"]), (seen * 1, None)):
+            assert params.uses.param_of(tensor) is param
+    assert params.uses.param_of(seen) is None, "its call has ended"

@@ -24,11 +24,6 @@ LOSES = {"0.18.2": {2: WRONG, 3: RIGHT}}
 #: The Trainer's gradients are divided by the micro steps once or twice more.
 DIVIDES = {"0.18.3": {2: WRONG, 3: WRONG}}
 TWICE = {2: "has already been reduced", 3: "AssertionError"}
-REFUSED = {
-    stage: f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
-    f" {stage}"
-    for stage in (2, 3)
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +130,9 @@ CHECKPOINTED = "Recomputed values for the following tensors have different metad
 APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
 LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
 DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {"0.18.2": {3: CHECKPOINTED}})
-ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
-OF_ENGINE = ("accelerated:train", ("two_losses",), heads, REFUSED, {"0.18.2": REFUSED})
+ACCUMULATE = ("accelerated:train", (), heads, BOTH_RIGHT, LOSES)
 ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
-HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
+HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2, "steps": 2}
 OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
@@ -153,7 +147,6 @@ TRAININGS = [
     ),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2)),
     Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
-    Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT),
 ]
