@@ -1,4 +1,4 @@
-"""What a block and no_sync() refuse, and what they leave when the patch goes."""
+"""Refusals of a block and of no_sync(), and what they leave when the patch goes."""
 
 from contextlib import nullcontext
 from typing import Any
