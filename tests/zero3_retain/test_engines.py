@@ -75,7 +75,7 @@ def test_hooks_set_again(trainer: Any) -> None:
 # --- A backward that raises half way --------------------------------------------------------------
 
 
-def fail_and_go_on(trainer: Any, step: int, *, failing: int, zero: bool) -> None:
+def fail_and_go_on(trainer: Any, step: int, *, failing: int) -> None:
     """Step 1 of 3 meets a failure at its backward number `failing`; then it is run again.
 
     The reference takes the same steps and no failure.
@@ -87,8 +87,6 @@ def fail_and_go_on(trainer: Any, step: int, *, failing: int, zero: bool) -> None
         backward_that_raises(trainer, losses[failing - 1])
         if trainer.style == "engine":  # else nobody has heard of it yet
             trainer.leaves_nothing()
-        if zero:
-            trainer.zero_grad()
     first, second = both_losses(trainer, step)
     trainer.backward(first, retain_graph=True)
     trainer.backward(second)
@@ -97,15 +95,14 @@ def fail_and_go_on(trainer: Any, step: int, *, failing: int, zero: bool) -> None
 @cases(
     *(
         retained(
-            partial(fail_and_go_on, failing=failing, zero=zero),
+            partial(fail_and_go_on, failing=failing),
             2,
             3,
-            core={2, 3} if failing == 2 and not zero else (),
+            core={2, 3} if failing == 2 else (),
             model="Fragile",
             style=style,
         )
         for failing in (1, 2)
-        for zero in (False, True)
         for style in ("engine", "torch")
     )
 )
